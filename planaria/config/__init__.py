@@ -1,0 +1,22 @@
+"""Small frozen configurations, one concern each. `resolve` (resolve.py) makes an EngineConfig from options and facts."""
+
+from planaria.config.model import ModelConfig, RopeConfig
+from planaria.config.options import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    EngineOptions,
+    ParallelConfig,
+    SchedulerConfig,
+)
+
+__all__ = [
+    "CacheConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "EngineOptions",
+    "ModelConfig",
+    "ParallelConfig",
+    "RopeConfig",
+    "SchedulerConfig",
+]

@@ -1,0 +1,89 @@
+"""Options as a user gives them, and the frozen configurations the parts take. A part takes only the one it needs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from planaria.config.model import ModelConfig
+
+DTypeName = Literal["auto", "float32", "bfloat16"]
+QUANTIZATIONS = ("auto", "none", "q8_0", "q4_1")
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line and `LLM(...)` take. `planaria.config.resolve.resolve` checks them and fills the rest in."""
+
+    model: str
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    quantization: str = "auto"  # auto: keep a GGUF file's packed weights; none: dequantise; q8_0, q4_1: pack at load
+    device: str = "auto"
+    threads: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    policy: str = "fcfs"
+    block_size: int = 16
+    kv_cache_memory: int | str | None = None  # bytes, or "2GiB"
+    enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    seed: int = 0
+    skip_tokenizer_init: bool = False
+    null_worker: bool = False
+    distributed_executor_backend: str | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one lane. Tokens and rows."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    depth: int = 2  # plans in flight
+    max_logit_rows: int = 256  # positions of one step whose logits are wanted (prompt logprobs are chunked by it)
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`memory`: bytes for KV, None: chosen from what the machine has."""
+
+    block_size: int = 16
+    memory: int | None = None
+    enable_prefix_caching: bool = True
+
+
+class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    device: str  # cpu | cuda
+    dtype: str  # float32 | bfloat16
+    quantization: str
+    threads: int
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for; what is in force travels in placements."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str = "uni"
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything decided before a process starts. `checkpoint` is the resolved folder or file, see planaria.checkpoint."""
+
+    model: ModelConfig
+    checkpoint: dict[str, Any]
+    served_model_name: str
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    device: DeviceConfig
+    parallel: ParallelConfig
+    seed: int = 0
+    null_worker: bool = False

@@ -1,0 +1,63 @@
+"""One error tree. A user's mistake raises at the door, before any process starts, naming the bad value and the fix.
+
+PlanariaError
+├── UserError             something given to us is wrong; the CLI prints it in one line and exits with 2
+│   ├── ConfigError       an option: which one, its value, the rule, the way out
+│   ├── ModelError        a model folder or file: missing, corrupt, unsupported
+│   └── RequestError      one request: HTTP 400 with the field; no other request notices
+├── CapacityError         the machine has not what was asked (memory for KV, devices); exits with 1
+├── WorkersLost           ranks died or stopped; handled in one place, by a new epoch
+└── EngineDead            the engine gave up; every open request was answered
+"""
+
+from __future__ import annotations
+
+
+class PlanariaError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class UserError(PlanariaError):
+    """Something the user gave is wrong. `str()` is one line that says what, where and what to do."""
+
+
+class ConfigError(UserError):
+    """A refused option.
+
+    `option` is the flag as typed, `value` what was given, `rule` what it breaks, `fix` the way out.
+    """
+
+    def __init__(self, option: str, value: object, rule: str, fix: str = "") -> None:
+        self.option, self.value, self.rule, self.fix = option, value, rule, fix
+        super().__init__(f"{option} {value}: {rule}" + (f"; {fix}" if fix else ""))
+
+
+class ModelError(UserError):
+    """A checkpoint that can't be served: missing, corrupt, unsupported."""
+
+
+class RequestError(UserError):
+    """A refused request.
+
+    `param` is the JSON field, `code` a short machine-readable word, `status` the HTTP status.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code, self.status = message, param, code, status
+
+
+class CapacityError(PlanariaError):
+    """The machine lacks what was asked for; the message gives both numbers."""
+
+
+class WorkersLost(PlanariaError):
+    """Ranks of one epoch are gone. `cause` names rank, phase and the first traceback."""
+
+    def __init__(self, epoch: int, ranks: tuple[int, ...], cause: str) -> None:
+        super().__init__(f"epoch {epoch}: lost rank(s) {', '.join(map(str, ranks))}: {cause}")
+        self.epoch, self.ranks, self.cause = epoch, ranks, cause
+
+
+class EngineDead(PlanariaError):
+    """The engine gave up; the message says why."""

@@ -1,0 +1,144 @@
+"""The operations a model is written in, and what a back end must give.
+
+A model's forward pass is a function of one argument, an `Ops`. Back ends:
+`reference.TorchOps` runs each operation at once with plain torch, on any device; it is the definition.
+`cpu.CpuOps` records the operations once, on fixed buffers, and then runs the recording with native kernels.
+So forward code must not look at values or row counts; it may only call operations.
+
+Shapes: T tokens of the step, S positions whose logits are wanted, H hidden size, N/K of a weight [N, K].
+An `Act` is a back end's handle of an activation with T (or S, after `take`) rows; models only pass it on.
+The residual stream is float32; what goes into a matrix product has the back end's activation dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Act = Any
+Weight = Any
+KVLayer = Any
+RopeTable = Any
+
+
+@dataclass
+class Quantized:
+    """A weight [N, K] as the file packs it: `data` uint8 [N, bytes per row] of GGUF blocks of 32 along K.
+
+    kind q4_1: 20-byte blocks (float16 scale d, float16 minimum m, 16 bytes: low nibbles are elements 0-15,
+    high nibbles 16-31; w = d*q + m). q4_0: 18 bytes (d; w = d*(q-8)). q8_0: 34 bytes (d, 32 int8; w = d*q).
+    """
+
+    kind: str
+    data: torch.Tensor
+    shape: tuple[int, int]
+
+
+class Batch:
+    """One step's inputs, in fixed arrays that the runner fills in place. Sequences are in row order.
+
+    counts       int64 [4]: T tokens, number of sequences, S sample positions, 0
+    tokens       int32 [max_tokens]        token ids, sequence after sequence
+    positions    int32 [max_tokens]        position of each in its sequence
+    slots        int64 [max_tokens]        where its key and value go: block * block_size + offset
+    seq_start    int32 [max_seqs + 1]      first token of each sequence in `tokens`; [num_seqs] = T
+    seq_len      int32 [max_seqs]          tokens in KV after this step, per sequence
+    seq_row      int32 [max_seqs]          its row in block_table
+    block_table  int32 [max_seqs, max_blocks]
+    sample_index int32 [max_samples]       token indices whose logits are wanted
+    """
+
+    def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, max_samples: int) -> None:
+        self.max_tokens, self.max_seqs, self.max_samples = max_tokens, max_seqs, max_samples
+        self.counts: npt.NDArray[np.int64] = np.zeros(4, np.int64)
+        self.tokens: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
+        self.positions: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
+        self.slots: npt.NDArray[np.int64] = np.zeros(max_tokens, np.int64)
+        self.seq_start: npt.NDArray[np.int32] = np.zeros(max_seqs + 1, np.int32)
+        self.seq_len: npt.NDArray[np.int32] = np.zeros(max_seqs, np.int32)
+        self.seq_row: npt.NDArray[np.int32] = np.zeros(max_seqs, np.int32)
+        self.block_table: npt.NDArray[np.int32] = np.zeros((max_seqs, max_blocks), np.int32)
+        self.sample_index: npt.NDArray[np.int32] = np.zeros(max_samples, np.int32)
+
+
+class Ops(Protocol):
+    """One back end. Loading: `pack`, `vector`, `rope_table`, `kv_layer`. The rest is forward."""
+
+    def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Weight:
+        """A weight [N, K] (and bias [N]) in the layout its kernels read. The argument may be freed afterwards.
+
+        A float tensor is stored in the activation dtype; a `Quantized` stays packed.
+        """
+        ...
+
+    def vector(self, values: torch.Tensor) -> Any:
+        """A norm's weight [K], kept in float32."""
+        ...
+
+    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> RopeTable:
+        """cos, sin float32 [max_position, rotary_dim / 2]; halves convention (x1, x2) -> (x1 c - x2 s, x2 c + x1 s)."""
+        ...
+
+    def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer:
+        """One layer's paged cache."""
+        ...
+
+    def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of one block of one layer, keys and values."""
+        ...
+
+    def embed(self, table: Weight) -> Act:
+        """[T, H] float32: rows of the table for the batch's tokens. The table may be the packed output head."""
+        ...
+
+    def rms_norm(self, x: Act, weight: Any, eps: float) -> Act:
+        """x / sqrt(mean(x^2) + eps) * weight, in the activation dtype."""
+        ...
+
+    def linear(self, x: Act, weight: Weight, residual: Act | None = None) -> Act:
+        """x W^T + bias, in the activation dtype; with `residual` (float32): residual += that, and residual is returned."""
+        ...
+
+    def rope_store(
+        self, qkv: Act, kv: KVLayer, rope: RopeTable, num_heads: int, num_kv_heads: int, head_dim: int,
+        q_norm: Any = None, k_norm: Any = None, eps: float = 0.0,
+    ) -> Act:  # fmt: skip
+        """Split [T, (heads + 2 kv_heads) * head_dim]; RMS-normalise q and k per head where norms are given; rotate q and k
+        by position; store k and v at the batch's slots. Returns q [T, heads * head_dim]."""
+        ...
+
+    def attend(
+        self, q: Act, kv: KVLayer, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
+        window: int | None = None,
+    ) -> Act:  # fmt: skip
+        """Causal attention of each token over its sequence's cache (its own key included), query head h reading kv head
+        h // (heads / kv_heads); with `window` w, only positions > p - w. [T, heads * head_dim], activation dtype."""
+        ...
+
+    def silu_mul(self, gate_up: Act) -> Act:
+        """silu(first half) * second half of the columns."""
+        ...
+
+    def take(self, x: Act) -> Act:
+        """Rows of x at the batch's sample_index: [S, H]."""
+        ...
+
+    def logits(self, x: Act, weight: Weight) -> Act:
+        """x W^T in float32, [S, vocabulary]."""
+        ...
+
+    def compile(self, forward: Callable[[Ops], Act], batch: Batch) -> Callable[[], torch.Tensor]:
+        """A function that runs `forward` on what `batch` holds at that moment and returns its result as a tensor
+        [S, vocabulary] float32, valid until the next run. Called with S = 0 it runs and returns an empty tensor."""
+        ...
+
+    def close(self) -> None:
+        """End threads, free memory."""
+        ...

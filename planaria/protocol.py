@@ -1,0 +1,132 @@
+"""The waist: what the deciding column says to the computing column, and what it hears back.
+
+Frozen msgspec structs, nothing else. A `StepPlan` carries changes only. A row that sampled a token in the
+last step and is named in no later plan goes on by one token by itself (its last sampled token is row state
+on the worker); plans and workers check each other by `step`, which counts up by one within an epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from planaria.types import SamplingParams, TokenLogprobs
+
+
+class Fresh(msgspec.Struct, frozen=True, array_like=True):
+    """A request (re)entering a row: first run, resume and recovery are the same thing."""
+
+    tokens: tuple[int, ...]  # the whole history: prompt, then what was already generated
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    eos_ids: tuple[int, ...] = ()  # min_tokens keeps these from being sampled
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One row's change. `count` tokens from history position `start`; `blocks` are appended to its block table.
+
+    `sample`: draw a token after the last of them; from the next step on the row then advances by itself.
+    """
+
+    row: int
+    start: int
+    count: int
+    blocks: tuple[int, ...]
+    sample: bool
+    fresh: Fresh | None = None
+
+
+LanePlan = tuple[Row, ...]
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """One step of every lane. `freed_rows[lane]` are rows that stop before this step."""
+
+    epoch: int
+    step: int
+    lanes: tuple[LanePlan, ...]
+    freed_rows: tuple[tuple[int, ...], ...]
+
+
+class LaneResult(msgspec.Struct, frozen=True, array_like=True):
+    """What one lane sampled: `rows[i]` drew `tokens[i]`. The maps are by row and present only where asked for."""
+
+    rows: list[int]
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of the positions after `start` of this step's chunk
+    errors: dict[int, str] = {}  # rows that failed by themselves; only that request ends
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="step_result"):
+    epoch: int
+    step: int
+    lanes: tuple[LaneResult, ...]
+    seconds: float = 0.0  # time the worker spent on it
+
+
+# Commands and replies. Every rank answers every command.
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Read the weights."""
+
+
+class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
+    """Say what is there: memory, bytes per KV block."""
+
+
+class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
+    """Make the KV cache of `num_blocks` blocks and warm up."""
+
+    num_blocks: int
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """Run a worker's method by name with plain arguments."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+
+
+class Exit(msgspec.Struct, frozen=True, array_like=True, tag="exit"):
+    """Release everything and end."""
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Load, Allocate are done. `seconds` by part, for the start-up summary."""
+
+    rank: int
+    seconds: dict[str, float] = {}
+    facts: dict[str, Any] = {}
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
+    """Answer to Probe; bytes."""
+
+    rank: int
+    block_bytes: int
+    available_bytes: int
+    weight_bytes: int
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    rank: int
+    value: Any = None
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """A rank's exception: phase, one line, the whole traceback. `user` when it is the user's mistake."""
+
+    rank: int
+    phase: str
+    message: str
+    traceback: str
+    kind: str = "error"  # "model": ModelError, "capacity": CapacityError, "error": anything else
+
+
+Command = Load | Probe | Allocate | StepPlan | Call | Exit
+Reply = Ready | Facts | Done | StepResult | Failed

@@ -1,0 +1,173 @@
+"""The values a request is made of. Pure: no torch, clock or randomness.
+
+A request is its token history (`prompt + output`) and one cursor, `computed`: how many of those tokens
+have their keys and values in the cache. Every event of its life (chunked prefill, prefix hit, preemption,
+loss of a worker) only moves the cursor.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+from planaria.errors import RequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP = 16
+SEED_LIMIT = 2**63
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose the next tokens of one request. Field meanings are those of the OpenAI API where it has them.
+
+    Call `verify(vocab_size)` before use; it raises RequestError naming the field.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16  # None: up to the model's length
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # filled in by the front end from bad_words
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def verify(self, vocab_size: int | None = None) -> None:
+        """Raise RequestError for the first field that is out of range."""
+
+        def need(ok: bool, param: str, rule: str) -> None:
+            if not ok:
+                raise RequestError(
+                    f"{param} must be {rule}, got {getattr(self, param)!r}", param=param, code="invalid_value"
+                )
+
+        for name in (
+            "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+        ):  # fmt: skip
+            need(math.isfinite(getattr(self, name)), name, "a finite number")
+        need(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}")
+        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(self.min_tokens >= 0, "min_tokens", "0 or more")
+        need(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens", f"at most max_tokens ({self.max_tokens})",
+        )  # fmt: skip
+        need(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
+        need(self.top_k >= -1, "top_k", "-1 (off), 0 (off) or more")
+        need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
+        need(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]")
+        need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]")
+        need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]")
+        need(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]")
+        need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} strings, none empty")
+        need(self.seed is None or -SEED_LIMIT <= self.seed < SEED_LIMIT, "seed", "a 64-bit integer")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}")
+        need(all(self.bad_words), "bad_words", "a list of strings, none empty")
+        for token, bias in (self.logit_bias or {}).items():
+            need(math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "values in [-100, 100]")
+            need(token >= 0 and (vocab_size is None or token < vocab_size), "logit_bias",
+                 f"a map from token ids of the vocabulary ({vocab_size} tokens)")  # fmt: skip
+        need(
+            all(t >= 0 and (vocab_size is None or t < vocab_size) for t in self.stop_token_ids),
+            "stop_token_ids", f"token ids of the vocabulary ({vocab_size} tokens)",
+        )  # fmt: skip
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one position: the chosen token's own (`logprob`, `rank` from 1), then the likeliest."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Request:
+    """The only durable thing in the engine. `history = prompt + output`; `computed` says how much of it is in KV."""
+
+    __slots__ = (
+        "arrival", "computed", "eos_ids", "id", "lane", "max_tokens", "output", "params", "priority", "prompt",
+        "seed",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        max_tokens: int,
+        eos_ids: tuple[int, ...] = (),
+        arrival: float = 0.0,
+        priority: int = 0,
+        output: list[int] | None = None,
+    ) -> None:
+        self.id, self.prompt, self.params, self.seed = id, prompt, params, seed
+        self.max_tokens, self.eos_ids, self.arrival, self.priority = max_tokens, eos_ids, arrival, priority
+        self.output: list[int] = output if output is not None else []
+        self.computed = 0
+        self.lane: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id}, prompt {len(self.prompt)}, output {len(self.output)}/{self.max_tokens}, "
+            f"computed {self.computed})"
+        )
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """What one step added to one request: `tokens` start at output index `index`. The last one carries `finish`."""
+
+    request_id: str
+    index: int
+    tokens: list[int]
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token or string that stopped it
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached: int = 0  # prompt tokens that came from the prefix cache (known at the first delta)
+    error: str | None = None
+
+
+def params_from(values: dict[str, Any]) -> SamplingParams:
+    """SamplingParams from plain values (JSON), converting lists; raises RequestError naming the field."""
+    try:
+        return msgspec.convert(values, SamplingParams, strict=False)
+    except msgspec.ValidationError as e:
+        raise RequestError(str(e), code="invalid_type") from None
