@@ -1,0 +1,1 @@
+"""The deciding column: pure state machines. No torch, sockets, threads, clock or randomness in here."""

@@ -1,0 +1,122 @@
+"""EngineCore: the one place that decides. Requests in, plans out, results in, deltas out.
+
+`plan` may be called again before `commit` (async scheduling, pipeline); plans are committed in order. Tokens are
+emitted in `commit` and nowhere else; a result of another epoch is ignored.
+"""
+
+from __future__ import annotations
+
+from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.core.scheduler import Lane
+from planaria.protocol import StepPlan, StepResult
+from planaria.types import Delta, FinishReason, Request
+from planaria.wire import EngineStats
+
+
+class EngineCore:
+    """`num_blocks` KV blocks in each of `num_lanes` lanes."""
+
+    def __init__(self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, num_lanes: int = 1) -> None:
+        self.config = scheduler
+        self.lanes = [Lane(scheduler, cache, num_blocks) for _ in range(num_lanes)]
+        self.lane_of: dict[str, Lane] = {}
+        self.epoch = 0
+        self.planned = self.committed = 0  # step numbers
+        self.prompt_tokens = self.generation_tokens = 0
+
+    def admit(self, request: Request) -> list[Delta]:
+        """Take a request. One that can never run is answered at once, with an error."""
+        lane = min(self.lanes, key=Lane.load) if len(self.lanes) > 1 else self.lanes[0]
+        total = len(request.prompt) + request.max_tokens
+        limit = min(self.config.max_model_len, lane.capacity())
+        problem = None
+        if not request.prompt:
+            problem = "the prompt is empty"
+        elif request.id in self.lane_of:
+            problem = f"a request with id {request.id!r} is already open"
+        elif total > limit:
+            problem = (
+                f"prompt ({len(request.prompt)}) and max_tokens ({request.max_tokens}) are {total} tokens; "
+                f"this engine holds {limit} for one request"
+            )
+        elif len(request.output) >= request.max_tokens:
+            return [Delta(request.id, len(request.output), [], FinishReason.LENGTH)]
+        if problem:
+            return [Delta(request.id, len(request.output), [], FinishReason.ERROR, error=problem)]
+        request.lane = self.lanes.index(lane)
+        self.lane_of[request.id] = lane
+        lane.add(request)
+        self.prompt_tokens += len(request.prompt)
+        return []
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Delta]:
+        """End a request now. Unknown or ended ids are ignored."""
+        lane = self.lane_of.pop(request_id, None)
+        entry = lane.remove(request_id) if lane is not None else None
+        return [Delta(request_id, len(entry.request.output), [], reason)] if entry is not None else []
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute (now, or before a commit).
+
+        `now` is part of the interface for policies with deadlines; the present ones don't read it.
+        """
+        if not any(lane.has_work() for lane in self.lanes):
+            return None
+        step = self.planned + 1
+        parts = [lane.plan(step) for lane in self.lanes]
+        if not any(rows for rows, _ in parts) and not any(lane.num_auto for lane in self.lanes):
+            for lane, (_, freed) in zip(self.lanes, parts, strict=True):
+                lane.unplan(step, freed)
+            return None
+        self.planned = step
+        return StepPlan(self.epoch, step, tuple(rows for rows, _ in parts), tuple(freed for _, freed in parts))
+
+    def commit(self, result: StepResult) -> list[Delta]:
+        """Take in a step's result; returns what it added to each request."""
+        if result.epoch != self.epoch:
+            return []
+        if result.step != self.committed + 1 or result.step > self.planned:
+            raise AssertionError(f"step {result.step} committed after {self.committed}, planned {self.planned}")
+        self.committed = result.step
+        deltas: list[Delta] = []
+        for lane, part in zip(self.lanes, result.lanes, strict=True):
+            deltas += lane.commit(result.step, part)
+        for delta in deltas:
+            self.generation_tokens += len(delta.tokens)
+            if delta.finish is not None:
+                del self.lane_of[delta.request_id]
+        return deltas
+
+    @property
+    def in_flight(self) -> int:
+        return self.planned - self.committed
+
+    def lost(self, epoch: int) -> None:
+        """The workers' state is gone. Every cursor goes to 0, order is kept, uncommitted steps vanish."""
+        self.epoch = epoch
+        self.planned = self.committed = 0
+        for lane in self.lanes:
+            lane.lost(0)
+
+    def snapshot(self) -> list[Request]:
+        """The open requests, in the order they would be served."""
+        entries = [entry for lane in self.lanes for entry in lane.entries.values()]
+        return [entry.request for entry in sorted(entries, key=lambda e: e.key)]
+
+    def has_requests(self) -> bool:
+        return bool(self.lane_of)
+
+    def stats(self) -> EngineStats:
+        lanes = self.lanes
+        return EngineStats(
+            step=self.committed,
+            epoch=self.epoch,
+            running=sum(lane.num_running for lane in lanes),
+            waiting=sum(lane.num_waiting for lane in lanes),
+            kv_usage=sum(lane.pool.usage() for lane in lanes) / len(lanes),
+            prefix_queries=sum(lane.prefix_queries for lane in lanes),
+            prefix_hits=sum(lane.prefix_hits for lane in lanes),
+            preemptions=sum(lane.preemptions for lane in lanes),
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+        )

@@ -1,0 +1,91 @@
+"""The block pool: reference counts, and what a free block still remembers.
+
+A block is in exactly one of three states: used (count > 0), idle (count 0, holds a prefix that may be hit, evicted
+oldest first) or empty. A key maps to at most one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from planaria.core.prefix_cache import BlockKey
+
+
+class BlockPool:
+    """`num_blocks` blocks, numbered from 0."""
+
+    def __init__(self, num_blocks: int, *, caching: bool = True) -> None:
+        self.num_blocks, self.caching = num_blocks, caching
+        self.refs = [0] * num_blocks
+        self.empty = list(range(num_blocks - 1, -1, -1))
+        self.idle: dict[int, None] = {}  # in order of release
+        self.block_of: dict[BlockKey, int] = {}
+        self.key_of: dict[int, BlockKey] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self.empty) + len(self.idle)
+
+    def usage(self) -> float:
+        return 1.0 - self.num_free / self.num_blocks if self.num_blocks else 0.0
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks with a reference each. The caller has checked `num_free`."""
+        taken = []
+        for _ in range(count):
+            if self.empty:
+                block = self.empty.pop()
+            else:
+                block = next(iter(self.idle))
+                del self.idle[block]
+                del self.block_of[self.key_of.pop(block)]
+            self.refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def hits(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Blocks of the longest known prefix of `keys`; takes no reference."""
+        found = []
+        for key in keys:
+            block = self.block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference for each."""
+        for block in blocks:
+            if self.refs[block] == 0:
+                del self.idle[block]
+            self.refs[block] += 1
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these are counted in `num_free` now."""
+        return sum(1 for block in blocks if self.refs[block] == 0)
+
+    def remember(self, block: int, key: BlockKey) -> None:
+        """The used block holds the prefix `key`, computed. The first block with a key keeps it."""
+        if self.caching and key not in self.block_of and block not in self.key_of:
+            self.block_of[key] = block
+            self.key_of[block] = key
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop a reference of each. Given in history order; the end of a history is evicted before its start."""
+        for block in reversed(list(blocks)):
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                if block in self.key_of:
+                    self.idle[block] = None
+                else:
+                    self.empty.append(block)
+
+    def check(self) -> None:
+        """Raise AssertionError if the books don't balance (for tests)."""
+        used = {b for b in range(self.num_blocks) if self.refs[b] > 0}
+        assert all(r >= 0 for r in self.refs)
+        assert len(self.empty) == len(set(self.empty))
+        assert not used & set(self.empty) and not used & set(self.idle) and not set(self.empty) & set(self.idle)
+        assert len(used) + len(self.empty) + len(self.idle) == self.num_blocks
+        assert {b: k for k, b in self.block_of.items()} == self.key_of
+        assert set(self.idle) <= set(self.key_of) and not set(self.empty) & set(self.key_of)

@@ -1,0 +1,411 @@
+"""One lane: its rows, its blocks, and which tokens of which requests go into the next step.
+
+Rules it keeps
+- A row that sampled goes on by one token in every later step until it is freed. So a plan names only rows that
+  change, and planning costs nothing for the others: what a row will need, and when, is known when it starts
+  (`due`, a calendar by step).
+- Steps may be planned ahead of commits. A row or block is reused only after the last step planned with it is committed
+  (`deferred`); a token that arrives for a request that already ended is dropped.
+- A request enters with blocks for its whole history, so only rows that generate ever ask for more. When there are none,
+  the last in policy order is preempted: its cursor goes back to 0, its tokens stay.
+- Prefix keys enter the cache at commit. A request whose next block is being computed by another row waits for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.core.kv_cache import BlockPool
+from planaria.core.policy import POLICIES, Key
+from planaria.core.prefix_cache import BlockKey, chain
+from planaria.protocol import Fresh, LanePlan, LaneResult, Row
+from planaria.types import Delta, FinishReason, Request, TokenLogprobs
+
+NEVER = 1 << 62
+
+
+class Entry:
+    """A request as its lane sees it. `row` is None while it waits; `last_step` is the last step planned with it."""
+
+    __slots__ = (
+        "auto", "auto_from", "auto_start", "blocks", "end_step", "key", "keys", "last_step", "leaving", "next_event",
+        "num_cached", "open", "owned", "planned", "prompt_logprobs", "remembered", "request", "row", "stops",
+        "target",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, key: Key) -> None:
+        self.request, self.key = request, key
+        self.row: int | None = None
+        self.blocks: list[int] = []
+        self.keys: list[BlockKey] = []  # of the full blocks of the history, as far as known
+        self.remembered = 0  # how many of them the pool has been told
+        self.owned: list[BlockKey] = []  # announced as being computed by this one
+        self.planned = 0  # cursor after all planned steps, while not `auto`
+        self.target = 0  # history length to reach before sampling
+        self.auto = False
+        self.auto_from = self.auto_start = 0  # first step by itself, and the cursor it began with
+        self.end_step = self.next_event = NEVER
+        self.last_step = 0
+        self.open = True  # no final delta yet
+        self.leaving = False  # all its steps are planned; row and blocks are in `deferred`
+        self.num_cached = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        params = request.params
+        self.stops = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(request.eos_ids)
+        )
+
+
+class Lane:
+    """The scheduler of one data-parallel rank. Driven by `EngineCore`, which numbers the steps."""
+
+    def __init__(self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int) -> None:
+        self.config, self.block_size = scheduler, cache.block_size
+        self.policy = POLICIES[scheduler.policy]
+        self.caching = cache.enable_prefix_caching
+        self.num_blocks = num_blocks
+        self.order = 0
+        self.prefix_queries = self.prefix_hits = self.preemptions = 0
+        self.waiting: list[tuple[Key, Entry]] = []  # a heap
+        self.entries: dict[str, Entry] = {}  # every open request
+        self.reset(0)
+
+    def reset(self, step: int) -> None:
+        """Nothing is on the worker any more: all blocks and rows are free, `step` is the last step that counts."""
+        self.pool = BlockPool(self.num_blocks, caching=self.caching)
+        self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
+        self.at_row: list[Entry | None] = [None] * self.config.max_num_seqs
+        self.prefilling: list[Entry] = []  # in order of admission
+        self.num_auto = 0
+        self.due: dict[int, list[Entry]] = {}
+        self.freed: list[int] = []  # rows to be named as freed in the next plan
+        self.deferred: deque[tuple[int, int, list[int]]] = deque()  # (after commit of step, row, blocks)
+        self.chunks: dict[int, list[tuple[Entry, int]]] = {}  # step -> cursors its commit confirms
+        self.computing: dict[BlockKey, Entry] = {}
+        self.committed = self.step = step
+
+    # -- requests come and go
+
+    def add(self, request: Request) -> None:
+        entry = Entry(request, self.policy(request, self.order))
+        self.order += 1
+        self.entries[request.id] = entry
+        heapq.heappush(self.waiting, (entry.key, entry))
+
+    def capacity(self) -> int:
+        """Tokens of one request that fit when it is alone."""
+        return self.num_blocks * self.block_size
+
+    def load(self) -> int:
+        """Tokens still held or to be computed: what a new request competes with."""
+        return sum(e.request.num_tokens for e in self.entries.values())
+
+    @property
+    def num_running(self) -> int:
+        return len(self.entries) - self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    def remove(self, request_id: str) -> Entry | None:
+        """Forget an open request; its row and blocks come back when no planned step needs them."""
+        entry = self.entries.pop(request_id, None)
+        if entry is None:
+            return None
+        entry.open = False
+        self._quit(entry)
+        return entry
+
+    def lost(self, step: int) -> None:
+        """The worker's state is gone: every open request waits again, in its old order, with its tokens."""
+        for entry in self.entries.values():
+            self._rewind(entry)
+            entry.last_step = 0
+        self.waiting = [(entry.key, entry) for entry in self.entries.values()]
+        heapq.heapify(self.waiting)
+        self.reset(step)
+
+    # -- planning
+
+    def plan(self, step: int) -> tuple[LanePlan, tuple[int, ...]]:
+        """Changes and freed rows of the step `step`. May be called before earlier steps are committed."""
+        self.step = step
+        changes: dict[int, Row] = {}
+        pressed = self._go_on(step, changes)
+        tokens = self.config.max_num_batched_tokens - self.num_auto
+        logits = self.config.max_logit_rows - self.config.max_num_seqs  # each row may need one to sample
+        confirm: list[tuple[Entry, int]] = []
+        for entry in list(self.prefilling):
+            if tokens <= 0:
+                break
+            if logits <= 0 and entry.prompt_logprobs is not None:
+                continue
+            used, logits = self._chunk(entry, step, tokens, logits, changes, confirm, None)
+            tokens -= used
+        if not pressed:
+            self._admit(step, tokens, logits, changes, confirm)
+        self.chunks[step] = confirm
+        freed = tuple(self.freed)
+        self.freed = []
+        return tuple(changes.values()), freed
+
+    def unplan(self, step: int, freed: tuple[int, ...]) -> None:
+        """The plan of `step` had nothing to compute and won't be sent: the number will be used again."""
+        self.step = step - 1
+        self.chunks.pop(step, None)
+        self.freed = [*freed, *self.freed]
+
+    def has_work(self) -> bool:
+        """Would a plan compute anything now? (Requests that wait for a commit don't count.)"""
+        if self.num_auto or self.prefilling:
+            return True
+        return any(entry.last_step <= self.committed for _, entry in self.waiting)
+
+    def _go_on(self, step: int, changes: dict[int, Row]) -> bool:
+        """Handle the rows that need something at this step. True when memory was short."""
+        pressed = False
+        for entry in self.due.pop(step, ()):
+            if not entry.auto or entry.next_event != step:
+                continue
+            if step >= entry.end_step:  # its last token is in a step before this one
+                self._leave(entry, keep_open=True)
+                continue
+            while not self.pool.num_free and entry.auto:
+                pressed = True
+                self._preempt(changes)
+            if not entry.auto:
+                continue
+            blocks = self.pool.take(1)
+            entry.blocks += blocks
+            assert entry.row is not None
+            position = entry.auto_start + step - entry.auto_from
+            changes[entry.row] = Row(entry.row, position, 1, tuple(blocks), True)
+            self._schedule(entry)
+        return pressed
+
+    def _admit(
+        self, step: int, tokens: int, logits: int, changes: dict[int, Row], confirm: list[tuple[Entry, int]]
+    ) -> None:
+        passed: list[tuple[Key, Entry]] = []  # wait for a block that another row computes, or for a commit
+        while self.waiting and self.free_rows and tokens > 0:
+            item = heapq.heappop(self.waiting)
+            entry = item[1]
+            history = entry.request.prompt + entry.request.output
+            if entry.last_step > self.committed:
+                passed.append(item)
+                continue
+            hits: list[int] = []
+            usable = (len(history) - 1) // self.block_size  # the last token must be computed
+            cached = self.caching and entry.request.params.prompt_logprobs is None
+            if not cached and entry.request.params.prompt_logprobs is not None and logits <= 0:
+                passed.append(item)
+                continue
+            if cached:
+                chain(history, self.block_size, entry.keys)
+                hits = self.pool.hits(entry.keys[:usable])
+                if len(hits) < usable and entry.keys[len(hits)] in self.computing:
+                    passed.append(item)
+                    continue
+            need = -(-len(history) // self.block_size) - len(hits)
+            if need > self.pool.num_free - self.pool.num_idle(hits):
+                passed.append(item)
+                break
+            self.pool.share(hits)
+            entry.blocks = hits + self.pool.take(need)
+            entry.planned = entry.request.computed = len(hits) * self.block_size
+            entry.target = len(history)
+            if cached:
+                self.prefix_queries += len(history)
+                self.prefix_hits += entry.planned
+                entry.owned = [k for k in entry.keys[len(hits) : usable] if k not in self.computing]
+                for key in entry.owned:
+                    self.computing[key] = entry
+            entry.remembered = len(hits)
+            if not entry.request.output:
+                entry.num_cached = entry.planned
+            entry.prompt_logprobs = [None] if entry.request.params.prompt_logprobs is not None else None
+            entry.row = self.free_rows.pop()
+            self.at_row[entry.row] = entry
+            self.prefilling.append(entry)
+            fresh = Fresh(
+                tuple(history), len(entry.request.prompt), entry.request.params, entry.request.seed, entry.request.eos_ids
+            )
+            used, logits = self._chunk(entry, step, tokens, logits, changes, confirm, fresh)
+            tokens -= used
+        for item in passed:
+            heapq.heappush(self.waiting, item)
+
+    def _chunk(
+        self, entry: Entry, step: int, tokens: int, logits: int, changes: dict[int, Row],
+        confirm: list[tuple[Entry, int]], fresh: Fresh | None,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Plan the next part of a history. Returns (tokens used, logit rows left)."""
+        count = min(entry.target - entry.planned, tokens)
+        if entry.prompt_logprobs is not None:
+            count = min(count, max(logits, 1))
+            logits -= count
+        row, start = entry.row, entry.planned
+        assert row is not None
+        entry.planned += count
+        entry.last_step = step
+        done = entry.planned == entry.target
+        changes[row] = Row(row, start, count, tuple(entry.blocks) if fresh else (), done, fresh)
+        if done:
+            self.prefilling.remove(entry)
+            entry.auto = True
+            self.num_auto += 1
+            entry.auto_from, entry.auto_start = step + 1, entry.planned
+            entry.end_step = step + entry.request.max_tokens - len(entry.request.output)
+            self._schedule(entry)
+        else:
+            confirm.append((entry, entry.planned))
+        return count, logits
+
+    def _schedule(self, entry: Entry) -> None:
+        """Note when this row next needs something: a block, or to end."""
+        full = entry.auto_from + len(entry.blocks) * self.block_size - entry.auto_start
+        entry.next_event = min(full, entry.end_step)
+        self.due.setdefault(entry.next_event, []).append(entry)
+
+    # -- leaving a row
+
+    def _leave(self, entry: Entry, *, keep_open: bool = False, at_once: bool = False) -> None:
+        """Give up row and blocks after the last planned step (blocks `at_once`: steps run in order, so the next
+        owner's step comes later). `keep_open`: all is planned, the last token is still to come."""
+        assert entry.row is not None
+        if entry.auto:
+            self.num_auto -= 1
+            entry.auto = False
+            entry.last_step = self.step - 1 if keep_open or at_once else self.step
+        elif entry in self.prefilling:
+            self.prefilling.remove(entry)
+        entry.leaving = True
+        self.freed.append(entry.row)
+        blocks = entry.blocks
+        if at_once:
+            self.pool.release(blocks)
+            blocks = []
+        self.deferred.append((entry.last_step, entry.row, blocks))
+        if not keep_open:
+            self._disown(entry)
+            self._collect()
+
+    def _disown(self, entry: Entry) -> None:
+        """It will not compute what it announced."""
+        for key in entry.owned:
+            self.computing.pop(key, None)
+        entry.owned = []
+
+    def _quit(self, entry: Entry) -> None:
+        """The request ended, wherever it is."""
+        if entry.row is None:
+            self.waiting = [item for item in self.waiting if item[1] is not entry]
+            heapq.heapify(self.waiting)
+        elif entry.leaving:
+            self._disown(entry)
+        else:
+            self._leave(entry)
+
+    def _preempt(self, changes: dict[int, Row]) -> None:
+        """Send the last running request in policy order back to waiting."""
+        running = [e for e in self.entries.values() if e.row is not None and (e.auto or e in self.prefilling)]
+        victim = max(running, key=lambda e: e.key)
+        assert victim.row is not None
+        changes.pop(victim.row, None)
+        self._leave(victim, at_once=True)
+        self._rewind(victim)
+        heapq.heappush(self.waiting, (victim.key, victim))
+        self.preemptions += 1
+
+    def _rewind(self, entry: Entry) -> None:
+        """The cursor goes back to 0; tokens stay."""
+        entry.request.computed = entry.planned = 0
+        entry.row = None
+        entry.auto = entry.leaving = False
+        entry.blocks, entry.owned, entry.remembered = [], [], 0
+        entry.end_step = entry.next_event = NEVER
+
+    def _collect(self) -> None:
+        """Take back what no step in flight needs."""
+        kept: deque[tuple[int, int, list[int]]] = deque()
+        for step, row, blocks in self.deferred:
+            if step <= self.committed:
+                self.pool.release(blocks)
+                self.free_rows.append(row)
+                self.at_row[row] = None
+            else:
+                kept.append((step, row, blocks))
+        self.deferred = kept
+
+    # -- committing
+
+    def commit(self, step: int, result: LaneResult) -> list[Delta]:
+        """Take in what step `step` computed; steps are committed in order."""
+        self.committed = step
+        for entry, cursor in self.chunks.pop(step, ()):
+            if entry.row is not None and entry.open:
+                self._computed(entry, cursor)
+        for row, part in result.prompt_logprobs.items():
+            at = self.at_row[row]
+            if at is not None and at.prompt_logprobs is not None:
+                at.prompt_logprobs.extend(part)
+        deltas: list[Delta] = []
+        for row, token in zip(result.rows, result.tokens, strict=True):
+            at = self.at_row[row]
+            if at is None or not at.open:
+                continue
+            deltas.append(self._token(at, token, result.logprobs.get(row)))
+        for row, message in result.errors.items():
+            at = self.at_row[row]
+            if at is not None and at.open:
+                deltas.append(self._finish(at, Delta(at.request.id, len(at.request.output), [], error=message),
+                                           FinishReason.ERROR))  # fmt: skip
+        self._collect()
+        return deltas
+
+    def _token(self, entry: Entry, token: int, logprobs: TokenLogprobs | None) -> Delta:
+        request = entry.request
+        output = request.output
+        before = len(request.prompt) + len(output)
+        if entry.row is not None:
+            if before // self.block_size > entry.remembered:
+                self._computed(entry, before)
+            else:
+                request.computed = before
+        delta = Delta(request.id, len(output), [token], logprobs=[logprobs] if logprobs is not None else None)
+        if not output:
+            delta.num_cached = entry.num_cached
+            delta.prompt_logprobs = entry.prompt_logprobs
+        output.append(token)
+        if token in entry.stops and len(output) > request.params.min_tokens:
+            delta.stop_reason = token
+            return self._finish(entry, delta, FinishReason.STOP)
+        if len(output) >= request.max_tokens:
+            return self._finish(entry, delta, FinishReason.LENGTH)
+        return delta
+
+    def _computed(self, entry: Entry, cursor: int) -> None:
+        """KV holds the first `cursor` tokens: remember the full blocks among them."""
+        request = entry.request
+        request.computed = cursor
+        full = cursor // self.block_size
+        if not self.caching or full <= entry.remembered:
+            return
+        if full > len(entry.keys):
+            chain((request.prompt + request.output)[: full * self.block_size], self.block_size, entry.keys)
+        for index in range(entry.remembered, full):
+            key = entry.keys[index]
+            self.pool.remember(entry.blocks[index], key)
+            if self.computing.get(key) is entry:
+                del self.computing[key]
+        entry.remembered = full
+
+    def _finish(self, entry: Entry, delta: Delta, reason: FinishReason) -> Delta:
+        delta.finish = reason
+        entry.open = False
+        self.entries.pop(entry.request.id, None)
+        self._quit(entry)
+        return delta

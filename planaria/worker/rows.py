@@ -1,0 +1,65 @@
+"""The rows of a worker as plain books: what each holds, which go on by themselves. Shared by every kind of worker.
+
+A plan names changes only; `apply` turns it into the list of (row, start, count, sample) of this step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from planaria.protocol import Fresh, LanePlan
+
+
+class Work(NamedTuple):
+    """`count` tokens of `row` from position `start`; draw a token after the last of them if `sample`."""
+
+    row: int
+    start: int
+    count: int
+    sample: bool
+
+
+class RowState:
+    __slots__ = ("blocks", "cursor", "fresh", "tokens")
+
+    def __init__(self, fresh: Fresh) -> None:
+        self.fresh = fresh
+        self.tokens = list(fresh.tokens)
+        self.blocks: list[int] = []
+        self.cursor = 0  # position after the last planned token
+
+
+class RowBooks:
+    """Rows by number. `auto` keeps, in row order, those that go on by themselves."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, RowState] = {}
+        self.auto: set[int] = set()
+        self.step = 0
+
+    def apply(self, step: int, plan: LanePlan, freed: tuple[int, ...]) -> list[Work]:
+        """This step's work in row order. Raises ValueError when the plan doesn't follow the last one."""
+        if step != self.step + 1:
+            raise ValueError(f"plan for step {step} after step {self.step}")
+        self.step = step
+        for row in freed:
+            self.rows.pop(row, None)
+            self.auto.discard(row)
+        work: dict[int, Work] = {}
+        for change in plan:
+            if change.fresh is not None:
+                self.rows[change.row] = RowState(change.fresh)
+                self.auto.discard(change.row)
+            state = self.rows[change.row]
+            state.blocks.extend(change.blocks)
+            state.cursor = change.start + change.count
+            work[change.row] = Work(change.row, change.start, change.count, change.sample)
+        for row in self.auto:
+            if row not in work:
+                state = self.rows[row]
+                work[row] = Work(row, state.cursor, 1, True)
+                state.cursor += 1
+        for change in plan:
+            if change.sample:
+                self.auto.add(change.row)
+        return [work[row] for row in sorted(work)]

@@ -1,0 +1,208 @@
+"""The core against HashWorker: no schedule may change a token, leak a block or leave a request open."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.core.engine import EngineCore
+from planaria.protocol import StepPlan, StepResult
+from planaria.types import Delta, FinishReason, Request, SamplingParams
+from planaria.worker.reference import HashWorker, hash_tokens
+
+VOCAB = 50
+
+
+@dataclass
+class Run:
+    """An engine core, a reference worker and what each request was given."""
+
+    core: EngineCore
+    worker: HashWorker
+    depth: int
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finish: dict[str, FinishReason] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    flight: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
+
+    def take(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            assert delta.request_id not in self.finish, "a token after the end"
+            got = self.tokens.setdefault(delta.request_id, [])
+            assert delta.index == len(got), "tokens lost or repeated"
+            got.extend(delta.tokens)
+            if delta.index == 0:
+                self.cached[delta.request_id] = delta.num_cached
+            if delta.finish is not None:
+                self.finish[delta.request_id] = delta.finish
+
+    def step(self) -> bool:
+        """Plan up to `depth` steps ahead, then commit one. False when there is nothing to do."""
+        while len(self.flight) < self.depth and (plan := self.core.plan(0.0)) is not None:
+            part = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+            self.flight.append((plan, StepResult(plan.epoch, plan.step, (part,))))
+        if not self.flight:
+            return False
+        self.take(self.core.commit(self.flight.popleft()[1]))
+        self.core.lanes[0].pool.check()
+        return True
+
+    def run(self, limit: int = 10_000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError("no end")
+
+
+def make(
+    *, num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 64, depth: int = 2, caching: bool = True,
+    policy: str = "fcfs",
+) -> Run:  # fmt: skip
+    scheduler = SchedulerConfig(
+        max_num_seqs=seqs, max_num_batched_tokens=max(budget, seqs), max_model_len=num_blocks * block_size,
+        policy=policy, depth=depth, max_logit_rows=seqs + 8,
+    )  # fmt: skip
+    cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
+    return Run(EngineCore(scheduler, cache, num_blocks), HashWorker(num_blocks, block_size, VOCAB), depth)
+
+
+def request(id: str, prompt: list[int], max_tokens: int, seed: int = 0, priority: int = 0, **params: object) -> Request:
+    return Request(id, prompt, SamplingParams(**params), seed, max_tokens=max_tokens, priority=priority)  # type: ignore[arg-type]
+
+
+def all_free(run: Run) -> None:
+    lane = run.core.lanes[0]
+    lane.pool.check()
+    assert lane.pool.num_free == lane.num_blocks
+    assert sorted(lane.free_rows) == list(range(lane.config.max_num_seqs))
+    assert not lane.entries and not lane.waiting and not lane.computing and not run.core.lane_of
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+jobs = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    jobs, st.integers(11, 40), st.sampled_from([1, 2, 4, 8]), st.integers(1, 6), st.integers(1, 40), st.integers(1, 4),
+    st.booleans(), st.sampled_from(["fcfs", "priority"]),
+)  # fmt: skip
+def test_no_schedule_changes_a_token(jobs, blocks, block_size, seqs, budget, depth, caching, policy):  # type: ignore[no-untyped-def]
+    """Pool size, block size, rows, budget, depth, caching and arrival times: the tokens are those of the definition."""
+    num_blocks = max(blocks, -(-42 // block_size))
+    run = make(num_blocks=num_blocks, block_size=block_size, seqs=seqs, budget=budget, depth=depth, caching=caching,
+               policy=policy)  # fmt: skip
+    for i, (prompt, max_tokens, seed, wait) in enumerate(jobs):
+        run.take(run.core.admit(request(f"r{i}", list(prompt), max_tokens, seed, priority=wait % 3)))
+        for _ in range(wait):
+            run.step()
+    run.run()
+    for i, (prompt, max_tokens, seed, _) in enumerate(jobs):
+        assert run.tokens[f"r{i}"] == hash_tokens(prompt, seed, max_tokens, VOCAB)
+        assert run.finish[f"r{i}"] == FinishReason.LENGTH
+    all_free(run)
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs, st.integers(11, 20), st.integers(1, 4), st.data())
+def test_cancel_and_loss_at_any_step(jobs, blocks, depth, data):  # type: ignore[no-untyped-def]
+    """Cancelled requests stop and free their blocks; after a loss everything open starts over with its tokens."""
+    run = make(num_blocks=blocks, block_size=4, seqs=4, budget=16, depth=depth)
+    for i, (prompt, max_tokens, seed, _) in enumerate(jobs):
+        run.take(run.core.admit(request(f"r{i}", list(prompt), max_tokens, seed)))
+    cancelled = set()
+    for _ in range(10_000):
+        match data.draw(st.sampled_from(["step"] * 6 + ["cancel", "lose"])):
+            case "cancel":
+                victim = f"r{data.draw(st.integers(0, len(jobs) - 1))}"
+                if victim not in run.finish:
+                    cancelled.add(victim)
+                run.take(run.core.cancel(victim))
+            case "lose":
+                run.core.lost(run.core.epoch + 1)
+                run.worker = HashWorker(blocks, 4, VOCAB)
+                stale = [result for _, result in run.flight]
+                run.flight.clear()
+                assert all(run.core.commit(result) == [] for result in stale), "a ghost of an old epoch was heard"
+            case _:
+                if not run.step():
+                    break
+    for i, (prompt, max_tokens, seed, _) in enumerate(jobs):
+        full = hash_tokens(prompt, seed, max_tokens, VOCAB)
+        if f"r{i}" in cancelled:
+            assert run.finish[f"r{i}"] == FinishReason.ABORT
+            assert run.tokens.get(f"r{i}", []) == full[: len(run.tokens.get(f"r{i}", []))]
+        else:
+            assert run.tokens[f"r{i}"] == full
+    all_free(run)
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompts, st.integers(1, 30), st.integers(0, 3), st.integers(1, 4), st.integers(0, 40))
+def test_stop_tokens(prompt, max_tokens, min_tokens, depth, stop):  # type: ignore[no-untyped-def]
+    """It ends with the first stop token after `min_tokens`, and says which; the step in flight adds nothing."""
+    run = make(depth=depth)
+    run.take(run.core.admit(request("a", prompt, max_tokens, 1, stop_token_ids=(stop,), min_tokens=min_tokens)))
+    run.run()
+    full = hash_tokens(prompt, 1, max_tokens, VOCAB)
+    at = next((i for i, token in enumerate(full) if token == stop and i >= min_tokens), None)
+    assert run.tokens["a"] == (full if at is None else full[: at + 1])
+    assert run.finish["a"] == (FinishReason.LENGTH if at is None else FinishReason.STOP)
+    all_free(run)
+
+
+def test_shared_prompt_is_computed_once() -> None:
+    """64 requests with one prompt: the first computes it, the others wait for it and hit."""
+    run = make(num_blocks=512, block_size=4, seqs=64, budget=4096)
+    prompt = [i % 7 for i in range(41)]
+    for i in range(64):
+        run.take(run.core.admit(request(f"r{i}", list(prompt), 5, seed=i)))
+    run.run()
+    assert [run.cached[f"r{i}"] for i in range(64)] == [0] + [40] * 63
+    lane = run.core.lanes[0]
+    assert lane.prefix_hits == 63 * 40 and lane.prefix_queries == 64 * 41
+
+
+def test_preemption_keeps_order_and_tokens() -> None:
+    """Memory for one and a half requests: the later one is preempted, the earlier never."""
+    run = make(num_blocks=10, block_size=4, seqs=4, budget=64)
+    run.take(run.core.admit(request("a", [1] * 8, 24)))
+    run.take(run.core.admit(request("b", [2] * 8, 24)))
+    run.run()
+    assert run.core.lanes[0].preemptions >= 1
+    assert list(run.finish) == ["a", "b"]
+    for id, token in (("a", 1), ("b", 2)):
+        assert run.tokens[id] == hash_tokens([token] * 8, 0, 24, VOCAB)
+
+
+def test_priority_goes_first() -> None:
+    run = make(seqs=1, policy="priority")
+    for id, priority in (("low", 5), ("high", -1), ("mid", 2)):
+        run.take(run.core.admit(request(id, [1], 3, priority=priority)))
+    run.run()
+    assert list(run.finish) == ["high", "mid", "low"]
+
+
+def test_impossible_requests_are_answered() -> None:
+    run = make(num_blocks=4, block_size=4)
+    run.take(run.core.admit(request("long", [1] * 10, 7)))
+    run.take(run.core.admit(request("none", [], 7)))
+    assert run.finish == {"long": FinishReason.ERROR, "none": FinishReason.ERROR}
+    assert run.core.plan(0.0) is None
+
+
+def test_plan_is_flat_in_unchanged_rows() -> None:
+    """Between block boundaries a plan names no row at all, however many run."""
+    run = make(num_blocks=512, block_size=64, seqs=64, budget=4096, depth=1)
+    for i in range(64):
+        run.take(run.core.admit(request(f"r{i}", [i], 50)))
+    run.step()
+    for _ in range(40):
+        plan = run.core.plan(0.0)
+        assert plan is not None and plan.lanes == ((),) and plan.freed_rows == ((),)
+        part = run.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+        run.take(run.core.commit(StepResult(plan.epoch, plan.step, (part,))))
