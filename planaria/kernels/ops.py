@@ -42,7 +42,7 @@ class Quantized:
 
 
 class Batch:
-    """One step's inputs, in fixed arrays that the runner fills in place. Sequences are in row order.
+    """One step's inputs, in fixed arrays that the runner fills in place. Sequences are in any order.
 
     counts       int64 [4]: T tokens, number of sequences, S sample positions, 0
     tokens       int32 [max_tokens]        token ids, sequence after sequence
@@ -66,6 +66,7 @@ class Batch:
         self.seq_row: npt.NDArray[np.int32] = np.zeros(max_seqs, np.int32)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_seqs, max_blocks), np.int32)
         self.sample_index: npt.NDArray[np.int32] = np.zeros(max_samples, np.int32)
+        self.counting: npt.NDArray[np.int32] = np.arange(max(max_samples, max_seqs) + 1, dtype=np.int32)
 
 
 class Ops(Protocol):

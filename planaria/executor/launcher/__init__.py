@@ -1,0 +1,1 @@
+"""Launchers start ranks. One small class per way of starting."""

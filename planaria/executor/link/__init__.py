@@ -1,0 +1,1 @@
+"""Links carry commands and replies. One small class per way of carrying."""

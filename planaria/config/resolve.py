@@ -1,0 +1,147 @@
+"""EngineOptions -> EngineConfig: every rule is checked here, before a process starts, naming the value and the way out."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import msgspec
+
+from planaria.checkpoint import resolve_checkpoint
+from planaria.config.options import (
+    QUANTIZATIONS,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    EngineOptions,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from planaria.core.policy import POLICIES
+from planaria.errors import ConfigError
+from planaria.models import model_config
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+LOGIT_ROWS = 256  # beyond one per row: positions of prompt logprobs in one step
+
+
+def parse_bytes(value: int | str, option: str) -> int:
+    """`4GiB`, `500M`, `1073741824` -> bytes. Raises ConfigError."""
+    if isinstance(value, int):
+        number = float(value)
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value, re.IGNORECASE)
+        if match is None:
+            raise ConfigError(option, value, "is not a size", "write bytes, or a number with a unit such as 2GiB or 500M")
+        number = float(match[1]) * _UNITS[(match[2] or "").lower()]
+    if number <= 0:
+        raise ConfigError(option, value, "must be more than 0")
+    return int(number)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _at_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(option, value, f"must be at least {least}")
+
+
+def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(option, value, "is unknown", f"choose one of {', '.join(choices)}")
+
+
+def _device(options: EngineOptions, checkpoint_dtype: str, packed: bool) -> DeviceConfig:
+    _one_of("--device", options.device, ("auto", "cpu", "cuda"))
+    _one_of("--dtype", options.dtype, ("auto", "float32", "bfloat16"))
+    _one_of("--quantization", options.quantization, QUANTIZATIONS)
+    device = options.device
+    if device != "cpu":
+        cuda = cuda_available()
+        if device == "cuda" and not cuda:
+            raise ConfigError("--device", "cuda", "no CUDA device is visible to torch", "use --device cpu")
+        device = "cuda" if cuda else "cpu"
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if checkpoint_dtype == "float32" and not packed else "bfloat16"
+    quantization = options.quantization
+    if quantization == "auto":
+        quantization = "keep" if packed and dtype == "bfloat16" else "none"
+    if options.threads is not None:
+        _at_least("--threads", options.threads, 1)
+    return DeviceConfig(device=device, dtype=dtype, quantization=quantization, threads=options.threads or usable_cores())
+
+
+def cuda_available() -> bool:
+    """Is there a CUDA device? Looks for the driver first, so that a machine without one doesn't pay for importing torch."""
+    if not os.path.exists("/proc/driver/nvidia") and not os.path.exists("/dev/nvidiactl"):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def resolve(options: EngineOptions) -> EngineConfig:
+    """Raises ConfigError for a refused option, ModelError for a model that can't be served."""
+    for option, value in (
+        ("--max-num-seqs", options.max_num_seqs),
+        ("--max-num-batched-tokens", options.max_num_batched_tokens),
+        ("--tensor-parallel-size", options.tensor_parallel_size),
+        ("--pipeline-parallel-size", options.pipeline_parallel_size),
+    ):
+        _at_least(option, value, 1)
+    _one_of("--scheduling-policy", options.policy, tuple(POLICIES))
+    if options.block_size < 16 or options.block_size % 16 or options.block_size > 256:
+        raise ConfigError("--block-size", options.block_size, "must be a multiple of 16 up to 256")
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise ConfigError(
+            "--max-num-batched-tokens", options.max_num_batched_tokens,
+            f"must be at least --max-num-seqs ({options.max_num_seqs}): each running request may add a token to a step",
+            "raise it, or lower --max-num-seqs",
+        )  # fmt: skip
+    backend = options.distributed_executor_backend or "uni"
+    _one_of("--distributed-executor-backend", backend, ("uni",))
+    if options.tensor_parallel_size * options.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--tensor-parallel-size, --pipeline-parallel-size",
+            f"{options.tensor_parallel_size}, {options.pipeline_parallel_size}",
+            "this version runs one rank (executor uni)", "leave both at 1",
+        )  # fmt: skip
+    memory = None
+    if options.kv_cache_memory is not None:
+        memory = parse_bytes(options.kv_cache_memory, "--kv-cache-memory")
+
+    checkpoint = resolve_checkpoint(options.model)
+    model = model_config(checkpoint.config, checkpoint.generation_config)
+    max_model_len = options.max_model_len or model.max_position
+    _at_least("--max-model-len", max_model_len, 2)
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            "--max-model-len", max_model_len, f"the model's positions end at {model.max_position}",
+            f"use at most {model.max_position}",
+        )  # fmt: skip
+    device = _device(options, model.dtype, packed=checkpoint.format == "gguf")
+    depth = 2 if options.async_scheduling else 1
+    return EngineConfig(
+        model=model,
+        checkpoint=msgspec.to_builtins(checkpoint),
+        served_model_name=options.served_model_name or options.model,
+        scheduler=SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            policy=options.policy,  # type: ignore[arg-type]
+            depth=depth,
+            max_logit_rows=options.max_num_seqs + LOGIT_ROWS,
+        ),
+        cache=CacheConfig(
+            block_size=options.block_size, memory=memory, enable_prefix_caching=options.enable_prefix_caching
+        ),
+        device=device,
+        parallel=ParallelConfig(distributed_executor_backend=backend),
+        seed=options.seed,
+        null_worker=options.null_worker,
+    )

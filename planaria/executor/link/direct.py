@@ -1,0 +1,64 @@
+"""Direct calls to ranks of this process: no serialisation.
+
+With `threaded` the rank runs in a thread of its own, so that the next step is planned while one runs; without, a
+command is carried out inside `send`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from planaria.executor.launcher.inline import Handler
+from planaria.protocol import Command, Reply
+
+Answer = tuple[int, int, Reply]  # rank, ticket number, reply
+
+
+class DirectLink:
+    name = "direct"
+
+    def __init__(self, ranks: Sequence[Handler], *, threaded: bool = False) -> None:
+        self.ranks = list(ranks)
+        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.inboxes: list[queue.SimpleQueue[tuple[int, Command] | None]] = []
+        self.threads: list[threading.Thread] = []
+        if threaded:
+            for rank, handler in enumerate(self.ranks):
+                inbox: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
+                thread = threading.Thread(target=self._serve, args=(rank, handler, inbox), name=f"rank-{rank}", daemon=True)
+                thread.start()
+                self.inboxes.append(inbox)
+                self.threads.append(thread)
+
+    def _serve(
+        self, rank: int, handler: Handler, inbox: queue.SimpleQueue[tuple[int, Command] | None]
+    ) -> None:
+        while (item := inbox.get()) is not None:
+            number, command = item
+            self.answers.put((rank, number, handler.handle(command)))
+
+    def send(self, number: int, command: Command) -> None:
+        """To every rank."""
+        if self.inboxes:
+            for inbox in self.inboxes:
+                inbox.put((number, command))
+            return
+        for rank, handler in enumerate(self.ranks):
+            self.answers.put((rank, number, handler.handle(command)))
+
+    def receive(self, timeout: float | None) -> Answer | None:
+        """The next answer, or None after `timeout` seconds."""
+        try:
+            return self.answers.get(timeout=timeout) if timeout != 0 else self.answers.get_nowait()
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """End the threads, if any. Idempotent."""
+        for inbox in self.inboxes:
+            inbox.put(None)
+        for thread in self.threads:
+            thread.join(timeout=10)
+        self.inboxes, self.threads = [], []

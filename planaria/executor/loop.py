@@ -1,0 +1,209 @@
+"""The driver: the only place where a core, a gang and a link meet time. One thread calls it.
+
+`start` brings the gang up, `handle` takes a front end's message, `turn` does one round: plan what can be planned, carry it
+out, commit, and hand what came of it to `emit`. Every open request is answered, also when the engine dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from planaria.config.options import EngineConfig
+from planaria.core.engine import EngineCore
+from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError
+from planaria.executor.gang import Gang
+from planaria.executor.worker_group import Ticket, WorkerGroup
+from planaria.protocol import Call, Command, Exit, Failed, Reply, StepResult
+from planaria.types import Delta, FinishReason, Request
+from planaria.wire import Cancel, Dead, EngineFacts, FromEngine, Output, Shutdown, Submit, ToEngine
+
+logger = logging.getLogger("planaria.engine")
+
+Emit = Callable[[FromEngine], None]
+
+
+class Launcher(Protocol):
+    name: str
+
+    def launch(self) -> Any: ...
+
+    def pids(self) -> list[int]: ...
+
+
+class Link(Protocol):
+    name: str
+
+    def send(self, number: int, command: Command) -> None: ...
+
+    def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None: ...
+
+    def close(self) -> None: ...
+
+
+def failure(failed: Failed) -> PlanariaError:
+    """The exception a front end should see for a rank's failure."""
+    if failed.kind == "model":
+        return ModelError(failed.message)
+    if failed.kind == "capacity":
+        return CapacityError(failed.message)
+    return EngineDead(f"rank {failed.rank} failed in {failed.phase}: {failed.message}")
+
+
+class EngineLoop:
+    """`link_for(ranks)` makes the link to what the launcher started."""
+
+    def __init__(
+        self, config: EngineConfig, launcher: Launcher, link_for: Callable[[Any], Link], emit: Emit
+    ) -> None:
+        self.config, self.launcher, self.link_for, self.emit = config, launcher, link_for, emit
+        self.group = WorkerGroup(config.parallel.world_size)
+        self.link: Link | None = None
+        self.core: EngineCore | None = None
+        self.stopping = False
+        self.dead: Dead | None = None
+
+    # -- starting and ending
+
+    def start(self) -> EngineFacts:
+        """Launch, load, allocate. Raises ModelError, CapacityError or EngineDead."""
+        began = time.perf_counter()
+        self.link = self.link_for(self.launcher.launch())
+        config = self.config
+        gang = Gang(config.cache, config.scheduler, cpu=config.device.device == "cpu")
+        command: Command | None = gang.start()
+        while command is not None:
+            command = gang.on_done(list(self._ask(command).replies.values()))
+        if gang.failure is not None:
+            error = failure(gang.failure)
+            if gang.failure.kind == "error":
+                logger.error("%s\n%s", error, gang.failure.traceback)
+            self.close()
+            raise error
+        self.core = EngineCore(config.scheduler, config.cache, gang.num_blocks)
+        gang.seconds["engine"] = time.perf_counter() - began
+        model = config.model
+        return EngineFacts(
+            model=config.served_model_name,
+            max_model_len=config.scheduler.max_model_len,
+            vocab_size=model.vocab_size,
+            num_parameters=model.num_parameters,
+            dtype=config.device.dtype,
+            quantization=config.device.quantization,
+            device=config.device.device,
+            threads=config.device.threads,
+            num_blocks=gang.num_blocks,
+            block_size=config.cache.block_size,
+            weight_bytes=gang.weight_bytes,
+            executor=self.launcher.name,
+            link=self.link.name,
+            layout=f"tp={config.parallel.tensor_parallel_size} pp={config.parallel.pipeline_parallel_size}",
+            ranks=self.launcher.pids(),
+            seconds=gang.seconds,
+        )
+
+    def _ask(self, command: Command) -> Ticket:
+        """Send a command with nothing else in flight and wait for all ranks."""
+        assert self.link is not None
+        ticket = self.group.submit(command, time.monotonic())
+        self.link.send(ticket.number, command)
+        while True:
+            answer = self.link.receive(None)
+            assert answer is not None
+            if ticket in self.group.on_reply(*answer):
+                return ticket
+
+    def close(self) -> None:
+        """Answer what is open, end the ranks. Idempotent."""
+        if self.core is not None:
+            self._abort_all(FinishReason.ABORT, None)
+        if self.link is not None:
+            while self.group.open and (answer := self.link.receive(60.0)) is not None:
+                self.group.on_reply(*answer)
+            self._ask(Exit())
+            self.link.close()
+            self.link = None
+        self.core = None
+
+    # -- running
+
+    def handle(self, message: ToEngine) -> None:
+        """A front end's message. Requests that can't run are answered at once."""
+        assert self.core is not None
+        match message:
+            case Submit():
+                request = Request(
+                    message.id, message.prompt, message.params, message.seed, max_tokens=message.max_tokens,
+                    eos_ids=message.eos_ids, arrival=time.monotonic(), priority=message.priority,
+                    output=list(message.output),
+                )  # fmt: skip
+                self._emit(self.core.admit(request))
+            case Cancel():
+                self._emit(self.core.cancel(message.id))
+            case Shutdown():
+                self.stopping = True
+
+    def busy(self) -> bool:
+        """Is there anything to do without a new message?"""
+        return self.core is not None and self.core.has_requests()
+
+    def turn(self) -> bool:
+        """One round; True if something was computed. A rank's failure ends the engine: every open request is answered."""
+        core, link = self.core, self.link
+        assert core is not None and link is not None
+        while core.in_flight < self.config.scheduler.depth:
+            plan = core.plan(time.monotonic())
+            if plan is None:
+                break
+            ticket = self.group.submit(plan, time.monotonic())
+            link.send(ticket.number, plan)
+        if not self.group.open:
+            return False
+        answer = link.receive(None)
+        assert answer is not None
+        for ticket in self.group.on_reply(*answer):
+            self._complete(ticket)
+        return True
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a worker's method on every rank between steps; answers in rank order. Raises EngineDead if one failed."""
+        while self.group.open:
+            self.turn()
+        ticket = self._ask(Call(method, args, kwargs))
+        if ticket.failed is not None:
+            raise failure(ticket.failed)
+        return [getattr(ticket.replies[rank], "value", None) for rank in sorted(ticket.replies)]
+
+    def _complete(self, ticket: Ticket) -> None:
+        assert self.core is not None
+        if ticket.failed is not None:
+            self._die(ticket.failed)
+            return
+        result = ticket.replies[0]
+        if isinstance(result, StepResult):
+            self._emit(self.core.commit(result), stepped=True)
+
+    def _emit(self, deltas: list[Delta], *, stepped: bool = False) -> None:
+        if deltas or stepped:
+            assert self.core is not None
+            self.emit(Output(deltas, self.core.stats()))
+
+    def _abort_all(self, reason: FinishReason, error: str | None) -> None:
+        assert self.core is not None
+        deltas = []
+        for request in self.core.snapshot():
+            for delta in self.core.cancel(request.id, reason):
+                delta.error = error
+                deltas.append(delta)
+        self._emit(deltas)
+
+    def _die(self, failed: Failed) -> None:
+        error = failure(failed)
+        logger.error("the engine ends: %s\n%s", error, failed.traceback)
+        self._abort_all(FinishReason.ERROR, str(error))
+        self.dead = Dead(failed.kind, str(error), failed.traceback)
+        self.stopping = True
+        self.emit(self.dead)
+

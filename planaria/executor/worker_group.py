@@ -1,0 +1,60 @@
+"""Who owes which reply. Pure: events in, values out.
+
+Every rank answers every command, in the order the commands were sent. A ticket is complete when all ranks have
+answered; one `Failed` completes it as a failure that names the rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from planaria.protocol import Command, Failed, Reply
+
+
+@dataclass
+class Ticket:
+    """One command sent to all ranks. `replies` by rank, as they arrive."""
+
+    number: int
+    command: Command
+    sent: float
+    replies: dict[int, Reply] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> Failed | None:
+        """The first rank's failure, if any."""
+        return next((reply for reply in self.replies.values() if isinstance(reply, Failed)), None)
+
+
+class WorkerGroup:
+    """Ranks 0..world_size-1 of one epoch."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.next_number = 0
+        self.open: deque[Ticket] = deque()
+
+    def submit(self, command: Command, now: float) -> Ticket:
+        """Note that every rank now owes a reply. The caller sends it."""
+        ticket = Ticket(self.next_number, command, now)
+        self.next_number += 1
+        self.open.append(ticket)
+        return ticket
+
+    def on_reply(self, rank: int, number: int, reply: Reply) -> list[Ticket]:
+        """Take in a reply; returns the tickets that are complete now, in order. Unknown tickets are ignored."""
+        for ticket in self.open:
+            if ticket.number == number:
+                ticket.replies[rank] = reply
+                break
+        done = []
+        while self.open and (len(self.open[0].replies) == self.world_size or self.open[0].failed):
+            done.append(self.open.popleft())
+        return done
+
+    def owing(self) -> list[int]:
+        """Ranks that owe the oldest open ticket a reply."""
+        if not self.open:
+            return []
+        return [rank for rank in range(self.world_size) if rank not in self.open[0].replies]

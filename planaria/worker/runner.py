@@ -1,0 +1,153 @@
+"""Turns a lane's plan into one forward pass and its sampled tokens.
+
+Rows live in arrays: `cursor` is the position of a row's next token, `last` the token it sampled, `auto` marks rows that go
+on by themselves. Assembling a step costs a few array operations for those and a little Python for each row that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from planaria.config.options import SchedulerConfig
+from planaria.kernels.ops import Batch
+from planaria.protocol import LanePlan, LaneResult, Row
+from planaria.types import TokenLogprobs
+
+if TYPE_CHECKING:
+    import torch
+
+    from planaria.worker.sampler import Sampler
+
+
+class Runner:
+    """`forward` runs the model on what `batch` holds and returns logits [S, vocabulary] float32."""
+
+    def __init__(
+        self, batch: Batch, forward: Callable[[], torch.Tensor], sampler: Sampler, scheduler: SchedulerConfig,
+        block_size: int,
+    ) -> None:  # fmt: skip
+        self.batch, self.forward, self.sampler = batch, forward, sampler
+        self.block_size = block_size
+        rows = scheduler.max_num_seqs
+        self.step_number = 0
+        self.cursor = np.zeros(rows, np.int32)
+        self.last = np.zeros(rows, np.int32)
+        self.auto = np.zeros(rows, np.bool_)
+        self.num_blocks = np.zeros(rows, np.int32)
+        self.prompts: dict[int, tuple[int, ...]] = {}  # histories of rows that are not through them yet
+        self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
+
+    def step(self, step: int, plan: LanePlan, freed: tuple[int, ...]) -> LaneResult:
+        """Raises ValueError when the plan doesn't follow the last one."""
+        if step != self.step_number + 1:
+            raise ValueError(f"plan for step {step} after step {self.step_number}")
+        self.step_number = step
+        for row in freed:
+            self._leave(row)
+        chunks = [change for change in plan if self._enter(change)]
+        rows = np.flatnonzero(self.auto)
+        samples: list[int] = rows.tolist()
+        num_samples = self._fill_auto(rows)
+        prompt_parts: list[tuple[Row, int]] = []  # (chunk, first of its logits rows)
+        num_seqs, num_tokens = len(samples), len(samples)
+        lines = list(range(num_samples))  # logits rows to draw from
+        for chunk in chunks:
+            first = num_tokens
+            num_tokens = self._fill_chunk(chunk, num_seqs, num_tokens)
+            num_seqs += 1
+            if chunk.row in self.logprobs_wanted:
+                prompt_parts.append((chunk, num_samples))
+                self.batch.sample_index[num_samples : num_samples + chunk.count] = np.arange(first, num_tokens)
+                num_samples += chunk.count
+            elif chunk.sample:
+                self.batch.sample_index[num_samples] = num_tokens - 1
+                num_samples += 1
+            if chunk.sample:
+                lines.append(num_samples - 1)
+                samples.append(chunk.row)
+        self.batch.seq_start[num_seqs] = num_tokens
+        self.batch.counts[:3] = (num_tokens, num_seqs, num_samples)
+        if not num_tokens:
+            return LaneResult([], [])
+        logits = self.forward()
+        prompt_logprobs = {chunk.row: self._prompt_logprobs(chunk, logits, line) for chunk, line in prompt_parts}
+        for chunk in chunks:
+            if chunk.sample:
+                self.auto[chunk.row] = True
+                self.prompts.pop(chunk.row, None)
+                self.logprobs_wanted.pop(chunk.row, None)
+        if not samples:
+            return LaneResult([], [], prompt_logprobs=prompt_logprobs)
+        if prompt_parts:
+            logits = logits[lines]
+        tokens, logprobs, errors = self.sampler.sample(logits, samples)
+        self.last[samples] = tokens
+        if errors:
+            kept = [i for i, row in enumerate(samples) if row not in errors]
+            samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
+        return LaneResult(samples, tokens, logprobs, prompt_logprobs, errors)
+
+    def _leave(self, row: int) -> None:
+        self.auto[row] = False
+        self.prompts.pop(row, None)
+        self.logprobs_wanted.pop(row, None)
+        self.sampler.leave(row)
+
+    def _enter(self, change: Row) -> bool:
+        """Take in a row's change. True when its tokens are a chunk of its history (not the row's own next token)."""
+        row, fresh = change.row, change.fresh
+        if fresh is not None:
+            self.auto[row] = False
+            self.num_blocks[row] = 0
+            self.prompts[row] = fresh.tokens
+            if fresh.params.prompt_logprobs is not None:
+                self.logprobs_wanted[row] = fresh.params.prompt_logprobs
+            self.sampler.enter(row, fresh)
+        if change.blocks:
+            have = int(self.num_blocks[row])
+            self.batch.block_table[row, have : have + len(change.blocks)] = change.blocks
+            self.num_blocks[row] = have + len(change.blocks)
+        if not self.auto[row]:
+            return True
+        if change.start != self.cursor[row]:
+            raise ValueError(f"row {row} is at {self.cursor[row]}, the plan says {change.start}")
+        return False
+
+    def _fill_auto(self, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
+        """One token of each row that goes on by itself, first in the batch."""
+        batch, n, size = self.batch, len(rows), self.block_size
+        positions = self.cursor[rows]
+        batch.tokens[:n] = self.last[rows]
+        batch.positions[:n] = positions
+        batch.slots[:n] = batch.block_table[rows, positions // size].astype(np.int64) * size + positions % size
+        batch.seq_start[: n + 1] = batch.counting[: n + 1]
+        batch.sample_index[:n] = batch.counting[:n]
+        batch.seq_len[:n] = positions + 1
+        batch.seq_row[:n] = rows
+        self.cursor[rows] = positions + 1
+        return n
+
+    def _fill_chunk(self, chunk: Row, seq: int, first: int) -> int:
+        """A part of a history, at token `first`. Returns the number of tokens so far."""
+        batch, size = self.batch, self.block_size
+        end = first + chunk.count
+        positions = np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int32)
+        batch.tokens[first:end] = self.prompts[chunk.row][chunk.start : chunk.start + chunk.count]
+        batch.positions[first:end] = positions
+        blocks = batch.block_table[chunk.row, positions // size]
+        batch.slots[first:end] = blocks.astype(np.int64) * size + positions % size
+        batch.seq_start[seq] = first
+        batch.seq_len[seq] = chunk.start + chunk.count
+        batch.seq_row[seq] = chunk.row
+        self.cursor[chunk.row] = chunk.start + chunk.count
+        return end
+
+    def _prompt_logprobs(self, chunk: Row, logits: torch.Tensor, line: int) -> list[TokenLogprobs]:
+        """Of the history's tokens after this chunk's positions, as far as they are the prompt's."""
+        history = self.prompts[chunk.row]
+        targets = history[chunk.start + 1 : chunk.start + chunk.count + 1]
+        k = self.logprobs_wanted[chunk.row]
+        return self.sampler.prompt_logprobs(logits[line : line + len(targets)].clone(), targets, k)

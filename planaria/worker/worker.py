@@ -1,0 +1,202 @@
+"""A rank: answers every command with exactly one reply, whatever happens. Weights are read once and kept."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from planaria.checkpoint import Checkpoint
+from planaria.config.options import EngineConfig
+from planaria.errors import CapacityError, ModelError
+from planaria.protocol import (
+    Allocate,
+    Call,
+    Command,
+    Done,
+    Exit,
+    Facts,
+    Failed,
+    LaneResult,
+    Load,
+    Probe,
+    Ready,
+    Reply,
+    StepPlan,
+    StepResult,
+)
+
+if TYPE_CHECKING:
+    from planaria.kernels.ops import Ops
+    from planaria.worker.runner import Runner
+
+logger = logging.getLogger("planaria.worker")
+
+Progress = Callable[[str, float], None]
+
+
+def guard(rank: int, phase: str, run: Callable[[], Reply]) -> Reply:
+    """`run()`, or Failed with the traceback: a rank never leaves a command without an answer."""
+    try:
+        return run()
+    except Exception as e:
+        kind = "model" if isinstance(e, ModelError) else "capacity" if isinstance(e, CapacityError) else "error"
+        if isinstance(e, MemoryError):
+            kind, e = "capacity", CapacityError(f"out of memory while {phase}")
+        message = str(e) if kind != "error" else f"{type(e).__name__}: {e}"
+        return Failed(rank, phase, message, traceback.format_exc(), kind)
+
+
+class Worker:
+    """One rank with a model. `progress(part, fraction)` is told how loading goes."""
+
+    def __init__(self, config: EngineConfig, rank: int = 0, progress: Progress | None = None) -> None:
+        self.config, self.rank = config, rank
+        self.progress = progress or (lambda part, fraction: None)
+        self.seconds: dict[str, float] = {}
+        self.ops: Ops | None = None
+        self.model: Any = None
+        self.runner: Runner | None = None
+
+    def handle(self, command: Command) -> Reply:
+        """Carry out a command; never raises."""
+        match command:
+            case StepPlan():
+                return guard(self.rank, "step", lambda: self._step(command))
+            case Load():
+                return guard(self.rank, "load", self._load)
+            case Probe():
+                return guard(self.rank, "probe", self._probe)
+            case Allocate():
+                return guard(self.rank, "allocate", lambda: self._allocate(command.num_blocks))
+            case Call():
+                return guard(self.rank, f"call {command.method}", lambda: self._call(command))
+            case Exit():
+                return guard(self.rank, "exit", self._exit)
+
+    def _timed(self, part: str, since: float) -> None:
+        self.seconds[part] = time.perf_counter() - since
+
+    def _load(self) -> Reply:
+        since = time.perf_counter()
+        device = self.config.device
+        import torch
+
+        from planaria.loader import open_weights
+        from planaria.models import build
+
+        torch.set_num_threads(device.threads)
+        self._timed("import torch", since)
+        since = time.perf_counter()
+        self.ops = make_ops(self.config)
+        self._timed("kernels", since)
+        since = time.perf_counter()
+        weights = open_weights(msgspec.convert(self.config.checkpoint, Checkpoint))
+        with torch.inference_mode():
+            self.model = build(
+                self.config.model, weights, self.ops, quantization=device.quantization,
+                max_model_len=self.config.scheduler.max_model_len,
+                progress=lambda fraction: self.progress("weights", fraction),
+            )  # fmt: skip
+        self._timed("weights", since)
+        return Ready(self.rank, self.seconds)
+
+    def _probe(self) -> Reply:
+        block = self.model.kv_block_bytes(self.config.cache.block_size)
+        return Facts(self.rank, block, available_bytes(self.config), self.model.weight_bytes)
+
+    def _allocate(self, num_blocks: int) -> Reply:
+        from planaria.kernels.ops import Batch
+        from planaria.worker.runner import Runner
+        from planaria.worker.sampler import Sampler
+
+        assert self.ops is not None
+        since = time.perf_counter()
+        scheduler, size = self.config.scheduler, self.config.cache.block_size
+        try:
+            self.model.make_kv(num_blocks, size)
+        except (RuntimeError, MemoryError) as e:
+            raise CapacityError(f"no memory for {num_blocks} KV blocks of {size} tokens: {e}") from None
+        batch = Batch(
+            scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-scheduler.max_model_len // size) + 1,
+            scheduler.max_logit_rows,
+        )  # fmt: skip
+        forward = self.ops.compile(self.model.forward, batch)
+        sampler = Sampler(scheduler.max_num_seqs, self.config.model.vocab_size)
+        self.runner = Runner(batch, forward, sampler, scheduler, size)
+        self._timed("kv", since)
+        return Ready(self.rank, self.seconds)
+
+    def _step(self, plan: StepPlan) -> Reply:
+        import torch
+
+        assert self.runner is not None
+        since = time.perf_counter()
+        with torch.inference_mode():
+            lane = self.runner.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+        return StepResult(plan.epoch, plan.step, (lane,), time.perf_counter() - since)
+
+    def _call(self, command: Call) -> Reply:
+        return Done(self.rank, getattr(self, command.method)(*command.args, **command.kwargs))
+
+    def _exit(self) -> Reply:
+        if self.ops is not None:
+            self.ops.close()
+        self.ops = self.model = self.runner = None
+        return Done(self.rank)
+
+
+class NullRank:
+    """Answers like `Worker`, computes nothing: for measuring the engine alone (`--null-worker`)."""
+
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        from planaria.worker.reference import NullWorker
+
+        self.config, self.rank, self.worker = config, rank, NullWorker()
+
+    def handle(self, command: Command) -> Reply:
+        match command:
+            case StepPlan():
+                return guard(self.rank, "step", lambda: self._step(command))
+            case Probe():
+                return Facts(self.rank, 1, 1 << 20, 0)
+            case Load() | Allocate():
+                return Ready(self.rank)
+            case _:
+                return Done(self.rank)
+
+    def _step(self, plan: StepPlan) -> Reply:
+        lane: LaneResult = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+        return StepResult(plan.epoch, plan.step, (lane,))
+
+
+def make_ops(config: EngineConfig) -> Ops:
+    """The kernels of the configured device."""
+    device = config.device
+    if device.device == "cpu":
+        from planaria.kernels.cpu import CpuOps
+
+        return CpuOps(device.dtype, device.threads)
+    from planaria.kernels.reference import TorchOps
+
+    return TorchOps(device.device, device.dtype)
+
+
+def available_bytes(config: EngineConfig) -> int:
+    """Memory that KV could take on this rank's device, in bytes."""
+    if config.device.device == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return int(free - 0.08 * total)
+    with open("/proc/meminfo") as f:
+        fields = dict(line.split(":", 1) for line in f)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def make_rank(config: EngineConfig, rank: int = 0, progress: Progress | None = None) -> Worker | NullRank:
+    return NullRank(config, rank) if config.null_worker else Worker(config, rank, progress)
