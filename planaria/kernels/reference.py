@@ -1,0 +1,234 @@
+"""The operations of a model in plain torch, run at once, on any device. This is the definition other kernels are tested against.
+
+Rule: nothing here is clever. A quantised weight is unpacked to the activation dtype when it is packed, so its
+memory is that of a plain weight; keys and values lie in one array of slots, block after block.
+On CUDA it is the same code; a step's inputs are copied to the device once, when the step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planaria.kernels.ops import Batch, Quantized
+
+LOGIT_ROWS = 16384  # rows of the output head taken to float32 at a time, so that no float32 copy of it ever exists
+
+
+def dequantise(weight: Quantized) -> Tensor:
+    """The float32 values [N, K] that the blocks stand for; see `Quantized` for the layouts."""
+    rows, columns = weight.shape
+    header = {"q4_0": 2, "q4_1": 4, "q8_0": 2}[weight.kind]
+    blocks = weight.data.reshape(rows, columns // 32, -1)
+    scales = blocks[..., :header].contiguous().view(torch.float16).float()
+    packed = blocks[..., header:]
+    if weight.kind == "q8_0":
+        values = packed.contiguous().view(torch.int8).float()
+    else:
+        values = torch.cat([packed & 15, packed >> 4], dim=-1).float()
+    if weight.kind == "q4_0":
+        values -= 8
+    values *= scales[..., :1]
+    if weight.kind == "q4_1":
+        values += scales[..., 1:]
+    return values.reshape(rows, columns)
+
+
+@dataclass
+class Linear:
+    """weight [N, K], bias [N] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass
+class Cache:
+    """keys, values [slots, kv_heads, head_dim]; slot = block * block_size + offset."""
+
+    keys: Tensor
+    values: Tensor
+    block_size: int
+
+
+@dataclass
+class Group:
+    """Sequences with the same number of new tokens: attended together.
+
+    rows int64 [B, Q]: their tokens. slots int64 [B, L]: their cache, padded with the first slot to the longest.
+    positions int64 [B, Q]: of those tokens; key l of a sequence is at position l.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    positions: Tensor
+
+    def mask(self, window: int | None) -> Tensor:
+        """bool [B, 1, Q, L]: which keys a token sees."""
+        key = torch.arange(self.slots.shape[1], device=self.slots.device)
+        query = self.positions[:, None, :, None]
+        seen = key <= query
+        return seen if window is None else seen & (key > query - window)
+
+
+class Step:
+    """One step's inputs on the device: the batch's arrays cut to its counts."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.device = device
+        tokens, sequences, samples, _ = (int(n) for n in batch.counts)
+        self.tokens = self._put(batch.tokens[:tokens])
+        self.positions = self._put(batch.positions[:tokens])
+        self.slots = self._put(batch.slots[:tokens])
+        self.sample_index = self._put(batch.sample_index[:samples])
+        self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
+        self._lengths = batch.seq_len[:sequences].astype(np.int64)
+        self._tables = batch.block_table[batch.seq_row[:sequences]].astype(np.int64)
+        self._groups: dict[int, list[Group]] = {}
+        self._masks: dict[tuple[int, int | None], list[Tensor]] = {}
+
+    def _put(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self.device)
+
+    def groups(self, block_size: int, window: int | None) -> list[tuple[Group, Tensor]]:
+        """The step's sequences by number of new tokens, each with its mask. Made once a step, used by all layers."""
+        groups = self._groups.get(block_size)
+        if groups is None:
+            counts = np.diff(self._starts)
+            groups = [self._group(counts == n, int(n), block_size) for n in np.unique(counts) if n]
+            self._groups[block_size] = groups
+        masks = self._masks.get((block_size, window))
+        if masks is None:
+            masks = self._masks[block_size, window] = [group.mask(window) for group in groups]
+        return list(zip(groups, masks, strict=True))
+
+    def _group(self, members: npt.NDArray[np.bool_], count: int, block_size: int) -> Group:
+        lengths, tables = self._lengths[members], self._tables[members]
+        key = np.arange(lengths.max())
+        slots = tables[:, key // block_size] * block_size + key % block_size
+        slots = np.where(key < lengths[:, None], slots, slots[:, :1])
+        new = np.arange(count)
+        rows = self._starts[:-1][members][:, None] + new
+        positions = (lengths - count)[:, None] + new
+        return Group(self._put(rows), self._put(slots), self._put(positions))
+
+
+class TorchOps:
+    """`Ops` in eager torch. dtype: of activations, weights and cache; the residual stream is float32."""
+
+    def __init__(self, device: str = "cpu", dtype: str = "float32") -> None:
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self._step: Step | None = None
+
+    @property
+    def step(self) -> Step:
+        if self._step is None:
+            raise RuntimeError("an operation was called outside a step; pass the forward function to compile()")
+        return self._step
+
+    # Loading
+
+    def pack(self, weight: Tensor | Quantized, bias: Tensor | None = None) -> Linear:
+        values = dequantise(weight) if isinstance(weight, Quantized) else weight
+        return Linear(self._keep(values, self.dtype), None if bias is None else self._keep(bias, self.dtype))
+
+    def vector(self, values: Tensor) -> Tensor:
+        return self._keep(values, torch.float32)
+
+    def rope_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self._keep(cos, torch.float32), self._keep(sin, torch.float32)
+
+    def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> Cache:
+        shape = (num_blocks * block_size, num_kv_heads, head_dim)
+        keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return Cache(keys, values, block_size)
+
+    def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
+
+    def _keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.to(device=self.device, dtype=dtype).contiguous()
+
+    # Forward
+
+    def embed(self, table: Linear) -> Tensor:
+        return F.embedding(self.step.tokens, table.weight).float()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, weight, eps).to(self.dtype)
+
+    @staticmethod
+    def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+    def linear(self, x: Tensor, weight: Linear, residual: Tensor | None = None) -> Tensor:
+        y = F.linear(x, weight.weight, weight.bias)
+        return y if residual is None else residual.add_(y)
+
+    def rope_store(
+        self, qkv: Tensor, kv: Cache, rope: tuple[Tensor, Tensor], num_heads: int, num_kv_heads: int, head_dim: int,
+        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if q_norm is not None:
+            q = self._norm(q, q_norm, eps)
+        if k_norm is not None:
+            k = self._norm(k, k_norm, eps)
+        cos, sin = (table[self.step.positions][:, None, :] for table in rope)
+        kv.keys[self.step.slots] = self._rotate(k, cos, sin)
+        kv.values[self.step.slots] = v
+        return self._rotate(q, cos, sin).flatten(1)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = cos.shape[-1]
+        x = x.float()
+        x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1).to(self.dtype)
+
+    def attend(
+        self, q: Tensor, kv: Cache, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
+        window: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        q = q.view(-1, num_heads, head_dim)
+        out = torch.empty_like(q)
+        for group, mask in self.step.groups(kv.block_size, window):
+            queries, keys, values = (
+                x.transpose(1, 2) for x in (q[group.rows], kv.keys[group.slots], kv.values[group.slots])
+            )
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads
+            )
+            out[group.rows] = attended.transpose(1, 2)
+        return out.flatten(1)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(self.dtype)
+
+    def take(self, x: Tensor) -> Tensor:
+        return x[self.step.sample_index]
+
+    def logits(self, x: Tensor, weight: Linear) -> Tensor:
+        x = x.float()
+        return torch.cat([x @ rows.float().T for rows in weight.weight.split(LOGIT_ROWS)], dim=-1)
+
+    def compile(self, forward: Callable[[Any], Tensor], batch: Batch) -> Callable[[], Tensor]:
+        @torch.inference_mode()
+        def run() -> Tensor:
+            self._step = Step(batch, self.device)
+            return forward(self)
+
+        return run
+
+    def close(self) -> None:
+        self._step = None

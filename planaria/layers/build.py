@@ -1,0 +1,42 @@
+"""A Model from a configuration and a checkpoint's tensors."""
+
+from __future__ import annotations
+
+import logging
+
+from planaria.config import ModelConfig
+from planaria.kernels.ops import Ops
+from planaria.layers.decoder import Model
+from planaria.layers.rope import rope_tables
+from planaria.layers.shard import Shard
+from planaria.layers.weights import Progress, Source, WeightLoader
+
+log = logging.getLogger(__name__)
+
+
+def build_model(
+    config: ModelConfig, weights: Source, ops: Ops, *, quantization: str, progress: Progress | None = None,
+    max_positions: int | None = None, shard: Shard | None = None,
+) -> Model:  # fmt: skip
+    """See `planaria.models.build`."""
+    shard = shard or Shard.full(config)
+    # First with a loader that only checks, so that a damaged checkpoint fails before minutes of reading.
+    checked = WeightLoader(weights, None, quantization)
+    Model(config, checked, shard, None, None)
+    _warn_of_unused(config, checked)
+    cos, sin = rope_tables(config.rope, config.head_dim, max_positions or config.max_position)
+    load = WeightLoader(weights, ops, quantization, progress, checked.num_weights)
+    return Model(config, load, shard, ops.rope_table(cos, sin), ops)
+
+
+def _warn_of_unused(config: ModelConfig, load: WeightLoader) -> None:
+    def ignored(name: str) -> bool:
+        return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+    extra = load.unused(ignored)
+    if extra:
+        shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
+        log.warning("%d tensors of the checkpoint are not part of %s and are ignored: %s",
+                    len(extra), config.architecture, shown)  # fmt: skip
+
+

@@ -1,0 +1,121 @@
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share, written in `Ops`. What a family changes is in its ModelConfig.
+
+Rule: forward code calls operations and looks at no value. Constructors load: each block asks the loader for its own
+rows and columns, given by a `Shard`. The residual `h` is float32 and updated in place by the two projections that
+end a block.
+"""
+
+from __future__ import annotations
+
+from planaria.config import ModelConfig
+from planaria.kernels.ops import Act, KVLayer, Ops, RopeTable, Weight
+from planaria.layers.rope import rope_tables
+from planaria.layers.shard import Shard, scaled
+from planaria.layers.weights import Part, WeightLoader
+
+
+class RMSNorm:
+    def __init__(self, load: WeightLoader, name: str, size: int, eps: float) -> None:
+        self.weight, self.eps = load.vector(f"{name}.weight", size), eps
+
+    def __call__(self, ops: Ops, x: Act) -> Act:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class Attention:
+    """Fused q, k, v; rotary position; paged cache; output projection into the residual."""
+
+    kv: KVLayer
+
+    def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard, rope: RopeTable) -> None:
+        name, dim, group = f"model.layers.{layer}.self_attn", c.head_dim, c.num_heads // c.num_kv_heads
+        queries, keys = scaled(shard.kv_heads, group * dim), scaled(shard.kv_heads, dim)
+        self.num_kv_heads, self.head_dim = len(shard.kv_heads), dim
+        self.num_heads = self.num_kv_heads * group
+        self.rope, self.eps, self.scale, self.window = rope, c.norm_eps, dim**-0.5, c.window(layer)
+        self.qkv: Weight = load.linear(
+            [
+                Part(f"{name}.q_proj", c.num_heads * dim, queries),
+                Part(f"{name}.k_proj", c.num_kv_heads * dim, keys),
+                Part(f"{name}.v_proj", c.num_kv_heads * dim, keys),
+            ],
+            range(c.hidden_size), c.hidden_size, bias=c.attention_bias,
+        )  # fmt: skip
+        self.output: Weight = load.linear(
+            [Part(f"{name}.o_proj", c.hidden_size, range(c.hidden_size))],
+            queries, c.num_heads * dim, bias=c.output_bias,
+        )  # fmt: skip
+        self.q_norm = load.vector(f"{name}.q_norm.weight", dim) if c.qk_norm else None
+        self.k_norm = load.vector(f"{name}.k_norm.weight", dim) if c.qk_norm else None
+
+    def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
+        qkv = ops.linear(x, self.qkv)
+        q = ops.rope_store(
+            qkv, self.kv, self.rope, self.num_heads, self.num_kv_heads, self.head_dim,
+            self.q_norm, self.k_norm, self.eps,
+        )  # fmt: skip
+        x = ops.attend(q, self.kv, self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window)
+        return ops.linear(x, self.output, h)
+
+
+class MLP:
+    """down(silu(gate x) * up x), gate and up fused, into the residual."""
+
+    def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard) -> None:
+        name, columns, hidden = f"model.layers.{layer}.mlp", shard.mlp_columns, range(c.hidden_size)
+        gate, up = (Part(f"{name}.{part}_proj", c.intermediate_size, columns) for part in ("gate", "up"))
+        down = Part(f"{name}.down_proj", c.hidden_size, hidden)
+        self.gate_up: Weight = load.linear([gate, up], hidden, c.hidden_size, bias=c.mlp_bias)
+        self.down: Weight = load.linear([down], columns, c.intermediate_size, bias=c.mlp_bias)
+
+    def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
+        return ops.linear(ops.silu_mul(ops.linear(x, self.gate_up)), self.down, h)
+
+
+class DecoderLayer:
+    def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard, rope: RopeTable) -> None:
+        name = f"model.layers.{layer}"
+        self.input_norm = RMSNorm(load, f"{name}.input_layernorm", c.hidden_size, c.norm_eps)
+        self.attention = Attention(c, layer, load, shard, rope)
+        self.post_norm = RMSNorm(load, f"{name}.post_attention_layernorm", c.hidden_size, c.norm_eps)
+        self.mlp = MLP(c, layer, load, shard)
+
+    def __call__(self, ops: Ops, h: Act) -> Act:
+        h = self.attention(ops, self.input_norm(ops, h), h)
+        return self.mlp(ops, self.post_norm(ops, h), h)
+
+
+class Model:
+    """A decoder with its weights. `layers` is in order; call `make_kv` before the first step."""
+
+    def __init__(self, c: ModelConfig, load: WeightLoader, shard: Shard, rope: RopeTable, ops: Ops | None) -> None:
+        self.config, self._ops = c, ops
+        self.embedding = load.table("model.embed_tokens", shard.vocab, c.vocab_size, c.hidden_size)
+        self.layers = [DecoderLayer(c, layer, load, shard, rope) for layer in range(c.num_layers)]
+        self.norm = RMSNorm(load, "model.norm", c.hidden_size, c.norm_eps)
+        self.head = (
+            self.embedding
+            if c.tie_word_embeddings
+            else load.table("lm_head", shard.vocab, c.vocab_size, c.hidden_size)
+        )
+
+    def forward(self, ops: Ops) -> Act:
+        """Logits [S, vocabulary] of the positions the batch wants them for."""
+        h = ops.embed(self.embedding)
+        for layer in self.layers:
+            h = layer(ops, h)
+        return ops.logits(self.norm(ops, ops.take(h)), self.head)
+
+    def make_kv(self, num_blocks: int, block_size: int) -> None:
+        """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one is dropped."""
+        assert self._ops is not None
+        for attention in (layer.attention for layer in self.layers):
+            attention.kv = self._ops.kv_layer(num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Bytes of one block over all layers."""
+        assert self._ops is not None
+        return sum(
+            self._ops.kv_block_bytes(block_size, layer.attention.num_kv_heads, layer.attention.head_dim)
+            for layer in self.layers
+        )

@@ -1,0 +1,140 @@
+"""From a checkpoint's tensors to packed weights: what is fused, what stays packed, what is quantised, what is an error.
+
+Rule: a tensor is checked against the shape the model expects before anything of it is read, its part of the rows or
+columns is read once, and nothing keeps the source after `Ops.pack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from planaria.kernels.ops import Ops, Quantized, Weight
+from planaria.kernels.reference import dequantise
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Progress = Callable[[int, int], None]  # (weights read, weights in all)
+QUANTIZATIONS = ("keep", "none", "q8_0", "q4_1")
+
+
+class Source(Protocol):
+    """What a checkpoint's tensors are read from; see planaria.loader."""
+
+    def names(self) -> Iterable[str]: ...
+
+    def get(
+        self, name: str, rows: slice | None = None, cols: slice | None = None, dequantise: bool = False
+    ) -> Tensor | Quantized: ...
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor [size, K] of the checkpoint, of which a rank wants `rows` (of its first dimension)."""
+
+    name: str
+    size: int
+    rows: range
+
+
+def cut(part: range, size: int) -> slice | None:
+    """None for all of a dimension, so that a source may hand out its tensor whole."""
+    return None if part == range(size) else slice(part.start, part.stop)
+
+
+class WeightLoader:
+    """Reads and packs. Without `ops` it only checks names and shapes, which a model's constructor can't tell.
+
+    quantization: "keep" leaves packed tensors packed; "none" unpacks them; "q8_0" and "q4_1" pack every matrix at
+    load (the embedding and the head at q8_0 at least), but keep what is packed that way in the file.
+    """
+
+    def __init__(
+        self, source: Source, ops: Ops | None, quantization: str, progress: Progress | None = None, total: int = 0
+    ) -> None:
+        if quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+        self._source, self._ops, self._quantization = source, ops, quantization
+        self._progress, self._total = progress, total
+        self.used: set[str] = set()
+        self.num_weights = 0  # checked or read so far
+
+    def vector(self, name: str, size: int) -> Any:
+        """A norm's weight, float32."""
+        self._expect(name, (size,), size)
+        if self._ops is None:
+            return None
+        return self._done(self._ops.vector(self._float(name, None)))
+
+    def linear(self, parts: Sequence[Part], columns: range, size: int, *, bias: bool) -> Weight:
+        """`columns` (of `size`) of the parts' rows, one below the other, with the parts' biases."""
+        for part in parts:
+            self._expect(f"{part.name}.weight", (part.size, size), len(part.rows) * len(columns))
+            if bias:
+                self._expect(f"{part.name}.bias", (part.size,), len(part.rows))
+        if self._ops is None:
+            return None
+        weight = self._stack([self._matrix(part, cut(columns, size), self._quantization) for part in parts])
+        biases = [self._float(f"{part.name}.bias", cut(part.rows, part.size)) for part in parts] if bias else None
+        return self._done(self._ops.pack(weight, torch.cat(biases) if biases else None))
+
+    def table(self, name: str, rows: range, size: int, width: int) -> Weight:
+        """The embedding or the output head: `rows` of [size, width]."""
+        part = Part(name, size, rows)
+        self._expect(f"{name}.weight", (size, width), len(rows) * width)
+        if self._ops is None:
+            return None
+        kind = "q8_0" if self._quantization == "q4_1" else self._quantization
+        return self._done(self._ops.pack(self._matrix(part, None, kind)))
+
+    def unused(self, ignored: Callable[[str], bool]) -> list[str]:
+        """Tensors of the checkpoint that the model did not ask for."""
+        return sorted(name for name in self._source.names() if name not in self.used and not ignored(name))
+
+    def _expect(self, name: str, shape: tuple[int, ...], wanted: int) -> None:
+        self._source.expect(name, shape)
+        self.used.add(name)
+        self.num_weights += wanted
+
+    def _done(self, packed: Any) -> Any:
+        if self._progress is not None:
+            self._progress(self.num_weights, self._total)
+        return packed
+
+    def _float(self, name: str, rows: slice | None) -> Tensor:
+        values = self._source.get(name, rows, None, dequantise=True)
+        assert isinstance(values, Tensor)
+        return values
+
+    def _matrix(self, part: Part, columns: slice | None, kind: str) -> Tensor | Quantized:
+        name, rows = f"{part.name}.weight", cut(part.rows, part.size)
+        weight = self._source.get(name, rows, columns, dequantise=kind == "none")
+        if kind in ("keep", "none") or weight.shape[1] % 32:
+            return weight
+        if isinstance(weight, Quantized):
+            if weight.kind == kind or (weight.kind.startswith("q4") and self._quantization == "q4_1"):
+                return weight
+            weight = dequantise(weight)
+        from planaria.loader import quantise
+
+        return quantise(weight, kind)
+
+    @staticmethod
+    def _stack(weights: list[Tensor | Quantized]) -> Tensor | Quantized:
+        """One weight of several: packed if all are packed alike, plain otherwise."""
+        if len(weights) == 1:
+            return weights[0]
+        first = weights[0]
+        packed = [w for w in weights if isinstance(w, Quantized)]
+        if isinstance(first, Quantized) and len(packed) == len(weights) and len({w.kind for w in packed}) == 1:
+            rows = sum(w.shape[0] for w in packed)
+            return Quantized(first.kind, torch.cat([w.data for w in packed]), (rows, first.shape[1]))
+        plain = [dequantise(w) if isinstance(w, Quantized) else w for w in weights]
+        return torch.cat(plain)

@@ -1,0 +1,16 @@
+"""Qwen3 (dense): q and k are RMS-normalised per head; head_dim of its own (128 where missing); optional biases."""
+
+from __future__ import annotations
+
+from planaria.config import ModelConfig
+from planaria.models.fields import HF, common, flag, windows
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+
+
+def config(hf: HF, generation: HF) -> ModelConfig:
+    bias = flag(hf, "attention_bias")
+    return ModelConfig(
+        architecture=ARCHITECTURE, family="qwen3", **common(hf, generation, head_dim=128),
+        attention_bias=bias, output_bias=bias, qk_norm=True, windows=windows(hf),
+    )  # fmt: skip

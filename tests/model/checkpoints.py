@@ -1,0 +1,91 @@
+"""Random small checkpoints in Hugging Face layout, written with Transformers, and their tensors as a source.
+
+Weights are drawn wide enough that attention is not uniform and logits differ by several units: with Transformers'
+own initial values (0.02) most mistakes in attention would vanish below the tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planaria.errors import ModelError
+from planaria.kernels.ops import Quantized
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def write_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+    """config.json and model.safetensors (float32) of a random model; returns the folder."""
+    config = AutoConfig.for_model(family, **{**TINY, **overrides})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_reference(folder: Path) -> Any:
+    """Transformers' own model of the checkpoint, float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+class DictSource:
+    """A source over tensors in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor | Quantized]) -> None:
+        self.tensors = tensors
+
+    @classmethod
+    def open(cls, folder: Path) -> DictSource:
+        return cls(dict(load_file(folder / "model.safetensors")))
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self.tensors:
+            raise ModelError(f"tensor {name} is missing, expected {shape}")
+        if self.shape(name) != shape:
+            raise ModelError(f"tensor {name} has shape {self.shape(name)}, expected {shape}")
+
+    def get(
+        self, name: str, rows: Any = None, cols: Any = None, dequantise: bool = False
+    ) -> Tensor | Quantized:  # fmt: skip
+        from planaria.kernels.reference import dequantise as unpack
+
+        tensor = self.tensors[name]
+        if isinstance(tensor, Quantized):
+            if not dequantise and rows is None and cols is None:
+                return tensor
+            tensor = unpack(tensor)
+        if rows is not None:
+            tensor = tensor[rows]
+        return tensor if cols is None else tensor[:, cols]
