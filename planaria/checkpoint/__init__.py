@@ -3,6 +3,7 @@
 No torch here: the server process uses this package. Weights are read by `planaria.loader`.
 """
 
-from planaria.checkpoint.resolve import Checkpoint, resolve_checkpoint
+from planaria.checkpoint.resolve import resolve_checkpoint
+from planaria.checkpoint.spec import Checkpoint, TensorInfo
 
-__all__ = ["Checkpoint", "resolve_checkpoint"]
+__all__ = ["Checkpoint", "TensorInfo", "resolve_checkpoint"]

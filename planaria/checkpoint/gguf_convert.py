@@ -1,0 +1,203 @@
+"""A GGUF header in Hugging Face's vocabulary: configuration, generation configuration, tensor names."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from typing import Any
+
+from planaria.checkpoint.gguf_file import GGUFHeader, GGUFTensor
+from planaria.checkpoint.spec import TensorInfo
+from planaria.errors import ModelError
+
+# GGUF architecture -> (Hugging Face architecture, model_type). Mistral's files say "llama".
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+# architectures whose q and k rows a GGUF file stores with rotary pairs adjacent
+ROTATED = ("llama",)
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+CONTROL = 3  # in tokenizer.ggml.token_type
+
+
+def hf_name(name: str) -> str | None:
+    """Hugging Face's name of a GGUF tensor, or None for one that isn't a weight of these architectures."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in TOP:
+        return f"{TOP[stem]}.{suffix}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match and match[2] in LAYER:
+        return f"model.layers.{match[1]}.{LAYER[match[2]]}.{suffix}"
+    return None
+
+
+def convert_config(header: GGUFHeader, path: str) -> dict[str, Any]:
+    """config.json of the same model. Raises ModelError for an architecture or a feature that isn't supported."""
+    meta = header.metadata
+    arch = str(meta.get("general.architecture", ""))
+    if arch not in ARCHITECTURES:
+        raise ModelError(
+            f"{path}: GGUF architecture {arch or '(none)'} is not supported; these are: {', '.join(ARCHITECTURES)}"
+        )
+    tensors = {t.name: t for t in header.tensors}
+
+    def get(key: str, default: Any = None) -> Any:
+        return meta.get(f"{arch}.{key}", default)
+
+    def size(key: str) -> int:
+        value = get(key)
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]
+        if not isinstance(value, int) or value <= 0:
+            raise ModelError(f"{path}: {arch}.{key} must be a positive number, got {value!r}; get the file again")
+        return value
+
+    if get("expert_count", 0):
+        raise ModelError(f"{path}: mixture-of-experts GGUF files are not supported; use the safetensors checkpoint")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{path}: no token_embd.weight matrix; the file is incomplete, get it again")
+    heads, hidden = size("attention.head_count"), size("embedding_length")
+    kv_heads = size("attention.head_count_kv") if get("attention.head_count_kv") is not None else heads
+    head_dim = size("attention.key_length") if get("attention.key_length") is not None else hidden // heads
+    if get("attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{path}: values of another size than keys are not supported")
+    architecture, model_type = ARCHITECTURES[arch]
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": size("feed_forward_length"),
+        "num_hidden_layers": size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "vocab_size": embedding.shape[0],
+        "max_position_embeddings": size("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(header, arch, path),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "dtype": {"f32": "float32", "f16": "float16"}.get(_main_kind(header.tensors), "bfloat16"),
+    }
+    rotary = get("rope.dimension_count", head_dim)
+    if rotary != head_dim:
+        config["partial_rotary_factor"] = rotary / head_dim
+    window = get("attention.sliding_window")
+    if window:
+        config["sliding_window"] = window
+        config["use_sliding_window"] = True
+    for name in ("bos", "eos", "pad"):
+        key = "padding" if name == "pad" else name
+        value = meta.get(f"tokenizer.ggml.{key}_token_id")
+        if value is not None:
+            config[f"{name}_token_id"] = value
+    return config
+
+
+def convert_generation_config(header: GGUFHeader) -> dict[str, Any]:
+    """generation_config.json: `eos_token_id` is every id that ends a turn."""
+    meta = header.metadata
+    eos = [
+        meta[f"tokenizer.ggml.{name}_token_id"]
+        for name in ("eos", "eot", "eom")
+        if f"tokenizer.ggml.{name}_token_id" in meta
+    ]
+    template = str(meta.get("tokenizer.chat_template", ""))
+    tokens: list[str] = meta.get("tokenizer.ggml.tokens", [])
+    types: list[int] = meta.get("tokenizer.ggml.token_type", [])
+    names = [name for name in END_OF_TURN if name in template]
+    if names:
+        eos += [i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL and token in names]
+    return {"eos_token_id": list(dict.fromkeys(eos))} if eos else {}
+
+
+def convert_tensors(header: GGUFHeader, config: dict[str, Any], file: int = 0) -> tuple[TensorInfo, ...]:
+    """The tensor index under Hugging Face's names; what isn't a weight (rope_freqs) is left out."""
+    rotated = header.metadata["general.architecture"] in ROTATED
+    out = []
+    for t in header.tensors:
+        if t.name.startswith("rope_freqs"):
+            continue
+        name = hf_name(t.name) or t.name
+        heads = 0
+        if rotated and ".q_proj." in name:
+            heads = config["num_attention_heads"]
+        elif rotated and ".k_proj." in name:
+            heads = config["num_key_value_heads"]
+        out.append(TensorInfo(name, t.kind, t.shape, file, t.offset, t.nbytes, heads))
+    return tuple(out)
+
+
+def _main_kind(tensors: list[GGUFTensor]) -> str:
+    return max(tensors, key=lambda t: t.nbytes).kind
+
+
+def _rope_scaling(header: GGUFHeader, arch: str, path: str) -> dict[str, Any] | None:
+    meta = header.metadata
+    freqs = next((t for t in header.tensors if t.name == "rope_freqs.weight"), None)
+    if freqs is not None:
+        with open(path, "rb") as f:
+            f.seek(freqs.offset)
+            factors = list(struct.unpack(f"<{freqs.nbytes // 4}f", f.read(freqs.nbytes)))
+        return _frequency_factors(factors, meta, arch)
+    kind = meta.get(f"{arch}.rope.scaling.type", "none")
+    factor = meta.get(f"{arch}.rope.scaling.factor", 0.0) or meta.get(f"{arch}.rope.scale_linear", 0.0)
+    if kind == "none" and factor in (0.0, 1.0):
+        return None
+    if kind not in ("none", "linear", "yarn"):
+        raise ModelError(f"{path}: rope scaling {kind} is not supported in a GGUF file; use the safetensors checkpoint")
+    scaling: dict[str, Any] = {"rope_type": "yarn" if kind == "yarn" else "linear", "factor": factor}
+    original = meta.get(f"{arch}.rope.scaling.original_context_length")
+    if original:
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _frequency_factors(factors: list[float], meta: dict[str, Any], arch: str) -> dict[str, Any]:
+    """Per-dimension divisors of the rotary frequencies. A GGUF file keeps these instead of Llama 3's four parameters.
+
+    The parameters are recovered where they give these factors; else the factors are said the way longrope has them.
+    """
+    base = meta.get(f"{arch}.rope.freq_base", 10000.0)
+    factor, low, high, original = max(factors), 1.0, 4.0, 8192
+    dim = 2 * len(factors)
+    for i, value in enumerate(factors):
+        wavelength = 2 * math.pi * base ** (2 * i / dim)
+        if wavelength < original / high:
+            wanted = 1.0
+        elif wavelength > original / low:
+            wanted = factor
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            wanted = 1 / ((1 - smooth) / factor + smooth)
+        if abs(value - wanted) > 1e-4 * wanted:
+            context = meta.get(f"{arch}.context_length", original)
+            return {
+                "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0,
+                "factor": 1.0, "original_max_position_embeddings": context,
+            }  # fmt: skip
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip

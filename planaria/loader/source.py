@@ -1,0 +1,196 @@
+"""The weights of a checkpoint, by their Hugging Face names, straight from the mapped files.
+
+Nothing is copied before it is used: tensors are read-only views of the mapping wherever the file's layout allows
+(writing into one would crash the process, so don't). A rank that asks for a slice reads only its pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+
+import torch
+
+from planaria.checkpoint.spec import Checkpoint, TensorInfo
+from planaria.errors import ModelError
+from planaria.kernels.ops import Quantized
+from planaria.loader.quant import BLOCK, PACKED_KINDS, dequantise, dequantise_with_gguf
+
+DTYPES = {
+    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
+    "bool": torch.bool, "f8_e4m3": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+class WeightSource:
+    """Weights of one checkpoint. Files are mapped when first used and let go with the last tensor that views them.
+
+    `bytes_read` counts the stored bytes handed out so far, `total_bytes` those there are: for a progress bar.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._infos = {t.name: t for t in checkpoint.tensors}
+        self._maps: dict[int, tuple[mmap.mmap, torch.Tensor]] = {}
+        self.bytes_read = 0
+        self.total_bytes = checkpoint.weight_bytes
+
+    def names(self) -> list[str]:
+        return list(self._infos)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._infos
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises ModelError if there is no such tensor."""
+        return self._info(name).shape
+
+    def kind(self, name: str) -> str:
+        """Element type in lower case: f32, bf16, q4_1 ... Raises ModelError if there is no such tensor."""
+        return self._info(name).kind
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ModelError if the tensor is missing or has another shape."""
+        found = self._info(name).shape
+        if found != tuple(shape):
+            raise ModelError(
+                f"{self.checkpoint.path}: tensor {name} has shape {list(found)}, the configuration asks for "
+                f"{list(shape)}; the weights and config.json are not of the same model"
+            )
+
+    def get(
+        self,
+        name: str,
+        *,
+        dequantise: bool = False,
+        rows: slice | None = None,
+        cols: slice | None = None,
+    ) -> torch.Tensor | Quantized:
+        """A tensor, or its rows (dimension 0) and columns (dimension 1) in the given ranges (step 1).
+
+        Float kinds come as stored (read-only views); q4_0, q4_1 and q8_0 come as `Quantized`, and so their columns
+        are cut at multiples of 32; other packed kinds come as float32. With `dequantise` all come as float32.
+        Raises ModelError for a missing tensor, ValueError for a range that can't be cut.
+        """
+        info = self._info(name)
+        row_range, col_range = _ranges(info, rows, cols)
+        raw = self._rows(info, row_range)
+        if info.kind in DTYPES:
+            values = raw if raw.ndim < 2 else raw[:, col_range.start : col_range.stop]
+            self.bytes_read += values.numel() * values.element_size()
+            return values.to(torch.float32) if dequantise else values
+        packed = info.kind in PACKED_KINDS
+        num_rows, num_columns = len(row_range), info.shape[1]
+        if not packed:
+            self.bytes_read += raw.numel()
+            whole = dequantise_with_gguf(raw, info.kind, name)
+            return whole[:, col_range.start : col_range.stop]
+        per_block = raw.shape[1] * BLOCK // num_columns
+        data = raw[:, col_range.start // BLOCK * per_block : col_range.stop // BLOCK * per_block]
+        self.bytes_read += data.numel()
+        weight = Quantized(info.kind, data, (num_rows, len(col_range)))
+        return _dequantise(weight) if dequantise else weight
+
+    def tensor(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> torch.Tensor:
+        """`get` for what must be plain numbers: float kinds as stored, packed kinds as float32."""
+        value = self.get(name, rows=rows, cols=cols)
+        return _dequantise(value) if isinstance(value, Quantized) else value
+
+    def forget(self, name: str) -> None:
+        """Tell the system that a tensor's pages aren't needed in this process any more (views stay valid: they are
+        read again when touched). Keeps resident memory low while weights are packed one after the other."""
+        info = self._info(name)
+        mapped = self._maps.get(info.file)
+        if mapped is None or not hasattr(mapped[0], "madvise"):
+            return
+        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            mapped[0].madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def close(self) -> None:
+        """Let the mappings go; each ends with the last tensor that views it. Idempotent."""
+        self._maps.clear()
+
+    def __enter__(self) -> WeightSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _info(self, name: str) -> TensorInfo:
+        try:
+            return self._infos[name]
+        except KeyError:
+            raise ModelError(
+                f"{self.checkpoint.path}: tensor {name} is missing; the checkpoint is incomplete or of another model"
+            ) from None
+
+    def _bytes(self, info: TensorInfo) -> torch.Tensor:
+        if info.file not in self._maps:
+            self._maps[info.file] = _map(self.checkpoint.files[info.file])
+        whole = self._maps[info.file][1]
+        if info.offset + info.nbytes > whole.numel():
+            raise ModelError(f"{self.checkpoint.files[info.file]}: became shorter since it was opened; get it again")
+        return whole.narrow(0, info.offset, info.nbytes)
+
+    def _rows(self, info: TensorInfo, row_range: range) -> torch.Tensor:
+        """Rows in Hugging Face's order: values [n, ...] of float kinds, bytes [n, bytes per row] of packed ones."""
+        data = self._bytes(info)
+        if info.kind in DTYPES:
+            dtype = DTYPES[info.kind]
+            if info.offset % dtype.itemsize:
+                data = data.clone()
+            table = data.view(dtype).view(info.shape)
+        else:
+            table = data.view(info.shape[0], -1)
+        if info.rotated_heads:
+            return table[_unrotate(row_range, info.shape[0], info.rotated_heads)]
+        return table if len(row_range) == (info.shape[0] if info.shape else 1) else table[row_range.start : row_range.stop]
+
+
+def open_weights(checkpoint: Checkpoint) -> WeightSource:
+    """The weights of a resolved checkpoint. Files are opened when first used."""
+    return WeightSource(checkpoint)
+
+
+def _dequantise(weight: Quantized) -> torch.Tensor:
+    return dequantise(weight)
+
+
+def _map(path: str) -> tuple[mmap.mmap, torch.Tensor]:
+    try:
+        with open(path, "rb") as f:
+            mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{path}: can't be mapped: {e}") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no read-only tensors and warns of it
+        return mapped, torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _ranges(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[range, range]:
+    def cut(part: slice | None, dim: int) -> range:
+        size = info.shape[dim] if dim < len(info.shape) else 1
+        if part is None:
+            return range(size)
+        start, stop, step = part.indices(size)
+        if step != 1 or stop < start or (part.stop is not None and part.stop > size):
+            raise ValueError(f"{info.name}: {part} is not a range of dimension {dim}, which has {size}")
+        return range(start, stop)
+
+    if cols is not None and len(info.shape) != 2:
+        raise ValueError(f"{info.name}: columns of a tensor with {len(info.shape)} dimension(s)")
+    row_range, col_range = cut(rows, 0), cut(cols, 1)
+    if info.kind in PACKED_KINDS and (col_range.start % BLOCK or col_range.stop % BLOCK):
+        raise ValueError(f"{info.name}: columns {cols} of {info.kind} must be cut at multiples of {BLOCK}")
+    return row_range, col_range
+
+
+def _unrotate(row_range: range, num_rows: int, heads: int) -> torch.Tensor:
+    """Stored row of each wanted row: within a head of size d, row (half, i) is stored as (i, half)."""
+    dim = num_rows // heads
+    row = torch.arange(row_range.start, row_range.stop)
+    head, within = row // dim, row % dim
+    return head * dim + (within % (dim // 2)) * 2 + within // (dim // 2)
