@@ -1,0 +1,344 @@
+"""Text to token ids and back, and chat templates. No torch.
+
+A `tokenizer.json` is read by `tokenizers` directly (0.1 s); `transformers` is imported only for a model that has
+none. What a token is as bytes comes from one table, so that whole and incremental decoding can't disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planaria.checkpoint.spec import Checkpoint
+from planaria.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class Pieces(dict[int, bytes]):
+    """Token id -> the bytes it adds to the text, filled in on first use. An id that isn't a token adds nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+
+    def __missing__(self, token: int) -> bytes:
+        skip = self._skip and token in self._tokenizer.special_ids
+        piece = self[token] = b"" if skip else self._tokenizer.token_bytes(token)
+        return piece
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    `eos_ids` end a generation (the generation configuration's, the configuration's, the tokenizer's own), `bos_id` is
+    None if there is none. `pieces` is None for the rare decoder that isn't a table of bytes.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        name: str,
+        eos_ids: tuple[int, ...] = (),
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self.backend = backend
+        self.name = name
+        self.special_tokens = dict(special_tokens or {})  # "bos_token" -> its text
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        bos = self.special_tokens.get("bos_token")
+        self.bos_id: int | None = backend.token_to_id(bos) if bos else None
+        own = self.special_tokens.get("eos_token")
+        own_id = backend.token_to_id(own) if own else None
+        self.eos_ids = tuple(dict.fromkeys([*eos_ids, *([own_id] if own_id is not None else [])]))
+        self.vocab_size: int = max((backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)))
+        self._decoder, self.strip_space = _decoder_kind(backend)
+        self.pieces: tuple[Pieces, Pieces] | None = (
+            (Pieces(self, False), Pieces(self, True)) if self._decoder != "other" else None
+        )
+        self._template: ChatTemplate | None = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with `add_special_tokens`, what the model's post-processor adds (often a BOS)."""
+        ids: list[int] = self.backend.encode(_clean(text), add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of several texts, in parallel."""
+        batch = self.backend.encode_batch([_clean(t) for t in texts], add_special_tokens=add_special_tokens)
+        return [e.ids for e in batch]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Bytes that aren't UTF-8 become U+FFFD."""
+        if self.pieces is None:
+            text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return text
+        pieces = self.pieces[skip_special_tokens]
+        text = b"".join([pieces[i] for i in ids]).decode("utf-8", "replace")
+        return text[1:] if self.strip_space and text.startswith(" ") else text
+
+    def token_text(self, token: int) -> str:
+        """One token as text, for people: special tokens by name, parts of a character as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token stands for; empty for an id that isn't a token."""
+        text: str | None = self.backend.id_to_token(token)
+        if text is None:
+            return b""
+        if self._decoder == "byte_level":
+            try:
+                return bytes([_BYTE_OF[c] for c in text])
+            except KeyError:
+                return text.encode()
+        if self._decoder == "sentencepiece":
+            if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+                try:
+                    return bytes.fromhex(text[3:5])
+                except ValueError:
+                    pass
+            return text.replace("▁", " ").encode()
+        text = self.backend.decode([token], skip_special_tokens=False)
+        return text.encode()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt of a conversation. Raises RequestError without a template or when the template refuses."""
+        source = chat_template or self.chat_template
+        if source is None:
+            raise RequestError(
+                f"the model {self.name} has no chat template; use /v1/completions, or give chat_template",
+                param="messages", code="no_chat_template",
+            )  # fmt: skip
+        if self._template is None or self._template.source != source:
+            self._template = ChatTemplate(source)
+        return self._template.render(
+            messages,
+            {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt, "tools": tools or None},
+        )
+
+
+class ChatTemplate:
+    """A compiled template, run in a sandbox. The environment is the one such templates are written for."""
+
+    def __init__(self, source: str) -> None:
+        import jinja2
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """`{% generation %}` marks what the assistant said, for training; here it is only its content."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        self.source = source
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _strftime_now
+        self._errors = jinja2.TemplateError
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as e:
+            raise RequestError(
+                f"the chat template is not valid: {_line(e)}", param="chat_template", code="invalid_chat_template"
+            ) from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        """Raises RequestError with the template's reason."""
+        plain = [_plain_message(m, i) for i, m in enumerate(messages)]
+        try:
+            return self._template.render(messages=plain, **values)
+        except (self._errors, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as e:
+            raise RequestError(
+                f"the chat template refuses these messages: {_line(e)}", param="messages", code="chat_template_error"
+            ) from None
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Raises ModelError if the model has no tokenizer or a damaged one."""
+    folder = checkpoint.tokenizer_dir
+    if folder is None:
+        raise ModelError(
+            f"{checkpoint.path}: no tokenizer files; add them, or run with --skip-tokenizer-init and token ids"
+        )
+    config = _json(Path(folder) / "tokenizer_config.json")
+    path = Path(folder) / "tokenizer.json"
+    special = _special_tokens(config, _json(Path(folder) / "special_tokens_map.json"))
+    if path.exists():
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as e:  # the library raises a bare Exception for whatever is wrong with the file
+            raise ModelError(f"{path}: can't be read as a tokenizer ({_line(e)}); get the file again") from None
+    else:
+        backend, special = _from_transformers(folder, special)
+    backend.no_truncation()
+    backend.no_padding()
+    eos = (*_ids(checkpoint.generation_config.get("eos_token_id")), *_ids(checkpoint.config.get("eos_token_id")))
+    return Tokenizer(
+        backend, name=checkpoint.name, eos_ids=eos, special_tokens=special, chat_template=checkpoint.chat_template
+    )
+
+
+def _from_transformers(folder: str, special: dict[str, str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """tokenizer.model and other files, converted by transformers (seconds, hence only where there is no tokenizer.json)."""
+    try:
+        from transformers import AutoTokenizer
+
+        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        backend = slow.backend_tokenizer
+    except Exception as e:  # whatever transformers, sentencepiece or a missing package raise
+        raise ModelError(
+            f"{folder}: no tokenizer.json, and transformers can't read the tokenizer ({_line(e)}); "
+            "add the model's tokenizer.json"
+        ) from None
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = getattr(slow, name, None)
+        if value:
+            special.setdefault(name, str(value))
+    return backend, special
+
+
+def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[str, bool]:
+    """How tokens become text, and whether a space at the very start is dropped.
+
+    "byte_level": token characters stand for bytes. "sentencepiece": "▁" is a space and <0xNN> a byte. "other": ask
+    the library.
+    """
+    if backend.decoder is None:
+        return "other", False
+    parts = json.loads(backend.decoder.__getstate__())
+    steps = parts["decoders"] if parts.get("type") == "Sequence" else [parts]
+    kinds = [s.get("type") for s in steps]
+    if kinds == ["ByteLevel"]:
+        return "byte_level", False
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and len(kinds) <= 4:
+        space = steps[0].get("pattern") == {"String": "▁"} and steps[0].get("content") == " "
+        strip = steps[3] if len(kinds) == 4 else None
+        drops = strip == {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+        if space and (strip is None or drops):
+            return "sentencepiece", drops
+    return "other", False
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, other bytes for U+0100 and up."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(plain)]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _bytes_of_characters()
+
+
+def _clean(text: str) -> str:
+    """JSON may carry half of a surrogate pair, which is no character: U+FFFD, as in any decoder."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """What templates expect: text content as one string, tool call arguments as objects."""
+    out = dict(message)
+    content = out.get("content")
+    if isinstance(content, (list, tuple)):
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if not isinstance(text, str) or kind not in (None, "text", "input_text", "output_text", "refusal"):
+                raise RequestError(
+                    f"messages[{index}].content: only text parts are supported, got {kind or type(part).__name__}",
+                    param="messages", code="unsupported_content",
+                )  # fmt: skip
+            texts.append(text)
+        out["content"] = "\n".join(texts)
+    elif content is None and not out.get("tool_calls"):
+        out["content"] = ""
+    calls = out.get("tool_calls")
+    if isinstance(calls, (list, tuple)):
+        out["tool_calls"] = [_plain_call(c) for c in calls]
+    return out
+
+
+def _plain_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes HTML; prompts must not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    from datetime import datetime
+
+    return datetime.now().strftime(form)
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for source in sources:
+        for name, value in source.items():
+            text = value.get("content") if isinstance(value, Mapping) else value
+            if name.endswith("_token") and isinstance(text, str):
+                out.setdefault(name, text)
+    return out
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    from planaria.checkpoint.folder import read_json
+
+    return read_json(path) if path.exists() else {}
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
