@@ -1,0 +1,182 @@
+"""Tokens to text as they arrive: exact, never a broken character, stop strings held back and found.
+
+The rule to keep: the text doesn't depend on how tokens were cut into pushes, and pushes plus `finish` are the
+one-shot decode of the output (cut at a stop string). So a stop string counts at the token that completes it, the
+first one complete wins, and of several that end together the longest.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from planaria.types import SamplingParams
+
+if TYPE_CHECKING:
+    from planaria.server.tokenise import Pieces, Tokenizer
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Text of one output sequence.
+
+    `prompt_ids_tail`: the prompt's last tokens (a few are enough). They decide whether the first space of the output
+    is kept, for tokenizers that drop one at the start of a text.
+
+    `stop_reason`: the stop string found, or None; after it `push` gives "" and takes no more tokens. It isn't looked
+    for while fewer than `min_tokens` tokens were taken: a stop string that a token before that one completes is
+    ordinary text, one that begins before it and is completed at it or later counts.
+    `num_tokens`: tokens taken, the one that completed the stop string included; a push may have brought more.
+    `offsets`: for each token taken, where its text begins in the output's text, in characters; a token inside a
+    character begins where the character does. None unless logprobs are asked for.
+    """
+
+    __slots__ = ("_decoder", "_held", "_include_stop", "_length", "_min_tokens", "_plain", "_stops", "num_tokens",
+                 "offsets", "stop_reason")  # fmt: skip
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids_tail: Sequence[int], params: SamplingParams) -> None:
+        self.num_tokens = 0
+        self.stop_reason: str | None = None
+        self.offsets: list[int] | None = [] if params.logprobs is not None else None
+        self._stops = _Stops(params.stop) if params.stop else None
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._held = ""  # decoded, not given out: the longest end that may be the start of a stop string
+        self._length = 0  # of the text decoded so far
+        self._decoder: _Table | _Window
+        if tokenizer.pieces is not None:
+            starts_text = not any(tokenizer.pieces[True][t] for t in prompt_ids_tail)
+            pieces = tokenizer.pieces[params.skip_special_tokens]
+            self._decoder = _Table(pieces, strip_space=tokenizer.strip_space and starts_text)
+        else:
+            self._decoder = _Window(tokenizer, prompt_ids_tail, params.skip_special_tokens)
+        self._plain = self._stops is None and self.offsets is None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that can be given out now. Complete characters only, nothing that may belong to a stop string."""
+        if self._plain:
+            self.num_tokens += len(token_ids)
+            return self._decoder.feed(token_ids)
+        out = ""
+        for token in token_ids:
+            if self.stop_reason is not None:
+                break
+            self.num_tokens += 1
+            if self.offsets is not None:
+                self.offsets.append(self._length)
+            out += self._scan(self._decoder.feed((token,)))
+        return out
+
+    def finish(self) -> str:
+        """The rest of the text, once no token will follow."""
+        if self.stop_reason is not None:
+            return ""
+        out = self._scan(self._decoder.end())
+        out, self._held = out + self._held, ""
+        return out
+
+    def _scan(self, text: str) -> str:
+        """Take new text; what of it (and of what was held) can be given out."""
+        self._length += len(text)
+        if self._stops is None or not text:
+            return text
+        known = len(self._held)
+        text = self._held + text
+        if self.num_tokens >= self._min_tokens:
+            found = self._stops.find(text, known)
+            if found is not None:
+                self.stop_reason, end = found
+                self._held = ""
+                return text[: end if self._include_stop else end - len(self.stop_reason)]
+        cut = self._stops.safe_length(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+
+class _Stops:
+    """Several stop strings looked for at once."""
+
+    __slots__ = ("firsts", "longest", "prefixes", "strings")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = sorted(set(strings), key=len, reverse=True)
+        self.longest = len(self.strings[0])
+        self.prefixes = {s[:n] for s in self.strings for n in range(1, len(s))}
+        self.firsts = {s[0] for s in self.strings}
+
+    def find(self, text: str, known: int) -> tuple[str, int] | None:
+        """The stop string whose end comes first behind `known` characters, and that end."""
+        best: tuple[str, int] | None = None
+        for s in self.strings:
+            at = text.find(s, max(0, known - len(s) + 1))
+            if at >= 0 and (best is None or at + len(s) < best[1]):
+                best = s, at + len(s)
+        return best
+
+    def safe_length(self, text: str) -> int:
+        """Length of the text without the longest end that is the beginning of a stop string."""
+        for at in range(max(0, len(text) - self.longest + 1), len(text)):
+            if text[at] in self.firsts and text[at:] in self.prefixes:
+                return at
+        return len(text)
+
+
+class _Table:
+    """Decoding by a table of each token's bytes."""
+
+    __slots__ = ("_decode", "_pieces", "_strip_space")
+
+    def __init__(self, pieces: Pieces, strip_space: bool) -> None:
+        self._pieces, self._strip_space = pieces, strip_space
+        self._decode = _utf8("replace").decode
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        pieces = self._pieces
+        text = self._decode(b"".join([pieces[t] for t in token_ids]))
+        return self._first(text) if self._strip_space and text else text
+
+    def end(self) -> str:
+        return self._decode(b"", True)
+
+    def _first(self, text: str) -> str:
+        self._strip_space = False
+        return text[1:] if text[0] == " " else text
+
+
+class _Window:
+    """Decoding by a library that only knows whole sequences: what a few last tokens decode to with and without the new
+    ones. Exact as far as a token's text depends on no more than the tokens of one step before."""
+
+    MOST_WAITING = 8  # tokens without a complete character; more of them means the text really has U+FFFD
+
+    __slots__ = ("_ids", "_known", "_shown", "_skip", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids_tail: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._ids = list(prompt_ids_tail)
+        self._known = len(self._ids)  # how many of `_ids` were given out
+        self._shown = self._text(self._ids)
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        out = ""
+        for token in token_ids:
+            self._ids.append(token)
+            text = self._text(self._ids)
+            if not text.endswith("\ufffd") or len(self._ids) - self._known >= self.MOST_WAITING:
+                out += self._advance(text)
+        return out
+
+    def end(self) -> str:
+        return self._advance(self._text(self._ids))
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._shown) :]
+        del self._ids[: self._known]
+        self._known = len(self._ids)
+        self._shown = self._text(self._ids)
+        return new
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip)
