@@ -1,4 +1,4 @@
-"""The operations of a model in plain torch, run at once, on any device. This is the definition other kernels are tested against.
+"""The operations of a model in plain torch, run at once, on any device: what other kernels are tested against.
 
 Rule: nothing here is clever. A quantised weight is unpacked to the activation dtype when it is packed, so its
 memory is that of a plain weight; keys and values lie in one array of slots, block after block.
@@ -18,27 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planaria.kernels.ops import Batch, Quantized
+from planaria.loader.quant import dequantise
 
-LOGIT_ROWS = 16384  # rows of the output head taken to float32 at a time, so that no float32 copy of it ever exists
-
-
-def dequantise(weight: Quantized) -> Tensor:
-    """The float32 values [N, K] that the blocks stand for; see `Quantized` for the layouts."""
-    rows, columns = weight.shape
-    header = {"q4_0": 2, "q4_1": 4, "q8_0": 2}[weight.kind]
-    blocks = weight.data.reshape(rows, columns // 32, -1)
-    scales = blocks[..., :header].contiguous().view(torch.float16).float()
-    packed = blocks[..., header:]
-    if weight.kind == "q8_0":
-        values = packed.contiguous().view(torch.int8).float()
-    else:
-        values = torch.cat([packed & 15, packed >> 4], dim=-1).float()
-    if weight.kind == "q4_0":
-        values -= 8
-    values *= scales[..., :1]
-    if weight.kind == "q4_1":
-        values += scales[..., 1:]
-    return values.reshape(rows, columns)
+LOGIT_ROWS = (
+    16384  # rows of the output head taken to float32 at a time, so that no float32 copy of it ever exists
+)
 
 
 @dataclass
@@ -62,7 +46,7 @@ class Cache:
 class Group:
     """Sequences with the same number of new tokens: attended together.
 
-    rows int64 [B, Q]: their tokens. slots int64 [B, L]: their cache, padded with the first slot to the longest.
+    rows int64 [B, Q]: their tokens. slots int64 [B, L]: their cache, padded to the longest with the first.
     positions int64 [B, Q]: of those tokens; key l of a sequence is at position l.
     """
 
@@ -98,7 +82,7 @@ class Step:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
     def groups(self, block_size: int, window: int | None) -> list[tuple[Group, Tensor]]:
-        """The step's sequences by number of new tokens, each with its mask. Made once a step, used by all layers."""
+        """The step's sequences by number of new tokens, with masks. Made once a step, used by all layers."""
         groups = self._groups.get(block_size)
         if groups is None:
             counts = np.diff(self._starts)
@@ -131,7 +115,9 @@ class TorchOps:
     @property
     def step(self) -> Step:
         if self._step is None:
-            raise RuntimeError("an operation was called outside a step; pass the forward function to compile()")
+            raise RuntimeError(
+                "an operation was called outside a step; pass the forward function to compile()"
+            )
         return self._step
 
     # Loading
@@ -175,11 +161,12 @@ class TorchOps:
         return y if residual is None else residual.add_(y)
 
     def rope_store(
-        self, qkv: Tensor, kv: Cache, rope: tuple[Tensor, Tensor], num_heads: int, num_kv_heads: int, head_dim: int,
+        self, qkv: Tensor, kv: Cache, rope: tuple[Tensor, Tensor],
+        num_heads: int, num_kv_heads: int, head_dim: int,
         q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     ) -> Tensor:  # fmt: skip
         heads = qkv.view(qkv.shape[0], -1, head_dim)
-        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         if q_norm is not None:
             q = self._norm(q, q_norm, eps)
         if k_norm is not None:
@@ -220,7 +207,7 @@ class TorchOps:
 
     def logits(self, x: Tensor, weight: Linear) -> Tensor:
         x = x.float()
-        return torch.cat([x @ rows.float().T for rows in weight.weight.split(LOGIT_ROWS)], dim=-1)
+        return torch.cat([x @ rows.float().T for rows in torch.split(weight.weight, LOGIT_ROWS)], dim=-1)
 
     def compile(self, forward: Callable[[Any], Tensor], batch: Batch) -> Callable[[], Tensor]:
         @torch.inference_mode()

@@ -31,12 +31,12 @@ def build_model(
 
 def _warn_of_unused(config: ModelConfig, load: WeightLoader) -> None:
     def ignored(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (
+            config.tie_word_embeddings and name == "lm_head.weight"
+        )
 
     extra = load.unused(ignored)
     if extra:
         shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
         log.warning("%d tensors of the checkpoint are not part of %s and are ignored: %s",
                     len(extra), config.architecture, shown)  # fmt: skip
-
-

@@ -1,15 +1,14 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share, written in `Ops`. What a family changes is in its ModelConfig.
+"""The decoder that all families share, written in `Ops`. What a family changes is in its ModelConfig.
 
-Rule: forward code calls operations and looks at no value. Constructors load: each block asks the loader for its own
-rows and columns, given by a `Shard`. The residual `h` is float32 and updated in place by the two projections that
-end a block.
+Rule: forward code calls operations and looks at no value. Constructors load: each block asks the loader for its
+own rows and columns, given by a `Shard`. The residual `h` is float32 and updated in place by the two projections
+that end a block.
 """
 
 from __future__ import annotations
 
 from planaria.config import ModelConfig
 from planaria.kernels.ops import Act, KVLayer, Ops, RopeTable, Weight
-from planaria.layers.rope import rope_tables
 from planaria.layers.shard import Shard, scaled
 from planaria.layers.weights import Part, WeightLoader
 
@@ -88,7 +87,9 @@ class DecoderLayer:
 class Model:
     """A decoder with its weights. `layers` is in order; call `make_kv` before the first step."""
 
-    def __init__(self, c: ModelConfig, load: WeightLoader, shard: Shard, rope: RopeTable, ops: Ops | None) -> None:
+    def __init__(
+        self, c: ModelConfig, load: WeightLoader, shard: Shard, rope: RopeTable, ops: Ops | None
+    ) -> None:
         self.config, self._ops = c, ops
         self.embedding = load.table("model.embed_tokens", shard.vocab, c.vocab_size, c.hidden_size)
         self.layers = [DecoderLayer(c, layer, load, shard, rope) for layer in range(c.num_layers)]
@@ -98,6 +99,7 @@ class Model:
             if c.tie_word_embeddings
             else load.table("lm_head", shard.vocab, c.vocab_size, c.hidden_size)
         )
+        self.weight_bytes = load.num_bytes  # as packed, a tied table counted once
 
     def forward(self, ops: Ops) -> Act:
         """Logits [S, vocabulary] of the positions the batch wants them for."""
@@ -107,10 +109,12 @@ class Model:
         return ops.logits(self.norm(ops, ops.take(h)), self.head)
 
     def make_kv(self, num_blocks: int, block_size: int) -> None:
-        """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one is dropped."""
+        """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one goes."""
         assert self._ops is not None
         for attention in (layer.attention for layer in self.layers):
-            attention.kv = self._ops.kv_layer(num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
+            attention.kv = self._ops.kv_layer(
+                num_blocks, block_size, attention.num_kv_heads, attention.head_dim
+            )
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one block over all layers."""

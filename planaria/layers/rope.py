@@ -1,13 +1,13 @@
 """Rotary tables: cos and sin for every position a model may reach, for every scaling.
 
-Rule: each frequency is computed by the same float32 operations in the same order as Transformers does, because at
-position 100,000 one rounding of a frequency is a visible angle.
+Rule: each frequency is computed by the same float32 operations in the same order as in Transformers, because
+at position 100,000 one rounding of a frequency is a visible angle.
 
-Two scalings depend on the length of the text in Transformers, which recomputes them as a text grows and leaves the
-cached keys rotated the old way. Here there is one table for the longest text (`length`): "dynamic" uses its plain
-frequencies if `length` fits the trained context, else those of a text of `length` tokens; "longrope" uses its short
-factors if `length` fits the original context, else its long ones. So for texts of `length` tokens the result is
-Transformers', and a sequence's keys agree with each other at any length.
+Two scalings depend on the length of the text in Transformers, which recomputes them as a text grows and leaves
+the cached keys rotated the old way. Here there is one table for the longest text allowed (`length`): "dynamic"
+has its plain frequencies if `length` fits the trained context, else those of a text of `length` tokens;
+"longrope" has its short factors if `length` fits the original context, else its long ones. So for a text of
+`length` tokens the result is that of Transformers, and a sequence's keys agree with each other at any length.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ def _llama3(plain: Tensor, p: dict[str, Any]) -> Tensor:
 
 def _yarn_factor(p: dict[str, Any]) -> float:
     factor = p.get("factor")
-    return float(p["max_position_embeddings"] / p["original_max_position_embeddings"] if factor is None else factor)
+    return float(
+        p["max_position_embeddings"] / p["original_max_position_embeddings"] if factor is None else factor
+    )
 
 
 def _yarn(base: float, exponents: Tensor, dim: int, p: dict[str, Any]) -> Tensor:
-    """A ramp over the dimensions from kept (many turns within the original context) to slowed (less than one)."""
+    """A ramp over the dimensions: kept with many turns within the original context, slowed with under one."""
     context = p["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:

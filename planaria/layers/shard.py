@@ -1,7 +1,7 @@
 """Which part of a model a rank holds. Layers take their heads and columns from it and load only those rows.
 
-Rule: heads are dealt by KV group (a KV head with all query heads that read it), MLP columns by blocks of 32, so
-that packed weights can be cut along either side.
+Rule: heads are dealt by KV group (a KV head with all query heads that read it), MLP columns by blocks of 32,
+so that packed weights can be cut along either side.
 """
 
 from __future__ import annotations

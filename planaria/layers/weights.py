@@ -1,7 +1,7 @@
-"""From a checkpoint's tensors to packed weights: what is fused, what stays packed, what is quantised, what is an error.
+"""From a checkpoint's tensors to packed weights: what is fused, what stays packed, what is quantised.
 
-Rule: a tensor is checked against the shape the model expects before anything of it is read, its part of the rows or
-columns is read once, and nothing keeps the source after `Ops.pack`.
+Rule: a tensor is checked against the shape the model expects before anything of it is read, its part of the
+rows or columns is read once, and nothing keeps the source after `Ops.pack`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from planaria.kernels.ops import Ops, Quantized, Weight
-from planaria.kernels.reference import dequantise
+from planaria.loader.quant import BLOCK, PACKED_KINDS, dequantise, quantise
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    pass
 
 Progress = Callable[[int, int], None]  # (weights read, weights in all)
 QUANTIZATIONS = ("keep", "none", "q8_0", "q4_1")
@@ -28,11 +28,13 @@ class Source(Protocol):
 
     def names(self) -> Iterable[str]: ...
 
+    def expect(self, name: str, shape: tuple[int, ...]) -> None: ...
+
     def get(
-        self, name: str, rows: slice | None = None, cols: slice | None = None, dequantise: bool = False
+        self, name: str, *, dequantise: bool = False, rows: slice | None = None, cols: slice | None = None
     ) -> Tensor | Quantized: ...
 
-    def expect(self, name: str, shape: tuple[int, ...]) -> None: ...
+    def forget(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,17 @@ def cut(part: range, size: int) -> slice | None:
 class WeightLoader:
     """Reads and packs. Without `ops` it only checks names and shapes, which a model's constructor can't tell.
 
-    quantization: "keep" leaves packed tensors packed; "none" unpacks them; "q8_0" and "q4_1" pack every matrix at
-    load (the embedding and the head at q8_0 at least), but keep what is packed that way in the file.
+    quantization: "keep" leaves packed tensors packed; "none" unpacks them; "q8_0" and "q4_1" pack every matrix
+    at load (the embedding and the head at q8_0 at least), but keep what the file has packed that way.
     """
 
     def __init__(
-        self, source: Source, ops: Ops | None, quantization: str, progress: Progress | None = None, total: int = 0
+        self,
+        source: Source,
+        ops: Ops | None,
+        quantization: str,
+        progress: Progress | None = None,
+        total: int = 0,
     ) -> None:
         if quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
@@ -65,13 +72,18 @@ class WeightLoader:
         self._progress, self._total = progress, total
         self.used: set[str] = set()
         self.num_weights = 0  # checked or read so far
+        self.num_bytes = 0  # of what was packed: plain weights in the activation dtype, norms in float32
+        self._itemsize = 4 if str(getattr(ops, "dtype", "")).endswith("float32") else 2
 
     def vector(self, name: str, size: int) -> Any:
         """A norm's weight, float32."""
         self._expect(name, (size,), size)
         if self._ops is None:
             return None
-        return self._done(self._ops.vector(self._float(name, None)))
+        packed = self._ops.vector(self._float(name, None))
+        self.num_bytes += 4 * size
+        self._finish([name])
+        return packed
 
     def linear(self, parts: Sequence[Part], columns: range, size: int, *, bias: bool) -> Weight:
         """`columns` (of `size`) of the parts' rows, one below the other, with the parts' biases."""
@@ -81,9 +93,10 @@ class WeightLoader:
                 self._expect(f"{part.name}.bias", (part.size,), len(part.rows))
         if self._ops is None:
             return None
-        weight = self._stack([self._matrix(part, cut(columns, size), self._quantization) for part in parts])
-        biases = [self._float(f"{part.name}.bias", cut(part.rows, part.size)) for part in parts] if bias else None
-        return self._done(self._ops.pack(weight, torch.cat(biases) if biases else None))
+        weight = stack([self._matrix(part, cut(columns, size), self._quantization) for part in parts])
+        biases = [self._float(f"{part.name}.bias", cut(part.rows, part.size)) for part in parts if bias]
+        names = [f"{part.name}.weight" for part in parts]
+        return self._pack(names, weight, torch.cat(biases) if biases else None)
 
     def table(self, name: str, rows: range, size: int, width: int) -> Weight:
         """The embedding or the output head: `rows` of [size, width]."""
@@ -92,7 +105,7 @@ class WeightLoader:
         if self._ops is None:
             return None
         kind = "q8_0" if self._quantization == "q4_1" else self._quantization
-        return self._done(self._ops.pack(self._matrix(part, None, kind)))
+        return self._pack([f"{name}.weight"], self._matrix(part, None, kind))
 
     def unused(self, ignored: Callable[[str], bool]) -> list[str]:
         """Tensors of the checkpoint that the model did not ask for."""
@@ -103,38 +116,44 @@ class WeightLoader:
         self.used.add(name)
         self.num_weights += wanted
 
-    def _done(self, packed: Any) -> Any:
-        if self._progress is not None:
-            self._progress(self.num_weights, self._total)
+    def _pack(self, names: Sequence[str], weight: Tensor | Quantized, bias: Tensor | None = None) -> Weight:
+        assert self._ops is not None
+        packed = self._ops.pack(weight, bias)
+        self.num_bytes += (
+            weight.data.numel() if isinstance(weight, Quantized) else weight.numel() * self._itemsize
+        )
+        self._finish(names)
         return packed
 
+    def _finish(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._source.forget(name)
+        if self._progress is not None:
+            self._progress(self.num_weights, self._total)
+
     def _float(self, name: str, rows: slice | None) -> Tensor:
-        values = self._source.get(name, rows, None, dequantise=True)
+        values = self._source.get(name, rows=rows, dequantise=True)
         assert isinstance(values, Tensor)
         return values
 
     def _matrix(self, part: Part, columns: slice | None, kind: str) -> Tensor | Quantized:
-        name, rows = f"{part.name}.weight", cut(part.rows, part.size)
-        weight = self._source.get(name, rows, columns, dequantise=kind == "none")
-        if kind in ("keep", "none") or weight.shape[1] % 32:
-            return weight
+        """One tensor's part as `kind` wants it; one whose K is no multiple of a block stays plain."""
+        weight = self._source.get(f"{part.name}.weight", rows=cut(part.rows, part.size), cols=columns)
         if isinstance(weight, Quantized):
-            if weight.kind == kind or (weight.kind.startswith("q4") and self._quantization == "q4_1"):
+            if kind in ("keep", weight.kind) or (
+                self._quantization == "q4_1" and weight.kind.startswith("q4")
+            ):
                 return weight
             weight = dequantise(weight)
-        from planaria.loader import quantise
+        return quantise(weight, kind) if kind in PACKED_KINDS and weight.shape[1] % BLOCK == 0 else weight
 
-        return quantise(weight, kind)
 
-    @staticmethod
-    def _stack(weights: list[Tensor | Quantized]) -> Tensor | Quantized:
-        """One weight of several: packed if all are packed alike, plain otherwise."""
-        if len(weights) == 1:
-            return weights[0]
-        first = weights[0]
-        packed = [w for w in weights if isinstance(w, Quantized)]
-        if isinstance(first, Quantized) and len(packed) == len(weights) and len({w.kind for w in packed}) == 1:
-            rows = sum(w.shape[0] for w in packed)
-            return Quantized(first.kind, torch.cat([w.data for w in packed]), (rows, first.shape[1]))
-        plain = [dequantise(w) if isinstance(w, Quantized) else w for w in weights]
-        return torch.cat(plain)
+def stack(weights: Sequence[Tensor | Quantized]) -> Tensor | Quantized:
+    """One weight of several, one below the other: packed if all are packed alike, plain otherwise."""
+    if len(weights) == 1:
+        return weights[0]
+    packed = [w for w in weights if isinstance(w, Quantized)]
+    if len(packed) == len(weights) and len({w.kind for w in packed}) == 1:
+        shape = (sum(w.shape[0] for w in packed), packed[0].shape[1])
+        return Quantized(packed[0].kind, torch.cat([w.data for w in packed]), shape)
+    return torch.cat([dequantise(w) if isinstance(w, Quantized) else w for w in weights])

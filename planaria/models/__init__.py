@@ -42,9 +42,10 @@ def build(
 ) -> Model:  # fmt: skip
     """Read a checkpoint into `ops`. The source is not kept.
 
-    quantization: "keep" leaves weights that the file packs as they are; "none" unpacks them to the activation dtype;
-    "q8_0", "q4_1" pack every matrix now (the embedding and the output head at q8_0 at least), never norms and biases.
-    progress(read, all) counts weights. max_positions: length of the rotary tables, default the model's longest text.
+    quantization: "keep" leaves weights that the file packs as they are; "none" unpacks them to the activation
+    dtype; "q8_0", "q4_1" pack every matrix now (the embedding and the output head at q8_0 at least), never norms
+    and biases. progress(read, all) counts weights. max_positions: length of the rotary tables (the longest text
+    served), default the model's longest.
     Raises ModelError, one line, for a missing tensor or one of another shape, before anything is read.
     """
     from planaria.layers.build import build_model

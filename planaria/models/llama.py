@@ -1,9 +1,10 @@
-"""Llama (also SmolLM2, TinyLlama and others that call themselves LlamaForCausalLM): optional biases everywhere."""
+"""Llama, and what else calls itself LlamaForCausalLM (SmolLM2, TinyLlama): optional biases everywhere."""
 
 from __future__ import annotations
 
 from planaria.config import ModelConfig
-from planaria.models.fields import HF, common, flag
+from planaria.models.common import common
+from planaria.models.fields import HF, flag
 
 ARCHITECTURE = "LlamaForCausalLM"
 

@@ -1,9 +1,10 @@
-"""Mistral: no biases; one sliding window for all layers (4096 where the field is missing, none where it is null)."""
+"""Mistral: no biases; one sliding window for all layers (4096 where the field is missing, none where null)."""
 
 from __future__ import annotations
 
 from planaria.config import ModelConfig
-from planaria.models.fields import HF, common, refuse, size
+from planaria.models.common import common
+from planaria.models.fields import HF, refuse, size
 
 ARCHITECTURE = "MistralForCausalLM"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from planaria.config import ModelConfig
-from planaria.models.fields import HF, common, windows
+from planaria.models.common import common, windows
+from planaria.models.fields import HF
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 

@@ -1,9 +1,10 @@
-"""Qwen3 (dense): q and k are RMS-normalised per head; head_dim of its own (128 where missing); optional biases."""
+"""Qwen3 (dense): q and k RMS-normalised per head; head_dim of its own (128 where missing); optional biases."""
 
 from __future__ import annotations
 
 from planaria.config import ModelConfig
-from planaria.models.fields import HF, common, flag, windows
+from planaria.models.common import common, windows
+from planaria.models.fields import HF, flag
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 

@@ -1,7 +1,7 @@
 """Random small checkpoints in Hugging Face layout, written with Transformers, and their tensors as a source.
 
-Weights are drawn wide enough that attention is not uniform and logits differ by several units: with Transformers'
-own initial values (0.02) most mistakes in attention would vanish below the tolerance.
+Weights are drawn wide enough that attention is not uniform and logits differ by several units: with the initial
+values Transformers uses (0.02) most mistakes in attention would vanish below the tolerance.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planaria.errors import ModelError
 from planaria.kernels.ops import Quantized
+from planaria.loader import dequantise as unpack
 
 TINY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -46,12 +47,24 @@ def write_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any)
 
 def load_reference(folder: Path) -> Any:
     """Transformers' own model of the checkpoint, float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def config_of(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
+
+
+def cut(weight: Quantized, rows: slice | None, cols: slice | None) -> Quantized:
+    """Part of a packed weight; columns at multiples of 32."""
+    blocks = weight.data.reshape(weight.shape[0], weight.shape[1] // 32, -1)[rows or slice(None)]
+    if cols is not None:
+        blocks = blocks[:, cols.start // 32 : cols.stop // 32]
+    return Quantized(
+        weight.kind, blocks.reshape(blocks.shape[0], -1), (blocks.shape[0], blocks.shape[1] * 32)
+    )
 
 
 class DictSource:
@@ -77,15 +90,16 @@ class DictSource:
             raise ModelError(f"tensor {name} has shape {self.shape(name)}, expected {shape}")
 
     def get(
-        self, name: str, rows: Any = None, cols: Any = None, dequantise: bool = False
+        self, name: str, *, dequantise: bool = False, rows: Any = None, cols: Any = None
     ) -> Tensor | Quantized:  # fmt: skip
-        from planaria.kernels.reference import dequantise as unpack
-
         tensor = self.tensors[name]
         if isinstance(tensor, Quantized):
-            if not dequantise and rows is None and cols is None:
-                return tensor
-            tensor = unpack(tensor)
+            tensor = unpack(tensor) if dequantise else cut(tensor, rows, cols)
+        if isinstance(tensor, Quantized):
+            return tensor
         if rows is not None:
             tensor = tensor[rows]
         return tensor if cols is None else tensor[:, cols]
+
+    def forget(self, name: str) -> None:
+        pass

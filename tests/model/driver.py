@@ -15,7 +15,9 @@ from planaria.kernels.ops import Batch
 class Driver:
     """Sequences by number; `step` feeds each some tokens and returns the logits of all of them."""
 
-    def __init__(self, model: Any, ops: Any, *, block_size: int = 4, num_blocks: int = 256, seed: int = 0) -> None:
+    def __init__(
+        self, model: Any, ops: Any, *, block_size: int = 4, num_blocks: int = 256, seed: int = 0
+    ) -> None:
         self.block_size = block_size
         self.batch = Batch(max_tokens=512, max_seqs=16, max_blocks=num_blocks, max_samples=512)
         model.make_kv(num_blocks, block_size)
@@ -26,7 +28,7 @@ class Driver:
         self.run = ops.compile(model.forward, self.batch)
 
     def step(self, feed: dict[int, list[int]], *, wanted: list[int] | None = None) -> dict[int, Tensor]:
-        """Logits [tokens, vocabulary] of each sequence's tokens; `wanted`: sequences whose logits are asked for."""
+        """Logits [tokens, vocabulary] of each sequence's tokens; `wanted`: sequences they are asked for."""
         b, at, samples = self.batch, 0, []
         for i, (sequence, tokens) in enumerate(feed.items()):
             start = self.lengths.get(sequence, 0)

@@ -1,0 +1,169 @@
+"""What all families read alike from config.json: sizes, rotary embedding, Qwen's sliding windows. No torch."""
+
+from __future__ import annotations
+
+from planaria.config import RopeConfig
+from planaria.models.fields import HF, flag, number, refuse, size, token_ids
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ACTIVATIONS = ("silu", "swish")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def common(hf: HF, generation: HF, *, head_dim: int | None = None) -> HF:
+    """Arguments of ModelConfig. `head_dim`: what the family takes where config.json has none."""
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise refuse("hidden_act", activation, "is not supported; supported: silu")
+    if hf.get("quantization_config"):
+        rule = "weights quantised this way can't be read; use plain weights or a GGUF file"
+        raise refuse("quantization_config", hf["quantization_config"], rule)
+    hidden, heads = size(hf, "hidden_size"), size(hf, "num_attention_heads")
+    kv_heads = size(hf, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise refuse("num_key_value_heads", kv_heads, f"does not divide num_attention_heads {heads}")
+    if hf.get("head_dim") is None and head_dim is None and hidden % heads:
+        raise refuse(
+            "hidden_size", hidden, f"num_attention_heads {heads} does not divide it; no head_dim given"
+        )
+    dim = size(hf, "head_dim", head_dim or hidden // heads)
+    vocabulary = size(hf, "vocab_size")
+    eos = token_ids(generation, "eos_token_id") or token_ids(hf, "eos_token_id")
+    bos = token_ids(hf, "bos_token_id")
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise refuse("dtype", dtype, f"is not supported; supported: {', '.join(DTYPES)}")
+    rope, reach = rotary(hf, dim)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": size(hf, "intermediate_size"),
+        "num_layers": size(hf, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": dim,
+        "vocab_size": vocabulary,
+        "max_position": reach,
+        "norm_eps": number(hf, "rms_norm_eps", 1e-6),
+        "rope": rope,
+        "tie_word_embeddings": flag(hf, "tie_word_embeddings"),
+        "eos_ids": eos,
+        "bos_id": bos[0] if bos else None,
+        "dtype": dtype,
+    }
+
+
+def windows(hf: HF) -> tuple[int | None, ...]:
+    """Qwen's windows per layer: by `layer_types`, else from layer `max_window_layers` on; empty for none."""
+    layers = size(hf, "num_hidden_layers")
+    off = not flag(hf, "use_sliding_window") or hf.get("sliding_window", 0) is None
+    window = None if off else size(hf, "sliding_window", 4096)
+    types = hf.get("layer_types")
+    if types is None:
+        first = layers if window is None else size(hf, "max_window_layers", 28, least=0)
+        types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers:
+        raise refuse("layer_types", types, f"must be a list of {layers} names, one a layer")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise refuse(
+                "layer_types", kind, "is not supported; supported: full_attention, sliding_attention"
+            )
+    if "sliding_attention" not in types:
+        return ()
+    if window is None:
+        raise refuse("layer_types", "sliding_attention", "needs use_sliding_window and sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def rotary(hf: HF, head_dim: int) -> tuple[RopeConfig, int]:
+    """The rotary embedding, and the longest text it is made for, in tokens.
+
+    Reads `rope_parameters` (Transformers 5) or `rope_scaling` with `rope_theta` beside it (before). What a table
+    needs of other fields is put among the parameters.
+    """
+    trained = size(hf, "max_position_embeddings")
+    field = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    given, where = hf.get(field) or {}, f"{field}."
+    if not isinstance(given, dict):
+        raise refuse(field, given, "must be an object")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind
+    if any(isinstance(value, dict) for value in given.values()):
+        raise refuse(field, sorted(given), "one rotary embedding for each kind of layer is not supported")
+    if kind not in ROPE_KINDS:
+        raise refuse(f"{where}rope_type", kind, f"is not supported; supported: {', '.join(ROPE_KINDS)}")
+    theta = number({**hf, **given}, "rope_theta", 10000.0)
+    dim = int(head_dim * number({**hf, **given}, "partial_rotary_factor", 1.0))
+    least = 4 if kind == "dynamic" else 2
+    if dim % 2 or not least <= dim <= head_dim:
+        raise refuse("head_dim", head_dim, f"{dim} of it are rotated: must be even, {least} to head_dim")
+    rotated = None if dim == head_dim else dim
+    if kind == "default":
+        return RopeConfig(theta=theta, dim=rotated), trained
+    known = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    p = {name: value for name, value in given.items() if name not in known}
+    p["max_position_embeddings"] = trained
+    _CHECKS[kind](p, hf, dim, where)
+    config = RopeConfig(theta=theta, kind=kind, params=p, dim=rotated)
+    if kind in ("linear", "dynamic"):
+        return config, int(trained * p["factor"])
+    if kind == "yarn":
+        return config, max(trained, int(p["original_max_position_embeddings"] * (p.get("factor") or 1)))
+    return config, trained
+
+
+def _check_factor(p: HF, hf: HF, dim: int, where: str) -> None:
+    number(p, "factor", least=1.0, where=where)
+
+
+def _check_original(p: HF, hf: HF, dim: int, where: str) -> None:
+    """The context before the scaling: beside the parameters (it wins), among them, or the trained one."""
+    name = "original_max_position_embeddings"
+    p[name] = (
+        size(hf, name)
+        if hf.get(name) is not None
+        else size(p, name, int(p["max_position_embeddings"]), where=where)
+    )
+
+
+def _check_optional(p: HF, where: str, *names: str) -> None:
+    for name in names:
+        if p.get(name) is not None:
+            number(p, name, where=where, least=1.0 if name == "factor" else 0.0)
+
+
+def _check_yarn(p: HF, hf: HF, dim: int, where: str) -> None:
+    _check_original(p, hf, dim, where)
+    _check_optional(
+        p, where, "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+    )
+
+
+def _check_llama3(p: HF, hf: HF, dim: int, where: str) -> None:
+    _check_factor(p, hf, dim, where)
+    _check_original(p, hf, dim, where)
+    low = number(p, "low_freq_factor", where=where)
+    if number(p, "high_freq_factor", where=where) <= low:
+        raise refuse(
+            f"{where}high_freq_factor", p["high_freq_factor"], f"must be more than low_freq_factor {low:g}"
+        )
+
+
+def _check_longrope(p: HF, hf: HF, dim: int, where: str) -> None:
+    _check_original(p, hf, dim, where)
+    _check_optional(p, where, "factor", "attention_factor")
+    for name in ("short_factor", "long_factor"):
+        factors = p.get(name)
+        if not isinstance(factors, list) or len(factors) != dim // 2:
+            raise refuse(f"{where}{name}", factors, f"must be a list of {dim // 2} numbers")
+        for factor in factors:
+            number({name: factor}, name, where=where)
+
+
+_CHECKS = {
+    "linear": _check_factor,
+    "dynamic": _check_factor,
+    "yarn": _check_yarn,
+    "llama3": _check_llama3,
+    "longrope": _check_longrope,
+}
