@@ -1,0 +1,25 @@
+"""The command line. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run a command; exit code 2 for a user's mistake, 1 for a failure, each with one line on standard error."""
+    from planaria.cli.app import app
+    from planaria.errors import PlanariaError, UserError
+
+    try:
+        app(args, standalone_mode=True)
+    except UserError as e:
+        print(f"planaria: {e}", file=sys.stderr)
+        return 2
+    except PlanariaError as e:
+        print(f"planaria: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else 1 if e.code else 0
+    return 0

@@ -21,6 +21,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "auto"  # auto: keep a GGUF file's packed weights; none: dequantise; q8_0, q4_1: pack at load
     device: str = "auto"
     threads: int | None = None
+    kernels: str = "auto"  # native: this package's CPU kernels; torch: plain torch; auto: native where they run
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -61,6 +62,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # float32 | bfloat16
     quantization: str
     threads: int
+    kernels: str = "native"
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

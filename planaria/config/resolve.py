@@ -72,7 +72,13 @@ def _device(options: EngineOptions, checkpoint_dtype: str, packed: bool) -> Devi
         quantization = "keep" if packed and dtype == "bfloat16" else "none"
     if options.threads is not None:
         _at_least("--threads", options.threads, 1)
-    return DeviceConfig(device=device, dtype=dtype, quantization=quantization, threads=options.threads or usable_cores())
+    _one_of("--kernels", options.kernels, ("auto", "native", "torch"))
+    if options.kernels == "native" and device != "cpu":
+        raise ConfigError("--kernels", "native", f"are for the CPU, and the device is {device}", "use --kernels torch")
+    return DeviceConfig(
+        device=device, dtype=dtype, quantization=quantization, threads=options.threads or usable_cores(),
+        kernels="torch" if device != "cpu" or options.kernels == "torch" else "native",
+    )  # fmt: skip
 
 
 def cuda_available() -> bool:

@@ -10,7 +10,7 @@ from planaria.errors import CapacityError
 from planaria.protocol import Allocate, Command, Facts, Failed, Load, Probe, Ready
 
 KV_SHARE = 0.5  # of available memory, where no size is given on a CPU
-KV_CPU_LIMIT = 4 << 30
+KV_CPU_LIMIT = 2 << 30
 
 
 def kv_blocks(facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig, *, cpu: bool) -> int:

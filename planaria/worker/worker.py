@@ -99,8 +99,8 @@ class Worker:
         with torch.inference_mode():
             self.model = build(
                 self.config.model, weights, self.ops, quantization=device.quantization,
-                max_model_len=self.config.scheduler.max_model_len,
-                progress=lambda fraction: self.progress("weights", fraction),
+                max_positions=self.config.scheduler.max_model_len,
+                progress=lambda done, total: self.progress("weights", done / total),
             )  # fmt: skip
         self._timed("weights", since)
         return Ready(self.rank, self.seconds)
@@ -177,7 +177,7 @@ class NullRank:
 def make_ops(config: EngineConfig) -> Ops:
     """The kernels of the configured device."""
     device = config.device
-    if device.device == "cpu":
+    if device.kernels == "native":
         from planaria.kernels.cpu import CpuOps
 
         return CpuOps(device.dtype, device.threads)

@@ -1,0 +1,220 @@
+"""The commands and their options. Each body lives in a module of its own, imported when the command runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from planaria import __version__
+from planaria.cli.options import engine_command
+
+app = typer.Typer(
+    name="planaria", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Serve large language models, and keep serving when parts die.",
+)  # fmt: skip
+bench_app = typer.Typer(no_args_is_help=True, help="Measure: one stream, many at once, or a running server.")
+app.add_typer(bench_app, name="bench")
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, a hub id, or the alias smollm2.")
+]
+Json = Annotated[bool, typer.Option("--json", help="For machines: JSON on standard output.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"planaria {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@engine_command
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name(s) clients use; default: MODEL as typed.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Require this key; may be given more than once. Also $PLANARIA_API_KEY.")
+    ] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="Origin that may call from a browser; * for all.")] = None,
+    cors_credentials: Annotated[bool, typer.Option(help="Let those origins send credentials.")] = False,
+    ssl_certfile: Annotated[str | None, typer.Option(help="Serve TLS with this certificate.")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="Its private key.")] = None,
+    ssl_keyfile_password: Annotated[str | None, typer.Option(help="Password of the private key.")] = None,
+    ssl_ca_certs: Annotated[str | None, typer.Option(help="Clients must show a certificate signed by it.")] = None,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 8 << 20,
+    shutdown_timeout: Annotated[float, typer.Option(help="Seconds running requests get after SIGTERM.")] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Serve MODEL through the OpenAI API."""
+    from planaria.cli import serve as command
+
+    command.run(
+        model, engine, host=host, port=port, served_model_names=tuple(served_model_name or ()),
+        api_keys=tuple(api_key or ()), cors_origins=tuple(cors_origin or ()), cors_credentials=cors_credentials,
+        ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile, ssl_keyfile_password=ssl_keyfile_password,
+        ssl_ca_certs=ssl_ca_certs, max_body_bytes=max_body_bytes, shutdown_timeout=shutdown_timeout,
+        log_level=log_level,
+    )  # fmt: skip
+
+
+@app.command()
+@engine_command
+def generate(
+    model: Model,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A text to complete; may be repeated.")] = None,
+    prompt_token_ids: Annotated[
+        list[str] | None, typer.Option(help="Token ids to complete, e.g. 1,2,3; may be repeated.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line; - for standard input.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    min_tokens: Annotated[int, typer.Option(help="Fewest tokens to generate.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option()] = 0,
+    min_p: Annotated[float, typer.Option()] = 0.0,
+    presence_penalty: Annotated[float, typer.Option()] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option()] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this string; may be repeated.")] = None,
+    n: Annotated[int, typer.Option(help="Continuations of each prompt.")] = 1,
+    logprobs: Annotated[int | None, typer.Option(help="Give the likeliest tokens of each position.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
+    skip_tokenizer_init: Annotated[
+        bool, typer.Option("--skip-tokenizer-init", help="Token ids in and out, no text.")
+    ] = False,
+    json: Json = False,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Complete prompts and print the text (raw completion, no chat template)."""
+    from planaria.cli import generate as command
+    from planaria.types import SamplingParams
+
+    params = SamplingParams(
+        n=n, max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, seed=engine["seed"],
+        logprobs=logprobs, detokenize=not skip_tokenizer_init,
+    )  # fmt: skip
+    command.run(
+        model, engine, prompts=prompt or [], token_ids=prompt_token_ids or [], prompt_file=prompt_file, params=params,
+        skip_tokenizer_init=skip_tokenizer_init, as_json=json,
+    )  # fmt: skip
+
+
+@app.command()
+@engine_command
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option()] = 0.95,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Talk to MODEL in the terminal. An empty line or Ctrl-D ends it; Ctrl-C stops an answer."""
+    from planaria.cli import chat as command
+    from planaria.types import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=engine["seed"] or None)
+    command.run(model, engine, system=system, params=params)
+
+
+@app.command()
+def models(json: Json = False) -> None:
+    """List what can be named as MODEL here: aliases, models in the hub's cache, supported architectures."""
+    from planaria.cli import models as command
+
+    command.run(as_json=json)
+
+
+@app.command(hidden=True)
+@engine_command
+def demo(model: Model = "smollm2", *, engine: dict[str, Any]) -> None:
+    """Start a server, ask it a question through the OpenAI API, print the answer and its speed, stop the server."""
+    from planaria.cli import demo as command
+
+    command.run(model, engine, began=time.perf_counter())
+
+
+InputLen = Annotated[int, typer.Option(help="Prompt tokens of a request.")]
+OutputLen = Annotated[int, typer.Option(help="Tokens to generate for a request.")]
+Repeat = Annotated[int, typer.Option(help="Repetitions; medians are printed.")]
+
+
+@bench_app.command("latency")
+@engine_command
+def bench_latency(
+    model: Model,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    repeat: Repeat = 3,
+    json: Json = False,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """One stream: time to first token and tokens per second."""
+    from planaria.cli import bench
+
+    bench.latency(model, engine, input_len=input_len, output_len=output_len, repeat=repeat, as_json=json)
+
+
+@bench_app.command("throughput")
+@engine_command
+def bench_throughput(
+    model: Model,
+    num_prompts: Annotated[int, typer.Option(help="Requests, all at once.")] = 32,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    repeat: Repeat = 3,
+    json: Json = False,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Many requests at once, in process: output tokens per second."""
+    from planaria.cli import bench
+
+    bench.throughput(
+        model, engine, num_prompts=num_prompts, input_len=input_len, output_len=output_len, repeat=repeat, as_json=json
+    )  # fmt: skip
+
+
+@bench_app.command("serve")
+def bench_serve(
+    base_url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model name; default: the server's first.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests in all.")] = 32,
+    concurrency: Annotated[int, typer.Option(help="Most requests open at a time.")] = 32,
+    request_rate: Annotated[float, typer.Option(help="Arrivals per second (Poisson); 0: as fast as allowed.")] = 0.0,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    json: Json = False,
+) -> None:
+    """A running OpenAI server: request rate, token rate, time to first token, time between tokens."""
+    from planaria.cli import bench
+
+    bench.serve(
+        base_url, model=model, api_key=api_key, num_prompts=num_prompts, concurrency=concurrency,
+        request_rate=request_rate, input_len=input_len, output_len=output_len, seed=seed, as_json=json,
+    )  # fmt: skip

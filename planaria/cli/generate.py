@@ -1,0 +1,88 @@
+"""`planaria generate`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+
+from planaria.cli.look import console, generating, loading, summary
+from planaria.errors import ConfigError
+from planaria.types import SamplingParams
+
+
+def parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise ConfigError("--prompt-token-ids", text, "is not a list of token ids", "write 1,2,3") from None
+
+
+def read_prompts(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError("--prompt-file", path, f"can't be read: {e}") from None
+    return [line for line in text.splitlines() if line]
+
+
+def run(
+    model: str, engine: dict[str, Any], *, prompts: list[str], token_ids: list[str], prompt_file: Path | None,
+    params: SamplingParams, skip_tokenizer_init: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Exit code 1 when a request ended with an error."""
+    batch: list[str | list[int]] = [*prompts, *read_prompts(prompt_file), *(parse_ids(ids) for ids in token_ids)]
+    if not batch:
+        raise ConfigError("--prompt", "", "no prompt was given", "use --prompt TEXT, --prompt-token-ids or --prompt-file")
+    if skip_tokenizer_init and (prompts or prompt_file):
+        raise ConfigError(
+            "--skip-tokenizer-init", "", "there is no tokenizer for --prompt", "give --prompt-token-ids 1,2,3"
+        )
+    began = time.perf_counter()
+    from planaria.llm import LLM
+
+    with loading() as progress:
+        llm = LLM(model, on_progress=progress, skip_tokenizer_init=skip_tokenizer_init, **engine)
+    facts = llm.facts
+    if not as_json:
+        console.print(summary(facts, {"total": time.perf_counter() - began}))
+    since = time.perf_counter()
+    with llm:
+        with generating(len(batch), show=not as_json) as progress_tokens:
+            outputs = llm.generate(batch, params, on_tokens=progress_tokens)
+        seconds = time.perf_counter() - since
+    failed = False
+    count = 0
+    for output in outputs:
+        for choice in output.outputs:
+            failed |= choice.finish_reason == "error"
+            count += len(choice.token_ids)
+            if as_json:
+                line: dict[str, Any] = {
+                    "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason,
+                    "executor": facts.executor, "link": facts.link, "layout": facts.layout, "ranks": facts.ranks,
+                }  # fmt: skip
+                if choice.logprobs is not None:
+                    line["logprobs"] = choice.logprobs
+                if choice.error:
+                    line["error"] = choice.error
+                sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+                continue
+            if isinstance(output.prompt, str):
+                console.print(output.prompt, style="dim", end="", markup=False, soft_wrap=True)
+            sys.stderr.flush()
+            text = choice.text if params.detokenize else " ".join(map(str, choice.token_ids))
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+            if choice.error:
+                console.print(f"error: {choice.error}", markup=False)
+    if not as_json:
+        console.print(f"{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tok/s", style="dim")
+    if failed:
+        raise typer.Exit(1)

@@ -1,0 +1,152 @@
+"""An engine in a process of its own: `python -m planaria.engine_process ADDRESS`, its configuration on standard input.
+
+It binds nothing on a network: ADDRESS is an ipc:// path in a folder only this user may enter. It ends when its
+parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+
+import msgspec
+import zmq
+
+from planaria.build import build_loop
+from planaria.config.options import EngineConfig
+from planaria.env import log_level
+from planaria.errors import CapacityError, ModelError, PlanariaError
+from planaria.logs import setup_logging
+from planaria.types import Delta
+from planaria.wire import Dead, FromEngine, Output, Submit, ToEngine
+
+logger = logging.getLogger("planaria.engine")
+
+_PR_SET_PDEATHSIG = 1
+MAX_BATCH = 1024  # messages taken in between two steps
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux); a parent already gone ends it now."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Port:
+    """The engine's end of the socket: who asked for what, and typed messages both ways."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.bind(address)
+        self.poller = zmq.Poller()
+        self.poller.register(self.socket, zmq.POLLIN)
+        # A signal must end the wait below: its handler runs, and a byte arrives here.
+        self.wakeup, self.signalled = socket.socketpair()
+        self.signalled.setblocking(False)
+        self.wakeup.setblocking(False)
+        signal.set_wakeup_fd(self.signalled.fileno())
+        self.poller.register(self.wakeup, zmq.POLLIN)
+        self.encoder = msgspec.msgpack.Encoder()
+        self.decoder = msgspec.msgpack.Decoder(ToEngine)
+        self.clients: list[bytes] = []
+        self.owner: dict[str, bytes] = {}
+
+    def hello(self) -> None:
+        """Wait for the first client's greeting."""
+        self.clients.append(self.socket.recv_multipart()[0])
+
+    def receive(self, timeout_ms: int) -> list[ToEngine]:
+        """What has come in; waits up to `timeout_ms` (-1: for ever) for the first message."""
+        messages: list[ToEngine] = []
+        if not self.poller.poll(timeout_ms):
+            return messages
+        for _ in range(MAX_BATCH):
+            try:
+                client, payload = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if not payload:
+                if client not in self.clients:
+                    self.clients.append(client)
+                continue
+            message = self.decoder.decode(payload)
+            if isinstance(message, Submit):
+                self.owner[message.id] = client
+            messages.append(message)
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        """To every client; of an Output, each gets its own requests' deltas."""
+        if isinstance(message, Output):
+            parts: dict[bytes, list[Delta]] = {client: [] for client in self.clients}
+            for delta in message.deltas:
+                parts[self.owner[delta.request_id]].append(delta)
+                if delta.finish is not None:
+                    del self.owner[delta.request_id]
+            for client, deltas in parts.items():
+                self._send(client, Output(deltas, message.stats))
+            return
+        for client in self.clients:
+            self._send(client, message)
+
+    def _send(self, client: bytes, message: FromEngine) -> None:
+        self.socket.send_multipart([client, self.encoder.encode(message)])
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+def main() -> int:
+    """Exit code 0 after Shutdown, 1 when the engine died or could not start."""
+    address, parent = sys.argv[1], int(sys.argv[2])
+    die_with_parent(parent)
+    setup_logging(log_level())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal's Ctrl-C reaches both
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    port = Port(address)
+    port.hello()
+    loop = build_loop(config, port.send)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        loop.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    began = time.perf_counter()
+    try:
+        facts = loop.start()
+    except (ModelError, CapacityError) as e:
+        port.send(Dead("model" if isinstance(e, ModelError) else "capacity", str(e)))
+        port.close()
+        return 1
+    except PlanariaError as e:
+        port.send(Dead("error", str(e)))
+        port.close()
+        return 1
+    logger.debug("engine ready after %.2f s", time.perf_counter() - began)
+    port.send(facts)
+    try:
+        while not loop.stopping:
+            for message in port.receive(0 if loop.busy() else -1):
+                loop.handle(message)
+            loop.turn()
+    finally:
+        loop.close()
+        port.close()
+    return 1 if loop.dead is not None else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+"""Planaria in your own process: `LLM` for batches, `AsyncLLM` for streams. Same input checks and text as the server."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import queue
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from planaria.build import build_loop
+from planaria.checkpoint import Checkpoint
+from planaria.config.options import EngineConfig, EngineOptions
+from planaria.config.resolve import resolve
+from planaria.errors import ConfigError, EngineDead, PlanariaError, RequestError
+from planaria.server.inputs import submissions
+from planaria.server.output import Piece, RequestStream
+from planaria.server.tokenise import Tokenizer, load_tokenizer
+from planaria.types import FinishReason, SamplingParams, TokenLogprobs
+from planaria.wire import Cancel, EngineFacts, EngineStats, FromEngine, Output, Progress, Submit, ToEngine
+
+Prompt = str | list[int]
+Message = dict[str, Any]
+
+
+@dataclass
+class Completion:
+    """One of the n continuations. `finish_reason` is stop, length, abort or error (`error` then says why)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """One prompt and what was generated for it, in order of choice."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.outputs[0].text
+
+
+def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
+    """EngineOptions from keyword arguments; raises ConfigError for a name or type that is wrong."""
+    known = EngineOptions.__struct_fields__
+    for name in options:
+        if name not in known:
+            raise ConfigError(name, options[name], "is not an option of an engine", f"known: {', '.join(known)}")
+    try:
+        return msgspec.convert({"model": model, **options}, EngineOptions)
+    except msgspec.ValidationError as e:
+        raise ConfigError("options", options, str(e)) from None
+
+
+def output_of(stream: RequestStream, request_id: str, prompt: str | None) -> RequestOutput:
+    """What a finished stream came to."""
+    return RequestOutput(
+        request_id,
+        prompt,
+        stream.prompt,
+        [
+            Completion(s.choice, s.text, s.tokens, str(s.finish), s.stop_reason, s.logprobs, s.error)
+            for s in stream.sequences
+        ],
+        stream.sequences[0].prompt_logprobs,
+        stream.cached_tokens,
+    )
+
+
+class _Front:
+    """What both kinds share: configuration, tokenizer, and turning prompts into streams."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        self.options = make_options(model, options)
+        self.config: EngineConfig = resolve(self.options)
+        self.tokenizer: Tokenizer | None = None
+        if not self.options.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(msgspec.convert(self.config.checkpoint, Checkpoint))
+        self.facts: EngineFacts
+        self.stats = EngineStats()
+        self._numbers = itertools.count()
+
+    def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer; give token ids, or leave out skip_tokenizer_init")
+        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def chat_prompt(self, messages: list[Message]) -> str:
+        """The model's chat template over messages of {"role", "content"}, ready for an answer."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer; leave out skip_tokenizer_init")
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+    def _stream(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> tuple[str, RequestStream, list[Submit]]:
+        request_id = f"r{next(self._numbers)}"
+        submits = submissions(
+            request_id, prompt, params, self.facts, eos_ids=self.config.model.eos_ids, tokenizer=self.tokenizer,
+            priority=priority,
+        )  # fmt: skip
+        tokenizer = self.tokenizer if params.detokenize else None
+        return request_id, RequestStream(prompt, submits, tokenizer), submits
+
+
+class LLM(_Front):
+    """A model in this process, for batches.
+
+    >>> llm = LLM("smollm2")
+    >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].text
+
+    `options` are the fields of `EngineOptions`: dtype, quantization, threads, max_model_len, kv_cache_memory, ...
+    Raises ConfigError, ModelError or CapacityError before anything runs.
+    """
+
+    def __init__(self, model: str, *, on_progress: Callable[[str, float], None] | None = None, **options: Any) -> None:
+        super().__init__(model, options)
+        self._sinks: dict[str, RequestStream] = {}
+        self._pieces: list[Piece] = []
+        self._on_progress = on_progress
+        self._loop = build_loop(self.config, self._hear)
+        self.facts = self._loop.start()
+        self._finalizer = weakref.finalize(self, self._loop.close)
+        self._finalizer.atexit = True
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, Output):
+            self.stats = message.stats
+            for delta in message.deltas:
+                stream = self._sinks.get(delta.request_id)
+                piece = stream.push(delta) if stream is not None else None
+                if piece is not None:
+                    self._pieces.append(piece)
+                    if piece.finish is not None:
+                        del self._sinks[delta.request_id]
+                    if piece.cancel:
+                        self._loop.handle(Cancel(delta.request_id))
+        elif isinstance(message, Progress) and self._on_progress is not None:
+            self._on_progress(message.part, message.fraction)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_tokens: Callable[[int, int], None] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (a text, or token ids); results in the order of the prompts.
+
+        `on_tokens(finished requests, new tokens)` is called after each step. Raises RequestError for a bad prompt or
+        parameter before any of them runs, EngineDead if the engine ends.
+        """
+        batch: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+        params = sampling_params or SamplingParams()
+        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(batch):
+            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="sampling_params")
+        ranks = list(priority) if priority is not None else [0] * len(batch)
+        opened = [self._stream(self._encode(p), s, r) for p, s, r in zip(batch, each, ranks, strict=True)]
+        try:
+            for _, stream, submits in opened:
+                for submit in submits:
+                    self._sinks[submit.id] = stream
+            for _, _, submits in opened:
+                for submit in submits:
+                    self._loop.handle(submit)
+            while self._sinks:
+                self._pieces.clear()
+                self._loop.turn()
+                if self._loop.dead is not None:
+                    raise EngineDead(self._loop.dead.message)
+                if on_tokens is not None:
+                    done = sum(1 for _, stream, _ in opened if stream.done)
+                    on_tokens(done, sum(len(piece.tokens) for piece in self._pieces))
+        except BaseException:
+            for id in list(self._sinks):
+                del self._sinks[id]
+                if self._loop.core is not None:
+                    self._loop.handle(Cancel(id))
+            raise
+        return [
+            output_of(stream, id, prompt if isinstance(prompt, str) else None)
+            for (id, stream, _), prompt in zip(opened, batch, strict=True)
+        ]
+
+    def chat(self, messages: list[Message], sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation."""
+        text = self.chat_prompt(messages)
+        ids = self._encode(text, add_special_tokens=False)
+        output = self.generate([ids], sampling_params or SamplingParams(max_tokens=None))[0]
+        output.prompt = text
+        return output
+
+    def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a worker's method on every rank; answers in rank order."""
+        return self._loop.call(method, *args, **kwargs)
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _is_ids(prompts: object) -> bool:
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
+
+
+@dataclass
+class StreamOutput:
+    """A piece of one choice, as it comes. `finish_reason` is set on a choice's last one."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class _Open:
+    stream: RequestStream
+    pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+
+class AsyncLLM(_Front):
+    """A model in this process that streams to asyncio. The engine runs in a thread of its own.
+
+    >>> llm = AsyncLLM("smollm2")
+    >>> async for piece in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
+    ...     print(piece.text, end="")
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, options)
+        self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._open: dict[str, _Open] = {}
+        self._loop = build_loop(self.config, self._hear)
+        self._failure: PlanariaError | None = None
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="planaria-engine", daemon=True)
+        self._thread.start()
+        started.wait()
+        if self._failure is not None:
+            raise self._failure
+        atexit.register(self.close)
+
+    def _run(self, started: threading.Event) -> None:
+        try:
+            self.facts = self._loop.start()
+        except PlanariaError as e:
+            self._failure = e
+            return
+        finally:
+            started.set()
+        while not self._loop.stopping:
+            while True:
+                try:
+                    message = self._inbox.get(block=not self._loop.busy())
+                except queue.Empty:
+                    break
+                if message is None:
+                    self._loop.close()
+                    return
+                self._loop.handle(message)
+            self._loop.turn()
+        self._loop.close()
+
+    def _hear(self, message: FromEngine) -> None:
+        """In the engine's thread: hand each event loop its deltas."""
+        if not isinstance(message, Output):
+            return
+        self.stats = message.stats
+        for delta in message.deltas:
+            target = self._open.get(delta.request_id)
+            if target is not None:
+                target.loop.call_soon_threadsafe(self._push, target, delta)
+
+    def _push(self, target: _Open, delta: Any) -> None:
+        piece = target.stream.push(delta)
+        if piece is None:
+            return
+        if piece.finish is not None:
+            self._open.pop(delta.request_id, None)
+        if piece.cancel:
+            self._inbox.put(Cancel(delta.request_id))
+        target.pieces.put_nowait(piece)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[StreamOutput]:
+        """Stream a completion, a piece per step and choice. Leaving the loop early cancels it. Raises RequestError."""
+        params = sampling_params or SamplingParams()
+        if not self._thread.is_alive():
+            raise EngineDead(self._loop.dead.message if self._loop.dead else "the engine was closed")
+        _, stream, submits = self._stream(self._encode(prompt), params, priority)
+        target = _Open(stream)
+        for submit in submits:
+            self._open[submit.id] = target
+            self._inbox.put(submit)
+        try:
+            while not stream.done or not target.pieces.empty():
+                piece = await target.pieces.get()
+                yield StreamOutput(
+                    piece.choice, piece.text, piece.tokens, str(piece.finish) if piece.finish else None,
+                    piece.stop_reason, piece.logprobs, piece.error,
+                )  # fmt: skip
+        finally:
+            for submit in submits:
+                if self._open.pop(submit.id, None) is not None:
+                    self._inbox.put(Cancel(submit.id))
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join()
+        atexit.unregister(self.close)
