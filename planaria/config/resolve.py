@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+from pathlib import Path
 
 import msgspec
 
@@ -82,12 +84,12 @@ def _device(options: EngineOptions, checkpoint_dtype: str, packed: bool) -> Devi
 
 
 def cuda_available() -> bool:
-    """Is there a CUDA device? Looks for the driver first, so that a machine without one doesn't pay for importing torch."""
-    if not os.path.exists("/proc/driver/nvidia") and not os.path.exists("/dev/nvidiactl"):
+    """Is there a CUDA device, and a torch built for it? Found without importing torch, which a server must not."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations or not os.path.exists("/dev/nvidia0"):
         return False
-    import torch
-
-    return torch.cuda.is_available()
+    version = Path(spec.submodule_search_locations[0]) / "version.py"
+    return re.search(r"^cuda\b.*=\s*['\"]", version.read_text(), re.MULTILINE) is not None
 
 
 def resolve(options: EngineOptions) -> EngineConfig:

@@ -49,14 +49,14 @@ class HashWorker:
         rows, tokens = [], []
         for work in self.books.apply(step, plan, freed):
             state = self.books.rows[work.row]
-            for position in range(work.start, work.start + work.count):
+            for position in range(work.start, work.start + work.size):
                 before = self._cell(state.blocks, position - 1) if position else 0
                 if before is None:
                     raise ValueError(f"row {work.row}: position {position - 1} was never computed")
                 block, offset = divmod(position, self.block_size)
                 self.cells[state.blocks[block]][offset] = mix(before, state.tokens[position])
             if work.sample:
-                position = work.start + work.count
+                position = work.start + work.size
                 last = self._cell(state.blocks, position - 1)
                 assert last is not None and position == len(state.tokens)
                 token = mix(last, state.fresh.seed, position) % self.vocab_size

@@ -11,11 +11,11 @@ from planaria.protocol import Fresh, LanePlan
 
 
 class Work(NamedTuple):
-    """`count` tokens of `row` from position `start`; draw a token after the last of them if `sample`."""
+    """`size` tokens of `row` from position `start`; draw a token after the last of them if `sample`."""
 
     row: int
     start: int
-    count: int
+    size: int
     sample: bool
 
 

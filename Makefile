@@ -1,0 +1,47 @@
+# Everything a fresh checkout needs: Python 3.11+, pip, make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.setup
+DEV := $(VENV)/.setup-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo serve test pure lint setup clean
+
+demo: $(SETUP)
+	@$(BIN)/planaria demo smollm2
+
+serve: $(SETUP)
+	@$(BIN)/planaria serve smollm2
+
+test: $(DEV)
+	$(BIN)/lint-imports --config .importlinter
+	$(BIN)/ruff check planaria tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/pure
+	$(BIN)/python -m pytest tests --ignore=tests/pure -m "not long"
+
+pure: $(DEV)
+	$(BIN)/python -m pytest tests/pure
+
+lint: $(DEV)
+	$(BIN)/ruff check planaria tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports --config .importlinter
+
+setup: $(SETUP)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(SETUP): $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (once; a few minutes)"
+	@$(PIP) -e '.[demo]'
+	@touch $@
+
+$(DEV): $(SETUP)
+	@$(PIP) -e '.[demo,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
