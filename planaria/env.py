@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Where what was converted or compiled is kept: $PLANARIA_CACHE, else $XDG_CACHE_HOME/planaria, else ~/.cache/planaria."""
+    """What was converted or compiled: $PLANARIA_CACHE, else $XDG_CACHE_HOME/planaria, else ~/.cache/planaria."""
     own = os.environ.get("PLANARIA_CACHE")
     if own:
         return Path(own).expanduser()

@@ -22,7 +22,7 @@ from planaria.errors import ConfigError, EngineDead, PlanariaError, RequestError
 from planaria.server.inputs import submissions
 from planaria.server.output import Piece, RequestStream
 from planaria.server.tokenise import Tokenizer, load_tokenizer
-from planaria.types import FinishReason, SamplingParams, TokenLogprobs
+from planaria.types import SamplingParams, TokenLogprobs
 from planaria.wire import Cancel, EngineFacts, EngineStats, FromEngine, Output, Progress, Submit, ToEngine
 
 Prompt = str | list[int]
@@ -112,7 +112,9 @@ class _Front:
             raise RequestError("chat needs a tokenizer; leave out skip_tokenizer_init")
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
-    def _stream(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> tuple[str, RequestStream, list[Submit]]:
+    def _stream(
+        self, prompt: list[int], params: SamplingParams, priority: int = 0
+    ) -> tuple[str, RequestStream, list[Submit]]:
         request_id = f"r{next(self._numbers)}"
         submits = submissions(
             request_id, prompt, params, self.facts, eos_ids=self.config.model.eos_ids, tokenizer=self.tokenizer,

@@ -97,7 +97,7 @@ Sink = Callable[[Delta], None]
 
 
 class EngineClient(Protocol):
-    """How a front end uses an engine, wherever it runs. Called from one thread or event loop; sinks are called there too."""
+    """How a front end uses an engine, wherever it runs. Called from one event loop; sinks are called there too."""
 
     facts: EngineFacts | None  # None until ready
     stats: EngineStats

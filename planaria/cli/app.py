@@ -51,7 +51,7 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(help="Require this key; may be given more than once. Also $PLANARIA_API_KEY.")
     ] = None,
-    cors_origin: Annotated[list[str] | None, typer.Option(help="Origin that may call from a browser; * for all.")] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="Origin that may call from a browser; *: all.")] = None,
     cors_credentials: Annotated[bool, typer.Option(help="Let those origins send credentials.")] = False,
     ssl_certfile: Annotated[str | None, typer.Option(help="Serve TLS with this certificate.")] = None,
     ssl_keyfile: Annotated[str | None, typer.Option(help="Its private key.")] = None,
@@ -79,11 +79,11 @@ def serve(
 @engine_command
 def generate(
     model: Model,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A text to complete; may be repeated.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Text to complete; repeatable.")] = None,
     prompt_token_ids: Annotated[
         list[str] | None, typer.Option(help="Token ids to complete, e.g. 1,2,3; may be repeated.")
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line; - for standard input.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file, one prompt a line; - for standard input.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens to generate.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

@@ -1,4 +1,4 @@
-"""`planaria bench`: one stream, many at once in process, or a running server over HTTP. Prompts are random token ids."""
+"""`planaria bench`: one stream, many at once in process, or a server over HTTP. Prompts are random token ids."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def show(title: str, result: dict[str, Any], as_json: bool) -> None:
 
 
 def params(output_len: int) -> SamplingParams:
-    return SamplingParams(max_tokens=output_len, min_tokens=output_len, temperature=0.0, ignore_eos=True, detokenize=False)
+    return SamplingParams(
+        max_tokens=output_len, min_tokens=output_len, temperature=0.0, ignore_eos=True, detokenize=False
+    )  # fmt: skip
 
 
 def random_prompt(source: random.Random, length: int, vocab_size: int) -> list[int]:

@@ -39,7 +39,7 @@ def run(
     """Exit code 1 when a request ended with an error."""
     batch: list[str | list[int]] = [*prompts, *read_prompts(prompt_file), *(parse_ids(ids) for ids in token_ids)]
     if not batch:
-        raise ConfigError("--prompt", "", "no prompt was given", "use --prompt TEXT, --prompt-token-ids or --prompt-file")
+        raise ConfigError("--prompt", "", "none was given", "use --prompt TEXT, --prompt-token-ids or --prompt-file")
     if skip_tokenizer_init and (prompts or prompt_file):
         raise ConfigError(
             "--skip-tokenizer-init", "", "there is no tokenizer for --prompt", "give --prompt-token-ids 1,2,3"

@@ -49,4 +49,5 @@ def run(*, as_json: bool) -> None:
         note = row["note"] or (f"{row['parameters'] / 1e6:,.0f}M parameters" if row["parameters"] else "")
         table.add_row(row["model"], row["kind"], "yes" if row["ready"] else "no", note)
     console.print(table)
-    console.print(f"Also: a folder in Hugging Face layout, a .gguf file, a hub id. Architectures: {', '.join(SUPPORTED)}")
+    console.print("Also: a folder in Hugging Face layout, a .gguf file, a hub id.")
+    console.print(f"Architectures: {', '.join(SUPPORTED)}")

@@ -1,4 +1,4 @@
-"""Small frozen configurations, one concern each. `resolve` (resolve.py) makes an EngineConfig from options and facts."""
+"""Small frozen configurations, one concern each. `resolve.resolve` makes an EngineConfig from options and facts."""
 
 from planaria.config.model import ModelConfig, RopeConfig
 from planaria.config.options import (

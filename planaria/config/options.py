@@ -13,7 +13,7 @@ QUANTIZATIONS = ("auto", "none", "q8_0", "q4_1")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line and `LLM(...)` take. `planaria.config.resolve.resolve` checks them and fills the rest in."""
+    """What the command line and `LLM(...)` take. `planaria.config.resolve.resolve` checks and completes them."""
 
     model: str
     served_model_name: str | None = None
@@ -78,7 +78,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything decided before a process starts. `checkpoint` is the resolved folder or file, see planaria.checkpoint."""
+    """Everything decided before a process starts. `checkpoint` is a planaria.checkpoint.Checkpoint as plain values."""
 
     model: ModelConfig
     checkpoint: dict[str, Any]

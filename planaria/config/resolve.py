@@ -1,4 +1,4 @@
-"""EngineOptions -> EngineConfig: every rule is checked here, before a process starts, naming the value and the way out."""
+"""EngineOptions -> EngineConfig: every rule is checked here, before a process starts, naming value and way out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_bytes(value: int | str, option: str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value, re.IGNORECASE)
         if match is None:
-            raise ConfigError(option, value, "is not a size", "write bytes, or a number with a unit such as 2GiB or 500M")
+            raise ConfigError(option, value, "is not a size", "write bytes, or a number with a unit, as in 2GiB or 500M")
         number = float(match[1]) * _UNITS[(match[2] or "").lower()]
     if number <= 0:
         raise ConfigError(option, value, "must be more than 0")

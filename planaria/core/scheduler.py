@@ -230,9 +230,8 @@ class Lane:
             entry.row = self.free_rows.pop()
             self.at_row[entry.row] = entry
             self.prefilling.append(entry)
-            fresh = Fresh(
-                tuple(history), len(entry.request.prompt), entry.request.params, entry.request.seed, entry.request.eos_ids
-            )
+            request = entry.request
+            fresh = Fresh(tuple(history), len(request.prompt), request.params, request.seed, request.eos_ids)
             used, logits = self._chunk(entry, step, tokens, logits, changes, confirm, fresh)
             tokens -= used
         for item in passed:

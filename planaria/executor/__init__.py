@@ -1,1 +1,1 @@
-"""Starting ranks, talking to them, and the loop that drives a core with them. Never imports the worker: it is handed in."""
+"""Starting ranks, talking to them, and the loop that drives a core with them. The worker is handed in, never imported."""

@@ -1,7 +1,7 @@
 """The driver: the only place where a core, a gang and a link meet time. One thread calls it.
 
-`start` brings the gang up, `handle` takes a front end's message, `turn` does one round: plan what can be planned, carry it
-out, commit, and hand what came of it to `emit`. Every open request is answered, also when the engine dies.
+`start` brings the gang up, `handle` takes a front end's message, `turn` does one round: plan what can be planned,
+carry it out, commit, and hand what came of it to `emit`. Every open request is answered, also when the engine dies.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class EngineLoop:
         return self.core is not None and self.core.has_requests()
 
     def turn(self) -> bool:
-        """One round; True if something was computed. A rank's failure ends the engine: every open request is answered."""
+        """One round; True if something was computed. A rank's failure ends the engine; open requests are answered."""
         core, link = self.core, self.link
         assert core is not None and link is not None
         while core.in_flight < self.config.scheduler.depth:

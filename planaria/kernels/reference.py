@@ -1,4 +1,4 @@
-"""The operations of a model in plain torch, run at once, on any device: what other kernels are tested against.
+"""The operations of a model in plain torch, run at once, on any device: what kernels are tested against.
 
 Rule: nothing here is clever. A quantised weight is unpacked to the activation dtype when it is packed, so its
 memory is that of a plain weight; keys and values lie in one array of slots, block after block.

@@ -1,8 +1,8 @@
 """The decoder that all families share, written in `Ops`. What a family changes is in its ModelConfig.
 
-Rule: forward code calls operations and looks at no value. Constructors load: each block asks the loader for its
-own rows and columns, given by a `Shard`. The residual `h` is float32 and updated in place by the two projections
-that end a block.
+Rule: forward code calls operations and looks at no value. Constructors load: each block asks the loader for
+its own rows and columns, given by a `Shard`. The residual `h` is float32 and updated in place by the two
+projections that end a block.
 """
 
 from __future__ import annotations

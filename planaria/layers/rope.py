@@ -3,11 +3,12 @@
 Rule: each frequency is computed by the same float32 operations in the same order as in Transformers, because
 at position 100,000 one rounding of a frequency is a visible angle.
 
-Two scalings depend on the length of the text in Transformers, which recomputes them as a text grows and leaves
-the cached keys rotated the old way. Here there is one table for the longest text allowed (`length`): "dynamic"
-has its plain frequencies if `length` fits the trained context, else those of a text of `length` tokens;
-"longrope" has its short factors if `length` fits the original context, else its long ones. So for a text of
-`length` tokens the result is that of Transformers, and a sequence's keys agree with each other at any length.
+Two scalings depend on the length of the text in Transformers, which recomputes them as a text grows and
+leaves the cached keys rotated the old way. Here there is one table for the longest text allowed (`length`):
+"dynamic" has its plain frequencies if `length` fits the trained context, else those of a text of `length`
+tokens; "longrope" has its short factors if `length` fits the original context, else its long ones. So for a
+text of `length` tokens the result is that of Transformers, and a sequence's keys agree with each other at
+any length.
 """
 
 from __future__ import annotations

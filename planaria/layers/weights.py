@@ -54,8 +54,9 @@ def cut(part: range, size: int) -> slice | None:
 class WeightLoader:
     """Reads and packs. Without `ops` it only checks names and shapes, which a model's constructor can't tell.
 
-    quantization: "keep" leaves packed tensors packed; "none" unpacks them; "q8_0" and "q4_1" pack every matrix
-    at load (the embedding and the head at q8_0 at least), but keep what the file has packed that way.
+    quantization: "keep" leaves packed tensors packed; "none" unpacks them; "q8_0" and "q4_1" pack every
+    matrix at load (the embedding and the head at q8_0 at least), but keep what the file has packed that
+    way.
     """
 
     def __init__(

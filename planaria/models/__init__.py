@@ -31,7 +31,8 @@ def model_config(hf: dict[str, Any], generation: dict[str, Any] | None = None) -
         raise ModelError(f"config.json: architectures {named!r}: must be a list of names")
     for architecture in named:
         if architecture in FAMILIES:
-            return FAMILIES[architecture].config(hf, generation or {})
+            config: ModelConfig = FAMILIES[architecture].config(hf, generation or {})
+            return config
     found = ", ".join(named) or "none named in config.json (architectures)"
     raise ModelError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED)}")
 
@@ -42,11 +43,11 @@ def build(
 ) -> Model:  # fmt: skip
     """Read a checkpoint into `ops`. The source is not kept.
 
-    quantization: "keep" leaves weights that the file packs as they are; "none" unpacks them to the activation
-    dtype; "q8_0", "q4_1" pack every matrix now (the embedding and the output head at q8_0 at least), never norms
-    and biases. progress(read, all) counts weights. max_positions: length of the rotary tables (the longest text
-    served), default the model's longest.
-    Raises ModelError, one line, for a missing tensor or one of another shape, before anything is read.
+    quantization: "keep" leaves weights that the file packs as they are; "none" unpacks them to the
+    activation dtype; "q8_0", "q4_1" pack every matrix now (the embedding and the output head at q8_0 at
+    least), never norms and biases. progress(read, all) counts weights. max_positions: length of the rotary
+    tables (the longest text served), default the model's longest. Raises ModelError, one line, for a
+    missing tensor or one of another shape, before anything is read.
     """
     from planaria.layers.build import build_model
 

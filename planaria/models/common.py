@@ -1,9 +1,9 @@
-"""What all families read alike from config.json: sizes, rotary embedding, Qwen's sliding windows. No torch."""
+"""What all families read alike from config.json: sizes, rotary embedding, Qwen's windows. No torch."""
 
 from __future__ import annotations
 
 from planaria.config import RopeConfig
-from planaria.models.fields import HF, flag, number, refuse, size, token_ids
+from planaria.models.fields import HF, MOST_LAYERS, flag, number, refuse, size, token_ids
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 ACTIVATIONS = ("silu", "swish")
@@ -37,7 +37,7 @@ def common(hf: HF, generation: HF, *, head_dim: int | None = None) -> HF:
     return {
         "hidden_size": hidden,
         "intermediate_size": size(hf, "intermediate_size"),
-        "num_layers": size(hf, "num_hidden_layers"),
+        "num_layers": size(hf, "num_hidden_layers", most=MOST_LAYERS),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": dim,
@@ -54,7 +54,7 @@ def common(hf: HF, generation: HF, *, head_dim: int | None = None) -> HF:
 
 def windows(hf: HF) -> tuple[int | None, ...]:
     """Qwen's windows per layer: by `layer_types`, else from layer `max_window_layers` on; empty for none."""
-    layers = size(hf, "num_hidden_layers")
+    layers = size(hf, "num_hidden_layers", most=MOST_LAYERS)
     off = not flag(hf, "use_sliding_window") or hf.get("sliding_window", 0) is None
     window = None if off else size(hf, "sliding_window", 4096)
     types = hf.get("layer_types")
@@ -78,8 +78,8 @@ def windows(hf: HF) -> tuple[int | None, ...]:
 def rotary(hf: HF, head_dim: int) -> tuple[RopeConfig, int]:
     """The rotary embedding, and the longest text it is made for, in tokens.
 
-    Reads `rope_parameters` (Transformers 5) or `rope_scaling` with `rope_theta` beside it (before). What a table
-    needs of other fields is put among the parameters.
+    Reads `rope_parameters` (Transformers 5) or `rope_scaling` with `rope_theta` beside it (before). What a
+    table needs of other fields is put among the parameters.
     """
     trained = size(hf, "max_position_embeddings")
     field = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"

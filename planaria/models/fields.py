@@ -11,6 +11,8 @@ from typing import Any
 from planaria.errors import ModelError
 
 HF = dict[str, Any]
+MOST = 2**31 - 1
+MOST_LAYERS = 10_000
 
 
 def refuse(field: str, value: object, rule: str) -> ModelError:
@@ -19,15 +21,17 @@ def refuse(field: str, value: object, rule: str) -> ModelError:
     return ModelError(f"config.json: {field} {shown if len(shown) < 60 else shown[:57] + '...'}: {rule}")
 
 
-def size(hf: HF, field: str, default: int | None = None, *, where: str = "", least: int = 1) -> int:
-    """An integer, at least `least`; `default` where the field is missing or null."""
+def size(
+    hf: HF, field: str, default: int | None = None, *, where: str = "", least: int = 1, most: int = MOST
+) -> int:
+    """An integer from `least` to `most`; `default` where the field is missing or null."""
     value = hf.get(field)
     if value is None:
         value = default
     if value is None:
         raise ModelError(f"config.json: {where}{field} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise refuse(where + field, value, f"must be an integer, at least {least}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise refuse(where + field, value, f"must be an integer from {least} to {most}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Mistral: no biases; one sliding window for all layers (4096 where the field is missing, none where null)."""
+"""Mistral: no biases; one sliding window for all layers (4096 if the field is missing, none if null)."""
 
 from __future__ import annotations
 

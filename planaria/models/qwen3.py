@@ -1,4 +1,4 @@
-"""Qwen3 (dense): q and k RMS-normalised per head; head_dim of its own (128 where missing); optional biases."""
+"""Qwen3 (dense): q and k RMS-normalised per head; its own head_dim (128 if missing); optional biases."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ function of that hash and (seed, position) alone: the same request gives the sam
 
 from __future__ import annotations
 
-from planaria.protocol import LaneResult, LanePlan
+from planaria.protocol import LanePlan, LaneResult
 from planaria.worker.rows import RowBooks
 
 _MASK = (1 << 61) - 1

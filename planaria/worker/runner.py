@@ -1,7 +1,7 @@
 """Turns a lane's plan into one forward pass and its sampled tokens.
 
-Rows live in arrays: `cursor` is the position of a row's next token, `last` the token it sampled, `auto` marks rows that go
-on by themselves. Assembling a step costs a few array operations for those and a little Python for each row that changes.
+Rows live in arrays: `cursor` is the position of a row's next token, `last` the token it sampled, `auto` marks rows
+that go on by themselves. A step costs a few array operations for those and a little Python for each that changes.
 """
 
 from __future__ import annotations

@@ -1,234 +1,166 @@
-"""Choosing the next token of each row, and the log-probabilities of what was chosen.
+"""The rows' sampling state, and one step's choice over them. What a choice is, `sampling` defines.
 
-The rule: a token is a function of its row's logits, its request's parameters, history and seed, nothing else.
-
-What happens to a row's logits, in this order:
-1. bad words: the last token of a sequence is banned where the history (prompt included) ends in the rest of
-   it; min_tokens: end-of-sequence and stop tokens are banned until that many tokens came out; banned is -inf;
-2. logit_bias is added;
-3. repetition penalty (tokens of prompt and output: x / r if x > 0, else x * r), then frequency (f * count)
-   and presence penalty of the tokens of the output;
-4. temperature 0: the greatest logit, the lowest id among equals. Otherwise weights 2^(-y) with
-   y = (max - x) * log2(e) / temperature, and the tokens in the order greatest logit, then lowest id are cut:
-   min_p keeps y <= -log2(min_p); then top_k keeps the first k, never more, equals or not; then top_p keeps
-   the shortest prefix holding that share of the mass that is left;
-5. one number from the generator (64 bits, see `rng`) picks a point of the mass that is kept, laid out in the
-   order of token ids. One number a token, and not one per candidate, so that what is drawn can't depend on
-   how many candidates there are; id order, and not rank order, so that two logits that swap places move no
-   other token.
-
-Weights are integers in units of 2^-40 of the likeliest token's, from a polynomial in single float32
-operations. Sums of integers don't depend on their order, so kernels, threads, batches and devices agree to the
-bit, and no rounding decides who is kept. A token below 2^-40 of the likeliest has weight 0, is never drawn.
-
-Log-probabilities are those of the raw logits, before any of this.
+The rule: a row's state is its request's history and what follows from it, so `enter` with a history puts a row where
+it was, and an error of one row stays with it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from planaria.protocol import Fresh
-from planaria.types import SamplingParams, TokenLogprobs
+from planaria.types import TokenLogprobs
+from planaria.worker import sampling
 from planaria.worker.rng import draw_bits
 
-UNIT_BITS = 40  # the likeliest token's weight is 2^40: below 2^60 in all for vocabularies up to a million
-LOG2E = math.log2(math.e)
-# 2^-f for f in [0, 1] to 2.5e-7, never rising, exactly 1 at 0; Horner in float32 without fused operations.
-EXP2_COEFFICIENTS = (
-    1.0, -0.6931437253952026, 0.2401801496744156, -0.0552973598241806,
-    0.00920579768717289, -0.0009449035278521478,
-)  # fmt: skip
+_SEED_MASK = 2**64 - 1
+_LINES_WORTH_A_THREAD = 8  # handing work to a thread costs as much as a few lines
 
-BROKEN = "the model gave NaN or infinite logits for this request"
-BANNED = "every token is banned (by bad_words, min_tokens or the model's own mask): nothing to choose from"
-
-# --- The definition, in plain torch, on any device. ---
-
-
-def edit(
-    line: torch.Tensor,
-    bans: list[int],
-    bias: dict[int, float] | None,
-    seen: Seen | None,
-    params: SamplingParams,
-) -> None:
-    """Steps 1 to 3 on one row's logits [V], in place."""
-
-    def tensor(values: object) -> torch.Tensor:
-        # Operands are tensors of the device: some devices divide by a Python number as a product.
-        return torch.as_tensor(values, dtype=torch.float32, device=line.device)
-
-    if bans:
-        line[bans] = -torch.inf
-    if bias:
-        line[list(bias)] += tensor(list(bias.values()))
-    if seen is not None and seen.size:
-        ids = torch.from_numpy(seen.ids[: seen.size]).to(line.device, torch.int64)
-        counts = torch.from_numpy(seen.counts[: seen.size]).to(line.device)
-        x, penalty = line[ids], tensor(params.repetition_penalty)
-        x = torch.where(x > 0, x / penalty, x * penalty)
-        x = x - counts * tensor(params.frequency_penalty)
-        line[ids] = x - (counts > 0) * tensor(params.presence_penalty)
-
-
-def weigh(logits: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """y float32 and weights int64, both [S, V], of rows with a finite maximum; scale [S, 1]: log2(e) / T."""
-    top = logits.amax(-1, keepdim=True)
-    y = ((top - logits) * scale).clamp(max=60.0)
-    whole = y.to(torch.int32)
-    part = y - whole
-    value = torch.full_like(part, EXP2_COEFFICIENTS[-1])
-    for coefficient in EXP2_COEFFICIENTS[-2::-1]:
-        value = value * part + coefficient
-    fixed = (value * 2.0**24).to(torch.int64)
-    return y, (fixed << (UNIT_BITS - 24)) >> whole
-
-
-def choose(
-    logits: torch.Tensor, params: Sequence[SamplingParams], bits: Sequence[int]
-) -> tuple[list[int], dict[int, str]]:
-    """Steps 4 and 5: logits [S, V], each line's random bits -> tokens (0 where it failed), errors by line."""
-    logits = logits + 0.0  # -0.0 and 0.0 are equals in every sort
-    device, size = logits.device, logits.shape[-1]
-    top = logits.amax(-1)
-    broken, banned = (top.isnan() | (top == torch.inf)).tolist(), (top == -torch.inf).tolist()
-    errors = {i: BROKEN if broken[i] else BANNED for i in range(len(broken)) if broken[i] or banned[i]}
-    tokens: list[int] = logits.argmax(-1).tolist()
-    drawn = [i for i, p in enumerate(params) if not p.greedy and i not in errors]
-    if drawn:
-        chosen = [params[i] for i in drawn]
-
-        def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
-
-        logits = logits[drawn]
-        y, w = weigh(logits, column([LOG2E / p.temperature for p in chosen], torch.float32))
-        limit = column([-math.log2(p.min_p) if p.min_p > 0 else math.inf for p in chosen], torch.float32)
-        w = torch.where(y <= limit, w, 0)
-        if any(p.top_k > 0 or p.top_p < 1.0 for p in chosen):
-            order = logits.sort(dim=-1, descending=True, stable=True).indices
-            ranked = w.gather(-1, order)
-            k = column([p.top_k if p.top_k > 0 else size for p in chosen], torch.int64)
-            ranked = torch.where(torch.arange(size, device=device) < k, ranked, 0)
-            mass = ranked.cumsum(-1)
-            share, total = column([p.top_p for p in chosen], torch.float64), mass[:, -1:]
-            goal = torch.where(share < 1.0, (share * total.double()).ceil().to(torch.int64), total)
-            ranked = torch.where(mass - ranked < goal, ranked, 0)
-            w = torch.zeros_like(w).scatter(-1, order, ranked)
-        mass = w.cumsum(-1)
-        totals: list[int] = mass[:, -1].tolist()
-        points = [bits[i] * total >> 64 for i, total in zip(drawn, totals, strict=True)]
-        picked = torch.searchsorted(mass, column(points, torch.int64), right=True)[:, 0].tolist()
-        for i, token in zip(drawn, picked, strict=True):
-            tokens[i] = token
-    for i in errors:
-        tokens[i] = 0
-    return tokens, errors
-
-
-def raw_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """For each line of logits [S, V]: the target's log-probability and rank, and the k likeliest tokens."""
-    size = logits.shape[-1]
-    ids = torch.tensor(list(targets), device=logits.device)[:, None]
-    logp = torch.log_softmax(logits, -1)
-    own = logits.gather(-1, ids)
-    before = (logits > own) | ((logits == own) & (torch.arange(size, device=logits.device) < ids))
-    ranks = (before.sum(-1) + 1).tolist()
-    best = logits.sort(dim=-1, descending=True, stable=True).indices[:, : min(k, size)]
-    return [
-        TokenLogprobs(token, value, rank, tuple(zip(top, values, strict=True)))
-        for token, value, rank, top, values in zip(
-            targets, logp.gather(-1, ids)[:, 0].tolist(), ranks,
-            best.tolist(), logp.gather(-1, best).tolist(), strict=True,
-        )
-    ]  # fmt: skip
-
-
-# --- Row state. ---
+_NO_IDS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+_NO_VALUES: npt.NDArray[np.float32] = np.zeros(0, np.float32)
 
 
 class Seen:
     """The distinct tokens of a history and how often each came out: what penalties touch, and no more."""
 
     def __init__(self, tokens: Sequence[int], num_prompt: int) -> None:
-        self.slots: dict[int, int] = {}
-        self.size = 0
-        self.ids: npt.NDArray[np.int32] = np.zeros(256, np.int32)
-        self.counts: npt.NDArray[np.float32] = np.zeros(256, np.float32)
+        self._slots: dict[int, int] = {}
+        self._ids: npt.NDArray[np.int64] = np.zeros(256, np.int64)
+        self._counts: npt.NDArray[np.float32] = np.zeros(256, np.float32)
         for token in dict.fromkeys(tokens[:num_prompt]):
             self._slot(token)
         for token in tokens[num_prompt:]:
             self.add(token)
 
     def _slot(self, token: int) -> int:
-        slot = self.slots.get(token)
+        slot = self._slots.get(token)
         if slot is None:
-            slot = self.slots[token] = self.size
-            if slot == len(self.ids):
-                self.ids = np.concatenate([self.ids, np.zeros_like(self.ids)])
-                self.counts = np.concatenate([self.counts, np.zeros_like(self.counts)])
-            self.ids[slot] = token
-            self.size += 1
+            slot = self._slots[token] = len(self._slots)
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[slot] = token
         return slot
 
     def add(self, token: int) -> None:
         """`token` came out once more."""
-        self.counts[self._slot(token)] += 1
+        slot = self._slot(token)
+        self._counts[slot] += 1
+
+    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The distinct tokens and their counts; views, valid until the next `add`."""
+        size = len(self._slots)
+        return self._ids[:size], self._counts[:size]
 
 
 class _Row:
-    """One request's state. `edits`: its logits are changed before the choice."""
+    """One request's state. `edits`: its logits may be changed before the choice."""
 
     __slots__ = (
-        "bias", "edits", "history", "last_ban", "num_prompt", "params", "seed", "seen", "stops", "words",
+        "bias", "bias_ids", "edits", "history", "last_ban", "params", "penalties", "seed", "seen", "stops", "words",
     )  # fmt: skip
 
     def __init__(self, fresh: Fresh, vocab_size: int) -> None:
-        params = fresh.params
+        self.params = params = fresh.params
         self.history = list(fresh.tokens)
-        self.num_prompt, self.params, self.seed = fresh.num_prompt, params, fresh.seed
+        self.seed = fresh.seed
         # A tokenizer may know tokens that the model has no logit for: those can't be drawn anyway.
         self.words = [w for w in params.bad_words_ids if w and 0 <= w[-1] < vocab_size]
         self.stops = [t for t in dict.fromkeys(fresh.eos_ids + params.stop_token_ids) if 0 <= t < vocab_size]
         self.last_ban = fresh.num_prompt + params.min_tokens  # stops are banned while the history is shorter
-        self.bias = {t: b for t, b in (params.logit_bias or {}).items() if 0 <= t < vocab_size} or None
+        bias = {t: b for t, b in (params.logit_bias or {}).items() if 0 <= t < vocab_size}
+        self.bias_ids = np.array(list(bias), np.int64)
+        self.bias = np.array(list(bias.values()), np.float32)
+        self.penalties = tuple(
+            np.array(
+                [params.repetition_penalty, params.frequency_penalty, params.presence_penalty], np.float32
+            )
+        )
         self.seen: Seen | None = None
-        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
-        if penalties != (0.0, 0.0, 1.0):
+        if self.penalties != (1.0, 0.0, 0.0):
             if self.history and not (min(self.history) >= 0 and max(self.history) < vocab_size):
                 raise ValueError(f"the history has token ids outside the vocabulary of {vocab_size}")
             self.seen = Seen(self.history, fresh.num_prompt)
-        self.edits = bool(self.words or params.min_tokens or self.bias or self.seen is not None)
+        self.edits = bool(self.words or params.min_tokens or bias or self.seen is not None)
 
-    def bans(self) -> list[int]:
+    def changes(self) -> tuple[Any, ...]:
+        """What `sampling.edit` and its kernel are told."""
         banned = list(self.stops) if len(self.history) < self.last_ban else []
         history = self.history
         for word in self.words:
             n = len(word) - 1
-            if n == 0 or (len(history) >= n and tuple(history[-n:]) == word[:-1]):
+            if n == 0 or tuple(history[-n:]) == word[:-1]:
                 banned.append(word[-1])
-        return banned
+        bans = np.array(banned, np.int64) if banned else _NO_IDS
+        ids, counts = self.seen.arrays() if self.seen is not None else (_NO_IDS, _NO_VALUES)
+        return bans, self.bias_ids, self.bias, ids, counts, *self.penalties
 
 
 class Sampler:
-    """Draws tokens for `max_rows` rows over `vocab_size` tokens. `cache_dir`: for compiled kernels."""
+    """Draws tokens for `max_rows` rows over `vocab_size` tokens.
 
-    def __init__(self, max_rows: int, vocab_size: int, cache_dir: Path | None = None) -> None:
-        self.max_rows, self.vocab_size = max_rows, vocab_size
+    `cache_dir`: where compiled kernels are kept (default: ~/.cache/planaria/numba); `threads`: to use on logits in main
+    memory; `plain`: the definition in plain torch even there.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        cache_dir: Path | None = None,
+        *,
+        threads: int = 1,
+        plain: bool = False,
+    ) -> None:
+        self.max_rows, self.vocab_size, self.threads, self.plain = max_rows, vocab_size, threads, plain
         self._rows: dict[int, _Row] = {}
+        self._cache_dir = cache_dir
+        self._kernels: ModuleType | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        # By row, in the form the kernels read.
+        self._scales = np.zeros(max_rows, np.float32)
+        self._top_k = np.zeros(max_rows, np.int64)
+        self._top_p = np.ones(max_rows, np.float64)
+        self._limits = np.zeros(max_rows, np.float32)
+        self._seeds = np.zeros(max_rows, np.uint64)
+        self._positions = np.zeros(max_rows, np.int64)
+
+    def warm_up(self) -> None:
+        """Load or compile the kernels now rather than at the first token."""
+        if self._kernels is None:
+            self._kernels = _load_kernels(self._cache_dir)
+            self._scratch = [self._kernels.Scratch(self.vocab_size) for _ in range(self.threads)]
+            if self.threads > 1:
+                self._pool = ThreadPoolExecutor(self.threads - 1, "sampler")
+
+    def close(self) -> None:
+        """End the threads, if any."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool, self.threads = None, 1
 
     def enter(self, row: int, fresh: Fresh) -> None:
         """A request (re)enters `row`, whoever was there before. ValueError when it can't."""
         if not 0 <= row < self.max_rows:
             raise ValueError(f"row {row} of {self.max_rows}")
+        params = fresh.params
         self._rows[row] = _Row(fresh, self.vocab_size)
+        self._scales[row] = 0.0 if params.greedy else sampling.LOG2E / params.temperature
+        self._top_k[row] = max(params.top_k, 0)
+        self._top_p[row] = params.top_p
+        self._limits[row] = -math.log2(params.min_p) if params.min_p > 0 else math.inf
+        self._seeds[row] = fresh.seed & _SEED_MASK
+        self._positions[row] = len(fresh.tokens)
 
     def leave(self, row: int) -> None:
         """Forget `row`; it may be empty."""
@@ -247,37 +179,119 @@ class Sampler:
     ) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
         """Draw the next token of each row and append it to the row's history.
 
-        logits float32 [S, vocab_size], line i of `rows[i]`; they may be overwritten. Returns the tokens, in
-        order; the log-probabilities by row where asked for; errors by row. A row with an error gets token 0 (so
-        that its history is as long as the cache expects), and no other row notices.
+        logits float32 [S, vocab_size], line i of `rows[i]`, no row twice; they may be overwritten. Returns the tokens,
+        in order; the log-probabilities by row where asked for; errors by row. A row with an error gets token 0 (so that
+        its history is as long as the cache expects), and no other row notices.
         """
-        if logits.shape != (len(rows), self.vocab_size) or logits.dtype != torch.float32:
-            raise ValueError(
-                f"{tuple(logits.shape)} {logits.dtype} logits, need float32 {(len(rows), self.vocab_size)}"
-            )
+        logits = self._checked(logits, len(rows))
         if not rows:
             return [], {}, {}
         states = [self._rows[row] for row in rows]
-        wanted = [i for i, s in enumerate(states) if s.params.logprobs is not None]
-        raw = logits[wanted] if wanted else logits
-        for i, state in enumerate(states):
-            if state.edits:
-                edit(logits[i], state.bans(), state.bias, state.seen, state.params)
-        bits = [draw_bits(s.seed, len(s.history)) for s in states]
-        tokens, failed = choose(logits, [s.params for s in states], bits)
-        logprobs = {}
-        if wanted:
-            k = max(states[i].params.logprobs or 0 for i in wanted)
-            for i, entry in zip(wanted, raw_logprobs(raw, [tokens[i] for i in wanted], k), strict=True):
+        wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
+        raw = logits[wanted] if wanted else None  # a copy: what follows may change the lines
+        edited = [i for i, state in enumerate(states) if state.edits]
+        if self.plain or logits.device.type != "cpu":
+            for i in edited:
+                sampling.edit(logits[i], *states[i].changes())
+            bits = [draw_bits(s.seed, len(s.history)) for s in states]
+            tokens, failed = sampling.choose(logits, [s.params for s in states], bits)
+        else:
+            self.warm_up()
+            assert self._kernels is not None
+            lines = logits.numpy()
+            for i in edited:
+                self._kernels.edit_line(lines[i], *states[i].changes())
+            tokens, failed = self._choose(lines, rows)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if raw is not None:
+            counts = [states[i].params.logprobs or 0 for i in wanted]
+            entries = self.prompt_logprobs(raw, [tokens[i] for i in wanted], max(counts))
+            for i, count, entry in zip(wanted, counts, entries, strict=True):
                 if i not in failed:
-                    top = entry.top[: states[i].params.logprobs]
-                    logprobs[rows[i]] = TokenLogprobs(entry.token, entry.logprob, entry.rank, top)
-        for state, token in zip(states, tokens, strict=True):
+                    logprobs[rows[i]] = TokenLogprobs(
+                        entry.token, entry.logprob, entry.rank, entry.top[:count]
+                    )
+        for row, state, token in zip(rows, states, tokens, strict=True):
             state.history.append(token)
+            self._positions[row] += 1
             if state.seen is not None:
                 state.seen.add(token)
         return tokens, logprobs, {rows[i]: message for i, message in failed.items()}
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
-        """Of given tokens: logits float32 [n, vocab_size], `targets[i]` the token that follows position i."""
-        return raw_logprobs(logits, targets, k) if targets else []
+        """Log-probabilities of given tokens and of the `k` likeliest.
+
+        logits float32 [n, vocab_size], left as they are; `targets[i]` is the token that follows position i.
+        """
+        logits = self._checked(logits, len(targets))
+        if not targets:
+            return []
+        if not (min(targets) >= 0 and max(targets) < self.vocab_size):
+            raise ValueError(f"token ids outside the vocabulary of {self.vocab_size}")
+        if self.plain or logits.device.type != "cpu":
+            return sampling.raw_logprobs(logits, targets, k)
+        self.warm_up()
+        assert self._kernels is not None
+        n, k = len(targets), min(k, self.vocab_size)
+        own, ranks = np.empty(n, np.float64), np.empty(n, np.int64)
+        best, values = np.empty((n, k), np.int64), np.empty((n, k), np.float64)
+        ids, kernel = np.array(targets, np.int64), self._kernels.logprob_lines
+        self._split(
+            n, lambda begin, end, s: kernel(logits.numpy(), begin, end, ids, s.tops, own, ranks, best, values)
+        )
+        return [
+            TokenLogprobs(token, value, rank, tuple(zip(top, top_values, strict=True)))
+            for token, value, rank, top, top_values in zip(
+                targets, own.tolist(), ranks.tolist(), best.tolist(), values.tolist(), strict=True
+            )
+        ]
+
+    def _checked(self, logits: torch.Tensor, lines: int) -> torch.Tensor:
+        if logits.shape != (lines, self.vocab_size) or logits.dtype != torch.float32:
+            need = f"float32 {(lines, self.vocab_size)}"
+            raise ValueError(f"logits must be {need}, are {logits.dtype} {tuple(logits.shape)}")
+        return logits.contiguous()
+
+    def _choose(self, lines: npt.NDArray[np.float32], rows: list[int]) -> tuple[list[int], dict[int, str]]:
+        """`sampling.choose` by the kernel."""
+        kernels = self._kernels
+        assert kernels is not None
+        n, kernel = len(rows), kernels.sample_lines
+        numbers, tokens, flags = np.array(rows, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
+        settings = (
+            numbers, self._scales, self._top_k, self._top_p, self._limits, self._seeds, self._positions,
+        )  # fmt: skip
+        self._split(n, lambda begin, end, s: kernel(lines, begin, end, *settings, *s.arrays, tokens, flags))
+        failed = {}
+        if flags.any():
+            messages = {kernels.BROKEN: sampling.BROKEN, kernels.BANNED: sampling.BANNED}
+            failed = {i: messages[flag] for i, flag in enumerate(flags.tolist()) if flag}
+        return tokens.tolist(), failed
+
+    def _split(self, n: int, work: Callable[[int, int, Any], None]) -> None:
+        """Run `work(begin, end, scratch)` over n lines, on the pool too where it is worth it."""
+        parts = max(1, min(self.threads, n // _LINES_WORTH_A_THREAD))
+        bounds = [n * part // parts for part in range(parts + 1)]
+        futures = [
+            self._pool.submit(work, bounds[part], bounds[part + 1], self._scratch[part])
+            for part in range(1, parts)
+            if self._pool is not None
+        ]
+        work(0, bounds[1], self._scratch[0])
+        for future in futures:
+            future.result()
+
+
+def _load_kernels(cache_dir: Path | None) -> ModuleType:
+    """The kernels' module, compiled into `cache_dir` when they aren't there yet."""
+    import numba
+
+    before = numba.config.CACHE_DIR
+    if cache_dir is not None or not before:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        numba.config.CACHE_DIR = str(cache_dir or home / "planaria" / "numba")
+    try:
+        from planaria.kernels import cpu_sampling
+    finally:
+        numba.config.CACHE_DIR = before
+    return cpu_sampling

@@ -1,7 +1,7 @@
 """Random small checkpoints in Hugging Face layout, written with Transformers, and their tensors as a source.
 
-Weights are drawn wide enough that attention is not uniform and logits differ by several units: with the initial
-values Transformers uses (0.02) most mistakes in attention would vanish below the tolerance.
+Weights are drawn wide enough that attention is not uniform and logits differ by several units: with the
+initial values Transformers uses (0.02) most mistakes in attention would vanish below the tolerance.
 """
 
 from __future__ import annotations

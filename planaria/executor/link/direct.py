@@ -27,7 +27,7 @@ class DirectLink:
         if threaded:
             for rank, handler in enumerate(self.ranks):
                 inbox: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
-                thread = threading.Thread(target=self._serve, args=(rank, handler, inbox), name=f"rank-{rank}", daemon=True)
+                thread = threading.Thread(target=self._serve, args=(rank, handler, inbox), daemon=True)
                 thread.start()
                 self.inboxes.append(inbox)
                 self.threads.append(thread)

@@ -1,0 +1,463 @@
+"""The inner products: IR of the tiles that all matrix work is made of.
+
+A *panel* is 16 columns of a weight. Along K it is a row of *steps* of 64 bytes: [16] float32, or [16][2] bfloat16
+(two neighbours along K of each column), which meet 4 bytes of an activation row, broadcast. The keys and values of
+the cache have the same form, so attention uses the same tiles.
+
+The rule: one output is summed over K in ascending order in one accumulator, whatever the tile, so that it depends on
+neither the number of rows nor its place among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from planaria.kernels.cpu.emit import F32, I32, Function, literal
+from planaria.kernels.cpu.target import Target
+
+B32 = "<32 x bfloat>"
+H32 = "<32 x i16>"
+
+Operand = tuple[str, ...]  # one or two values, see Dot
+
+STORE_ACT, ADD_RESIDUAL, STORE_F32 = 0, 1, 2
+Q8_0, Q4_0, Q4_1 = 0, 1, 2  # packed kinds; a dense weight is kind 3
+DENSE = 3
+
+DECLARATIONS = """
+declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
+declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
+declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)
+declare <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float>, <16 x i32>)
+declare float @llvm.vector.reduce.fadd.v16f32(float, <16 x float>)
+declare float @llvm.vector.reduce.fmax.v16f32(<16 x float>)
+declare float @llvm.sqrt.f32(float)
+declare <16 x float> @llvm.rint.v16f32(<16 x float>)
+declare <16 x float> @llvm.maxnum.v16f32(<16 x float>, <16 x float>)
+declare <16 x float> @llvm.minnum.v16f32(<16 x float>, <16 x float>)
+declare <16 x float> @llvm.masked.load.v16f32.p0(ptr, i32, <16 x i1>, <16 x float>)
+declare void @llvm.masked.store.v16f32.p0(<16 x float>, ptr, i32, <16 x i1>)
+declare <16 x i16> @llvm.masked.load.v16i16.p0(ptr, i32, <16 x i1>, <16 x i16>)
+declare void @llvm.masked.store.v16i16.p0(<16 x i16>, ptr, i32, <16 x i1>)
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+"""
+
+
+class Dot:
+    """How a step is multiplied on one target. An operand is one bfloat16 vector, one float32 vector, or the float32
+    vectors of the even and the odd element of each pair."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def split(self, f: Function, words: str) -> Operand:
+        low = f.op(f"shl {I32} {words}, {f.const_i32(16)}")
+        high = f.op(f"and {I32} {words}, {f.const_i32(-65536)}")
+        return f.op(f"bitcast {I32} {low} to {F32}"), f.op(f"bitcast {I32} {high} to {F32}")
+
+    def weight(self, f: Function, pointer: str) -> Operand:
+        """The 64 bytes at pointer."""
+        if self.target.native:
+            return (f.load(B32, pointer, 64),)
+        if self.target.dtype == "float32":
+            return (f.load(F32, pointer, 64),)
+        return self.split(f, f.load(I32, pointer, 64))
+
+    def broadcast(self, f: Function, pointer: str) -> Operand:
+        """The 4 bytes at pointer, to all lanes."""
+        if self.target.dtype == "float32":
+            return (f.splat("float", f.load("float", pointer, 4)),)
+        word = f.load("i32", pointer, 4)
+        if self.target.native:
+            return (f.op(f"bitcast {I32} {f.splat('i32', word)} to {B32}"),)
+        low = f.op(f"bitcast i32 {f.op(f'shl i32 {word}, 16')} to float")
+        high = f.op(f"bitcast i32 {f.op(f'and i32 {word}, -65536')} to float")
+        return f.splat("float", low), f.splat("float", high)
+
+    def multiply(self, f: Function, acc: str, w: Operand, x: Operand) -> str:
+        if self.target.native:
+            return f.op(
+                f"call {F32} @llvm.x86.avx512bf16.dpbf16ps.512({F32} {acc}, {B32} {w[0]}, {B32} {x[0]})"
+            )
+        for a, b in zip(w, x, strict=True):
+            acc = f.fma(a, b, acc)
+        return acc
+
+    def from_pair(self, f: Function, even: str, odd: str) -> list[Operand]:
+        """Operands of the steps that hold two neighbours along K, given as float32 vectors of small integers."""
+        if self.target.dtype == "float32":
+            return [(even,), (odd,)]
+        if not self.target.native:
+            return [(even, odd)]
+        low = f.op(f"lshr {I32} {f.op(f'bitcast {F32} {even} to {I32}')}, {f.const_i32(16)}")
+        both = f.op(f"or {I32} {low}, {f.op(f'bitcast {F32} {odd} to {I32}')}")
+        return [(f.op(f"bitcast {I32} {both} to {B32}"),)]
+
+    def store(self, f: Function, w: Operand, pointer: str) -> None:
+        """An operand as `weight` reads it."""
+        if self.target.native:
+            f.store(B32, w[0], pointer, 64)
+        elif len(w) == 1:
+            f.store(F32, w[0], pointer, 64)
+        else:
+            low = f.op(f"lshr {I32} {f.op(f'bitcast {F32} {w[0]} to {I32}')}, {f.const_i32(16)}")
+            both = f.op(f"or {I32} {low}, {f.op(f'bitcast {F32} {w[1]} to {I32}')}")
+            f.store(I32, both, pointer, 64)
+
+
+class Act:
+    """Loads and stores of 16 activation elements as float32."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def widen(self, f: Function, halves: str) -> str:
+        words = f.op(f"shl {I32} {f.op(f'zext <16 x i16> {halves} to {I32}')}, {f.const_i32(16)}")
+        return f.op(f"bitcast {I32} {words} to {F32}")
+
+    def narrow(self, f: Function, value: str) -> str:
+        rounded = f.op(f"fptrunc {F32} {value} to <16 x bfloat>")
+        return f.op(f"bitcast <16 x bfloat> {rounded} to <16 x i16>")
+
+    def load(self, f: Function, pointer: str) -> str:
+        if self.target.item == 4:
+            return f.load(F32, pointer)
+        return self.widen(f, f.load("<16 x i16>", pointer))
+
+    def store(self, f: Function, value: str, pointer: str) -> None:
+        if self.target.item == 4:
+            f.store(F32, value, pointer)
+        else:
+            f.store("<16 x i16>", self.narrow(f, value), pointer)
+
+    def load_some(self, f: Function, pointer: str, mask: str) -> str:
+        """Lanes outside the mask are 0 and are not read."""
+        if self.target.item == 4:
+            return f.op(
+                f"call {F32} @llvm.masked.load.v16f32.p0(ptr {pointer}, i32 1, <16 x i1> {mask}, {F32} zeroinitializer)"
+            )
+        return self.widen(
+            f,
+            f.op(
+                f"call <16 x i16> @llvm.masked.load.v16i16.p0(ptr {pointer}, i32 1, <16 x i1> {mask}, "
+                "<16 x i16> zeroinitializer)"
+            ),
+        )
+
+
+def dispatcher(name: str, args: Sequence[str], selector: str, cases: dict[int, str]) -> str:
+    """A function that calls one of the cases by the value of its argument `selector`, which the cases get as well."""
+    f = Function(name, args)
+    passed = ", ".join(f"i64 %{a}" for a in args)
+    table = " ".join(f"i64 {key}, label %c{key}" for key in cases)
+    f.do(f"switch i64 %{selector}, label %none [ {table} ]")
+    for key, callee in cases.items():
+        f.start(f"c{key}")
+        f.do(f"tail call void @{callee}({passed})")
+        f.ret()
+    f.start("none")
+    f.ret()
+    return f.text()
+
+
+def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str, mode: str, bias: str) -> None:
+    """Add the bias to acc[rows][panels] and write it in one of three ways."""
+    act = Act(target)
+    bias_at = f.ptr(bias)
+    shifts = [f.load(F32, f.at(bias_at, 64 * v), 4) for v in range(len(acc[0]))]
+    total = [[f.vec("fadd", a, b) for a, b in zip(row, shifts, strict=True)] for row in acc]
+    base = f.ptr(out)
+    rows = [base if r == 0 else f.at(base, f.mul(ldo, r)) for r in range(len(acc))]
+    labels = [f.label() for _ in range(4)]
+    f.do(
+        f"switch i64 {mode}, label %{labels[STORE_ACT]} "
+        f"[ i64 {ADD_RESIDUAL}, label %{labels[ADD_RESIDUAL]} i64 {STORE_F32}, label %{labels[STORE_F32]} ]"
+    )
+    for how in (STORE_ACT, ADD_RESIDUAL, STORE_F32):
+        f.start(labels[how])
+        for pointer, values in zip(rows, total, strict=True):
+            for v, value in enumerate(values):
+                if how == STORE_ACT:
+                    act.store(f, value, f.at(pointer, 16 * target.item * v))
+                else:
+                    place = f.at(pointer, 64 * v)
+                    if how == ADD_RESIDUAL:
+                        value = f.vec("fadd", f.load(F32, place, 4), value)
+                    f.store(F32, value, place, 4)
+        f.branch(labels[3])
+    f.start(labels[3])
+    f.ret()
+
+
+TILE_ARGS = ("rows", "x", "ldx", "wp", "steps", "out", "ldo", "mode", "bias")
+
+
+def tile(target: Target, rows: int, panels: int) -> str:
+    """out[rows][16 * panels] = x . w: `wp` holds the address of each panel; steps is a multiple of 8."""
+    f, dot = Function(f"pl_tile_{rows}_{panels}", TILE_ARGS), Dot(target)
+    table = f.ptr("%wp")
+    weights = [f.load("ptr", f.at(table, 8 * v), 8) for v in range(panels)]
+    x0 = f.ptr("%x")
+    xs = [x0 if r == 0 else f.at(x0, f.mul("%ldx", r)) for r in range(rows)]
+    unroll = 4 if rows * panels <= 8 else 2
+    end = f.shl("%steps", 2)  # counted in bytes of x
+
+    def body(i: str, acc: list[str]) -> list[str]:
+        wide = f.shl(i, 4)
+        w_at = [f.at(w, wide) for w in weights]
+        x_at = [f.at(x, i) for x in xs]
+        for u in range(unroll):
+            ws = [dot.weight(f, f.at(w, 64 * u)) for w in w_at]
+            for r in range(rows):
+                x = dot.broadcast(f, f.at(x_at[r], 4 * u))
+                for v in range(panels):
+                    acc[r * panels + v] = dot.multiply(f, acc[r * panels + v], ws[v], x)
+        return acc
+
+    sums = f.loop(0, end, 4 * unroll, [(F32, "zeroinitializer")] * (rows * panels), body)
+    acc = [sums[r * panels : (r + 1) * panels] for r in range(rows)]
+    finish(f, target, acc, "%out", "%ldo", "%mode", "%bias")
+    return f.text()
+
+
+VALUE_ARGS = ("rows", "panels", "p", "ldp", "vp", "chunks", "first", "out", "ldo", "state")
+
+
+def values(target: Target, rows: int, panels: int) -> str:
+    """out = out * a + (p . v) * b, a and b per row from `state` (float32 [rows][4]: m, l, a, b).
+
+    `vp` holds the address of each chunk of 16 tokens; panel v of a chunk is 1024 / pair bytes further; `first` is
+    the byte offset of the first panel.
+    """
+    f, dot = Function(f"pl_values_{rows}_{panels}", VALUE_ARGS), Dot(target)
+    steps = 16 // target.pair
+    table = f.ptr("%vp")
+    p0 = f.ptr("%p")
+    ps = [p0 if r == 0 else f.at(p0, f.mul("%ldp", r)) for r in range(rows)]
+
+    def body(i: str, acc: list[str]) -> list[str]:
+        chunk = f.at(f.load("ptr", f.at(table, f.shl(i, 3)), 8), "%first")
+        place = f.mul(i, 4 * steps)
+        p_at = [f.at(p, place) for p in ps]
+        for u in range(steps):
+            ws = [dot.weight(f, f.at(chunk, (v * steps + u) * 64)) for v in range(panels)]
+            for r in range(rows):
+                x = dot.broadcast(f, f.at(p_at[r], 4 * u))
+                for v in range(panels):
+                    acc[r * panels + v] = dot.multiply(f, acc[r * panels + v], ws[v], x)
+        return acc
+
+    sums = f.loop(0, "%chunks", 1, [(F32, "zeroinitializer")] * (rows * panels), body)
+    state = f.ptr("%state")
+    base = f.ptr("%out")
+    for r in range(rows):
+        keep = f.splat("float", f.load("float", f.at(state, 16 * r + 8), 4))
+        take = f.splat("float", f.load("float", f.at(state, 16 * r + 12), 4))
+        pointer = base if r == 0 else f.at(base, f.mul("%ldo", r))
+        for v in range(panels):
+            place = f.at(pointer, 64 * v)
+            old = f.vec("fmul", f.load(F32, place, 4), keep)
+            f.store(F32, f.fma(sums[r * panels + v], take, old), place, 4)
+    f.ret()
+    return f.text()
+
+
+def nibble_table(kind: int) -> list[int]:
+    return [q - 8 if kind == Q4_0 else q for q in range(16)]
+
+
+def bf16_bits(value: int) -> int:
+    import struct
+
+    bits = struct.unpack("<I", struct.pack("<f", float(value)))[0] >> 16
+    return bits - 65536 if bits >= 32768 else bits
+
+
+class Unpack:
+    """Operands of a packed block of 32 along K for one panel: 16 steps of a bfloat16 target, 32 of a float32 one.
+
+    q4: 4 groups of 64 bytes, each 8 along K: 32 bits for each column, whose nibble i is k = 0,2,4,6,1,3,5,7 [i].
+    q8: 32 rows of 16 bytes, one signed byte for each column.
+    """
+
+    def __init__(self, target: Target, kind: int) -> None:
+        self.target, self.kind, self.dot = target, kind, Dot(target)
+        self.block_bytes = 512 if kind == Q8_0 else 256
+        self.scale_bytes = 64 if kind == Q4_1 else 32
+
+    def pairs(self, f: Function, block: str) -> list[Callable[[], list[Operand]]]:
+        """16 thunks, one for each pair along K; emitted late, so that few values are alive at a time."""
+        if self.kind == Q8_0:
+            return [lambda k=k: self._bytes(f, block, k) for k in range(0, 32, 2)]
+        out: list[Callable[[], list[Operand]]] = []
+        for group in range(4):
+            words: list[str] = []
+            for i in range(4):
+                out.append(lambda g=group, i=i, w=words: self._nibbles(f, block, g, i, w))
+        return out
+
+    def _bytes(self, f: Function, block: str, k: int) -> list[Operand]:
+        both = []
+        for j in (k, k + 1):
+            wide = f.op(f"sext <16 x i8> {f.load('<16 x i8>', f.at(block, 16 * j), 16)} to {I32}")
+            both.append(f.op(f"sitofp {I32} {wide} to {F32}"))
+        return self.dot.from_pair(f, both[0], both[1])
+
+    def _nibbles(self, f: Function, block: str, group: int, i: int, words: list[str]) -> list[Operand]:
+        if not words:
+            words.append(f.load(I32, f.at(block, 64 * group), 64))
+        if self.target.native:
+            table = ", ".join(f"i16 {bf16_bits(v)}" for v in nibble_table(self.kind) * 2)
+            lanes = f.op(f"bitcast {I32} {words[0]} to {H32}")
+            if i:
+                amount = ", ".join([f"i16 {4 * i}"] * 32)
+                lanes = f.op(f"lshr {H32} {lanes}, <{amount}>")
+            found = f.op(f"call {H32} @llvm.x86.avx512.permvar.hi.512({H32} <{table}>, {H32} {lanes})")
+            return [(f.op(f"bitcast {H32} {found} to {B32}"),)]
+        both = []
+        for shift in (4 * i, 4 * i + 16):
+            lanes = words[0] if shift == 0 else f.op(f"lshr {I32} {words[0]}, {f.const_i32(shift)}")
+            if self.target.wide:
+                table = ", ".join(f"float {literal(v)}" for v in nibble_table(self.kind))
+                both.append(
+                    f.op(f"call {F32} @llvm.x86.avx512.permvar.sf.512({F32} <{table}>, {I32} {lanes})")
+                )
+            else:
+                small = f.op(f"and {I32} {lanes}, {f.const_i32(15)}")
+                if self.kind == Q4_0:
+                    small = f.op(f"sub {I32} {small}, {f.const_i32(8)}")
+                both.append(f.op(f"sitofp {I32} {small} to {F32}"))
+        return self.dot.from_pair(f, both[0], both[1])
+
+
+PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias", "sums", "lds")
+
+
+def packed(target: Target, kind: int, rows: int, expanded: bool) -> str:
+    """out[rows][16] = sum over blocks b of scale[b] * (x . q)[b] + min[b] * sums[b], for one panel.
+
+    `w` is the panel's packed codes, or (expanded) its codes as `expand` wrote them; `scales` float16
+    [blocks][16] (q4_1: [blocks][2][16], scale then minimum); `sums` float32 [rows][blocks]: sums of x over a block.
+    """
+    f = Function(f"pl_{'wide' if expanded else 'packed'}_{kind}_{rows}", PACKED_ARGS)
+    dot, unpack = Dot(target), Unpack(target, kind)
+    steps = 32 // target.pair
+    w, scales, sums = f.ptr("%w"), f.ptr("%scales"), f.ptr("%sums")
+    x0 = f.ptr("%x")
+    xs = [x0 if r == 0 else f.at(x0, f.mul("%ldx", r)) for r in range(rows)]
+    ss = [sums if r == 0 else f.at(sums, f.mul("%lds", r)) for r in range(rows)]
+
+    def half(pointer: str) -> str:
+        return f.op(f"fpext <16 x half> {f.load('<16 x half>', pointer, 32)} to {F32}")
+
+    def body(i: str, acc: list[str]) -> list[str]:
+        block = f.at(w, f.mul(i, 64 * steps if expanded else unpack.block_bytes))
+        x_at = [f.at(x, f.mul(i, 4 * steps)) for x in xs]
+        part = ["zeroinitializer"] * rows
+        step = 0
+        if expanded:
+            for step in range(steps):
+                operand = dot.weight(f, f.at(block, 64 * step))
+                for r in range(rows):
+                    x = dot.broadcast(f, f.at(x_at[r], 4 * step))
+                    part[r] = dot.multiply(f, part[r], operand, x)
+        else:
+            for thunk in unpack.pairs(f, block):
+                for operand in thunk():
+                    for r in range(rows):
+                        x = dot.broadcast(f, f.at(x_at[r], 4 * step))
+                        part[r] = dot.multiply(f, part[r], operand, x)
+                    step += 1
+        place = f.at(scales, f.mul(i, unpack.scale_bytes))
+        d = half(place)
+        acc = [f.fma(part[r], d, acc[r]) for r in range(rows)]
+        if kind == Q4_1:
+            m = half(f.at(place, 32))
+            for r in range(rows):
+                total = f.splat("float", f.load("float", f.at(ss[r], f.shl(i, 2)), 4))
+                acc[r] = f.fma(total, m, acc[r])
+        return acc
+
+    total = f.loop(0, "%blocks", 1, [(F32, "zeroinitializer")] * rows, body)
+    finish(f, target, [[t] for t in total], "%out", "%ldo", "%mode", "%bias")
+    return f.text()
+
+
+def expand(target: Target, kind: int) -> str:
+    """Write the codes of one panel as `tile` reads weights: 64 bytes for each step."""
+    f = Function(f"pl_expand_{kind}", ("kind", "w", "blocks", "out"))
+    unpack = Unpack(target, kind)
+    w, out = f.ptr("%w"), f.ptr("%out")
+
+    def body(i: str, _: list[str]) -> list[str]:
+        block = f.at(w, f.mul(i, unpack.block_bytes))
+        place = f.at(out, f.mul(i, 64 * 32 // target.pair))
+        step = 0
+        for thunk in unpack.pairs(f, block):
+            for operand in thunk():
+                unpack.dot.store(f, operand, f.at(place, 64 * step))
+                step += 1
+        return []
+
+    f.loop(0, "%blocks", 1, [], body)
+    f.ret()
+    return f.text()
+
+
+def constant(name: str, value: int) -> str:
+    """A function that returns a number, so that the interpreter needs no copy per target."""
+    return f"define i64 @{name}() nounwind alwaysinline {{ ret i64 {value} }}\n"
+
+
+def matrix_module(target: Target) -> str:
+    """IR of all tiles and of the functions that choose one."""
+    parts: list[str] = []
+    cases: dict[int, str] = {}
+    for panels in sorted({1, target.tile_panels}):
+        for rows in range(1, target.tile_rows + 1):
+            parts.append(tile(target, rows, panels))
+            cases[rows * 4 + panels] = f"pl_tile_{rows}_{panels}"
+    # the caller passes rows * 4 + panels as `rows`
+    parts.append(dispatcher("pl_tile", TILE_ARGS, "rows", cases))
+    cases = {}
+    for panels in sorted({1, target.value_panels}):
+        for rows in range(1, target.value_rows + 1):
+            parts.append(values(target, rows, panels))
+            cases[rows * 8 + panels] = f"pl_values_{rows}_{panels}"
+    parts.append(dispatcher("pl_values", VALUE_ARGS, "rows", cases))
+    cases = {}
+    for kind in (Q8_0, Q4_0, Q4_1):
+        for rows in range(1, target.inline_rows + 1):
+            parts.append(packed(target, kind, rows, False))
+            cases[rows * 4 + kind] = f"pl_packed_{kind}_{rows}"
+    parts.append(dispatcher("pl_packed", PACKED_ARGS, "rows", cases))
+    cases = {}
+    for kind in (Q4_0, Q4_1):
+        for rows in range(1, target.expanded_rows + 1):
+            parts.append(packed(target, kind, rows, True))
+            cases[rows * 4 + kind] = f"pl_wide_{kind}_{rows}"
+            if kind == Q4_0:  # expanded codes of both kinds without a minimum look alike
+                cases[rows * 4 + Q8_0] = f"pl_wide_{kind}_{rows}"
+    parts.append(dispatcher("pl_wide", PACKED_ARGS, "rows", cases))
+    parts += [expand(target, kind) for kind in (Q8_0, Q4_0, Q4_1)]
+    parts.append(
+        dispatcher(
+            "pl_expand",
+            ("kind", "w", "blocks", "out"),
+            "kind",
+            {k: f"pl_expand_{k}" for k in (Q8_0, Q4_0, Q4_1)},
+        )
+    )
+    for name, value in {
+        "pl_tile_rows": target.tile_rows,
+        "pl_tile_panels": target.tile_panels,
+        "pl_value_rows": target.value_rows,
+        "pl_value_panels": target.value_panels,
+        "pl_inline_rows": target.inline_rows,
+        "pl_expanded_rows": target.expanded_rows,
+        "pl_item": target.item,
+    }.items():
+        parts.append(constant(name, value))
+    return "\n".join(parts)

@@ -1,0 +1,63 @@
+"""Which instructions the kernels are written for, and the tile sizes that follow. Pure values; hashable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ISAS = ("avx512_bf16", "avx512", "generic")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One flavour of the kernels: activation dtype and instruction level.
+
+    avx512_bf16: dot products of bfloat16 pairs in hardware. avx512: float32 arithmetic on 32 wide registers.
+    generic: the same in plain vector IR, which LLVM lowers to whatever the CPU has (AVX2, NEON).
+    """
+
+    dtype: str  # bfloat16 | float32
+    isa: str
+
+    @property
+    def item(self) -> int:
+        """Bytes of an activation element."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def pair(self) -> int:
+        """Elements along K in one step of a dot product: one broadcast of 4 bytes, one 64-byte load of weights."""
+        return 4 // self.item
+
+    @property
+    def native(self) -> bool:
+        return self.dtype == "bfloat16" and self.isa == "avx512_bf16"
+
+    @property
+    def wide(self) -> bool:
+        return self.isa != "generic"
+
+    # largest tiles: rows x vectors of 16 columns
+    @property
+    def tile_rows(self) -> int:
+        return 8 if self.wide else 4
+
+    @property
+    def tile_panels(self) -> int:
+        return 3 if self.wide else 1
+
+    @property
+    def value_rows(self) -> int:
+        return 6 if self.wide else 4
+
+    @property
+    def value_panels(self) -> int:
+        return 4 if self.wide else 1
+
+    @property
+    def inline_rows(self) -> int:
+        """Rows up to which packed weights are unpacked in registers; above, a panel is unpacked to memory once."""
+        return 4 if self.wide else 2
+
+    @property
+    def expanded_rows(self) -> int:
+        return 8 if self.wide else 2

@@ -1,0 +1,375 @@
+"""Row operations: IR of everything that is not an inner product (norm, rotation, softmax, activation, copies).
+
+Rows are padded to 16 elements; the padding of every buffer is 0 and stays 0.
+"""
+
+from __future__ import annotations
+
+from planaria.kernels.cpu.emit import F32, I32, Function, literal
+from planaria.kernels.cpu.micro import DENSE, Q4_0, Q4_1, Q8_0, Act, dispatcher
+from planaria.kernels.cpu.target import Target
+
+LOWEST = -1e30  # stands for minus infinity: differences of it stay numbers
+
+
+def exp(f: Function, x: str) -> str:
+    """e^x to about 1e-7 relative; exactly 1 at 0, exactly 0 below -87; NaN stays NaN."""
+    low, high = f.const_f32(-87.0), f.const_f32(88.0)
+    under = f.op(f"fcmp olt {F32} {x}, {low}")
+    over = f.op(f"fcmp ogt {F32} {x}, {high}")
+    c = f.op(f"select <16 x i1> {under}, {F32} {low}, {F32} {x}")
+    c = f.op(f"select <16 x i1> {over}, {F32} {high}, {F32} {c}")
+    magic = f.const_f32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+    shifted = f.fma(c, f.const_f32(1.4426950408889634), magic)
+    n = f.vec("fsub", shifted, magic)
+    r = f.fma(n, f.const_f32(-0.693359375), c)
+    r = f.fma(n, f.const_f32(2.12194440e-4), r)
+    p = f.const_f32(1.9875691500e-4)
+    for c_k in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = f.fma(p, r, f.const_f32(c_k))
+    p = f.fma(p, f.vec("fmul", r, r), f.vec("fadd", r, f.const_f32(1.0)))
+    bits = f.op(f"bitcast {F32} {shifted} to {I32}")
+    power = f.op(f"shl {I32} {f.op(f'add {I32} {bits}, {f.const_i32(127)}')}, {f.const_i32(23)}")
+    result = f.vec("fmul", p, f.op(f"bitcast {I32} {power} to {F32}"))
+    return f.op(f"select <16 x i1> {under}, {F32} zeroinitializer, {F32} {result}")
+
+
+def total(f: Function, v: str) -> str:
+    """Sum of 16 lanes, as a tree."""
+    return f.op(f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float -0.0, {F32} {v})")
+
+
+def lanes(f: Function, start: str) -> str:
+    """start + 0..15 as i32."""
+    first = f.splat("i32", f.op(f"trunc i64 {start} to i32"))
+    return f.op(f"add {I32} {first}, {f.const_i32(list(range(16)))}")
+
+
+def below(f: Function, index: str, limit: str) -> str:
+    """Mask of lanes whose index is under an i64 limit."""
+    top = f.splat("i32", f.op(f"trunc i64 {limit} to i32"))
+    return f.op(f"icmp slt {I32} {index}, {top}")
+
+
+def inverse_rms(f: Function, squares: str, count: str, eps: str) -> str:
+    """1 / sqrt(sum of squares / count + eps), to all lanes."""
+    n = f.op(f"sitofp i64 {count} to float")
+    mean = f.op(f"fdiv float {total(f, squares)}, {n}")
+    root = f.op(f"call float @llvm.sqrt.f32(float {f.op(f'fadd float {mean}, {eps}')})")
+    return f.splat("float", f.op(f"fdiv float {literal(1.0)}, {root}"))
+
+
+def norm(target: Target) -> str:
+    f, act = Function("pl_norm", ("x", "weight", "out", "padded", "count", "eps")), Act(target)
+    x, weight, out, eps = f.ptr("%x"), f.ptr("%weight"), f.ptr("%out"), f.float_of("%eps")
+
+    def square(i: str, acc: list[str]) -> list[str]:
+        v = f.load(F32, f.at(x, f.shl(i, 2)), 4)
+        return [f.fma(v, v, acc[0])]
+
+    squares = f.loop(0, "%padded", 16, [(F32, "zeroinitializer")], square)[0]
+    scale = inverse_rms(f, squares, "%count", eps)
+
+    def write(i: str, _: list[str]) -> list[str]:
+        place = f.shl(i, 2)
+        v = f.vec("fmul", f.load(F32, f.at(x, place), 4), scale)
+        v = f.vec("fmul", v, f.load(F32, f.at(weight, place), 4))
+        act.store(f, v, f.at(out, f.mul(i, target.item)))
+        return []
+
+    f.loop(0, "%padded", 16, [], write)
+    f.ret()
+    return f.text()
+
+
+def silu(target: Target) -> str:
+    """out[0:padded] = silu(gate) * up for `count` elements, 0 after them."""
+    f, act = Function("pl_silu", ("gate", "up", "out", "count", "padded")), Act(target)
+    gate, up, out = f.ptr("%gate"), f.ptr("%up"), f.ptr("%out")
+
+    def body(i: str, _: list[str]) -> list[str]:
+        mask = below(f, lanes(f, i), "%count")
+        place = f.mul(i, target.item)
+        g = act.load_some(f, f.at(gate, place), mask)
+        u = act.load_some(f, f.at(up, place), mask)
+        e = exp(f, f.op(f"fneg {F32} {g}"))
+        s = f.vec("fdiv", g, f.vec("fadd", e, f.const_f32(1.0)))
+        act.store(f, f.vec("fmul", s, u), f.at(out, place))
+        return []
+
+    f.loop(0, "%padded", 16, [], body)
+    f.ret()
+    return f.text()
+
+
+def softmax(target: Target) -> str:
+    """One row of scores of one tile of keys, of which [lo, hi) count: p = exp(s * scale - m_tile), 0 elsewhere.
+
+    `state` float32 [4]: m, l are merged with this tile's maximum and sum; a, b say how the values so far and this
+    tile's values are weighted against each other.
+    """
+    f = Function("pl_softmax", ("scores", "p", "padded", "lo", "hi", "scale", "state"))
+    act = Act(target)
+    s, p, state = f.ptr("%scores"), f.ptr("%p"), f.ptr("%state")
+    factor = f.float_of("%scale")
+    lowest = f.const_f32(LOWEST)
+    lo = f.splat("i32", f.op("trunc i64 %lo to i32"))
+    hi = f.splat("i32", f.op("trunc i64 %hi to i32"))
+
+    def valid(i: str) -> str:
+        index = lanes(f, i)
+        over = f.op(f"icmp sge {I32} {index}, {lo}")
+        return f.op(f"and <16 x i1> {over}, {f.op(f'icmp slt {I32} {index}, {hi}')}")
+
+    def largest(i: str, acc: list[str]) -> list[str]:
+        v = f.load(F32, f.at(s, f.shl(i, 2)), 4)
+        v = f.op(f"select <16 x i1> {valid(i)}, {F32} {v}, {F32} {lowest}")
+        more = f.op(f"fcmp ogt {F32} {v}, {acc[0]}")
+        return [f.op(f"select <16 x i1> {more}, {F32} {v}, {F32} {acc[0]}")]
+
+    top = f.loop(0, "%padded", 16, [(F32, lowest)], largest)[0]
+    top_one = f.op(f"call nnan float @llvm.vector.reduce.fmax.v16f32({F32} {top})")
+    m_tile = f.op(f"fmul float {top_one}, {factor}")
+    m_tile = f.op(
+        f"select i1 {f.op(f'fcmp ogt float {m_tile}, {literal(LOWEST)}')}, float {m_tile}, float {literal(LOWEST)}"
+    )
+    minus = f.splat("float", f.op(f"fneg float {m_tile}"))
+    factors = f.splat("float", factor)
+
+    def weigh(i: str, acc: list[str]) -> list[str]:
+        v = f.fma(f.load(F32, f.at(s, f.shl(i, 2)), 4), factors, minus)
+        e = f.op(f"select <16 x i1> {valid(i)}, {F32} {exp(f, v)}, {F32} zeroinitializer")
+        act.store(f, e, f.at(p, f.mul(i, target.item)))
+        return [f.vec("fadd", acc[0], e)]
+
+    sums = f.loop(0, "%padded", 16, [(F32, "zeroinitializer")], weigh)[0]
+    l_tile = total(f, sums)
+    m_old, l_old = f.load("float", state, 4), f.load("float", f.at(state, 4), 4)
+    more = f.op(f"fcmp ogt float {m_tile}, {m_old}")
+    m_new = f.op(f"select i1 {more}, float {m_tile}, float {m_old}")
+    both = f.op(f"insertelement {F32} zeroinitializer, float {f.op(f'fsub float {m_old}, {m_new}')}, i64 0")
+    both = f.op(f"insertelement {F32} {both}, float {f.op(f'fsub float {m_tile}, {m_new}')}, i64 1")
+    weights = exp(f, both)
+    a, b = (f.op(f"extractelement {F32} {weights}, i64 {k}") for k in (0, 1))
+    l_new = f.op(f"fadd float {f.op(f'fmul float {l_old}, {a}')}, {f.op(f'fmul float {l_tile}, {b}')}")
+    for k, value in enumerate((m_new, l_new, a, b)):
+        f.store("float", value, f.at(state, 4 * k), 4)
+    f.ret()
+    return f.text()
+
+
+def divide(target: Target) -> str:
+    """out = o / l, in the activation dtype."""
+    f, act = Function("pl_divide", ("o", "state", "out", "count")), Act(target)
+    o, out = f.ptr("%o"), f.ptr("%out")
+    l = f.load("float", f.at(f.ptr("%state"), 4), 4)
+    inverse = f.splat("float", f.op(f"fdiv float {literal(1.0)}, {l}"))
+
+    def body(i: str, _: list[str]) -> list[str]:
+        v = f.vec("fmul", f.load(F32, f.at(o, f.shl(i, 2)), 4), inverse)
+        act.store(f, v, f.at(out, f.mul(i, target.item)))
+        return []
+
+    f.loop(0, "%count", 16, [], body)
+    f.ret()
+    return f.text()
+
+
+def rotate(target: Target) -> str:
+    """One head: RMS norm where `weight` is not 0, then the first 2 * half elements rotated. temp: float32 [dim]."""
+    f = Function("pl_rotate", ("src", "dst", "temp", "cos", "sin", "half", "dim", "weight", "eps"))
+    act = Act(target)
+    src, dst, temp, cos, sin = (f.ptr(f"%{a}") for a in ("src", "dst", "temp", "cos", "sin"))
+
+    def widen(i: str, acc: list[str]) -> list[str]:
+        v = act.load(f, f.at(src, f.mul(i, target.item)))
+        f.store(F32, v, f.at(temp, f.shl(i, 2)), 4)
+        return [f.fma(v, v, acc[0])]
+
+    squares = f.loop(0, "%dim", 16, [(F32, "zeroinitializer")], widen)[0]
+
+    def normalise() -> None:
+        scale = inverse_rms(f, squares, "%dim", f.float_of("%eps"))
+        weight = f.ptr("%weight")
+
+        def body(i: str, _: list[str]) -> list[str]:
+            place = f.at(temp, f.shl(i, 2))
+            v = f.vec("fmul", f.load(F32, place, 4), scale)
+            f.store(F32, f.vec("fmul", v, f.load(F32, f.at(weight, f.shl(i, 2)), 4)), place, 4)
+            return []
+
+        f.loop(0, "%dim", 16, [], body)
+
+    f.when(f.op("icmp ne i64 %weight, 0"), normalise)
+
+    def some(pointer: str, mask: str) -> str:
+        return f.op(
+            f"call {F32} @llvm.masked.load.v16f32.p0(ptr {pointer}, i32 4, <16 x i1> {mask}, {F32} zeroinitializer)"
+        )
+
+    def turn(i: str, _: list[str]) -> list[str]:
+        mask = below(f, lanes(f, i), "%half")
+        first = f.at(temp, f.shl(i, 2))
+        second = f.at(first, f.shl("%half", 2))
+        x1, x2 = some(first, mask), some(second, mask)
+        c, s = some(f.at(cos, f.shl(i, 2)), mask), some(f.at(sin, f.shl(i, 2)), mask)
+        y1 = f.vec("fsub", f.vec("fmul", x1, c), f.vec("fmul", x2, s))
+        y2 = f.vec("fadd", f.vec("fmul", x2, c), f.vec("fmul", x1, s))
+        for y, place in ((y1, first), (y2, second)):
+            f.do(f"call void @llvm.masked.store.v16f32.p0({F32} {y}, ptr {place}, i32 4, <16 x i1> {mask})")
+        return []
+
+    f.loop(0, "%half", 16, [], turn)
+
+    def narrow(i: str, _: list[str]) -> list[str]:
+        act.store(f, f.load(F32, f.at(temp, f.shl(i, 2)), 4), f.at(dst, f.mul(i, target.item)))
+        return []
+
+    f.loop(0, "%dim", 16, [], narrow)
+    f.ret()
+    return f.text()
+
+
+def store_key(target: Target) -> str:
+    """Spread a key over a chunk of 16 tokens: 4 bytes into each of its steps. `dst` includes the token's column."""
+    f = Function("pl_store_key", ("src", "dst", "steps"))
+    src, dst = f.ptr("%src"), f.ptr("%dst")
+
+    def body(i: str, _: list[str]) -> list[str]:
+        f.store("i32", f.load("i32", f.at(src, f.shl(i, 2)), 4), f.at(dst, f.shl(i, 6)), 4)
+        return []
+
+    f.loop(0, "%steps", 1, [], body)
+    f.ret()
+    return f.text()
+
+
+def store_value(target: Target) -> str:
+    """Put a value into token `token` (0..15) of a chunk; the first token clears the chunk, so that what an earlier
+    owner left there never meets a weight of 0 as a NaN."""
+    f = Function("pl_store_value", ("src", "dst", "token", "dim"))
+    src, dst = f.ptr("%src"), f.ptr("%dst")
+
+    def clear() -> None:
+        size = f.mul("%dim", 16 * target.item)
+        f.do(f"call void @llvm.memset.p0.i64(ptr {dst}, i8 0, i64 {size}, i1 false)")
+
+    f.when(f.op("icmp eq i64 %token, 0"), clear)
+
+    def body(i: str, _: list[str]) -> list[str]:
+        panel = f.at(dst, f.mul(i, 16 * target.item))
+        if target.item == 4:
+            f.store(F32, f.load(F32, f.at(src, f.shl(i, 2)), 4), f.at(panel, f.shl("%token", 6)), 4)
+            return []
+        place = f.at(panel, f.shl(f.op("lshr i64 %token, 1"), 6))
+        new = f.op(f"zext <16 x i16> {f.load('<16 x i16>', f.at(src, f.shl(i, 1)), 2)} to {I32}")
+        odd = f.op("trunc i64 %token to i1")
+        old = f.op(f"and {I32} {f.load(I32, place, 4)}, {f.const_i32(65535)}")
+        second = f.op(f"or {I32} {old}, {f.op(f'shl {I32} {new}, {f.const_i32(16)}')}")
+        f.store(I32, f.op(f"select i1 {odd}, {I32} {second}, {I32} {new}"), place, 4)
+        return []
+
+    f.loop(0, "%dim", 16, [], body)
+    f.ret()
+    return f.text()
+
+
+EMBED_ARGS = ("kind", "w", "scales", "column", "count", "out")
+
+
+def embed_dense(target: Target) -> str:
+    """Column `column` of a dense panel of `count` steps, to float32."""
+    f = Function(f"pl_embed_{DENSE}", EMBED_ARGS)
+    w, out = f.at(f.ptr("%w"), f.shl("%column", 2)), f.ptr("%out")
+
+    def body(i: str, _: list[str]) -> list[str]:
+        word = f.load("i32", f.at(w, f.shl(i, 6)), 4)
+        if target.item == 4:
+            f.store("i32", word, f.at(out, f.shl(i, 2)), 4)
+        else:
+            place = f.at(out, f.shl(i, 3))
+            f.store("i32", f.op(f"shl i32 {word}, 16"), place, 4)
+            f.store("i32", f.op(f"and i32 {word}, -65536"), f.at(place, 4), 4)
+        return []
+
+    f.loop(0, "%count", 1, [], body)
+    f.ret()
+    return f.text()
+
+
+def embed_packed(kind: int) -> str:
+    """Column `column` of a packed panel of `count` blocks, to float32."""
+    f = Function(f"pl_embed_{kind}", EMBED_ARGS)
+    w, scales, out = f.ptr("%w"), f.ptr("%scales"), f.ptr("%out")
+    scale_bytes, block_bytes = (64 if kind == Q4_1 else 32), (512 if kind == Q8_0 else 256)
+
+    def half(pointer: str) -> str:
+        return f.op(f"fpext half {f.load('half', pointer, 2)} to float")
+
+    def body(i: str, _: list[str]) -> list[str]:
+        place = f.at(scales, f.add(f.mul(i, scale_bytes), f.shl("%column", 1)))
+        d = half(place)
+        m = half(f.at(place, 32)) if kind == Q4_1 else ""
+        block = f.at(w, f.mul(i, block_bytes))
+        target = f.at(out, f.shl(i, 7))
+
+        def write(k: int, q: str) -> None:
+            value = f.op(f"fmul float {f.op(f'sitofp i32 {q} to float')}, {d}")
+            if m:
+                value = f.op(f"fadd float {value}, {m}")
+            f.store("float", value, f.at(target, 4 * k), 4)
+
+        if kind == Q8_0:
+            at = f.at(block, "%column")
+            for k in range(32):
+                write(k, f.op(f"sext i8 {f.load('i8', f.at(at, 16 * k), 1)} to i32"))
+            return []
+        at = f.at(block, f.shl("%column", 2))
+        for group in range(4):
+            word = f.load("i32", f.at(at, 64 * group), 4)
+            for nibble, k in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                q = f.op(f"and i32 {f.op(f'lshr i32 {word}, {4 * nibble}')}, 15")
+                if kind == Q4_0:
+                    q = f.op(f"sub i32 {q}, 8")
+                write(group * 8 + k, q)
+        return []
+
+    f.loop(0, "%count", 1, [], body)
+    f.ret()
+    return f.text()
+
+
+def block_sums(target: Target) -> str:
+    """out[b] = sum of x over block b of 32."""
+    f, act = Function("pl_block_sums", ("x", "blocks", "out")), Act(target)
+    x, out = f.ptr("%x"), f.ptr("%out")
+
+    def body(i: str, _: list[str]) -> list[str]:
+        place = f.at(x, f.mul(i, 32 * target.item))
+        v = f.vec("fadd", act.load(f, place), act.load(f, f.at(place, 16 * target.item)))
+        f.store("float", total(f, v), f.at(out, f.shl(i, 2)), 4)
+        return []
+
+    f.loop(0, "%blocks", 1, [], body)
+    f.ret()
+    return f.text()
+
+
+def copy() -> str:
+    f = Function("pl_copy", ("dst", "src", "count"))
+    f.do(f"call void @llvm.memcpy.p0.p0.i64(ptr {f.ptr('%dst')}, ptr {f.ptr('%src')}, i64 %count, i1 false)")
+    f.ret()
+    return f.text()
+
+
+def vector_module(target: Target) -> str:
+    """IR of all row operations."""
+    parts = [
+        norm(target), silu(target), softmax(target), divide(target), rotate(target), store_key(target),
+        store_value(target), embed_dense(target), block_sums(target), copy(),
+    ]  # fmt: skip
+    parts += [embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)]
+    parts.append(
+        dispatcher("pl_embed", EMBED_ARGS, "kind", {k: f"pl_embed_{k}" for k in (Q8_0, Q4_0, Q4_1, DENSE)})
+    )
+    return "\n".join(parts)

@@ -1,0 +1,152 @@
+"""The FastAPI application: routes, their documentation, and errors in one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import planaria
+from planaria.errors import RequestError
+from planaria.server import chat, completions, health, schema, tokens
+from planaria.server.config import ServerConfig
+from planaria.server.failure import failure, refused
+from planaria.server.gate import Gate
+from planaria.server.service import Service
+from planaria.server.tokenise import Tokenizer
+from planaria.wire import EngineClient
+
+_ERRORS = {
+    400: "Refused; the error names the field.",
+    401: "No valid API key.",
+    404: "No such model or path.",
+    405: "Not this method.",
+    413: "The body is too large.",
+    415: "The body is not declared as JSON.",
+    500: "The server's fault.",
+    503: "Not ready, or stopping; see Retry-After.",
+}
+
+
+def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig) -> FastAPI:
+    """The application of one server. `app.state.service` is its `Service`. Without a tokenizer, prompts are token ids."""
+    app = FastAPI(
+        title="Planaria", version=planaria.__version__, redirect_slashes=False, redoc_url=None, openapi_url="/openapi.json"
+    )
+    service = app.state.service = Service(client, tokenizer, config)
+    _routes(app)
+    app.add_exception_handler(RequestError, _on_refused)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_middleware(Gate, service=service, config=config)
+    if config.cors_origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=list(config.cors_methods),
+            allow_headers=list(config.cors_headers),
+            allow_credentials=config.cors_credentials,
+            expose_headers=["X-Request-Id"],
+        )
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _on_refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return refused(error)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path[:200]
+    words = {404: f"no such path: {method} {path}", 405: f"{method} is not allowed for {path}"}
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    status = error.status_code
+    return failure(words.get(status, str(error.detail)), status, code=codes.get(status), headers=error.headers)
+
+
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+
+
+def _routes(app: FastAPI) -> None:
+    stream = {
+        "text/event-stream": {
+            "schema": {"type": "string", "description": "With stream: true, an event a step, then data: [DONE]."}
+        }
+    }
+
+    def add(
+        path: str,
+        endpoint: Callable[[Request], Any],
+        answer: type[BaseModel] | None,
+        body: type[BaseModel] | None = None,
+        *,
+        errors: tuple[int, ...],
+        content: dict[str, Any] | None = None,
+    ) -> None:
+        ok = {**(_json(answer) if answer is not None else {}), **(content or {})}
+        responses: dict[int | str, dict[str, Any]] = {200: {"description": "OK", "content": ok}}
+        for status in errors:
+            shape = schema.Health if endpoint is health.health else schema.ErrorResponse
+            responses[status] = {"description": _ERRORS[status], "content": _json(shape)}
+        extra: dict[str, Any] = {}
+        if body is not None:
+            extra["requestBody"] = {"required": True, "content": _json(body)}
+        app.add_api_route(
+            path, endpoint, methods=["GET" if body is None else "POST"], response_model=None,
+            response_class=Response, responses=responses, openapi_extra=extra, operation_id=endpoint.__name__,
+        )  # fmt: skip
+
+    post = (400, 401, 404, 413, 415, 500, 503)
+    add(
+        "/v1/completions", completions.create_completion, schema.CompletionResponse, schema.CompletionRequest,
+        errors=post, content=stream,
+    )  # fmt: skip
+    add(
+        "/v1/chat/completions", chat.create_chat_completion, schema.ChatCompletionResponse,
+        schema.ChatCompletionRequest, errors=post, content=stream,
+    )  # fmt: skip
+    add("/tokenize", tokens.tokenize, schema.TokenizeResponse, schema.TokenizeRequest, errors=post)
+    add("/detokenize", tokens.detokenize, schema.DetokenizeResponse, schema.DetokenizeRequest, errors=post)
+    add("/v1/models", health.list_models, schema.ModelList, errors=(401, 503))
+    add("/v1/models/{model:path}", health.get_model, schema.ModelCard, errors=(401, 404, 503))
+    add("/health", health.health, schema.Health, errors=(503,))
+    add("/version", health.version, schema.Version, errors=())
+    add("/metrics", health.metrics, None, errors=(), content={"text/plain": {"schema": {"type": "string"}}})
+
+
+_MODELS: tuple[type[BaseModel], ...] = (
+    schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
+    schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
+    schema.ModelList, schema.ModelCard, schema.Health, schema.Version, schema.ErrorResponse,
+)  # fmt: skip
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The API's document. Routes read their bodies themselves, so its models are put in here."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in _MODELS], ref_template="#/components/schemas/{model}"
+        )
+        document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                for parameter in operation.get("parameters", ()):
+                    parameter.setdefault("schema", {"type": "string"})
+                if "{model:path}" in path:
+                    operation.setdefault("parameters", []).append(
+                        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                    )
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,224 @@
+"""POST /v1/chat/completions, and the prompt of a conversation (also for /tokenize)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from planaria.errors import RequestError
+from planaria.server.common import encode_json, finite, prompt_logprobs_json, sampling_params, token_text, usage_of
+from planaria.server.generation import Answer, Generation
+from planaria.server.inputs import submissions
+from planaria.server.output import Piece, RequestStream
+from planaria.server.schema import ChatCompletionRequest, Message, clip, parse
+from planaria.server.service import LONG_TEXT, Service
+from planaria.server.tokenise import Tokenizer
+from planaria.types import TokenLogprobs
+
+# Names of apply_chat_template's own arguments, and those that would bring in code or fields refused elsewhere.
+_RESERVED = frozenset({"self", "messages", "add_generation_prompt", "tools", "documents", "chat_template"})
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    service: Service = request.app.state.service
+    body = parse(ChatCompletionRequest, await request.body())
+    facts = service.admit(body.model)
+    if body.response_format is not None and body.response_format.type != "text":
+        raise RequestError(
+            f"response_format {clip(body.response_format.type)!r} is not supported; only 'text' is",
+            param="response_format", code="unsupported_parameter",
+        )  # fmt: skip
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+    max_tokens = body.max_tokens
+    if body.max_completion_tokens is not None:
+        if max_tokens not in (None, body.max_completion_tokens):
+            raise RequestError(
+                f"max_tokens ({max_tokens}) and max_completion_tokens ({body.max_completion_tokens}) disagree; give one",
+                param="max_completion_tokens", code="invalid_value",
+            )  # fmt: skip
+        max_tokens = body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
+    ids = await chat_prompt(
+        service,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
+    )
+    info = request.scope["planaria"]
+    tokenizer = service.need_tokenizer("messages")
+    submits = submissions(
+        f"chatcmpl-{info.uid}", ids, params, facts,
+        eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, priority=body.priority or 0,
+    )  # fmt: skip
+    stream = RequestStream(ids, submits, tokenizer)
+    generation = Generation(service, info, [stream], stream=bool(body.stream))
+    generation.writer = ChatWriter(service, info.uid, body, stream)
+    return Answer(generation)
+
+
+async def chat_prompt(
+    service: Service,
+    messages: list[Message],
+    *,
+    add_generation_prompt: bool,
+    variables: dict[str, Any] | None,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Token ids of a conversation in the model's chat format. Raises RequestError where the template refuses it."""
+    tokenizer = service.need_tokenizer("messages")
+    reserved = sorted(_RESERVED.intersection(variables or ()))
+    if reserved:
+        raise RequestError(
+            f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs", code="invalid_value"
+        )
+    plain: list[dict[str, Any]] = []
+    size = 0
+    for index, message in enumerate(messages):
+        if isinstance(message.content, list):
+            for at, part in enumerate(message.content):
+                if part.type != "text" or part.text is None:
+                    raise RequestError(
+                        f"messages[{index}].content[{at}]: only parts of type 'text' with a text are supported, "
+                        f"got {clip(part.type)!r}",
+                        param="messages", code="unsupported_content",
+                    )  # fmt: skip
+                size += len(part.text)
+        elif message.content is not None:
+            size += len(message.content)
+        elif message.role != "assistant":
+            raise RequestError(
+                f"messages[{index}].content is required for role {message.role!r}",
+                param="messages", code="missing_required_parameter",
+            )  # fmt: skip
+        plain.append(message.model_dump(exclude_none=True))
+
+    def render() -> list[int]:
+        try:
+            text = tokenizer.apply_chat_template(
+                plain, add_generation_prompt=add_generation_prompt, **(variables or {})
+            )
+        except RecursionError:
+            raise RequestError("messages are nested too deeply", param="messages", code="invalid_value") from None
+        return tokenizer.encode(text, add_special_tokens)
+
+    if size + 20 * len(messages) <= LONG_TEXT:
+        return render()
+    return await asyncio.to_thread(render)
+
+
+class ChatWriter:
+    """chat.completion and chat.completion.chunk objects."""
+
+    def __init__(self, service: Service, uid: str, body: ChatCompletionRequest, stream: RequestStream) -> None:
+        self.tokenizer, self.stream = service.tokenizer, stream
+        self.logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        self.prompt_logprobs = body.prompt_logprobs
+        self.token_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self.usage = options is not None and bool(options.include_usage)
+        self.continuous = options is not None and bool(options.continuous_usage_stats)
+        self.head = {
+            "id": f"chatcmpl-{uid}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": body.model or service.model_names[0],
+        }
+        count = len(stream.sequences)
+        self.started = [False] * count
+        open_head = b"data: " + encode_json(self.head)[:-1] + b',"choices":[{"index":'
+        self.openings = [open_head + b'%d,"delta":{"content":' % i for i in range(count)]
+        self.closing = (
+            b'},"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
+        )
+        self.plain = not (self.token_ids or self.continuous)
+
+    def event(self, piece: Piece) -> bytes:
+        index = piece.choice
+        opening = b""
+        if not self.started[index]:
+            self.started[index] = True
+            opening = self._role(index)
+        if self.plain and piece.finish is None and piece.logprobs is None:
+            return opening + self.openings[index] + encode_json(piece.text) + self.closing
+        choice: dict[str, Any] = {"index": index, "delta": {"content": piece.text}, "logprobs": None}
+        if piece.logprobs is not None:
+            choice["logprobs"] = self._logprobs(piece.logprobs)
+        choice["finish_reason"] = piece.finish
+        if piece.finish is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self.token_ids:
+            choice["token_ids"] = piece.tokens
+        return opening + self._chunk([choice])
+
+    def _role(self, index: int) -> bytes:
+        choice = {
+            "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+        return self._chunk([choice], first=index == 0)
+
+    def _chunk(self, choices: list[dict[str, Any]], first: bool = False) -> bytes:
+        value: dict[str, Any] = {**self.head, "choices": choices}
+        if first:
+            self._prompt_part(value)
+        if self.continuous:
+            value["usage"] = usage_of([self.stream])
+        elif self.usage:
+            value["usage"] = None
+        return b"data: " + encode_json(value) + b"\n\n"
+
+    def _prompt_part(self, value: dict[str, Any]) -> None:
+        """What is said of the prompt: once, by the first choice."""
+        if self.token_ids:
+            value["prompt_token_ids"] = self.stream.prompt
+        if self.prompt_logprobs is not None:
+            positions = self.stream.sequences[0].prompt_logprobs
+            value["prompt_logprobs"] = prompt_logprobs_json(positions, self.tokenizer)
+
+    def tail(self) -> bytes:
+        if not self.usage:
+            return b""
+        value = {**self.head, "choices": [], "usage": usage_of([self.stream])}
+        return b"data: " + encode_json(value) + b"\n\n"
+
+    def whole(self) -> bytes:
+        choices = []
+        for sequence in self.stream.sequences:
+            choice: dict[str, Any] = {
+                "index": sequence.choice,
+                "message": {"role": "assistant", "content": sequence.text, "refusal": None},
+                "logprobs": self._logprobs(sequence.logprobs) if sequence.logprobs is not None else None,
+                "finish_reason": sequence.finish,
+                "stop_reason": sequence.stop_reason,
+            }
+            if self.token_ids:
+                choice["token_ids"] = sequence.tokens
+            choices.append(choice)
+        value: dict[str, Any] = {**self.head, "choices": choices, "usage": usage_of([self.stream])}
+        self._prompt_part(value)
+        return encode_json(value)
+
+    def _logprobs(self, positions: list[TokenLogprobs]) -> dict[str, Any]:
+        tokenizer = self.tokenizer
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            return {
+                "token": token_text(token, tokenizer), "logprob": finite(logprob), "bytes": _bytes(token, tokenizer),
+            }  # fmt: skip
+
+        return {
+            "content": [
+                entry(p.token, p.logprob) | {"top_logprobs": [entry(t, v) for t, v in p.top[: self.logprobs]]}
+                for p in positions
+            ]
+        }
+
+
+def _bytes(token: int, tokenizer: Tokenizer | None) -> list[int] | None:
+    return list(tokenizer.token_bytes(token)) if tokenizer is not None else None

@@ -1,0 +1,103 @@
+"""What the two generating endpoints share: parameters out of a request, counts and log-probabilities into an answer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from planaria.errors import RequestError
+from planaria.server.output import RequestStream
+from planaria.server.schema import GenerationRequest, clip
+from planaria.server.tokenise import Tokenizer
+from planaria.types import SamplingParams, TokenLogprobs
+
+LOWEST = -9999.0  # said for log-probabilities JSON has no number for
+
+_SAME = (
+    "n", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "prompt_logprobs", "include_stop_str_in_output", "ignore_eos",
+    "skip_special_tokens",
+)  # fmt: skip
+_LISTS = ("bad_words", "stop_token_ids")
+
+encode_json = msgspec.json.Encoder().encode
+
+
+def sampling_params(request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """SamplingParams of a request; fields left out or null get the defaults. Raises RequestError."""
+    values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
+    for name in _SAME:
+        value = getattr(request, name)
+        if value is not None:
+            values[name] = value
+    for name in _LISTS:
+        value = getattr(request, name)
+        if value:
+            values[name] = tuple(value)
+    stop = request.stop
+    if stop is not None:
+        values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if request.logit_bias:
+        values["logit_bias"] = _logit_bias(request.logit_bias)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+    return SamplingParams(**values)
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    if len(given) > 1024:
+        raise RequestError(
+            f"logit_bias has {len(given)} entries; at most 1024", param="logit_bias", code="invalid_value"
+        )
+    for key, bias in given.items():
+        digits = key.removeprefix("-")
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 12):
+            raise RequestError(
+                f"logit_bias: {clip(key)!r} is not a token id", param="logit_bias", code="invalid_value"
+            )
+        found[int(key)] = bias
+    return found
+
+
+def finite(logprob: float) -> float:
+    """A log-probability JSON can carry."""
+    return logprob if math.isfinite(logprob) else LOWEST
+
+
+def usage_of(streams: list[RequestStream], *, hidden: bool = False) -> dict[str, Any]:
+    """Token counts of a request. `hidden`: what was generated is not shown and not counted."""
+    prompt = sum(s.prompt_tokens for s in streams)
+    completion = 0 if hidden else sum(s.completion_tokens for s in streams)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in streams)},
+    }
+
+
+def prompt_logprobs_json(
+    positions: list[TokenLogprobs | None] | None, tokenizer: Tokenizer | None
+) -> list[dict[str, Any] | None] | None:
+    """Of each prompt position: from token ids, as strings, to logprob, rank (from 1) and text. The first is null."""
+    if positions is None:
+        return None
+    return [None if p is None else _position(p, tokenizer) for p in positions]
+
+
+def _position(position: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(token, tokenizer)}
+
+    found = {str(position.token): entry(position.token, position.logprob, position.rank)}
+    for rank, (token, logprob) in enumerate(position.top, 1):
+        found.setdefault(str(token), entry(token, logprob, rank))
+    return found
+
+
+def token_text(token: int, tokenizer: Tokenizer | None) -> str:
+    """A token by itself; without a tokenizer its id stands for it."""
+    return f"token_id:{token}" if tokenizer is None else tokenizer.token_text(token)

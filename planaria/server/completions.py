@@ -1,0 +1,249 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from planaria.errors import RequestError
+from planaria.server.common import encode_json, finite, prompt_logprobs_json, sampling_params, token_text, usage_of
+from planaria.server.generation import Answer, Generation
+from planaria.server.inputs import submissions
+from planaria.server.output import Piece, RequestStream, Sequence
+from planaria.server.schema import CompletionRequest, parse
+from planaria.server.service import LONG_TEXT, Service
+from planaria.server.tokenise import Tokenizer
+from planaria.types import TokenLogprobs
+
+
+async def create_completion(request: Request) -> Response:
+    """Continue each prompt. Choice p x n + i is the i-th of prompt p."""
+    service: Service = request.app.state.service
+    body = parse(CompletionRequest, await request.body())
+    facts = service.admit(body.model)
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        raise RequestError(
+            f"best_of ({body.best_of}) other than n ({n}) is not supported",
+            param="best_of", code="unsupported_parameter",
+        )  # fmt: skip
+    scoring = body.max_tokens == 0
+    if scoring and not (body.echo or body.prompt_logprobs is not None):
+        raise RequestError(
+            "max_tokens must be at least 1 (0 only with echo or prompt_logprobs)",
+            param="max_tokens", code="invalid_value",
+        )  # fmt: skip
+    max_tokens = 16 if body.max_tokens is None else max(body.max_tokens, 1)
+    params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    prompts = await _prompts(service, body)
+    if len(prompts) * n > service.config.max_sequences:
+        raise RequestError(
+            f"{len(prompts)} prompts x n {n} are {len(prompts) * n} sequences; "
+            f"at most {service.config.max_sequences} in one request",
+            param="n" if n > len(prompts) else "prompt", code="invalid_value",
+        )  # fmt: skip
+    info = request.scope["planaria"]
+    tokenizer = service.tokenizer
+    eos = tokenizer.eos_ids if tokenizer is not None else service.config.eos_ids
+    streams = []
+    for index, (ids, _) in enumerate(prompts):
+        submits = submissions(
+            f"cmpl-{info.uid}-{index}", ids, params, facts,
+            eos_ids=eos, tokenizer=tokenizer, priority=body.priority or 0,
+        )  # fmt: skip
+        streams.append(RequestStream(ids, submits, tokenizer, index * n))
+    generation = Generation(service, info, streams, stream=bool(body.stream))
+    echoes = [_echo_text(ids, text, tokenizer) for ids, text in prompts] if body.echo else None
+    generation.writer = CompletionWriter(service, info.uid, body, streams, echoes, scoring)
+    return Answer(generation)
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[list[int], str | None]]:
+    """Token ids of each prompt, and its text where that was given."""
+    prompt = body.prompt
+    special = body.add_special_tokens is not False
+    if isinstance(prompt, str):
+        return [(await service.encode(prompt, special), prompt)]
+    if not prompt:
+        raise RequestError("prompt is an empty list", param="prompt", code="invalid_value")
+    if len(prompt) > service.config.max_sequences and not isinstance(prompt[0], int):
+        raise RequestError(
+            f"prompt has {len(prompt)} entries; at most {service.config.max_sequences} in one request",
+            param="prompt", code="invalid_value",
+        )  # fmt: skip
+    first = prompt[0]
+    if isinstance(first, int):
+        return [(cast("list[int]", prompt), None)]
+    if isinstance(first, list):
+        return [(ids, None) for ids in cast("list[list[int]]", prompt)]
+    texts = cast("list[str]", prompt)
+    tokenizer = service.need_tokenizer("prompt")
+    if sum(map(len, texts)) <= LONG_TEXT:
+        batch = [tokenizer.encode(text, special) for text in texts]
+    else:
+        batch = await asyncio.to_thread(tokenizer.encode_batch, texts, special)
+    return list(zip(batch, texts, strict=True))
+
+
+class CompletionWriter:
+    """text_completion objects. `echoes`: the prompts' texts, if they are to come first. `scoring`: show no output."""
+
+    def __init__(
+        self,
+        service: Service,
+        uid: str,
+        body: CompletionRequest,
+        streams: list[RequestStream],
+        echoes: list[str] | None,
+        scoring: bool,
+    ) -> None:
+        self.tokenizer, self.streams, self.echoes, self.scoring = service.tokenizer, streams, echoes, scoring
+        self.logprobs, self.prompt_logprobs = body.logprobs, body.prompt_logprobs
+        self.token_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self.usage = options is not None and bool(options.include_usage)
+        self.continuous = options is not None and bool(options.continuous_usage_stats)
+        self.head = {
+            "id": f"cmpl-{uid}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or service.model_names[0],
+        }
+        self.n = body.n or 1
+        self.started = [False] * (len(streams) * self.n)
+        open_head = b"data: " + encode_json(self.head)[:-1] + b',"choices":[{"index":'
+        self.openings = [open_head + b'%d,"text":' % i for i in range(len(self.started))]
+        self.closing = (
+            b',"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
+        )
+        self.plain = not (self.token_ids or self.continuous or scoring)
+
+    def event(self, piece: Piece) -> bytes:
+        index = piece.choice
+        if self.plain and piece.finish is None and piece.logprobs is None and self.started[index]:
+            return self.openings[index] + encode_json(piece.text) + self.closing
+        choice: dict[str, Any] = {"index": index, "text": piece.text, "logprobs": None}
+        if self.scoring:
+            choice["text"] = ""
+        elif piece.logprobs is not None:
+            choice["logprobs"] = self._logprobs(piece.logprobs, piece.offsets or [], self._base(index))
+        if self.token_ids:
+            choice["token_ids"] = [] if self.scoring else piece.tokens
+        if not self.started[index]:
+            self.started[index] = True
+            stream = self.streams[index // self.n]
+            self._begin(choice, stream, stream.sequences[index % self.n])
+        choice["finish_reason"] = piece.finish
+        if piece.finish is not None:
+            choice["stop_reason"] = piece.stop_reason
+            if self.scoring:
+                choice["finish_reason"], choice["stop_reason"] = "length", None
+        value: dict[str, Any] = {**self.head, "choices": [choice]}
+        if self.continuous:
+            value["usage"] = usage_of(self.streams, hidden=self.scoring)
+        elif self.usage:
+            value["usage"] = None
+        return b"data: " + encode_json(value) + b"\n\n"
+
+    def tail(self) -> bytes:
+        if not (self.usage or self.continuous):
+            return b""
+        value = {**self.head, "choices": [], "usage": usage_of(self.streams, hidden=self.scoring)}
+        return b"data: " + encode_json(value) + b"\n\n"
+
+    def whole(self) -> bytes:
+        choices = []
+        for stream in self.streams:
+            for sequence in stream.sequences:
+                choice: dict[str, Any] = {
+                    "index": sequence.choice,
+                    "text": "" if self.scoring else sequence.text,
+                    "logprobs": None,
+                    "finish_reason": "length" if self.scoring else sequence.finish,
+                    "stop_reason": None if self.scoring else sequence.stop_reason,
+                }
+                if self.logprobs is not None and sequence.logprobs is not None and not self.scoring:
+                    base = self._base(sequence.choice)
+                    choice["logprobs"] = self._logprobs(sequence.logprobs, sequence.offsets, base)
+                if self.token_ids:
+                    choice["token_ids"] = [] if self.scoring else sequence.tokens
+                self._begin(choice, stream, sequence)
+                choices.append(choice)
+        return encode_json({**self.head, "choices": choices, "usage": usage_of(self.streams, hidden=self.scoring)})
+
+    def _base(self, index: int) -> int:
+        return len(self.echoes[index // self.n]) if self.echoes is not None else 0
+
+    def _begin(self, choice: dict[str, Any], stream: RequestStream, sequence: Sequence) -> None:
+        """What comes before the output: the prompt's text, log-probabilities and ids, as far as asked for."""
+        if self.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_json(
+                _cut(sequence.prompt_logprobs, self.prompt_logprobs), self.tokenizer
+            )
+        if self.token_ids:
+            choice["prompt_token_ids"] = stream.prompt
+        if self.echoes is None:
+            return
+        text = self.echoes[sequence.choice // self.n]
+        choice["text"] = text + choice["text"]
+        if self.logprobs is None or sequence.prompt_logprobs is None:
+            return
+        positions = _cut(sequence.prompt_logprobs, self.logprobs) or []
+        texts = [token_text(token, self.tokenizer) for token in stream.prompt]
+        offsets, at = [], 0
+        for part in texts:
+            offsets.append(min(at, len(text)))
+            at += len(part)
+        prompt = self._logprobs(positions, offsets, 0, texts)
+        rest = choice["logprobs"]
+        choice["logprobs"] = {k: v + rest[k] for k, v in prompt.items()} if rest is not None else prompt
+
+    def _logprobs(
+        self,
+        positions: list[TokenLogprobs] | list[TokenLogprobs | None],
+        offsets: list[int],
+        base: int,
+        texts: list[str] | None = None,
+    ) -> dict[str, list[Any]]:
+        tokens: list[str] = []
+        own: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for i, position in enumerate(positions):
+            if position is None:
+                tokens.append(texts[i] if texts is not None else "")
+                own.append(None)
+                top.append(None)
+                continue
+            text = token_text(position.token, self.tokenizer)
+            tokens.append(text)
+            own.append(finite(position.logprob))
+            likeliest: dict[str, float] = {}
+            # Two tokens may look the same (parts of characters): the likelier one stands.
+            for token, logprob in position.top[: self.logprobs]:
+                likeliest.setdefault(token_text(token, self.tokenizer), finite(logprob))
+            likeliest.setdefault(text, finite(position.logprob))
+            top.append(likeliest)
+        return {
+            "tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": [base + o for o in offsets],
+        }  # fmt: skip
+
+
+def _cut(positions: list[TokenLogprobs | None] | None, top: int) -> list[TokenLogprobs | None] | None:
+    """No more alternatives than asked for: echo may have needed more of them than prompt_logprobs, or the reverse."""
+    if positions is None:
+        return None
+    return [p if p is None else TokenLogprobs(p.token, p.logprob, p.rank, p.top[:top]) for p in positions]
+
+
+def _echo_text(ids: list[int], text: str | None, tokenizer: Tokenizer | None) -> str:
+    """A prompt as text: what was given, or what its tokens say."""
+    if text is not None:
+        return text
+    return tokenizer.decode(ids, skip_special_tokens=False) if tokenizer is not None else ""

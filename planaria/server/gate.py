@@ -1,0 +1,214 @@
+"""What every HTTP request passes first: its id, the API key, the size limit, the stop of admission, and the last catch.
+
+An ASGI middleware. A body is read here, at most `max_body_bytes` of it, before any route sees the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from planaria.server.config import ServerConfig
+from planaria.server.failure import failure
+from planaria.server.service import Service
+
+logger = logging.getLogger("planaria.server")
+
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # no key, and answered while draining
+LINGER_BYTES = 64 << 20  # of a body that is too large, read and dropped so that the client hears why
+LINGER_SECONDS = 10.0
+_SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
+_LOOPBACK = ("127.", "::1", "::ffff:127.")
+
+
+class RequestInfo:
+    """What is known of an HTTP request outside its route."""
+
+    __slots__ = ("arrival", "id", "logged", "path", "status", "uid")
+
+    def __init__(self, id: str, uid: str, path: str) -> None:
+        self.id, self.uid, self.path = id, uid, path
+        self.arrival = time.perf_counter()
+        self.logged = False
+        self.status = 0
+
+
+class Keys:
+    """API keys, compared in constant time."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accepts(self, header: bytes | None) -> bool:
+        """Whether an Authorization header carries one of the keys."""
+        scheme, _, key = (header or b"").strip().partition(b" ")
+        given = hashlib.sha256(key.strip()).digest()
+        found = False
+        for digest in self._digests:
+            found |= hmac.compare_digest(digest, given)
+        return found and scheme.lower() == b"bearer"
+
+
+class TooLarge(Exception):
+    """The body is over the limit."""
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, service: Service, config: ServerConfig) -> None:
+        self.app, self.service, self.config = app, service, config
+        self.keys = Keys(config.api_keys)
+        self.admin = Keys([config.admin_key] if config.admin_key else [])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        uid = uuid.uuid4().hex
+        given = headers.get(b"x-request-id")
+        id = given.decode() if given is not None and _SAFE_ID.match(given) else uid
+        info = RequestInfo(id, uid, scope["path"])
+        scope["planaria"] = info
+        id_header = (b"x-request-id", id.encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                info.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), id_header]
+            await send(message)
+
+        open_path = scope["path"] in OPEN_PATHS
+        if not open_path:
+            self.service.enter()
+        try:
+            await self._pass(scope, headers, open_path, receive, send_with_id)
+        except Exception:
+            logger.exception("%s %s: internal error", id, clean(info.path))
+            if info.status:
+                raise  # the answer has begun: the connection is cut, which is all that can still be said
+            await failure("internal error; the server's log has the details", 500, code="internal_error")(
+                scope, receive, send_with_id
+            )
+        finally:
+            if not open_path:
+                self.service.leave()
+            if not info.logged:
+                level = logging.DEBUG if open_path or info.status < 400 else logging.INFO
+                logger.log(
+                    level, "%s %s %s: status %d, %.3f s",
+                    id, scope["method"], clean(info.path), info.status, time.perf_counter() - info.arrival,
+                )  # fmt: skip
+
+    async def _pass(
+        self, scope: Scope, headers: dict[bytes, bytes], open_path: bool, receive: Receive, send: Send
+    ) -> None:
+        if not open_path:
+            refusal = self._refusal(scope, headers)
+            if refusal is not None:
+                await refusal(scope, receive, send)
+                return
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = await self._read(headers, receive)
+        except TooLarge:
+            limit = self.config.max_body_bytes
+            answer = failure(
+                f"the request's body is over {limit} bytes", 413, code="request_too_large",
+                headers={"Connection": "close"},
+            )  # fmt: skip
+            await answer(scope, receive, send)
+            return
+        if body is None:
+            return
+        replayed = False
+
+        async def receive_body() -> Message:
+            nonlocal replayed
+            if replayed:
+                return await receive()
+            replayed = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, receive_body, send)
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
+        authorization = headers.get(b"authorization")
+        if scope["path"].startswith("/admin"):
+            if self.admin:
+                if not self.admin.accepts(authorization):
+                    return _unauthorized("the admin key")
+            elif not (scope.get("client") or ("",))[0].startswith(_LOOPBACK):
+                return failure(
+                    "admin routes are open on loopback only, unless the server has an admin key", 403,
+                    code="admin_only",
+                )  # fmt: skip
+        elif self.keys and not self.keys.accepts(authorization):
+            return _unauthorized("an API key")
+        if self.service.draining:
+            return failure(self.service.draining, 503, code="not_ready", headers={"Connection": "close"})
+        return None
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """The whole body; None if the client left before its end. Raises TooLarge, having read on for a while.
+
+        An answer sent while the client still writes would be lost with the connection, so what is too large is
+        read and dropped, up to a limit.
+        """
+        limit = self.config.max_body_bytes
+        declared = headers.get(b"content-length", b"")
+        size = 0
+        parts: list[bytes] = []
+        too_large = declared.isdigit() and int(declared[:20]) > limit
+        if too_large and int(declared[:20]) > LINGER_BYTES:
+            raise TooLarge
+        deadline = time.monotonic() + LINGER_SECONDS
+        while True:
+            if too_large:
+                try:
+                    message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.0))
+                except TimeoutError:
+                    raise TooLarge from None
+            else:
+                message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit and not too_large:
+                too_large = True
+                deadline = time.monotonic() + LINGER_SECONDS
+            if too_large:
+                parts.clear()
+                if size > LINGER_BYTES:
+                    raise TooLarge
+            else:
+                parts.append(chunk)
+            if not message.get("more_body", False):
+                if too_large:
+                    raise TooLarge
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _unauthorized(what: str) -> ASGIApp:
+    return failure(
+        f"{what} is needed: send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )  # fmt: skip
+
+
+def clean(path: str) -> str:
+    """A path for a log line: one line, not long."""
+    return path[:200].encode("unicode_escape").decode("ascii")

@@ -1,0 +1,240 @@
+"""One HTTP request's open sequences: between the engine's sinks and the ASGI connection.
+
+Deltas arrive in the event loop and become bytes (streaming) or are gathered (not streaming) right there; the
+request's task is woken only to write. Whatever way it ends (done, error, client gone, server stopping), `close`
+runs and the engine is told of every sequence that still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from planaria.server.failure import error_body, failure
+from planaria.server.gate import RequestInfo
+from planaria.server.output import Piece, RequestStream, Sequence
+from planaria.server.service import Service, logger
+from planaria.types import Delta, FinishReason
+
+DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Writer(Protocol):
+    """The shape of an endpoint's answer."""
+
+    def event(self, piece: Piece) -> bytes:
+        """Server-sent events for a piece: one, and before a choice's first whatever introduces it."""
+        ...
+
+    def tail(self) -> bytes:
+        """Events after the last piece of all choices, without [DONE]."""
+        ...
+
+    def whole(self) -> bytes:
+        """The complete answer, as JSON."""
+        ...
+
+
+class Generation:
+    """The sequences of one request and what has come of them."""
+
+    def __init__(self, service: Service, info: RequestInfo, streams: list[RequestStream], *, stream: bool) -> None:
+        self.service, self.info, self.streams, self.streaming = service, info, streams, stream
+        self.writer: Writer
+        self.buffer: list[bytes] = []
+        self.left = sum(len(s.sequences) for s in streams)
+        self.error: tuple[str, int, str] | None = None  # message, status, code
+        self.gone = False  # the client is
+        self.first_token: float | None = None
+        self._last: dict[str, float] = {}  # sequence id -> time of its last delta
+        self._waiter: asyncio.Future[None] | None = None
+
+    # -- engine side
+
+    def start(self) -> None:
+        """Submit everything. Raises what the client raises, after taking back what it took."""
+        self.service.opened(self)
+        client = self.service.client
+        for stream in self.streams:
+            for sequence in stream.sequences:
+                if self.error is None:  # a dead engine answers from within `submit`
+                    client.submit(sequence.submit, self._sink(sequence))
+
+    def _sink(self, sequence: Sequence) -> Callable[[Delta], None]:
+        def sink(delta: Delta) -> None:
+            try:
+                self._take(sequence, delta)
+            except Exception:
+                # A sink must not raise: the client would drop other requests' deltas.
+                logger.exception("%s: failed to take in a delta", self.info.id)
+                self.fail("internal error while making the answer", 500, "internal_error")
+
+        return sink
+
+    def _take(self, sequence: Sequence, delta: Delta) -> None:
+        piece = sequence.push(delta)
+        if piece is None or self.error is not None or self.gone:
+            return
+        metrics = self.service.metrics
+        now = time.perf_counter()
+        if piece.tokens:
+            metrics.generation_tokens += len(piece.tokens)
+            last = self._last.get(sequence.id)
+            if last is not None:
+                metrics.itl.observe(now - last)
+            else:
+                metrics.ttft.observe(now - self.info.arrival)
+                metrics.prompt_tokens += len(sequence.submit.prompt)
+                if self.first_token is None:
+                    self.first_token = now
+            self._last[sequence.id] = now
+        if piece.finish is not None:
+            self.left -= 1
+            metrics.success[piece.finish] += 1
+            metrics.e2e.observe(now - self.info.arrival)
+            if piece.cancel:
+                self.service.client.cancel(sequence.id)
+            if piece.error is not None:
+                aborted = piece.finish is FinishReason.ABORT
+                self.fail(piece.error, 503 if aborted else 500, "aborted" if aborted else "engine_error")
+                return
+        if self.streaming:
+            self.buffer.append(self.writer.event(piece))
+            self._wake()
+        elif not self.left:
+            self._wake()
+
+    def fail(self, message: str, status: int, code: str) -> None:
+        """End the request with an error; its client is told, the engine too."""
+        if self.error is None and not self.finished:
+            self.error = (message, status, code)
+            self._stop()
+        self._wake()
+
+    def _stop(self) -> None:
+        for stream in self.streams:
+            for sequence in stream.sequences:
+                if sequence.finish is None:
+                    sequence.fail("aborted", FinishReason.ABORT)
+                    self.service.metrics.success[FinishReason.ABORT] += 1
+                    self.service.client.cancel(sequence.id)
+
+    @property
+    def finished(self) -> bool:
+        return not self.left
+
+    def close(self) -> None:
+        """Tell the engine of everything that still runs. Idempotent."""
+        self._stop()
+        self.service.closed(self)
+
+    # -- client side
+
+    async def wait(self) -> None:
+        """Until there is something to write, or the end, an error or the client's leaving."""
+        while not (self.buffer or not self.left or self.error is not None or self.gone):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def watch(self, receive: Receive) -> None:
+        """Free everything the moment the client is gone."""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+        if self.left and self.error is None:
+            self.gone = True
+            self._stop()
+            self._wake()
+
+    def log(self) -> None:
+        """The request's one line."""
+        info = self.info
+        info.logged = True
+        now = time.perf_counter()
+        prompt = sum(s.prompt_tokens for s in self.streams)
+        output = sum(s.completion_tokens for s in self.streams)
+        first = f"{(self.first_token - info.arrival) * 1e3:.0f} ms" if self.first_token is not None else "-"
+        if self.gone:
+            reason = "client disconnected"
+        elif self.error is not None:
+            reason = f"error: {self.error[0]}"
+        else:
+            reasons = dict.fromkeys(str(q.finish) for s in self.streams for q in s.sequences)
+            reason = "+".join(reasons)
+        logger.info(
+            "%s %s: %d tokens in, %d out, ttft %s, %.3f s, %s",
+            info.id, info.path, prompt, output, first, now - info.arrival, reason,
+        )  # fmt: skip
+
+
+class Answer(Response):
+    """Runs a generation and writes its answer, streamed or whole."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.background = None
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self.generation
+        watcher: asyncio.Task[None] | None = None
+        try:
+            generation.start()
+            watcher = asyncio.get_running_loop().create_task(generation.watch(receive))
+            await generation.wait()
+            if generation.error is not None and not generation.buffer:
+                message, status, code = generation.error
+                await failure(message, status, code=code)(scope, receive, send)
+            elif generation.gone:
+                return
+            elif generation.streaming:
+                await self._stream(send)
+            else:
+                body = generation.writer.whole()
+                headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": body})
+        finally:
+            generation.close()
+            if watcher is not None:
+                watcher.cancel()
+            generation.log()
+
+    async def _stream(self, send: Send) -> None:
+        generation = self.generation
+        buffer = generation.buffer
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        while not generation.gone:
+            if buffer:
+                chunk = buffer[0] if len(buffer) == 1 else b"".join(buffer)
+                buffer.clear()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            elif generation.error is not None:
+                message, status, code = generation.error
+                event = msgspec.json.encode(error_body(message, status, None, code))
+                await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n" + DONE})
+                return
+            elif generation.finished:
+                await send({"type": "http.response.body", "body": generation.writer.tail() + DONE})
+                return
+            else:
+                await generation.wait()

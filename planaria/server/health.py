@@ -1,0 +1,91 @@
+"""GET /health, /version, /v1/models, /metrics. Health means progress, and the body says why it isn't given.
+
+Live: the event loop turns (the answer is the proof) and the engine has not ended. Ready: it can admit. Progressing:
+nothing is queued, or steps are being taken.
+"""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import planaria
+from planaria.errors import RequestError
+from planaria.server.common import encode_json
+from planaria.server.failure import RETRY_AFTER
+from planaria.server.service import Service
+
+
+def health_of(service: Service) -> dict[str, object]:
+    """The body of /health."""
+    client = service.client
+    live = client.dead is None
+    why = service.not_ready()
+    progressing = live
+    stats = client.stats
+    if live and (service.open or stats.running or stats.waiting):
+        moved = max(client.last_progress, service.busy_since)
+        still = time.monotonic() - moved
+        if still > service.config.stall_timeout:
+            progressing = False
+            stalled = (
+                f"no step for {still:.0f} s with {stats.running} sequences running and {stats.waiting} waiting"
+            )
+            why = f"{why}; {stalled}" if why else stalled
+    return {"live": live, "ready": not service.not_ready(), "progressing": progressing, "why": why or "ok"}
+
+
+async def health(request: Request) -> Response:
+    """Whether requests can be sent here: 200 if live, ready and progressing, else 503."""
+    body = health_of(request.app.state.service)
+    good = body["live"] and body["ready"] and body["progressing"]
+    return Response(
+        encode_json(body),
+        200 if good else 503,
+        None if good else {"Retry-After": RETRY_AFTER},
+        "application/json",
+    )
+
+
+async def version(request: Request) -> Response:
+    """The server's version."""
+    return Response(encode_json({"version": planaria.__version__}), media_type="application/json")
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics."""
+    service: Service = request.app.state.service
+    body, content_type = service.metrics.exposition(request.headers.get("accept", ""))
+    return Response(body, headers={"Content-Type": content_type})
+
+
+def _cards(service: Service) -> list[dict[str, object]]:
+    facts = service.admit(None)
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "planaria",
+            "root": service.config.model_path or facts.model,
+            "max_model_len": facts.max_model_len,
+        }
+        for name in service.model_names
+    ]
+
+
+async def list_models(request: Request) -> Response:
+    """The names this server answers to; 503 until the model can be used."""
+    data = _cards(request.app.state.service)
+    return Response(encode_json({"object": "list", "data": data}), media_type="application/json")
+
+
+async def get_model(request: Request) -> Response:
+    """One of them."""
+    name = request.path_params["model"]
+    for card in _cards(request.app.state.service):
+        if card["id"] == name:
+            return Response(encode_json(card), media_type="application/json")
+    raise RequestError(f"model {name[:200]!r} is not served here", param="model", code="model_not_found", status=404)

@@ -1,0 +1,147 @@
+"""From a prompt and SamplingParams to what an engine is asked: checks, limits, seeds. Used by `LLM` and the server.
+
+Nothing reaches an engine that this module hasn't accepted, so one bad request costs no other anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Protocol
+
+import msgspec
+
+from planaria.errors import RequestError
+from planaria.types import SEED_LIMIT, SamplingParams
+from planaria.wire import EngineFacts, Submit
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer needed here."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+
+def draw_seed() -> int:
+    """A seed for a request that brought none."""
+    return secrets.randbelow(SEED_LIMIT)
+
+
+def child_seed(seed: int, child: int) -> int:
+    """The seed of choice `child` of a request: its own for the first, a hash of it and the index for the others.
+
+    Every prompt of a batch starts from the request's seed, so a prompt's choices don't depend on its neighbours.
+    """
+    if child == 0:
+        return seed % SEED_LIMIT
+    digest = hashlib.blake2b(b"%d/%d" % (seed, child), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % SEED_LIMIT
+
+
+def bad_words_ids(words: tuple[str, ...], tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that spell the words, at the start of a text and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        for text in (bare, " " + bare):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if ids:
+                found[ids] = None
+    return tuple(found)
+
+
+def check_prompt(prompt: list[int], facts: EngineFacts) -> None:
+    """Raise RequestError for a prompt that is empty, too long or has ids outside the vocabulary."""
+    if not prompt:
+        raise RequestError("prompt is empty: it needs at least one token", param="prompt", code="invalid_value")
+    limit = facts.max_model_len
+    if len(prompt) >= limit:
+        raise RequestError(
+            f"prompt has {len(prompt)} tokens; with at least one token to generate, this model's length of {limit} "
+            "tokens is exceeded",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= facts.vocab_size:
+        wrong = low if low < 0 else high
+        raise RequestError(
+            f"prompt has token id {_number(wrong)}; ids of this model are 0 to {facts.vocab_size - 1}",
+            param="prompt",
+            code="invalid_value",
+        )
+
+
+def resolve_max_tokens(prompt: list[int], params: SamplingParams, facts: EngineFacts) -> int:
+    """How many tokens a choice may have at most; raises RequestError if there is no room for them."""
+    limit = min(facts.max_model_len, facts.num_blocks * facts.block_size or facts.max_model_len)
+    what = "this model's length" if limit == facts.max_model_len else "the KV cache of this engine"
+    room = limit - len(prompt)
+    if room < 1:
+        raise RequestError(
+            f"prompt has {len(prompt)} tokens; {what} is {limit} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    wanted = params.max_tokens if params.max_tokens is not None else room
+    if wanted > room:
+        raise RequestError(
+            f"prompt ({len(prompt)} tokens) and max_tokens ({wanted}) are {len(prompt) + wanted} tokens; "
+            f"{what} is {limit} tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if params.min_tokens > wanted:
+        raise RequestError(
+            f"min_tokens ({params.min_tokens}) is more than the {wanted} tokens there is room for",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    return wanted
+
+
+def submissions(
+    request_id: str,
+    prompt: list[int],
+    params: SamplingParams,
+    facts: EngineFacts,
+    *,
+    eos_ids: tuple[int, ...],
+    tokenizer: Encoder | None,
+    seed: int | None = None,
+    priority: int = 0,
+) -> list[Submit]:
+    """One Submit for each of the request's `n` choices; their ids are `request_id` and "-" and the choice.
+
+    `seed` stands in for `params.seed` where that is None (None too: one is drawn). Raises RequestError.
+    """
+    params.verify(facts.vocab_size)
+    check_prompt(prompt, facts)
+    if tokenizer is None and (params.stop or params.bad_words):
+        raise RequestError(
+            "stop strings and bad words need a tokenizer, and this engine runs without one; use stop_token_ids",
+            param="stop" if params.stop else "bad_words",
+            code="unsupported_parameter",
+        )
+    max_tokens = resolve_max_tokens(prompt, params, facts)
+    if params.bad_words and tokenizer is not None:
+        ids = params.bad_words_ids + bad_words_ids(params.bad_words, tokenizer)
+        params = msgspec.structs.replace(params, bad_words_ids=ids)
+    base = params.seed if params.seed is not None else seed if seed is not None else draw_seed()
+    child = msgspec.structs.replace(params, n=1) if params.n > 1 else params
+    return [
+        Submit(
+            id=f"{request_id}-{index}",
+            prompt=prompt,
+            params=child,
+            seed=child_seed(base, index),
+            max_tokens=max_tokens,
+            eos_ids=() if params.ignore_eos else eos_ids,
+            priority=priority,
+        )
+        for index in range(params.n)
+    ]
+
+
+def _number(value: int) -> str:
+    return str(value) if abs(value) < 10**20 else "of more than 20 digits"

@@ -1,0 +1,393 @@
+"""Requests and answers of the HTTP API, as pydantic models: they check what comes in and are the OpenAPI document.
+
+The rule for fields: one that would change the answer and isn't supported is refused by name, unless it carries
+the value that means "off" (`NEUTRAL`); a name nobody knows is refused too, with the nearest known one, because
+a mistyped `max_token` that is silently dropped costs its user more than an error does. Answers are not built from these
+models at run time; `sse.py`, `completions.py` and `chat.py` write JSON directly.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from planaria.errors import RequestError
+
+INT63 = 2**63
+MAX_LIST = 1024  # entries of stop_token_ids, logit_bias, bad_words
+MAX_MESSAGES = 100_000
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+# The last word about token ids is the vocabulary's (inputs.py); a list of them is only checked for its shape here.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+Size = Annotated[int, Field(ge=0, lt=2**31)]
+JsonObject = dict[str, Any]
+
+
+class Strict(BaseModel):
+    """Nothing is converted, nothing unknown is accepted, numbers are finite."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), regex_engine="rust-regex"
+    )
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(None, description="Send token counts in a last event with no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="Send token counts with every event.")
+
+
+class ResponseFormat(Strict):
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
+    type: str = Field(description="Only `text` is supported.", json_schema_extra={"enum": ["text"]})
+
+
+class GenerationRequest(Strict):
+    """What completions and chat completions have in common. `null` always means the default."""
+
+    model: str | None = Field(None, description="One of /v1/models; left out: the first of them.", examples=["smollm2"])
+    n: int | None = Field(None, ge=1, le=128, description="Choices for each prompt; 1 if left out.")
+    max_tokens: Size | None = None
+    min_tokens: Size | None = Field(None, description="Nothing ends a choice before it has so many tokens.")
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 if left out.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="From token ids (as strings) to a number added to the logit.", examples=[{"50": -100}]
+    )
+    bad_words: list[str] | None = Field(None, max_length=MAX_LIST)
+    stop: str | list[str] | None = Field(None, description="Up to 16 strings that end a choice.")
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_LIST)
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; true if left out.")
+    seed: int | None = Field(
+        None, ge=-INT63, lt=INT63,
+        description="Makes sampling repeatable. Choice i > 0 uses a seed derived from it and i; drawn if left out.",
+    )  # fmt: skip
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    priority: int | None = Field(
+        None, ge=-(2**31), lt=2**31, description="Lower runs first under the priority policy; 0 if left out."
+    )
+    return_token_ids: bool | None = Field(None, description="Add `token_ids` to choices and `prompt_token_ids`.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Accepted, not used.")
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | Texts | TokenIds | TokenIdLists = Field(
+        description="Text, token ids, or a list of either.",
+        examples=["The capital of France is"],
+    )  # fmt: skip
+    echo: bool | None = Field(None, description="Begin the text with the prompt.")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = Field(None, ge=1, le=128, description="Only as many as `n`.")
+    add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its own (BOS); true if left out.")
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
+    type: str = Field(description="Only `text` is supported.", json_schema_extra={"enum": ["text"]})
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One message. Fields not named here are given to the model's chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: Size | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs `logprobs`.")
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn; true if left out.")
+    chat_template_kwargs: JsonObject | None = Field(None, description="Further variables of the chat template.")
+
+
+class TokenizeRequest(Strict):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = Field(None, description="Left out: true for a prompt, false for messages.")
+    add_generation_prompt: bool | None = Field(None, description="For messages; true if left out.")
+    chat_template_kwargs: JsonObject | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: TokenIds = Field(examples=[[504, 3575, 282]])
+
+
+# Answers. Documentation, and what the tests hold answers against.
+
+
+class ErrorDetail(Strict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Strict):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Strict):
+    cached_tokens: int
+
+
+class Usage(Strict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(Strict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Strict):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(Strict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(Strict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None
+
+
+class TopLogprob(Strict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Strict):
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(Strict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Strict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(Strict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(Strict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(Strict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeResponse(Strict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(Strict):
+    prompt: str
+
+
+class Health(Strict):
+    live: bool
+    ready: bool
+    progressing: bool
+    why: str
+
+
+class Version(Strict):
+    version: str
+
+
+# Reading a request.
+
+# Fields that exist elsewhere in the OpenAI API or in servers like it, and their values that ask for nothing.
+# A single `...` accepts every value: the field never changes an answer.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "metadata": (...,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "safety_identifier": (...,),
+    "prompt_cache_key": (...,),
+    "prompt_cache_retention": (...,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (...,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "documents": ([],),
+    "add_special_tokens": (False,),
+}
+
+# What a field takes, where pydantic's own words about a union would be about its branches.
+_RULES = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "stop": "a string or a list of strings",
+    "logit_bias": "a map from token ids, as strings, to numbers between -100 and 100",
+    "tokens": "a list of token ids",
+}
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def parse(model: type[M], body: bytes) -> M:
+    """`body` as JSON, checked; raises RequestError naming the field."""
+    try:
+        value = msgspec.json.decode(body)
+    except UnicodeDecodeError as e:
+        raise RequestError(f"the request's body is not UTF-8 (byte {e.start})", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError("the request's body is nested too deeply", code="invalid_json") from None
+    except (msgspec.DecodeError, ValueError) as e:
+        raise RequestError(f"the request's body is not valid JSON: {e}", code="invalid_json") from None
+    if type(value) is not dict:
+        raise RequestError("the request's body must be a JSON object", code="invalid_type")
+    known = model.model_fields
+    for name in [name for name in value if name not in known]:
+        _take_out(value, name, list(known))
+    try:
+        return model.model_validate(value)
+    except ValidationError as e:
+        raise _explain(e) from None
+
+
+def _take_out(value: JsonObject, name: str, known: list[str]) -> None:
+    """Drop a field that asks for nothing; raise for any other that `known` lacks."""
+    if name in NEUTRAL:
+        given = value.pop(name)
+        if given is None or NEUTRAL[name] == (...,) or any(_same(given, off) for off in NEUTRAL[name]):
+            return
+        raise RequestError(
+            f"{clip(name)} is not supported by this server; leave it out", param=name, code="unsupported_parameter"
+        )
+    near = difflib.get_close_matches(name[:64], known, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise RequestError(f"unknown field {clip(name)!r}{hint}", param=clip(name), code="unknown_parameter")
+
+
+def _same(a: object, b: object) -> bool:
+    return type(a) is type(b) and a == b
+
+
+def _explain(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = first["loc"]
+    field = str(place[0]) if place else None
+    if first["type"] == "missing":
+        message, code = f"{field} is required", "missing_required_parameter"
+    elif field in _RULES:
+        message, code = f"{field} must be {_RULES[field]}", "invalid_type"
+    else:
+        # Names of union branches look like types ("list[str]", "Message"); they are no part of the path.
+        path = "".join(
+            f"[{p}]" if isinstance(p, int) else f".{p}"
+            for p in place
+            if isinstance(p, int) or (p.isidentifier() and p not in ("str", "int", "float", "bool"))
+        ).lstrip(".")
+        message, code = f"{clip(path)}: {first['msg']}", "invalid_value"
+        if first["type"] == "extra_forbidden":
+            message, code = f"unknown field {clip(path)!r}", "unknown_parameter"
+        return RequestError(message, param=clip(path) or None, code=code)
+    return RequestError(message, param=field, code=code)
+
+
+def clip(text: str, limit: int = 80) -> str:
+    """Text from a request, short enough to be said back."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"

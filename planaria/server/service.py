@@ -1,0 +1,117 @@
+"""What all routes of one server share: the engine's client, the tokenizer, what is open, and whether it may admit.
+
+The rule kept here: from the moment of `drain` nothing new is admitted, and `idle` is set once nothing is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from planaria.errors import RequestError
+from planaria.server.config import ServerConfig
+from planaria.server.metrics import Metrics
+from planaria.server.tokenise import Tokenizer
+from planaria.wire import EngineClient, EngineFacts
+
+if TYPE_CHECKING:
+    from planaria.server.generation import Generation
+
+logger = logging.getLogger("planaria.server")
+
+LONG_TEXT = 2000  # characters from which a text is tokenised in a thread
+
+
+class Service:
+    """The state of one server."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig) -> None:
+        self.client, self.tokenizer, self.config = client, tokenizer, config
+        self.metrics = Metrics(lambda: client.stats, lambda: self.model_names[0])
+        self.created = int(time.time())
+        self.draining = ""  # the reason, for those who are turned away
+        self.open: dict[Generation, None] = {}
+        self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty
+        self.requests = 0  # HTTP requests being answered
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        names = self.config.served_model_names
+        if names:
+            return names
+        facts = self.client.facts
+        return (facts.model,) if facts is not None else ("unknown",)
+
+    def not_ready(self) -> str:
+        """Why nothing can be admitted now, or ""."""
+        if self.draining:
+            return self.draining
+        if self.client.dead is not None:
+            return f"the engine has ended: {self.client.dead.message}"
+        if self.client.facts is None:
+            return "the model is still being loaded"
+        return ""
+
+    def admit(self, model: str | None) -> EngineFacts:
+        """The engine's facts, if a request for `model` can be taken; raises RequestError (503, 404)."""
+        why = self.not_ready()
+        facts = self.client.facts
+        if why or facts is None:
+            raise RequestError(why, code="not_ready", status=503)
+        if model is not None and model not in self.model_names:
+            names = ", ".join(self.model_names)
+            raise RequestError(
+                f"model {model[:200]!r} is not served here; there is: {names}",
+                param="model", code="model_not_found", status=404,
+            )  # fmt: skip
+        return facts
+
+    def need_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                "this server runs without a tokenizer (--skip-tokenizer-init): only /v1/completions with token ids works",
+                param=param, code="unsupported_parameter",
+            )  # fmt: skip
+        return self.tokenizer
+
+    async def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+        """Token ids of a text; a long one is done in a thread so that other requests go on."""
+        tokenizer = self.need_tokenizer(param)
+        if len(text) <= LONG_TEXT:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    # -- what is open
+
+    def enter(self) -> None:
+        """An HTTP request begins to be answered."""
+        self.requests += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self.requests -= 1
+        if not self.requests:
+            self.idle.set()
+
+    def opened(self, generation: Generation) -> None:
+        if not self.open:
+            self.busy_since = time.monotonic()
+        self.open[generation] = None
+
+    def closed(self, generation: Generation) -> None:
+        self.open.pop(generation, None)
+
+    def drain(self, reason: str) -> None:
+        """Admit nothing from now on."""
+        self.draining = self.draining or reason
+
+    def abort_all(self, message: str, status: int = 503, code: str = "aborted") -> int:
+        """Answer everything open with an error; returns how many requests that were."""
+        victims = list(self.open)
+        for generation in victims:
+            generation.fail(message, status, code)
+        return len(victims)
