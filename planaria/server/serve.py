@@ -1,0 +1,225 @@
+"""Running the application: the socket, the line that says it is ready, signals, the end.
+
+The order at the end is the rule here: stop admitting, let what runs finish (or abort it), close connections,
+and only then return. The caller closes the engine's client afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from planaria.errors import CapacityError, ConfigError, EngineDead, ModelError
+from planaria.server.app import create_app
+from planaria.server.config import ServerConfig
+from planaria.server.service import Service
+from planaria.server.tokenise import Tokenizer
+from planaria.wire import EngineClient
+
+logger = logging.getLogger("planaria.server")
+
+LAST_ANSWERS = 5.0  # seconds aborted requests get to be told
+ENGINE_LAST_WORDS = 1.0  # seconds after an engine's death for its answers to be written
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The listening socket's bound socket; port 0 takes any free one. Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as e:
+        raise ConfigError("--host", config.host, f"can't be resolved ({e})") from None
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.set_inheritable(False)
+    except OSError as e:
+        sock.close()
+        raise ConfigError(
+            "--port", config.port, f"can't listen on {config.host}: {e.strerror or e}", "choose another, or 0 for any"
+        ) from None
+    return sock
+
+
+def url_of(sock: socket.socket, config: ServerConfig) -> str:
+    """The address to print."""
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if config.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its own signal handling, and looking after the engine at each of its ticks (10 a second)."""
+
+    on_each_tick: Callable[[], None]
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        self.accepting.set()
+        self.on_each_tick()
+        return await super().on_tick(counter)
+
+
+class Lifecycle:
+    """From the first signal, or the engine's death, to the exit code."""
+
+    def __init__(self, service: Service, server: _Server) -> None:
+        self.service, self.server = service, server
+        self.code = 0
+        self._ending: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+        server.on_each_tick = self.look_at_engine
+
+    def on_signal(self, number: int) -> None:
+        """The first stops admission and drains; the second aborts what is open."""
+        name = signal.Signals(number).name
+        if self._ending is None:
+            self.service.drain("the server is shutting down")
+            logger.info("%s: no new requests; %d open", name, self.service.requests)
+            self._ending = asyncio.get_running_loop().create_task(self._drain())
+        elif not self._hurry.is_set():
+            logger.warning("%s again: aborting %d open requests", name, self.service.requests)
+            self.code = 128 + number
+            self._hurry.set()
+
+    async def _drain(self) -> None:
+        service = self.service
+        idle = asyncio.ensure_future(service.idle.wait())
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        timeout = service.config.shutdown_timeout
+        await asyncio.wait({idle, hurry}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not idle.done():
+            if not self._hurry.is_set():
+                logger.warning("%d requests still open after %g s: aborted", service.requests, timeout)
+            service.abort_all("the server is shutting down; the request was aborted")
+            await asyncio.wait({idle}, timeout=LAST_ANSWERS)
+        idle.cancel()
+        hurry.cancel()
+        self.server.should_exit = True
+
+    def look_at_engine(self) -> None:
+        """The engine is dead: nothing will come any more, so say it to everyone and end."""
+        dead = self.service.client.dead
+        if dead is None or self.code == 1:
+            return
+        self.code = 1
+        logger.error("the engine has ended: %s", dead.message)
+        if dead.detail:
+            logger.error("%s", dead.detail)
+        self.service.drain(f"the engine has ended: {dead.message}")
+        self.service.abort_all(f"the engine has ended: {dead.message}", 500, "engine_error")
+        self._ending = asyncio.get_running_loop().create_task(self._after_death())
+
+    async def _after_death(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.service.idle.wait(), ENGINE_LAST_WORDS)
+        self.server.should_exit = True
+
+
+async def serve(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    config: ServerConfig,
+    *,
+    started: float | None = None,
+    sock: socket.socket | None = None,
+    announce: Callable[[str], None] | None = None,
+    signals: bool = True,
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Serve until a signal or the engine's death; returns the exit code.
+
+    0 after a first SIGTERM or SIGINT, 128 + the signal's number after a second, 1 if the engine died. `started`:
+    time.monotonic() of the process's start, for the line that says it is ready. `sock`: already bound (by `bind`).
+    `stop`: setting it is a first SIGTERM, for those who run this inside a program of theirs.
+    Raises ModelError, CapacityError or EngineDead if the engine never becomes ready, ConfigError for options.
+    """
+    started = time.monotonic() if started is None else started
+    config.verify()
+    sock = bind(config) if sock is None else sock
+    app = create_app(client, tokenizer, config)
+    service: Service = app.state.service
+    try:
+        settings = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+            timeout_keep_alive=int(config.keep_alive_timeout), timeout_graceful_shutdown=2, proxy_headers=False,
+            ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+            ssl_keyfile_password=config.ssl_keyfile_password, ssl_ca_certs=config.ssl_ca_certs,
+            ssl_cert_reqs=2 if config.ssl_ca_certs else 0,
+        )  # fmt: skip
+        settings.load()
+    except OSError as e:  # ssl.SSLError is one
+        sock.close()
+        raise ConfigError("--ssl-certfile", config.ssl_certfile, f"can't be used ({e})") from None
+    server = _Server(settings)
+    life = Lifecycle(service, server)
+    url = url_of(sock, config)
+    failure: list[BaseException] = []
+
+    async def wait_ready() -> None:
+        try:
+            await client.ready()
+            await server.accepting.wait()
+        except (ModelError, CapacityError, EngineDead) as e:
+            failure.append(e)
+            service.drain(f"the engine could not start: {e}")
+            server.should_exit = True
+            return
+        line = f"Planaria serving {service.model_names[0]} at {url} (ready in {time.monotonic() - started:.1f} s)"
+        if announce is not None:
+            announce(line)
+        else:
+            print(line, flush=True)
+
+    async def wait_stop(stop: asyncio.Event) -> None:
+        await stop.wait()
+        life.on_signal(signal.SIGTERM)
+
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT) if signals else ()
+    for number in handled:
+        loop.add_signal_handler(number, life.on_signal, number)
+    waiting: list[asyncio.Task[None]] = []
+    try:
+        running = loop.create_task(server.serve(sockets=[sock]))
+        waiting = [loop.create_task(wait_ready())]
+        if stop is not None:
+            waiting.append(loop.create_task(wait_stop(stop)))
+        await running
+    finally:
+        for task in waiting:
+            task.cancel()
+        for number in handled:
+            loop.remove_signal_handler(number)
+        sock.close()
+    if failure:
+        raise failure[0]
+    return life.code
+
+
+def setup_logging(level: str = "info") -> None:
+    """Readable lines on stderr for planaria's and uvicorn's loggers."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    for name, at in (("planaria", level.upper()), ("uvicorn", "WARNING")):
+        log = logging.getLogger(name)
+        log.handlers[:] = [handler]
+        log.setLevel(at)
+        log.propagate = False

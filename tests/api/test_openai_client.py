@@ -1,0 +1,132 @@
+"""The official client drives a real server."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+
+async def test_models(server):
+    client = server.client()
+    models = [m async for m in client.models.list()]
+    assert [m.id for m in models] == ["smollm2"] and models[0].max_model_len == 512
+    assert (await client.models.retrieve("smollm2")).id == "smollm2"
+    with pytest.raises(openai.NotFoundError) as e:
+        await client.models.retrieve("gpt-4")
+    assert e.value.code == "model_not_found"
+
+
+async def test_completion(server, tokenizer):
+    client = server.client()
+    ids = tokenizer.encode("Hello")
+    server.engine.script[tuple(ids)] = tokenizer.encode(" world and more of it")
+    answer = await client.completions.create(model="smollm2", prompt="Hello", max_tokens=4)
+    choice = answer.choices[0]
+    assert choice.text == " world and more of" and choice.finish_reason == "length"
+    assert answer.usage.prompt_tokens == 1 and answer.usage.completion_tokens == 4 and answer.usage.total_tokens == 5
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert answer.id.startswith("cmpl-") and answer.model == "smollm2" and answer.object == "text_completion"
+    default = await client.completions.create(model="smollm2", prompt="Hello")
+    assert default.usage.completion_tokens == 16
+
+
+async def test_prompts_of_every_kind(server, tokenizer):
+    client = server.client()
+    a, b = tokenizer.encode("One two"), tokenizer.encode("Three")
+    texts = await client.completions.create(model="smollm2", prompt=["One two", "Three"], temperature=0, n=2)
+    ids = await client.completions.create(model="smollm2", prompt=[a, b], temperature=0, n=2)
+    single = await client.completions.create(model="smollm2", prompt=a, temperature=0)
+    assert [c.index for c in texts.choices] == [0, 1, 2, 3]
+    assert [c.text for c in texts.choices] == [c.text for c in ids.choices]
+    assert single.choices[0].text == texts.choices[0].text == texts.choices[1].text
+    assert texts.choices[2].text != texts.choices[0].text
+    assert texts.usage.prompt_tokens == len(a) + len(b)
+
+
+async def test_stream_has_one_event_a_step(server):
+    client = server.client()
+    stream = await client.completions.create(
+        model="smollm2", prompt="Go", max_tokens=20, stream=True, stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    chunks = [c async for c in stream]
+    *deltas, last = chunks
+    assert len(deltas) == 20 and all(len(c.choices) == 1 and c.usage is None for c in deltas)
+    assert [c.choices[0].finish_reason for c in deltas] == [None] * 19 + ["length"]
+    assert last.choices == [] and last.usage.completion_tokens == 20
+
+
+async def test_chat(server, tokenizer):
+    client = server.client()
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    answer = await client.chat.completions.create(model="smollm2", messages=messages, max_completion_tokens=8)
+    sent = server.engine.submitted[0]
+    assert tokenizer.decode(sent.prompt, skip_special_tokens=False) == tokenizer.apply_chat_template(
+        [messages[0], {"role": "user", "content": "Hi"}]
+    )
+    assert answer.object == "chat.completion" and answer.choices[0].message.role == "assistant"
+    assert answer.usage.completion_tokens <= 8
+    await client.chat.completions.create(model="smollm2", messages=messages)
+    assert server.engine.submitted[1].max_tokens == 512 - len(sent.prompt)
+
+
+async def test_chat_stream(server):
+    client = server.client()
+    stream = await client.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": "Hi"}], max_tokens=9, stream=True, n=2, seed=5,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    chunks = [c async for c in stream]
+    for index in range(2):
+        mine = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert mine[0].delta.role == "assistant" and mine[0].delta.content == ""
+        assert all(c.delta.role is None for c in mine[1:]) and len(mine) == 10
+        assert mine[-1].finish_reason == "length"
+    assert chunks[0].object == "chat.completion.chunk" and len({c.id for c in chunks}) == 1
+
+
+async def test_chat_logprobs(server, tokenizer):
+    client = server.client()
+    answer = await client.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": "Hi"}], max_tokens=5, logprobs=True, top_logprobs=3
+    )
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    assert all(len(c.top_logprobs) == 3 for c in content)
+    assert b"".join(bytes(c.bytes) for c in content).decode("utf-8", "replace").startswith(
+        answer.choices[0].message.content
+    )
+    assert content[0].logprob == -9999.0  # the fake gives -inf at position 0
+
+
+async def test_stop(server, tokenizer):
+    client = server.client()
+    server.engine.script[tuple(tokenizer.encode("Count"))] = tokenizer.encode(" one two three four five six")
+    answer = await client.completions.create(model="smollm2", prompt="Count", max_tokens=16, stop=["ree f"])
+    choice = answer.choices[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (" one two th", "stop", "ree f")
+    assert answer.usage.completion_tokens == 4
+    await server.engine.until(lambda: server.engine.cancelled)
+    kept = await client.completions.create(
+        model="smollm2", prompt="Count", max_tokens=16, stop="ree f", extra_body={"include_stop_str_in_output": True}
+    )
+    assert kept.choices[0].text == " one two three f"
+    four = tokenizer.encode(" four")[0]
+    by_id = await client.completions.create(
+        model="smollm2", prompt="Count", max_tokens=16, extra_body={"stop_token_ids": [four]}
+    )
+    assert (by_id.choices[0].text, by_id.choices[0].stop_reason) == (" one two three", four)
+
+
+async def test_errors(server):
+    client = server.client()
+    with pytest.raises(openai.NotFoundError) as e:
+        await client.completions.create(model="other", prompt="x")
+    assert e.value.code == "model_not_found" and e.value.param == "model"
+    with pytest.raises(openai.BadRequestError) as e:
+        await client.completions.create(model="smollm2", prompt="x", temperature=-1)
+    assert e.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as e:
+        await client.completions.create(model="smollm2", prompt="x", max_tokens=600)
+    assert "601 tokens" in e.value.message and "512" in e.value.message
+    assert not server.engine.submitted
