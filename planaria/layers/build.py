@@ -31,9 +31,7 @@ def build_model(
 
 def _warn_of_unused(config: ModelConfig, load: WeightLoader) -> None:
     def ignored(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (
-            config.tie_word_embeddings and name == "lm_head.weight"
-        )
+        return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
     extra = load.unused(ignored)
     if extra:

@@ -87,17 +87,13 @@ class DecoderLayer:
 class Model:
     """A decoder with its weights. `layers` is in order; call `make_kv` before the first step."""
 
-    def __init__(
-        self, c: ModelConfig, load: WeightLoader, shard: Shard, rope: RopeTable, ops: Ops | None
-    ) -> None:
+    def __init__(self, c: ModelConfig, load: WeightLoader, shard: Shard, rope: RopeTable, ops: Ops | None) -> None:
         self.config, self._ops = c, ops
         self.embedding = load.table("model.embed_tokens", shard.vocab, c.vocab_size, c.hidden_size)
         self.layers = [DecoderLayer(c, layer, load, shard, rope) for layer in range(c.num_layers)]
         self.norm = RMSNorm(load, "model.norm", c.hidden_size, c.norm_eps)
         self.head = (
-            self.embedding
-            if c.tie_word_embeddings
-            else load.table("lm_head", shard.vocab, c.vocab_size, c.hidden_size)
+            self.embedding if c.tie_word_embeddings else load.table("lm_head", shard.vocab, c.vocab_size, c.hidden_size)
         )
         self.weight_bytes = load.num_bytes  # as packed, a tied table counted once
 
@@ -112,9 +108,7 @@ class Model:
         """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one goes."""
         assert self._ops is not None
         for attention in (layer.attention for layer in self.layers):
-            attention.kv = self._ops.kv_layer(
-                num_blocks, block_size, attention.num_kv_heads, attention.head_dim
-            )
+            attention.kv = self._ops.kv_layer(num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one block over all layers."""

@@ -68,9 +68,7 @@ def _llama3(plain: Tensor, p: dict[str, Any]) -> Tensor:
 
 def _yarn_factor(p: dict[str, Any]) -> float:
     factor = p.get("factor")
-    return float(
-        p["max_position_embeddings"] / p["original_max_position_embeddings"] if factor is None else factor
-    )
+    return float(p["max_position_embeddings"] / p["original_max_position_embeddings"] if factor is None else factor)
 
 
 def _yarn(base: float, exponents: Tensor, dim: int, p: dict[str, Any]) -> Tensor:

@@ -120,9 +120,7 @@ class WeightLoader:
     def _pack(self, names: Sequence[str], weight: Tensor | Quantized, bias: Tensor | None = None) -> Weight:
         assert self._ops is not None
         packed = self._ops.pack(weight, bias)
-        self.num_bytes += (
-            weight.data.numel() if isinstance(weight, Quantized) else weight.numel() * self._itemsize
-        )
+        self.num_bytes += weight.data.numel() if isinstance(weight, Quantized) else weight.numel() * self._itemsize
         self._finish(names)
         return packed
 
@@ -141,9 +139,7 @@ class WeightLoader:
         """One tensor's part as `kind` wants it; one whose K is no multiple of a block stays plain."""
         weight = self._source.get(f"{part.name}.weight", rows=cut(part.rows, part.size), cols=columns)
         if isinstance(weight, Quantized):
-            if kind in ("keep", weight.kind) or (
-                self._quantization == "q4_1" and weight.kind.startswith("q4")
-            ):
+            if kind in ("keep", weight.kind) or (self._quantization == "q4_1" and weight.kind.startswith("q4")):
                 return weight
             weight = dequantise(weight)
         return quantise(weight, kind) if kind in PACKED_KINDS and weight.shape[1] % BLOCK == 0 else weight

@@ -23,9 +23,7 @@ def common(hf: HF, generation: HF, *, head_dim: int | None = None) -> HF:
     if heads % kv_heads:
         raise refuse("num_key_value_heads", kv_heads, f"does not divide num_attention_heads {heads}")
     if hf.get("head_dim") is None and head_dim is None and hidden % heads:
-        raise refuse(
-            "hidden_size", hidden, f"num_attention_heads {heads} does not divide it; no head_dim given"
-        )
+        raise refuse("hidden_size", hidden, f"num_attention_heads {heads} does not divide it; no head_dim given")
     dim = size(hf, "head_dim", head_dim or hidden // heads)
     vocabulary = size(hf, "vocab_size")
     eos = token_ids(generation, "eos_token_id") or token_ids(hf, "eos_token_id")
@@ -65,9 +63,7 @@ def windows(hf: HF) -> tuple[int | None, ...]:
         raise refuse("layer_types", types, f"must be a list of {layers} names, one a layer")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise refuse(
-                "layer_types", kind, "is not supported; supported: full_attention, sliding_attention"
-            )
+            raise refuse("layer_types", kind, "is not supported; supported: full_attention, sliding_attention")
     if "sliding_attention" not in types:
         return ()
     if window is None:
@@ -120,9 +116,7 @@ def _check_original(p: HF, hf: HF, dim: int, where: str) -> None:
     """The context before the scaling: beside the parameters (it wins), among them, or the trained one."""
     name = "original_max_position_embeddings"
     p[name] = (
-        size(hf, name)
-        if hf.get(name) is not None
-        else size(p, name, int(p["max_position_embeddings"]), where=where)
+        size(hf, name) if hf.get(name) is not None else size(p, name, int(p["max_position_embeddings"]), where=where)
     )
 
 
@@ -134,9 +128,7 @@ def _check_optional(p: HF, where: str, *names: str) -> None:
 
 def _check_yarn(p: HF, hf: HF, dim: int, where: str) -> None:
     _check_original(p, hf, dim, where)
-    _check_optional(
-        p, where, "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
-    )
+    _check_optional(p, where, "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def _check_llama3(p: HF, hf: HF, dim: int, where: str) -> None:
@@ -144,9 +136,7 @@ def _check_llama3(p: HF, hf: HF, dim: int, where: str) -> None:
     _check_original(p, hf, dim, where)
     low = number(p, "low_freq_factor", where=where)
     if number(p, "high_freq_factor", where=where) <= low:
-        raise refuse(
-            f"{where}high_freq_factor", p["high_freq_factor"], f"must be more than low_freq_factor {low:g}"
-        )
+        raise refuse(f"{where}high_freq_factor", p["high_freq_factor"], f"must be more than low_freq_factor {low:g}")
 
 
 def _check_longrope(p: HF, hf: HF, dim: int, where: str) -> None:

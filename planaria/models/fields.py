@@ -21,9 +21,7 @@ def refuse(field: str, value: object, rule: str) -> ModelError:
     return ModelError(f"config.json: {field} {shown if len(shown) < 60 else shown[:57] + '...'}: {rule}")
 
 
-def size(
-    hf: HF, field: str, default: int | None = None, *, where: str = "", least: int = 1, most: int = MOST
-) -> int:
+def size(hf: HF, field: str, default: int | None = None, *, where: str = "", least: int = 1, most: int = MOST) -> int:
     """An integer from `least` to `most`; `default` where the field is missing or null."""
     value = hf.get(field)
     if value is None:

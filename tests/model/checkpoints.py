@@ -47,9 +47,7 @@ def write_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any)
 
 def load_reference(folder: Path) -> Any:
     """Transformers' own model of the checkpoint, float32."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -62,9 +60,7 @@ def cut(weight: Quantized, rows: slice | None, cols: slice | None) -> Quantized:
     blocks = weight.data.reshape(weight.shape[0], weight.shape[1] // 32, -1)[rows or slice(None)]
     if cols is not None:
         blocks = blocks[:, cols.start // 32 : cols.stop // 32]
-    return Quantized(
-        weight.kind, blocks.reshape(blocks.shape[0], -1), (blocks.shape[0], blocks.shape[1] * 32)
-    )
+    return Quantized(weight.kind, blocks.reshape(blocks.shape[0], -1), (blocks.shape[0], blocks.shape[1] * 32))
 
 
 class DictSource:

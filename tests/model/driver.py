@@ -15,9 +15,7 @@ from planaria.kernels.ops import Batch
 class Driver:
     """Sequences by number; `step` feeds each some tokens and returns the logits of all of them."""
 
-    def __init__(
-        self, model: Any, ops: Any, *, block_size: int = 4, num_blocks: int = 256, seed: int = 0
-    ) -> None:
+    def __init__(self, model: Any, ops: Any, *, block_size: int = 4, num_blocks: int = 256, seed: int = 0) -> None:
         self.block_size = block_size
         self.batch = Batch(max_tokens=512, max_seqs=16, max_blocks=num_blocks, max_samples=512)
         model.make_kv(num_blocks, block_size)

@@ -1,4 +1,4 @@
-"""Every family against Transformers, on random small checkpoints in float32, through paged and chunked batches."""
+"""Every family against Transformers, on random small checkpoints, in paged and chunked batches."""
 
 from __future__ import annotations
 
@@ -39,51 +39,43 @@ def rope(kind: str, **params: Any) -> dict[str, Any]:
 
 LONG = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.5 + 0.5 * i for i in range(8)]}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
+TIED = {"tie_word_embeddings": True}
+ORIGINAL = {"original_max_position_embeddings": 32}
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **ORIGINAL)
+YARN = rope("yarn", factor=4.0, **ORIGINAL)
+YARN_SCALED = rope("yarn", factor=4.0, mscale=1.2, mscale_all_dim=0.7, truncate=False, **ORIGINAL)
+DYNAMIC = rope("dynamic", factor=2.0)
+DYNAMIC_LONG = {**DYNAMIC, "max_position_embeddings": 24}
+LONGROPE = rope("longrope", **ORIGINAL, **LONG)
+LAYERS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 CASES = [
     Case("llama", "llama"),
-    Case("llama-tied", "llama", {"tie_word_embeddings": True}),
+    Case("llama-tied", "llama", TIED),
     Case("llama-mha", "llama", {"num_key_value_heads": 4}),
     Case("llama-mqa", "llama", {"num_key_value_heads": 1}),
-    Case("llama-three-groups", "llama", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}),
+    Case("llama-groups-of-3", "llama", {"hidden_size": 96, "num_attention_heads": 6}),
     Case("llama-biases", "llama", {"attention_bias": True, "mlp_bias": True}),
     Case("llama-head-dim", "llama", {"head_dim": 32}),
     Case("llama-linear", "llama", rope("linear", factor=3.0)),
-    Case(
-        "llama-llama3", "llama",
-        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
-    ),  # fmt: skip
-    Case("llama-yarn", "llama", rope("yarn", factor=4.0, original_max_position_embeddings=32)),
-    Case(
-        "llama-yarn-mscale", "llama",
-        rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.2, mscale_all_dim=0.7, truncate=False),
-    ),  # fmt: skip
-    Case("llama-dynamic-short", "llama", rope("dynamic", factor=2.0), positions=256),
-    Case(
-        "llama-dynamic-long", "llama", {**rope("dynamic", factor=2.0), "max_position_embeddings": 24},
-        lengths=(41,), positions=41,
-    ),  # fmt: skip
-    Case(
-        "llama-longrope-short", "llama", rope("longrope", factor=4.0, original_max_position_embeddings=64, **LONG),
-        positions=64,
-    ),  # fmt: skip
-    Case(
-        "llama-longrope-long", "llama", rope("longrope", original_max_position_embeddings=32, **LONG),
-        lengths=(33, 41),
-    ),  # fmt: skip
+    Case("llama-llama3", "llama", LLAMA3),
+    Case("llama-yarn", "llama", YARN),
+    Case("llama-yarn-scaled", "llama", YARN_SCALED),
+    Case("llama-dynamic-short", "llama", DYNAMIC, positions=256),
+    Case("llama-dynamic-long", "llama", DYNAMIC_LONG, lengths=(41,), positions=41),
+    Case("llama-longrope-short", "llama", LONGROPE, lengths=(1, 5, 18, 32), positions=32),
+    Case("llama-longrope-long", "llama", LONGROPE, lengths=(33, 41)),
     Case("mistral", "mistral", {"sliding_window": None}),
+    Case("mistral-tied", "mistral", {**TIED, "sliding_window": None}),
     Case("mistral-window", "mistral", {"sliding_window": 7}),
-    Case("mistral-tied-head-dim", "mistral", {"tie_word_embeddings": True, "head_dim": 32, "sliding_window": 16}),
+    Case("mistral-head-dim", "mistral", {"head_dim": 32, "sliding_window": 16}),
     Case("qwen2", "qwen2"),
-    Case("qwen2-tied", "qwen2", {"tie_word_embeddings": True}),
+    Case("qwen2-tied", "qwen2", TIED),
     Case("qwen2-window", "qwen2", {**WINDOW, "max_window_layers": 1}),
-    Case("qwen2-yarn", "qwen2", rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    Case("qwen2-yarn", "qwen2", YARN),
     Case("qwen3", "qwen3", {"head_dim": 32}),
-    Case("qwen3-tied-bias", "qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
-    Case(
-        "qwen3-window-layers", "qwen3",
-        {**WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    ),  # fmt: skip
-]  # fmt: skip
+    Case("qwen3-tied-bias", "qwen3", {**TIED, "head_dim": 16, "attention_bias": True}),
+    Case("qwen3-window-layers", "qwen3", {**LAYERS, "head_dim": 16}),
+]
 BY_NAME = {case.name: case for case in CASES}
 GENERATED = ["llama-tied", "llama-llama3", "mistral-window", "qwen2-window", "qwen3-window-layers"]
 
@@ -229,7 +221,7 @@ def test_configurations_are_read_without_torch() -> None:
     code = (
         "import sys; from planaria.models import model_config; "
         "model_config({'architectures': ['LlamaForCausalLM'], 'hidden_size': 64, 'num_attention_heads': 4, "
-        "'intermediate_size': 96, 'num_hidden_layers': 2, 'vocab_size': 99, 'max_position_embeddings': 128}); "
+        "'intermediate_size': 96, 'num_hidden_layers': 2, 'vocab_size': 9, 'max_position_embeddings': 64}); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
