@@ -12,8 +12,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
 
@@ -63,12 +61,12 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
 def read_json(path: Path, missing: str = "get the model again") -> dict[str, Any]:
     """A JSON object from a file. Raises ModelError naming file and place."""
     try:
-        value = msgspec.json.decode(path.read_bytes())
+        value = json.loads(path.read_bytes())  # takes NaN and Infinity, which such files do have
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file; {missing}") from None
     except OSError as e:
         raise ModelError(f"{path}: can't be read: {e.strerror or e}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise ModelError(f"{path}: not valid JSON ({e}); get the file again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: not a JSON object; get the file again")

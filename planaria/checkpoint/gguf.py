@@ -2,7 +2,7 @@
 
 The key is the SHA-256 of the header's bytes: everything converted comes from there, and hashing the weights would
 cost seconds per gigabyte. Which header a file has is remembered by path, size, inode and times, so that a second
-start reads neither.
+start reads none of it. A file split in parts (-00001-of-00003.gguf) is one checkpoint, whichever part was named.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import struct
 from functools import cache
 from pathlib import Path
 
@@ -24,75 +26,105 @@ from planaria.checkpoint.spec import Checkpoint
 from planaria.errors import ModelError
 
 CHECKPOINT = "checkpoint.json"
+PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
 def read_gguf(name: str, path: Path) -> Checkpoint:
     """Raises ModelError if the file is damaged, truncated or of an unsupported kind."""
-    path = path.absolute()
-    try:
-        stat = os.stat(path)
-    except OSError as e:
-        raise ModelError(f"{path}: can't be read: {e.strerror or e}") from None
-    identity = "\0".join(
-        map(str, (path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev, _version()))
-    )
-    memo = hashlib.sha256(identity.encode()).hexdigest()
-    key = recall("gguf-seen", memo)
-    header: list[GGUFHeader] = []
+    parts = split_parts(path.absolute())
+    memo = hashlib.sha256("\0".join([_version(), *map(_identity, parts)]).encode()).hexdigest()
+    headers: list[GGUFHeader] = []
+
+    def read() -> list[GGUFHeader]:
+        if not headers:
+            headers.extend(read_header(str(p)) for p in parts)
+        return headers
 
     def fill(folder: Path) -> None:
-        if not header:
-            header.append(read_header(str(path)))
-        _convert(header[0], path, folder)
+        try:
+            _convert(read(), parts[0], folder)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as e:
+            raise ModelError(f"{parts[0]}: damaged GGUF metadata ({e!r}); get the file again") from None
 
-    if key is None or len(key) != 64:
-        header.append(read_header(str(path)))
-        digest = hashlib.sha256(f"{_version()} {stat.st_size} ".encode())
-        with path.open("rb") as f:
-            digest.update(f.read(header[0].data_start))
-        key = digest.hexdigest()
+    key = recall("gguf-seen", memo)
+    if key is None or not re.fullmatch("[0-9a-f]{64}", key):
+        key = _content(parts, read())
         remember("gguf-seen", memo, key)
     folder = cached_folder("gguf", key, fill)
     try:
-        kept = msgspec.json.decode((folder / CHECKPOINT).read_bytes(), type=Checkpoint)
-    except (OSError, msgspec.DecodeError):
-        # same sizes as the manifest says but other content: somebody edited it
+        kept = _kept(folder)
+    except (OSError, msgspec.DecodeError):  # as long as the manifest says but other content: somebody edited it
         shutil.rmtree(folder, ignore_errors=True)
         folder = cached_folder("gguf", key, fill)
-        kept = msgspec.json.decode((folder / CHECKPOINT).read_bytes(), type=Checkpoint)
-    has_tokenizer = (folder / "tokenizer.json").exists()
+        kept = _kept(folder)
     return msgspec.structs.replace(
         kept,
         name=name,
-        path=str(path),
-        files=(str(path),),
-        tokenizer_dir=str(folder) if has_tokenizer else None,
+        path=str(parts[0]),
+        files=tuple(map(str, parts)),
+        tokenizer_dir=str(folder) if (folder / "tokenizer.json").exists() else None,
     )
 
 
-def _convert(header: GGUFHeader, path: Path, folder: Path) -> None:
-    config = convert_config(header, str(path))
-    tokenizer = convert_tokenizer(header.metadata, str(path))
+def split_parts(path: Path) -> list[Path]:
+    """All files of a checkpoint of which `path` is one: mostly just that. Raises ModelError if a part is missing."""
+    match = PART.fullmatch(path.name)
+    if not match:
+        return [path]
+    count = int(match[2])
+    parts = [path.with_name(f"{match[1]}-{i:05}-of-{match[2]}.gguf") for i in range(1, count + 1)]
+    for part in parts:
+        if not part.exists():
+            raise ModelError(f"{part}: no such file; the checkpoint has {count} parts, get them all")
+    return parts
+
+
+def _identity(path: Path) -> str:
+    try:
+        s = os.stat(path)
+    except OSError as e:
+        raise ModelError(f"{path}: can't be read: {e.strerror or e}") from None
+    return f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino} {s.st_dev}"
+
+
+def _content(parts: list[Path], headers: list[GGUFHeader]) -> str:
+    digest = hashlib.sha256(_version().encode())
+    for part, header in zip(parts, headers, strict=True):
+        with part.open("rb") as f:
+            digest.update(f.read(header.data_start))
+    return digest.hexdigest()
+
+
+def _convert(headers: list[GGUFHeader], path: Path, folder: Path) -> None:
+    meta = headers[0].metadata
+    every = GGUFHeader(meta, [t for h in headers for t in h.tensors], headers[0].data_start)
+    config = convert_config(every, str(path))
+    tokenizer = convert_tokenizer(meta, str(path))
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_bytes(msgspec.json.encode(convert_tokenizer_config(header.metadata)))
-    template = header.metadata.get("tokenizer.chat_template")
+        names = convert_tokenizer_config(meta)
+        (folder / "tokenizer_config.json").write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
+    template = meta.get("tokenizer.chat_template")
     checkpoint = Checkpoint(
         name="",
         path="",
         format="gguf",
         config=config,
-        generation_config=convert_generation_config(header),
+        generation_config=convert_generation_config(every),
         chat_template=template if isinstance(template, str) else None,
-        tensors=convert_tensors(header, config),
+        tensors=tuple(t for i, h in enumerate(headers) for t in convert_tensors(h, meta, config, i)),
     )
     (folder / CHECKPOINT).write_bytes(msgspec.json.encode(checkpoint))
 
 
+def _kept(folder: Path) -> Checkpoint:
+    return msgspec.json.decode((folder / CHECKPOINT).read_bytes(), type=Checkpoint)
+
+
 @cache
 def _version() -> str:
-    """Changes whenever the code that converts does, so that an old conversion is never taken for a new one."""
+    """Changes whenever the code that converts does: an old conversion is never taken for a new one."""
     digest = hashlib.sha256()
     for module in ("gguf", "gguf_file", "gguf_convert", "gguf_tokenizer", "spec"):
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()

@@ -128,13 +128,16 @@ def convert_generation_config(header: GGUFHeader) -> dict[str, Any]:
     types: list[int] = meta.get("tokenizer.ggml.token_type", [])
     names = [name for name in END_OF_TURN if name in template]
     if names:
-        eos += [i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL and token in names]
+        pairs = enumerate(zip(tokens, types, strict=False))
+        eos += [i for i, (token, kind) in pairs if kind == CONTROL and token in names]
     return {"eos_token_id": list(dict.fromkeys(eos))} if eos else {}
 
 
-def convert_tensors(header: GGUFHeader, config: dict[str, Any], file: int = 0) -> tuple[TensorInfo, ...]:
-    """The tensor index under Hugging Face's names; what isn't a weight (rope_freqs) is left out."""
-    rotated = header.metadata["general.architecture"] in ROTATED
+def convert_tensors(
+    header: GGUFHeader, meta: dict[str, Any], config: dict[str, Any], file: int
+) -> tuple[TensorInfo, ...]:
+    """One file's tensor index under Hugging Face's names; what isn't a weight (rope_freqs) is left out."""
+    rotated = meta["general.architecture"] in ROTATED
     out = []
     for t in header.tensors:
         if t.name.startswith("rope_freqs"):

@@ -19,6 +19,7 @@ from planaria.errors import ModelError
 MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+MAX_DIMS = 4
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ class _Reader:
         for _ in range(num_tensors):
             name = self.string()
             (num_dims,) = self.take("<I")
-            dims = self.take(f"<{min(num_dims, 8)}Q")
+            if num_dims > MAX_DIMS:
+                raise struct.error
+            dims = self.take(f"<{num_dims}Q")
             raw.append((name, dims[::-1], *self.take("<IQ")))
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:

@@ -29,10 +29,13 @@ SPLITS = {
 PRE = {
     "default": "gpt2", "gpt-2": "gpt2", "gpt2": "gpt2", "phi-2": "gpt2", "olmo": "gpt2",
     "smollm": "digits", "starcoder": "digits", "refact": "digits", "codeshell": "digits",
-    "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3", "dbrx": "llama3", "smaug-bpe": "llama3",
+    "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3", "falcon3": "llama3", "pixtral": "llama3",
+    "dbrx": "llama3", "smaug-bpe": "llama3",
     "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "stablelm2": "qwen2",
     "tekken": "tekken",
 }  # fmt: skip
+# these take a word that is in the vocabulary as it is, and begin a text with BOS where the file doesn't say
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 
 
 def convert_tokenizer(meta: dict[str, Any], path: str) -> dict[str, Any] | None:
@@ -44,15 +47,12 @@ def convert_tokenizer(meta: dict[str, Any], path: str) -> dict[str, Any] | None:
     types: list[int] = meta.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"{path}: {len(types)} token types for {len(tokens)} tokens; get the file again")
-    try:
-        if kind == "gpt2":
-            out = _byte_level(meta, tokens, types, path)
-        elif kind == "llama":
-            out = _sentencepiece(meta, tokens, types, path)
-        else:
-            raise ModelError(f"{path}: tokenizer model {kind} is not supported; these are: gpt2, llama")
-    except (IndexError, KeyError, TypeError, ValueError) as e:
-        raise ModelError(f"{path}: the tokenizer can't be converted ({e!r}); get the file again") from None
+    if kind == "gpt2":
+        out = _byte_level(meta, tokens, types, path)
+    elif kind == "llama":
+        out = _sentencepiece(meta, tokens, types, path)
+    else:
+        raise ModelError(f"{path}: tokenizer model {kind} is not supported; these are: gpt2, llama")
     special = (CONTROL, UNKNOWN)
     out["added_tokens"] = [
         {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
@@ -92,15 +92,15 @@ def _byte_level(meta: dict[str, Any], tokens: list[str], types: list[int], path:
     for merge in meta["tokenizer.ggml.merges"]:
         left, right = merge.split(" ")
         merges.append([left, right])
-    known = split in ("llama3", "tekken")
+    whole_words = pre in WHOLE_WORDS
     return {
         "normalizer": {"type": "NFC"} if split == "qwen2" else None,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": _post_processor(meta, tokens, bos_default=known, byte_level=True),
+        "post_processor": _post_processor(meta, tokens, bos_default=whole_words, byte_level=True),
         "decoder": {**level, "add_prefix_space": True, "use_regex": True},
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": known,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": whole_words,
             "vocab": _vocab(tokens, types), "merges": merges,
         },
     }  # fmt: skip
@@ -113,9 +113,9 @@ def _sentencepiece(meta: dict[str, Any], tokens: list[str], types: list[int], pa
     vocab = _vocab(tokens, types)
     prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
     unknown = tokens[meta.get("tokenizer.ggml.unknown_token_id", 0)]
-    normalizers = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
+    normalizers: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
     normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
-    decoders = [
+    decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},

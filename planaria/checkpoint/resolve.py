@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from planaria.checkpoint.folder import read_folder
-from planaria.checkpoint.gguf import read_gguf
+from planaria.checkpoint.gguf import read_gguf, split_parts
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
 
@@ -70,7 +70,9 @@ def hub_folder(repo: str) -> Path:
     try:
         return Path(snapshot_download(repo, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except GatedRepoError:
-        raise ModelError(f"{repo}: access to this hub model must be granted to you first; ask for it, then log in") from None
+        raise ModelError(
+            f"{repo}: access to this hub model must be granted to you first; ask for it, then log in"
+        ) from None
     except RepositoryNotFoundError:
         raise ModelError(f"{repo}: no such folder here and no such model on the hub (or it is private)") from None
     except LocalEntryNotFoundError:
@@ -85,7 +87,7 @@ def hub_folder(repo: str) -> Path:
 def _read_dir(name: str, folder: Path) -> Checkpoint:
     if not (folder / "config.json").exists():
         found = sorted(folder.glob("*.gguf"))
-        if len(found) == 1:
+        if found and split_parts(found[0]) == found:
             return read_gguf(name, found[0])
         if found:
             raise ModelError(f"{name}: a folder with {len(found)} .gguf files; name one of them, such as {found[0]}")

@@ -35,7 +35,9 @@ def quantise(tensor: torch.Tensor, kind: str) -> Quantized:
     if kind not in _QUANTISE:
         raise ModelError(f"quantization {kind} can't be made here; these can: {', '.join(_QUANTISE)}")
     if tensor.ndim != 2 or tensor.shape[1] % BLOCK:
-        raise ModelError(f"a weight of shape {list(tensor.shape)} can't be packed as {kind}: K must be a multiple of 32")
+        raise ModelError(
+            f"a weight of shape {list(tensor.shape)} can't be packed as {kind}: K must be a multiple of 32"
+        )
     num_rows, num_columns = tensor.shape
     data = torch.empty(num_rows, num_columns // BLOCK, BLOCK_BYTES[kind], dtype=torch.uint8)
     step = max(1, _CHUNK // max(num_columns, 1))

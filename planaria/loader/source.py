@@ -147,7 +147,9 @@ class WeightSource:
             table = data.view(info.shape[0], -1)
         if info.rotated_heads:
             return table[_unrotate(row_range, info.shape[0], info.rotated_heads)]
-        return table if len(row_range) == (info.shape[0] if info.shape else 1) else table[row_range.start : row_range.stop]
+        return (
+            table if len(row_range) == (info.shape[0] if info.shape else 1) else table[row_range.start : row_range.stop]
+        )
 
 
 def open_weights(checkpoint: Checkpoint) -> WeightSource:

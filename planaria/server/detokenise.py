@@ -98,16 +98,19 @@ class Detokenizer:
 class _Stops:
     """Several stop strings looked for at once."""
 
-    __slots__ = ("firsts", "longest", "prefixes", "strings")
+    __slots__ = ("firsts", "lasts", "longest", "prefixes", "strings")
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.strings = sorted(set(strings), key=len, reverse=True)
         self.longest = len(self.strings[0])
         self.prefixes = {s[:n] for s in self.strings for n in range(1, len(s))}
-        self.firsts = {s[0] for s in self.strings}
+        self.firsts = frozenset(s[0] for s in self.strings)
+        self.lasts = frozenset(s[-1] for s in self.strings)
 
     def find(self, text: str, known: int) -> tuple[str, int] | None:
         """The stop string whose end comes first behind `known` characters, and that end."""
+        if self.lasts.isdisjoint(text[known:]):  # nearly always: one look instead of one for each string
+            return None
         best: tuple[str, int] | None = None
         for s in self.strings:
             at = text.find(s, max(0, known - len(s) + 1))
@@ -117,7 +120,10 @@ class _Stops:
 
     def safe_length(self, text: str) -> int:
         """Length of the text without the longest end that is the beginning of a stop string."""
-        for at in range(max(0, len(text) - self.longest + 1), len(text)):
+        start = max(0, len(text) - self.longest + 1)
+        if self.firsts.isdisjoint(text[start:]):
+            return len(text)
+        for at in range(start, len(text)):
             if text[at] in self.firsts and text[at:] in self.prefixes:
                 return at
         return len(text)

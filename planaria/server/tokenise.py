@@ -202,7 +202,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _from_transformers(folder: str, special: dict[str, str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """tokenizer.model and other files, converted by transformers (seconds, hence only where there is no tokenizer.json)."""
+    """tokenizer.model and other files, converted by transformers: seconds, hence only without a tokenizer.json."""
     try:
         from transformers import AutoTokenizer
 
