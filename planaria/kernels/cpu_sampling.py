@@ -33,7 +33,6 @@ _CAP = _f(60.0)
 _GRAIN = _f(GRAIN)
 _LIMIT = _f(41.0 - 2.0**-15)
 _LOG2E = _f(1.4426950408889634)
-_LN2 = 0.6931471805599453
 _C0, _C1, _C2 = _f(1.0), _f(-0.6931437253952026), _f(0.2401801496744156)
 _C3, _C4, _C5 = _f(-0.0552973598241806), _f(0.00920579768717289), _f(-0.0009449035278521478)
 _ONE = _f(2.0**24)
@@ -330,9 +329,7 @@ def sample_lines(
                     mass += masses[bucket]
             if share < 1:
                 goal = np.int64(np.ceil(share * np.float64(mass)))
-                least, last, mass = _cut(
-                    line, tops, top, scale, limit, need, goal, counts, masses, ids, keys, weights
-                )
+                least, last, mass = _cut(line, tops, top, scale, limit, need, goal, counts, masses, ids, keys, weights)
         total = np.int64(0)
         for b in range(len(tops)):
             mass = np.int64(0)
@@ -351,38 +348,35 @@ def sample_lines(
 
 
 @_kernel(
-    "void(float32[:,::1], int64, int64, int64[::1], float32[::1], float64[::1], int64[::1], int64[:,::1],"
-    "float64[:,::1])"
+    "void(float32[:,::1], int64, int64, int64[::1], float32[::1], float32[::1], int64[::1], int64[::1],int64[:,::1])"
 )
-def logprob_lines(logits, begin, end, targets, tops, own, ranks, best, values):
-    """For lines `begin` to `end` of logits [S, V]: targets' log-probabilities and ranks (from 1) into `own`, `ranks`,
-    the likeliest tokens and theirs into `best` and `values` [S, k]. NaN where the logits have one."""
+def logprob_lines(logits, begin, end, targets, tops, greatest, masses, ranks, best):
+    """For lines `begin` to `end` of logits [S, V]: the greatest logit (NaN if any is), the mass at temperature 1, the
+    target's rank from 1, and the ids of the k likeliest into `best` [S, k]."""
     k = best.shape[1]
     for i in range(begin, end):
-        line, target = logits[i], targets[i]
+        line, x = logits[i], logits[i, targets[i]]
         worst = _tops(line, tops)
         top = _greatest(tops) if worst <= _INFINITY_BITS else _NAN
+        greatest[i] = top
         mass = np.int64(0)
         for b in range(len(tops)):
             if (top - tops[b]) * _LOG2E <= _LIMIT:
                 block = line[b * BLOCK : (b + 1) * BLOCK]
-                mass += _block_mass(
-                    block, b * BLOCK, top, _LOG2E, _LIMIT, _NEGATIVE_INFINITY, np.int64(len(line))
-                )
-        level = np.float64(top) + np.log(np.float64(mass)) - 40 * _LN2
-        x = line[target]
-        own[i] = np.float64(x) - level
+                mass += _block_mass(block, b * BLOCK, top, _LOG2E, _LIMIT, _NEGATIVE_INFINITY, np.int64(len(line)))
+        masses[i] = mass
         before = np.int64(0)
         for j in range(len(line)):
-            before += np.int64((line[j] > x) | ((line[j] == x) & (j < target)))
+            before += np.int64((line[j] > x) | ((line[j] == x) & (j < targets[i])))
         ranks[i] = before + 1
+        best[i, :] = 0
         size = np.int64(0)
         for b in range(len(tops)):
-            if size == k and (k == 0 or not (tops[b] > line[best[i, k - 1]])):
+            if size == k and (k == 0 or not tops[b] > line[best[i, k - 1]]):
                 continue
             for j in range(b * BLOCK, min((b + 1) * BLOCK, len(line))):
                 v = line[j]
-                if size == k and not (v > line[best[i, k - 1]]):
+                if size == k and not v > line[best[i, k - 1]]:
                     continue
                 at = min(size, k - 1)
                 while at > 0 and line[best[i, at - 1]] < v:
@@ -390,8 +384,6 @@ def logprob_lines(logits, begin, end, targets, tops, own, ranks, best, values):
                     at -= 1
                 best[i, at] = j
                 size = min(size + 1, k)
-        for n in range(k):
-            values[i, n] = np.float64(line[best[i, n]]) - level
 
 
 @_kernel(

@@ -1,13 +1,18 @@
 """The rows' sampling state, and one step's choice over them. What a choice is, `sampling` defines.
 
-The rule: a row's state is its request's history and what follows from it, so `enter` with a history puts a row where
-it was, and an error of one row stays with it.
+The rule: a row's state is its request's history and what follows from it, so `enter` with a history puts a row
+where it was; and an error of one row stays with it.
+
+Logits in main memory are chosen from by NumPy (greedy rows) and by compiled kernels. These load in the background
+when a request first needs them: until they are there the definition does the work, slower, to the same tokens.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +27,8 @@ from planaria.protocol import Fresh
 from planaria.types import TokenLogprobs
 from planaria.worker import sampling
 from planaria.worker.rng import draw_bits
+
+_log = logging.getLogger(__name__)
 
 _SEED_MASK = 2**64 - 1
 _LINES_WORTH_A_THREAD = 8  # handing work to a thread costs as much as a few lines
@@ -82,9 +89,7 @@ class _Row:
         self.bias_ids = np.array(list(bias), np.int64)
         self.bias = np.array(list(bias.values()), np.float32)
         self.penalties = tuple(
-            np.array(
-                [params.repetition_penalty, params.frequency_penalty, params.presence_penalty], np.float32
-            )
+            np.array([params.repetition_penalty, params.frequency_penalty, params.presence_penalty], np.float32)
         )
         self.seen: Seen | None = None
         if self.penalties != (1.0, 0.0, 0.0):
@@ -109,8 +114,8 @@ class _Row:
 class Sampler:
     """Draws tokens for `max_rows` rows over `vocab_size` tokens.
 
-    `cache_dir`: where compiled kernels are kept (default: ~/.cache/planaria/numba); `threads`: to use on logits in main
-    memory; `plain`: the definition in plain torch even there.
+    `cache_dir`: where compiled kernels are kept (default ~/.cache/planaria/numba); `threads`: to use on logits in
+    main memory; `plain`: the definition in plain torch for them too.
     """
 
     def __init__(
@@ -125,42 +130,44 @@ class Sampler:
         self.max_rows, self.vocab_size, self.threads, self.plain = max_rows, vocab_size, threads, plain
         self._rows: dict[int, _Row] = {}
         self._cache_dir = cache_dir
-        self._kernels: ModuleType | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._kernels: _Kernels | None = None
+        self._loading: threading.Thread | None = None
         # By row, in the form the kernels read.
-        self._scales = np.zeros(max_rows, np.float32)
+        self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
         self._top_k = np.zeros(max_rows, np.int64)
         self._top_p = np.ones(max_rows, np.float64)
-        self._limits = np.zeros(max_rows, np.float32)
+        self._limits = np.zeros(max_rows, np.float32)  # -log2(min_p)
         self._seeds = np.zeros(max_rows, np.uint64)
         self._positions = np.zeros(max_rows, np.int64)
 
     def warm_up(self) -> None:
-        """Load or compile the kernels now rather than at the first token."""
-        if self._kernels is None:
-            self._kernels = _load_kernels(self._cache_dir)
-            self._scratch = [self._kernels.Scratch(self.vocab_size) for _ in range(self.threads)]
-            if self.threads > 1:
-                self._pool = ThreadPoolExecutor(self.threads - 1, "sampler")
+        """Load the kernels now (0.4 s; the first time on a machine they are compiled, 4 s). May be left out."""
+        if self._kernels is None and not self.plain:
+            self._kernels = _Kernels(self.vocab_size, self.threads, self._cache_dir)
 
     def close(self) -> None:
-        """End the threads, if any."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool, self.threads = None, 1
+        """Wait for threads to end, if any. The sampler can't be used afterwards."""
+        if self._loading is not None:
+            self._loading.join()
+        if self._kernels is not None:
+            self._kernels.close()
 
     def enter(self, row: int, fresh: Fresh) -> None:
         """A request (re)enters `row`, whoever was there before. ValueError when it can't."""
         if not 0 <= row < self.max_rows:
             raise ValueError(f"row {row} of {self.max_rows}")
         params = fresh.params
-        self._rows[row] = _Row(fresh, self.vocab_size)
+        self._rows[row] = state = _Row(fresh, self.vocab_size)
         self._scales[row] = 0.0 if params.greedy else sampling.LOG2E / params.temperature
         self._top_k[row] = max(params.top_k, 0)
         self._top_p[row] = params.top_p
         self._limits[row] = -math.log2(params.min_p) if params.min_p > 0 else math.inf
         self._seeds[row] = fresh.seed & _SEED_MASK
         self._positions[row] = len(fresh.tokens)
+        wants = (params.logprobs, params.prompt_logprobs) != (None, None)
+        if self._kernels is None and self._loading is None and (wants or state.edits or not params.greedy):
+            self._loading = threading.Thread(target=self._load, name="sampler-kernels", daemon=True)
+            self._loading.start()
 
     def leave(self, row: int) -> None:
         """Forget `row`; it may be empty."""
@@ -179,9 +186,9 @@ class Sampler:
     ) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
         """Draw the next token of each row and append it to the row's history.
 
-        logits float32 [S, vocab_size], line i of `rows[i]`, no row twice; they may be overwritten. Returns the tokens,
-        in order; the log-probabilities by row where asked for; errors by row. A row with an error gets token 0 (so that
-        its history is as long as the cache expects), and no other row notices.
+        logits float32 [S, vocab_size], line i of `rows[i]`, no row twice; they may be overwritten. Returns the
+        tokens, in order; the log-probabilities by row where asked for; errors by row. A row with an error gets
+        token 0 (so that its history is as long as the cache expects), and no other row notices.
         """
         logits = self._checked(logits, len(rows))
         if not rows:
@@ -189,37 +196,30 @@ class Sampler:
         states = [self._rows[row] for row in rows]
         wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits[wanted] if wanted else None  # a copy: what follows may change the lines
-        edited = [i for i, state in enumerate(states) if state.edits]
-        if self.plain or logits.device.type != "cpu":
-            for i in edited:
-                sampling.edit(logits[i], *states[i].changes())
-            bits = [draw_bits(s.seed, len(s.history)) for s in states]
-            tokens, failed = sampling.choose(logits, [s.params for s in states], bits)
-        else:
-            self.warm_up()
-            assert self._kernels is not None
-            lines = logits.numpy()
-            for i in edited:
-                self._kernels.edit_line(lines[i], *states[i].changes())
-            tokens, failed = self._choose(lines, rows)
+        kernels = self._kernels if logits.device.type == "cpu" else None
+        for i, state in enumerate(states):
+            if state.edits:
+                if kernels is not None:
+                    kernels.edit(logits[i].numpy(), *state.changes())
+                else:
+                    sampling.edit(logits[i], *state.changes())
+        tokens, failed = self._choose(logits, rows, states, kernels)
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
             counts = [states[i].params.logprobs or 0 for i in wanted]
             entries = self.prompt_logprobs(raw, [tokens[i] for i in wanted], max(counts))
             for i, count, entry in zip(wanted, counts, entries, strict=True):
                 if i not in failed:
-                    logprobs[rows[i]] = TokenLogprobs(
-                        entry.token, entry.logprob, entry.rank, entry.top[:count]
-                    )
-        for row, state, token in zip(rows, states, tokens, strict=True):
+                    logprobs[rows[i]] = TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top[:count])
+        for state, token in zip(states, tokens, strict=True):
             state.history.append(token)
-            self._positions[row] += 1
             if state.seen is not None:
                 state.seen.add(token)
+        self._positions[rows] += 1
         return tokens, logprobs, {rows[i]: message for i, message in failed.items()}
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
-        """Log-probabilities of given tokens and of the `k` likeliest.
+        """Log-probabilities of given tokens and of the `k` likeliest; NaN where the logits are broken.
 
         logits float32 [n, vocab_size], left as they are; `targets[i]` is the token that follows position i.
         """
@@ -228,23 +228,31 @@ class Sampler:
             return []
         if not (min(targets) >= 0 and max(targets) < self.vocab_size):
             raise ValueError(f"token ids outside the vocabulary of {self.vocab_size}")
-        if self.plain or logits.device.type != "cpu":
-            return sampling.raw_logprobs(logits, targets, k)
-        self.warm_up()
-        assert self._kernels is not None
-        n, k = len(targets), min(k, self.vocab_size)
-        own, ranks = np.empty(n, np.float64), np.empty(n, np.int64)
-        best, values = np.empty((n, k), np.int64), np.empty((n, k), np.float64)
-        ids, kernel = np.array(targets, np.int64), self._kernels.logprob_lines
-        self._split(
-            n, lambda begin, end, s: kernel(logits.numpy(), begin, end, ids, s.tops, own, ranks, best, values)
-        )
-        return [
-            TokenLogprobs(token, value, rank, tuple(zip(top, top_values, strict=True)))
-            for token, value, rank, top, top_values in zip(
-                targets, own.tolist(), ranks.tolist(), best.tolist(), values.tolist(), strict=True
-            )
-        ]
+        if self._kernels is not None and logits.device.type == "cpu":
+            return self._kernels.logprobs(logits.numpy(), targets, min(k, self.vocab_size))
+        return sampling.raw_logprobs(logits, targets, k)
+
+    def _choose(
+        self, logits: torch.Tensor, rows: list[int], states: list[_Row], kernels: _Kernels | None
+    ) -> tuple[list[int], dict[int, str]]:
+        """Tokens and errors, both by line."""
+        if logits.device.type == "cpu" and not self.plain:
+            numbers = np.array(rows, np.int64)
+            if not self._scales[numbers].any():
+                return _greedy(logits.numpy())
+            if kernels is not None:
+                return kernels.choose(
+                    logits.numpy(), numbers, self._scales, self._top_k, self._top_p, self._limits,
+                    self._seeds, self._positions,
+                )  # fmt: skip
+        bits = [draw_bits(state.seed, len(state.history)) for state in states]
+        return sampling.choose(logits, [state.params for state in states], bits)
+
+    def _load(self) -> None:
+        try:
+            self.warm_up()
+        except Exception as e:
+            _log.warning("sampling goes on without its kernels, slower: %s: %s", type(e).__name__, e)
 
     def _checked(self, logits: torch.Tensor, lines: int) -> torch.Tensor:
         if logits.shape != (lines, self.vocab_size) or logits.dtype != torch.float32:
@@ -252,25 +260,70 @@ class Sampler:
             raise ValueError(f"logits must be {need}, are {logits.dtype} {tuple(logits.shape)}")
         return logits.contiguous()
 
-    def _choose(self, lines: npt.NDArray[np.float32], rows: list[int]) -> tuple[list[int], dict[int, str]]:
-        """`sampling.choose` by the kernel."""
-        kernels = self._kernels
-        assert kernels is not None
-        n, kernel = len(rows), kernels.sample_lines
-        numbers, tokens, flags = np.array(rows, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
-        settings = (
-            numbers, self._scales, self._top_k, self._top_p, self._limits, self._seeds, self._positions,
-        )  # fmt: skip
-        self._split(n, lambda begin, end, s: kernel(lines, begin, end, *settings, *s.arrays, tokens, flags))
+
+def _greedy(lines: npt.NDArray[np.float32]) -> tuple[list[int], dict[int, str]]:
+    """`sampling.choose` where every row takes its greatest logit. A NaN counts as the greatest."""
+    tokens = lines.argmax(axis=1)
+    greatest = lines[np.arange(len(lines)), tokens]
+    failed = {}
+    if not np.isfinite(greatest).all():
+        failed = {
+            i: sampling.BANNED if value == -math.inf else sampling.BROKEN
+            for i, value in enumerate(greatest.tolist())
+            if not math.isfinite(value)
+        }
+        tokens[list(failed)] = 0
+    return tokens.tolist(), failed
+
+
+class _Kernels:
+    """The compiled functions for one vocabulary, with memory for each of `threads`."""
+
+    def __init__(self, vocab_size: int, threads: int, cache_dir: Path | None) -> None:
+        self._module = _load_module(cache_dir)
+        self._scratch = [self._module.Scratch(vocab_size) for _ in range(threads)]
+        self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
+        self.edit: Callable[..., None] = self._module.edit_line
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def choose(
+        self, lines: npt.NDArray[np.float32], rows: npt.NDArray[np.int64], *settings: npt.NDArray[Any]
+    ) -> tuple[list[int], dict[int, str]]:
+        """`sampling.choose`; settings by row as `sample_lines` has them."""
+        module, n = self._module, len(rows)
+        tokens, flags = np.empty(n, np.int64), np.empty(n, np.int64)
+        self._split(
+            n, lambda begin, end, s: module.sample_lines(lines, begin, end, rows, *settings, *s.arrays, tokens, flags)
+        )
         failed = {}
         if flags.any():
-            messages = {kernels.BROKEN: sampling.BROKEN, kernels.BANNED: sampling.BANNED}
+            messages = {module.BROKEN: sampling.BROKEN, module.BANNED: sampling.BANNED}
             failed = {i: messages[flag] for i, flag in enumerate(flags.tolist()) if flag}
         return tokens.tolist(), failed
 
+    def logprobs(self, lines: npt.NDArray[np.float32], targets: Sequence[int], k: int) -> list[TokenLogprobs]:
+        """`sampling.raw_logprobs`."""
+        n, ids = len(targets), np.array(targets, np.int64)
+        tops, masses, ranks = np.empty(n, np.float32), np.empty(n, np.int64), np.empty(n, np.int64)
+        best = np.empty((n, k), np.int64)
+        kernel = self._module.logprob_lines
+        self._split(n, lambda begin, end, s: kernel(lines, begin, end, ids, s.tops, tops, masses, ranks, best))
+        return sampling.entries(
+            targets,
+            lines[np.arange(n), ids].tolist(),
+            ranks.tolist(),
+            tops.tolist(),
+            masses.tolist(),
+            best.tolist(),
+            np.take_along_axis(lines, best, 1).tolist(),
+        )
+
     def _split(self, n: int, work: Callable[[int, int, Any], None]) -> None:
         """Run `work(begin, end, scratch)` over n lines, on the pool too where it is worth it."""
-        parts = max(1, min(self.threads, n // _LINES_WORTH_A_THREAD))
+        parts = 1 if self._pool is None else max(1, min(len(self._scratch), n // _LINES_WORTH_A_THREAD))
         bounds = [n * part // parts for part in range(parts + 1)]
         futures = [
             self._pool.submit(work, bounds[part], bounds[part + 1], self._scratch[part])
@@ -282,16 +335,16 @@ class Sampler:
             future.result()
 
 
-def _load_kernels(cache_dir: Path | None) -> ModuleType:
+def _load_module(cache_dir: Path | None) -> ModuleType:
     """The kernels' module, compiled into `cache_dir` when they aren't there yet."""
-    import numba
+    from numba import config
 
-    before = numba.config.CACHE_DIR
-    if cache_dir is not None or not before:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        numba.config.CACHE_DIR = str(cache_dir or home / "planaria" / "numba")
+    before = getattr(config, "CACHE_DIR", "")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = str(cache_dir or before or home / "planaria" / "numba")
     try:
+        setattr(config, "CACHE_DIR", folder)  # noqa: B010 (not in the stubs)
         from planaria.kernels import cpu_sampling
     finally:
-        numba.config.CACHE_DIR = before
+        setattr(config, "CACHE_DIR", before)  # noqa: B010
     return cpu_sampling
