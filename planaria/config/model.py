@@ -47,8 +47,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights, the tied embedding counted once."""
+        """Number of weights, biases and norms among them, the tied embedding counted once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size + 2)
+        layer += self.attention_bias * (q + 2 * kv) + self.output_bias * self.hidden_size
+        layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        layer += self.qk_norm * 2 * self.head_dim
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return layer * self.num_layers + tables + self.hidden_size

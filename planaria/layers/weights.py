@@ -120,7 +120,8 @@ class WeightLoader:
     def _pack(self, names: Sequence[str], weight: Tensor | Quantized, bias: Tensor | None = None) -> Weight:
         assert self._ops is not None
         packed = self._ops.pack(weight, bias)
-        self.num_bytes += weight.data.numel() if isinstance(weight, Quantized) else weight.numel() * self._itemsize
+        size = weight.data.numel() if isinstance(weight, Quantized) else weight.numel() * self._itemsize
+        self.num_bytes += size + (0 if bias is None else bias.numel() * self._itemsize)
         self._finish(names)
         return packed
 
