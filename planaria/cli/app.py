@@ -109,7 +109,8 @@ def generate(
     from planaria.types import SamplingParams
 
     params = SamplingParams(
-        n=n, max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        n=n, max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+        min_p=min_p,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, seed=engine["seed"],
         logprobs=logprobs, detokenize=not skip_tokenizer_init,

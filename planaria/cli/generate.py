@@ -44,6 +44,7 @@ def run(
         raise ConfigError(
             "--skip-tokenizer-init", "", "there is no tokenizer for --prompt", "give --prompt-token-ids 1,2,3"
         )
+    params.verify()
     began = time.perf_counter()
     from planaria.llm import LLM
 

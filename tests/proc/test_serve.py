@@ -1,0 +1,179 @@
+"""A real server with the real model: what a user and an operator see, faults included."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import threading
+
+import httpx2
+import openai
+import pytest
+
+from tests.proc.servers import SMALL, Server, alive, needs_smollm2, wait_until
+
+pytestmark = needs_smollm2
+
+
+@pytest.fixture(scope="module")
+def server():  # type: ignore[no-untyped-def]
+    with Server("smollm2", *SMALL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60)
+
+
+def gauge(server: Server, name: str) -> float:
+    for line in httpx2.get(server.url + "/metrics").text.splitlines():
+        if line.startswith(name + "{"):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no metric {name}")
+
+
+def test_paris(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="smollm2", prompt="The capital of France is", temperature=0, max_tokens=4)
+    assert answer.choices[0].text.startswith(" Paris")
+    assert answer.usage is not None and answer.usage.completion_tokens == 4
+
+
+def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Name three colours."}]
+    whole = client.chat.completions.create(model="smollm2", messages=messages, temperature=0, max_tokens=40)  # type: ignore[arg-type]
+    parts = client.chat.completions.create(
+        model="smollm2", messages=messages, temperature=0, max_tokens=40, stream=True  # type: ignore[arg-type]
+    )  # fmt: skip
+    text = "".join(part.choices[0].delta.content or "" for part in parts)  # type: ignore[union-attr]
+    assert text == whole.choices[0].message.content and text
+
+
+def test_many_at_once_as_alone(client: openai.OpenAI) -> None:
+    """Seeded sampling gives each request the same text in a crowd of 24 as by itself."""
+
+    def ask(i: int) -> str:
+        answer = client.completions.create(
+            model="smollm2", prompt=f"Story number {i}: Once upon a time", seed=i, temperature=0.8, max_tokens=24
+        )
+        return answer.choices[0].text
+
+    alone = [ask(i) for i in range(3)]
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        crowd = list(pool.map(ask, range(24)))
+    assert crowd[:3] == alone
+    assert len(set(crowd)) > 20
+
+
+def test_disconnect_frees_blocks(server: Server, client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="smollm2", prompt="Count: 1 2 3", max_tokens=1900, temperature=0, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    next(iter(stream))
+    assert gauge(server, "vllm:num_requests_running") == 1
+    stream.close()
+    wait_until("the request is gone", lambda: gauge(server, "vllm:num_requests_running") == 0)
+    wait_until("its blocks are free", lambda: gauge(server, "vllm:kv_cache_usage_perc") == 0)
+
+
+def test_bad_request_costs_nobody(client: openai.OpenAI) -> None:
+    """A stream goes on while every kind of refused request comes in."""
+    stream = client.completions.create(
+        model="smollm2", prompt="Once", max_tokens=60, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(stream)
+    got = [next(chunks).choices[0].text]
+    for bad in ({"temperature": -1}, {"n": 10**9}, {"logit_bias": {"999999": 1}}, {"max_tokens": 10**6}):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="smollm2", prompt="x", extra_body=bad)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="smollm2", prompt=[1, 2, 999_999])
+    got += [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert len(got) == 60
+
+
+def test_terminate_drains() -> None:
+    """SIGTERM: what runs ends with its finish reason, what comes is refused, exit code 0."""
+    with Server("smollm2", *SMALL) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        stream = iter(
+            client.completions.create(
+                model="smollm2", prompt="Once", max_tokens=200, temperature=0, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+        )
+        count, engine = 1, server.engine_pid()
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until("not ready", lambda: httpx2.get(server.url + "/health").status_code == 503)
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(model="smollm2", prompt="x", max_tokens=1)
+        for chunk in stream:
+            count += 1
+            last = chunk
+        assert count == 200 and last.choices[0].finish_reason == "length"
+        assert server.process.wait(20) == 0
+        assert not alive(engine)
+
+
+def test_second_signal_aborts() -> None:
+    with Server("smollm2", *SMALL) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        stream = iter(
+            client.completions.create(
+                model="smollm2", prompt="Once", max_tokens=1900, temperature=0, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+        )
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until("draining", lambda: httpx2.get(server.url + "/health").status_code == 503)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError):
+            list(stream)
+        assert server.process.wait(15) == 128 + signal.SIGTERM
+
+
+def test_engine_death_answers_everyone() -> None:
+    """kill -9 of the engine: each stream ends with an error that says so, the server exits with 1."""
+    with Server("smollm2", *SMALL) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        started = threading.Barrier(5)
+
+        def stream(i: int) -> str:
+            chunks = iter(
+                client.completions.create(
+                    model="smollm2", prompt=f"{i}", max_tokens=1900, temperature=0, stream=True,
+                    extra_body={"ignore_eos": True},
+                )  # fmt: skip
+            )
+            next(chunks)
+            started.wait(30)
+            try:
+                for _ in chunks:
+                    pass
+            except openai.APIError as e:
+                return str(e)
+            return "ended without an error"
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            results = [pool.submit(stream, i) for i in range(4)]
+            started.wait(30)
+            kill(server.engine_pid())
+            for result in results:
+                assert "engine" in result.result(20)
+        assert server.process.wait(20) == 1
+
+
+def test_server_death_ends_the_engine() -> None:
+    with Server("smollm2", *SMALL) as server:
+        engine = server.engine_pid()
+        kill(server.pid)
+        server.process.wait(5)
+        wait_until("the engine ends", lambda: not alive(engine), limit=2.0)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
