@@ -18,7 +18,7 @@ from planaria.errors import RequestError
 from planaria.server import chat, completions, health, schema, tokens
 from planaria.server.config import ServerConfig
 from planaria.server.failure import failure, refused
-from planaria.server.gate import Gate
+from planaria.server.gate import OPEN_PATHS, Gate
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
 from planaria.wire import EngineClient
@@ -29,17 +29,18 @@ _ERRORS = {
     404: "No such model or path.",
     405: "Not this method.",
     413: "The body is too large.",
-    415: "The body is not declared as JSON.",
+    415: "A browser sent a body that is not declared as JSON.",
     500: "The server's fault.",
     503: "Not ready, or stopping; see Retry-After.",
 }
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig) -> FastAPI:
-    """The application of one server. `app.state.service` is its `Service`. Without a tokenizer, prompts are token ids."""
-    app = FastAPI(
-        title="Planaria", version=planaria.__version__, redirect_slashes=False, redoc_url=None, openapi_url="/openapi.json"
-    )
+    """The application of one server; `app.state.service` is its `Service`.
+
+    Without a tokenizer prompts are token ids, and texts are empty.
+    """
+    app = FastAPI(title="Planaria", version=planaria.__version__, redirect_slashes=False, redoc_url=None)
     service = app.state.service = Service(client, tokenizer, config)
     _routes(app)
     app.add_exception_handler(RequestError, _on_refused)
@@ -56,7 +57,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: Server
             allow_credentials=config.cors_credentials,
             expose_headers=["X-Request-Id"],
         )
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app, bool(config.api_keys))  # type: ignore[method-assign]
     return app
 
 
@@ -132,7 +133,7 @@ _MODELS: tuple[type[BaseModel], ...] = (
 )  # fmt: skip
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _openapi(app: FastAPI, secured: bool) -> dict[str, Any]:
     """The API's document. Routes read their bodies themselves, so its models are put in here."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -140,13 +141,13 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             [(model, "validation") for model in _MODELS], ref_template="#/components/schemas/{model}"
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        for path, operations in document["paths"].items():
-            for operation in operations.values():
-                for parameter in operation.get("parameters", ()):
-                    parameter.setdefault("schema", {"type": "string"})
-                if "{model:path}" in path:
-                    operation.setdefault("parameters", []).append(
-                        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-                    )
+        parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        document["paths"]["/v1/models/{model}"]["get"]["parameters"] = [parameter]
+        if secured:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            for path, operations in document["paths"].items():
+                if path not in OPEN_PATHS:
+                    for operation in operations.values():
+                        operation["security"] = [{"key": []}]
         app.openapi_schema = document
     return app.openapi_schema

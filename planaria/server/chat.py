@@ -10,11 +10,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from planaria.errors import RequestError
-from planaria.server.common import encode_json, finite, prompt_logprobs_json, sampling_params, token_text, usage_of
+from planaria.server.common import (
+    encode_json,
+    finite,
+    prompt_logprobs_json,
+    read,
+    sampling_params,
+    token_text,
+    usage_of,
+)
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import submissions
 from planaria.server.output import Piece, RequestStream
-from planaria.server.schema import ChatCompletionRequest, Message, clip, parse
+from planaria.server.schema import ChatCompletionRequest, Message, clip
 from planaria.server.service import LONG_TEXT, Service
 from planaria.server.tokenise import Tokenizer
 from planaria.types import TokenLogprobs
@@ -26,7 +34,7 @@ _RESERVED = frozenset({"self", "messages", "add_generation_prompt", "tools", "do
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
-    body = parse(ChatCompletionRequest, await request.body())
+    body = await read(request, ChatCompletionRequest)
     facts = service.admit(body.model)
     if body.response_format is not None and body.response_format.type != "text":
         raise RequestError(
@@ -39,7 +47,7 @@ async def create_chat_completion(request: Request) -> Response:
     if body.max_completion_tokens is not None:
         if max_tokens not in (None, body.max_completion_tokens):
             raise RequestError(
-                f"max_tokens ({max_tokens}) and max_completion_tokens ({body.max_completion_tokens}) disagree; give one",
+                f"max_tokens ({max_tokens}) and max_completion_tokens ({body.max_completion_tokens}) disagree",
                 param="max_completion_tokens", code="invalid_value",
             )  # fmt: skip
         max_tokens = body.max_completion_tokens
@@ -184,7 +192,7 @@ class ChatWriter:
     def tail(self) -> bytes:
         if not self.usage:
             return b""
-        value = {**self.head, "choices": [], "usage": usage_of([self.stream])}
+        value: dict[str, Any] = {**self.head, "choices": [], "usage": usage_of([self.stream])}
         return b"data: " + encode_json(value) + b"\n\n"
 
     def whole(self) -> bytes:

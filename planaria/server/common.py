@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
 
 from planaria.errors import RequestError
 from planaria.server.output import RequestStream
-from planaria.server.schema import GenerationRequest, clip
+from planaria.server.schema import GenerationRequest, clip, parse
 from planaria.server.tokenise import Tokenizer
 from planaria.types import SamplingParams, TokenLogprobs
 
@@ -22,7 +24,26 @@ _SAME = (
 )  # fmt: skip
 _LISTS = ("bad_words", "stop_token_ids")
 
+M = TypeVar("M", bound=BaseModel)
+
 encode_json = msgspec.json.Encoder().encode
+
+
+async def read(request: Request, model: type[M]) -> M:
+    """The request's body, checked. Raises RequestError.
+
+    Any content type is taken for JSON, except from a browser: there it must be declared, because a page of
+    another site can send every other type without the browser asking this server first.
+    """
+    headers = request.headers
+    if "origin" in headers or "sec-fetch-site" in headers:
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError(
+                f"content type {clip(kind)!r}: from a browser, send application/json",
+                code="unsupported_media_type", status=415,
+            )  # fmt: skip
+    return parse(model, await request.body())
 
 
 def sampling_params(request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:

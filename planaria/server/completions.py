@@ -11,11 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from planaria.errors import RequestError
-from planaria.server.common import encode_json, finite, prompt_logprobs_json, sampling_params, token_text, usage_of
+from planaria.server.common import (
+    encode_json,
+    finite,
+    prompt_logprobs_json,
+    read,
+    sampling_params,
+    token_text,
+    usage_of,
+)
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import submissions
 from planaria.server.output import Piece, RequestStream, Sequence
-from planaria.server.schema import CompletionRequest, parse
+from planaria.server.schema import CompletionRequest
 from planaria.server.service import LONG_TEXT, Service
 from planaria.server.tokenise import Tokenizer
 from planaria.types import TokenLogprobs
@@ -24,7 +32,7 @@ from planaria.types import TokenLogprobs
 async def create_completion(request: Request) -> Response:
     """Continue each prompt. Choice p x n + i is the i-th of prompt p."""
     service: Service = request.app.state.service
-    body = parse(CompletionRequest, await request.body())
+    body = await read(request, CompletionRequest)
     facts = service.admit(body.model)
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:

@@ -1,4 +1,4 @@
-"""What the HTTP server is told, frozen. Facts found at run time (the bound port, the model's length) are not in here."""
+"""What the HTTP server is told, frozen. Facts found at run time (the bound port, the model's length) aren't here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's deltas become for people: text, stop strings, log-probabilities, counts. Used by `LLM` and the server.
+"""What an engine's deltas become: text, stop strings, log-probabilities, counts. Used by `LLM` and the server.
 
 A `RequestStream` owns the n sequences of one prompt. It is pure: deltas go in, pieces come out, one for each
 delta, and it says which sequences the engine should be told to drop (a stop string is seen here, not there).

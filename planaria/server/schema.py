@@ -69,7 +69,7 @@ class GenerationRequest(Strict):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_LIST)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; true if left out.")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out; true if left out.")
     seed: int | None = Field(
         None, ge=-INT63, lt=INT63,
         description="Makes sampling repeatable. Choice i > 0 uses a seed derived from it and i; drawn if left out.",
@@ -369,23 +369,17 @@ def _same(a: object, b: object) -> bool:
 def _explain(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = first["loc"]
-    field = str(place[0]) if place else None
+    field = str(place[0]) if place else ""
+    # Names of union branches look like types ("list[str]", "str"); they are no part of the path.
+    names = (p for p in place if isinstance(p, int) or (p.isidentifier() and p not in ("str", "int", "float", "bool")))
+    path = clip("".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in names).lstrip("."))
     if first["type"] == "missing":
-        message, code = f"{field} is required", "missing_required_parameter"
-    elif field in _RULES:
-        message, code = f"{field} must be {_RULES[field]}", "invalid_type"
-    else:
-        # Names of union branches look like types ("list[str]", "Message"); they are no part of the path.
-        path = "".join(
-            f"[{p}]" if isinstance(p, int) else f".{p}"
-            for p in place
-            if isinstance(p, int) or (p.isidentifier() and p not in ("str", "int", "float", "bool"))
-        ).lstrip(".")
-        message, code = f"{clip(path)}: {first['msg']}", "invalid_value"
-        if first["type"] == "extra_forbidden":
-            message, code = f"unknown field {clip(path)!r}", "unknown_parameter"
-        return RequestError(message, param=clip(path) or None, code=code)
-    return RequestError(message, param=field, code=code)
+        return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"unknown field {path!r}", param=path, code="unknown_parameter")
+    if field in _RULES:
+        return RequestError(f"{field} must be {_RULES[field]}", param=field, code="invalid_type")
+    return RequestError(f"{path}: {first['msg']}", param=path or None, code="invalid_value")
 
 
 def clip(text: str, limit: int = 80) -> str:

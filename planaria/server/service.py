@@ -73,7 +73,7 @@ class Service:
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(
-                "this server runs without a tokenizer (--skip-tokenizer-init): only /v1/completions with token ids works",
+                "this server runs without a tokenizer (--skip-tokenizer-init): only token ids can be completed",
                 param=param, code="unsupported_parameter",
             )  # fmt: skip
         return self.tokenizer

@@ -7,15 +7,15 @@ from starlette.responses import Response
 
 from planaria.errors import RequestError
 from planaria.server.chat import chat_prompt
-from planaria.server.common import encode_json
-from planaria.server.schema import DetokenizeRequest, TokenizeRequest, parse
+from planaria.server.common import encode_json, read
+from planaria.server.schema import DetokenizeRequest, TokenizeRequest
 from planaria.server.service import Service
 
 
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or a conversation."""
     service: Service = request.app.state.service
-    body = parse(TokenizeRequest, await request.body())
+    body = await read(request, TokenizeRequest)
     facts = service.admit(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt", code="invalid_value")
@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service: Service = request.app.state.service
-    body = parse(DetokenizeRequest, await request.body())
+    body = await read(request, DetokenizeRequest)
     facts = service.admit(body.model)
     tokenizer = service.need_tokenizer("tokens")
     for token in body.tokens:

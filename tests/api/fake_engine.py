@@ -11,23 +11,24 @@ import asyncio
 import hashlib
 import time
 
+import msgspec
+
 from planaria.types import Delta, FinishReason, TokenLogprobs
 from planaria.wire import Dead, EngineFacts, EngineStats, Sink, Submit
 
 TEXTS = (
-    " the", " quick", " brown", " fox", ".", ",", "\n", " jumps", " STOP", " a", "é", "日本", "🙂", "👩‍👩‍👧", " 42", '"', "\\", "<b>",
-    "STOP now", " end.", "\t", "ünïcödé", " Paris",
+    " the", " quick", " brown", " fox", ".", ",", "\n", " jumps", " STOP", " a", "é", "日本", "🙂", "👩‍👩‍👧", " 42",
+    '"', "\\", "<b>", "STOP now", " end.", "\t", "ünïcödé", " Paris",
 )  # fmt: skip
 
 
 def facts(**changes) -> EngineFacts:
-    values = dict(
+    base = EngineFacts(
         model="smollm2", max_model_len=512, vocab_size=49152, num_parameters=134515008, dtype="float32",
         quantization="none", device="cpu", threads=1, num_blocks=1024, block_size=16, weight_bytes=1, executor="uni",
         link="direct", layout="tp1", ranks=[1], seconds={},
     )  # fmt: skip
-    values.update(changes)
-    return EngineFacts(**values)
+    return msgspec.structs.replace(base, **changes)
 
 
 def palette(tokenizer, special=(1,)) -> list[int]:

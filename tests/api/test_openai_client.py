@@ -58,7 +58,8 @@ async def test_stream_has_one_event_a_step(server):
 
 async def test_chat(server, tokenizer):
     client = server.client()
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    parts = [{"type": "text", "text": "Hi"}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     answer = await client.chat.completions.create(model="smollm2", messages=messages, max_completion_tokens=8)
     sent = server.engine.submitted[0]
     assert tokenizer.decode(sent.prompt, skip_special_tokens=False) == tokenizer.apply_chat_template(

@@ -1,0 +1,258 @@
+"""Whatever is sent, the answer is an error in OpenAI's shape that names the field, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+C, H = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def c(**fields):
+    return C, {"model": "smollm2", "prompt": "Hello", **fields}
+
+
+def h(**fields):
+    return H, {"model": "smollm2", "messages": USER, **fields}
+
+
+# name -> (path, body), status, param (None: not looked at), words of the message
+TABLE = {
+    "unknown model": (c(model="gpt-4"), 404, "model", "gpt-4"),
+    "no prompt": ((C, {"model": "smollm2"}), 400, "prompt", "required"),
+    "null prompt": (c(prompt=None), 400, "prompt", "string"),
+    "number prompt": (c(prompt=7), 400, "prompt", "string"),
+    "empty prompt": (c(prompt=""), 400, "prompt", "empty"),
+    "empty list": (c(prompt=[]), 400, "prompt", "empty"),
+    "list with an empty list": (c(prompt=[[1], []]), 400, "prompt", "empty"),
+    "mixed prompt": (c(prompt=["a", 1]), 400, "prompt", "list"),
+    "token id below": (c(prompt=[5, -1]), 400, "prompt", "-1"),
+    "token id above": (c(prompt=[5, 49152]), 400, "prompt", "49152"),
+    "token id enormous": (c(prompt=[10**25]), 400, "prompt", "digits"),
+    "token id a bool": (c(prompt=[True, False]), 400, "prompt", "list"),
+    "prompt too long": (c(prompt=[5] * 600), 400, "prompt", "600 tokens"),
+    "long text": (c(prompt="word " * 5000), 400, "prompt", "5001 tokens"),
+    "prompt and max_tokens": (c(prompt=[5] * 500, max_tokens=20), 400, "max_tokens", "520 tokens"),
+    "many prompts": (c(prompt=["a"] * 2000), 400, "prompt", "2000"),
+    "prompts times n": (c(prompt=["a"] * 100, n=100), 400, None, "10000 sequences"),
+    "n": (c(n=10**9), 400, "n", "128"),
+    "n of 40 digits": (c(n=10**40), 400, "n", None),
+    "n zero": (c(n=0), 400, "n", None),
+    "n a string": (c(n="2"), 400, "n", None),
+    "n a float": (c(n=1.5), 400, "n", None),
+    "max_tokens negative": (c(max_tokens=-1), 400, "max_tokens", None),
+    "max_tokens zero": (c(max_tokens=0), 400, "max_tokens", "at least 1"),
+    "max_tokens enormous": (c(max_tokens=10**30), 400, "max_tokens", None),
+    "max_tokens a bool": (c(max_tokens=True), 400, "max_tokens", None),
+    "min over max": (c(max_tokens=3, min_tokens=5), 400, "min_tokens", "3"),
+    "min over room": (h(min_tokens=5000), 400, "min_tokens", "5000"),
+    "temperature negative": (c(temperature=-0.5), 400, "temperature", None),
+    "temperature a string": (c(temperature="hot"), 400, "temperature", None),
+    "top_p": (c(top_p=1.5), 400, "top_p", None),
+    "top_p zero": (c(top_p=0), 400, "top_p", None),
+    "top_k": (c(top_k=-2), 400, "top_k", None),
+    "min_p": (c(min_p=-0.1), 400, "min_p", None),
+    "presence_penalty": (c(presence_penalty=3), 400, "presence_penalty", None),
+    "frequency_penalty": (c(frequency_penalty=-3), 400, "frequency_penalty", None),
+    "repetition_penalty": (c(repetition_penalty=0), 400, "repetition_penalty", None),
+    "logprobs": (c(logprobs=1000), 400, "logprobs", None),
+    "prompt_logprobs": (c(prompt_logprobs=-1), 400, "prompt_logprobs", None),
+    "logit_bias key": (c(logit_bias={"the": 1}), 400, "logit_bias", "'the'"),
+    "logit_bias vocabulary": (c(logit_bias={"49152": 1}), 400, "logit_bias", "49152"),
+    "logit_bias negative": (c(logit_bias={"-1": 1}), 400, "logit_bias", None),
+    "logit_bias enormous": (c(logit_bias={"9" * 30: 1}), 400, "logit_bias", None),
+    "logit_bias value": (c(logit_bias={"5": 101}), 400, "logit_bias", None),
+    "logit_bias a list": (c(logit_bias=[1]), 400, "logit_bias", None),
+    "logit_bias entries": (c(logit_bias={str(i): 1 for i in range(2000)}), 400, "logit_bias", "2000"),
+    "stop a number": (c(stop=5), 400, "stop", "string"),
+    "stop empty": (c(stop=""), 400, "stop", None),
+    "stop many": (c(stop=["a"] * 17), 400, "stop", "16"),
+    "stop_token_ids": (c(stop_token_ids=[49152]), 400, "stop_token_ids", None),
+    "bad_words empty": (c(bad_words=[""]), 400, "bad_words", None),
+    "seed": (c(seed=2**63), 400, "seed", None),
+    "seed a float": (c(seed=0.5), 400, "seed", None),
+    "best_of": (c(best_of=3), 400, "best_of", "best_of (3)"),
+    "suffix": (c(suffix="end"), 400, "suffix", "not supported"),
+    "stream options without stream": (c(stream_options={"include_usage": True}), 400, "stream_options", "stream"),
+    "stream options' fields": (c(stream=True, stream_options={"x": 1}), 400, "stream_options.x", "unknown"),
+    "stream a string": (c(stream="yes"), 400, "stream", None),
+    "typo": (c(max_token=5), 400, "max_token", "did you mean max_tokens?"),
+    "unknown": (c(frobnicate=True), 400, "frobnicate", "unknown"),
+    "long unknown": (c(**{"x" * 5000: True}), 400, None, "unknown"),
+    "guided": (c(guided_json={}), 400, "guided_json", "not supported"),
+    "beam search": (c(use_beam_search=True), 400, "use_beam_search", "not supported"),
+    "priority": (c(priority=2**40), 400, "priority", None),
+    "no messages": ((H, {"model": "smollm2"}), 400, "messages", "required"),
+    "empty messages": (h(messages=[]), 400, "messages", None),
+    "messages a string": (h(messages="Hi"), 400, "messages", None),
+    "role": (h(messages=[{"role": "wizard", "content": "x"}]), 400, "messages[0].role", None),
+    "no role": (h(messages=[{"content": "x"}]), 400, "messages[0].role", None),
+    "content a number": (h(messages=[{"role": "user", "content": 5}]), 400, None, "content"),
+    "no content": (h(messages=[{"role": "user"}]), 400, "messages", "content is required"),
+    "image": (
+        h(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        400, "messages", "image_url",
+    ),
+    "text part without text": (h(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, "messages", "text"),
+    "chat too long": (h(messages=[{"role": "user", "content": "word " * 3000}]), 400, "prompt", "tokens"),
+    "tools": (h(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", "not supported"),
+    "tool_choice": (h(tool_choice="required"), 400, "tool_choice", "not supported"),
+    "json_schema": (
+        h(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
+        400, "response_format", "json_schema",
+    ),
+    "json_object": (h(response_format={"type": "json_object"}), 400, "response_format", "json_object"),
+    "top_logprobs alone": (h(top_logprobs=2), 400, "top_logprobs", "logprobs"),
+    "logprobs a number": (h(logprobs=2), 400, "logprobs", None),
+    "two maxima": (h(max_tokens=3, max_completion_tokens=4), 400, "max_completion_tokens", "disagree"),
+    "template code": (h(chat_template="{{ 1 }}"), 400, "chat_template", "not supported"),
+    "template variables": (h(chat_template_kwargs={"chat_template": "{{1}}"}), 400, "chat_template_kwargs", None),
+    "tokenize nothing": (("/tokenize", {}), 400, "prompt", "either"),
+    "tokenize both": (("/tokenize", {"prompt": "x", "messages": USER}), 400, "prompt", "either"),
+    "detokenize ids": (("/detokenize", {"tokens": [10**30]}), 400, "tokens", None),
+    "detokenize text": (("/detokenize", {"tokens": "x"}), 400, "tokens", "list"),
+}  # fmt: skip
+
+RAW = {
+    "empty body": b"",
+    "not JSON": b"{'model': 1}",
+    "cut": b'{"model": "smollm2", "prompt": "He',
+    "a list": b"[]",
+    "a number": b"5",
+    "invalid UTF-8": b'{"model": "smollm2", "prompt": "\xff\xfe"}',
+    "half a surrogate": b'{"model": "smollm2", "prompt": "\\ud800"}',
+    "NaN": b'{"model": "smollm2", "prompt": "x", "temperature": NaN}',
+    "Infinity": b'{"model": "smollm2", "prompt": "x", "temperature": 1e999}',
+    "minus Infinity": b'{"model": "smollm2", "prompt": "x", "logit_bias": {"5": -Infinity}}',
+    "deep": b'{"model": "smollm2", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep and unused": b'{"model": "smollm2", "prompt": "x", "metadata": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
+    "deep message": b'{"messages": [{"role": "user", "content": "x", "y": ' + b"[" * 600 + b"]" * 600 + b"}], "
+    b'"frob": 1}',
+    "5,000 digits": b'{"model": "smollm2", "prompt": "x", "n": 1' + b"0" * 5000 + b"}",
+    "NUL": b"\0" * 100,
+}
+
+
+def check(answer, status, param=None, words=None):
+    assert answer.status_code == status, answer.text[:500]
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and len(error["message"]) < 2100 and error["type"] and "\n" not in error["message"]
+    if param is not None:
+        assert error["param"] == param, error
+    if words is not None:
+        assert words in error["message"], error
+
+
+async def test_refusals(server):
+    neighbour = asyncio.create_task(_neighbour(server))
+    async with server.http() as http:
+        for name, ((path, body), status, param, words) in TABLE.items():
+            try:
+                check(await http.post(path, json=body), status, param, words)
+                if not {"stream", "stream_options"} & set(body) and path in (C, H):
+                    check(await http.post(path, json={**body, "stream": True}), status)
+            except AssertionError as e:
+                raise AssertionError(f"{name}: {e}") from e
+        for name, body in RAW.items():
+            for path in (C, H, "/tokenize", "/detokenize"):
+                answer = await http.post(path, content=body, headers={"content-type": "application/json"})
+                assert answer.status_code == 400, (name, path, answer.text[:300])
+                check(answer, 400)
+    server.engine.gate.set()
+    assert await neighbour == 100
+    assert len(server.engine.submitted) == 1 and not server.engine.cancelled
+
+
+async def _neighbour(server) -> int:
+    """A stream that is open all the while."""
+    server.engine.gate.clear()
+    async with server.http() as http:
+        body = {"model": "smollm2", "prompt": "Meanwhile", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", C, json=body) as answer:
+            lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
+    return len(lines)
+
+
+async def test_paths_and_methods(server):
+    async with server.http() as http:
+        check(await http.get("/v1/nothing"), 404, words="/v1/nothing")
+        check(await http.post("/nothing", json={}), 404)
+        check(await http.get(C), 405, words="GET")
+        check(await http.delete("/v1/models"), 405)
+        check(await http.post("/health", json={}), 405)
+        check(await http.get("/v1/models/other/name"), 404)
+        check(await http.get("/v1/models/"), 404)
+        assert (await http.get(C)).headers["allow"] == "POST"
+
+
+async def test_neutral_fields_are_taken(server):
+    async with server.http() as http:
+        body = {
+            "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
+            "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "modalities": ["text"],
+            "functions": None, "temperature": None, "stop": None, "n": None, "logit_bias": None, "max_tokens": 2,
+            "logprobs": None, "stream_options": None, "seed": None,
+        }  # fmt: skip
+        answer = await http.post(H, json={"messages": USER, **body})
+        assert answer.status_code == 200, answer.text
+        body = {"suffix": "", "best_of": 2, "n": 2, "use_beam_search": False, "length_penalty": 1.0, "max_tokens": 2}
+        answer = await http.post(C, json={"prompt": "x", **body})
+        assert answer.status_code == 200, answer.text
+
+
+async def test_body_limit(start):
+    async with start(max_body_bytes=100_000) as server, server.http() as http:
+        body = json.dumps({"model": "smollm2", "prompt": "x" * 10_000_000}).encode()
+        check(await http.post(C, content=body), 413, words="100000 bytes")
+
+        async def chunks():
+            for _ in range(50):
+                yield b"x" * 10_000
+
+        check(await http.post(C, content=chunks()), 413)
+        check(await http.post("/tokenize", content=body[:99_000]), 400)  # cut: not JSON, but not too large
+        assert (await http.post(C, json={"prompt": "x", "max_tokens": 1})).status_code == 200
+        # A declared length no one would wait for is refused before a byte of the body is sent.
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.sock.getsockname()[1])
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert b" 413 " in await reader.readline()
+            await reader.read()  # and the connection ends
+        writer.close()
+        assert not server.engine.open
+
+
+async def test_default_body_limit(server):
+    async with server.http() as http:
+        check(await http.post(C, content=b"[" + b"1," * 5_000_000 + b"1]"), 413)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+async def test_a_page_of_another_site_cant_post(server, kind):
+    headers = {"origin": "https://evil.example"} | ({"content-type": kind} if kind else {})
+    body = json.dumps({"model": "smollm2", "prompt": "x"}).encode()
+    async with server.http() as http:
+        check(await http.post(C, content=body, headers=headers), 415)
+    assert not server.engine.submitted
+
+
+async def test_without_a_tokenizer(tokenizer):
+    from conftest import running
+    from fake_engine import FakeEngine
+
+    async with running(FakeEngine(None), None, eos_ids=(2,)) as server, server.http() as http:
+        answer = await http.post(C, json={"prompt": [5, 6], "max_tokens": 3, "return_token_ids": True, "logprobs": 2})
+        choice = answer.json()["choices"][0]
+        assert len(choice["token_ids"]) == 3 and choice["text"] == "" and choice["prompt_token_ids"] == [5, 6]
+        assert server.engine.submitted[0].eos_ids == (2,)
+        check(await http.post(C, json={"prompt": "text"}), 400, "prompt", "--skip-tokenizer-init")
+        check(await http.post(C, json={"prompt": [5], "stop": "x"}), 400, "stop", "stop_token_ids")
+        check(await http.post(C, json={"prompt": [5], "bad_words": ["x"]}), 400, "bad_words")
+        check(await http.post(H, json={"messages": USER}), 400, "messages")
+        check(await http.post("/tokenize", json={"prompt": "x"}), 400, "prompt")
+        check(await http.post("/detokenize", json={"tokens": [1]}), 400, "tokens")
