@@ -90,7 +90,10 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for; empty for an id that isn't a token."""
-        text: str | None = self.backend.id_to_token(token)
+        try:
+            text: str | None = self.backend.id_to_token(token)
+        except OverflowError:
+            text = None
         if text is None:
             return b""
         if self._decoder == "byte_level":
