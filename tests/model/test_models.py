@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor
 from planaria.models import build, model_config
 
 TOLERANCE = 1e-4  # of log-probabilities
-BACK_ENDS = ("torch", "cpu")
 
 
 @dataclass(frozen=True)
@@ -92,29 +91,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tup
         return made[case.name]
 
     return get
-
-
-@pytest.fixture(params=BACK_ENDS)
-def make_ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A function dtype -> Ops of one back end; closed at the end."""
-    made: list[Any] = []
-
-    def make(dtype: str = "float32") -> Any:
-        if request.param == "torch":
-            from planaria.kernels.reference import TorchOps
-
-            made.append(TorchOps("cpu", dtype))
-        else:
-            try:
-                from planaria.kernels.cpu import CpuOps
-            except ImportError as e:
-                pytest.skip(f"CPU kernels can't be imported: {e}")
-            made.append(CpuOps(dtype, 2, tmp_path_factory.getbasetemp() / "kernels"))
-        return made[-1]
-
-    yield make
-    for ops in made:
-        ops.close()
 
 
 def texts(case: Case, vocabulary: int = 131) -> list[list[int]]:

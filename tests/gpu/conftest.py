@@ -1,0 +1,18 @@
+"""Shares the helpers of tests/model, and skips everything here where there is no CUDA device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "model"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cuda() -> str:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible to torch")
+    return "cuda"

@@ -1,0 +1,31 @@
+"""The back ends a model test runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(params=["torch", "cpu"])
+def make_ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A function dtype -> Ops of one back end; closed at the end."""
+    made: list[Any] = []
+
+    def make(dtype: str = "float32") -> Any:
+        if request.param == "torch":
+            from planaria.kernels.reference import TorchOps
+
+            made.append(TorchOps("cpu", dtype))
+        else:
+            try:
+                from planaria.kernels.cpu import CpuOps
+            except ImportError as e:
+                pytest.skip(f"CPU kernels can't be imported: {e}")
+            made.append(CpuOps(dtype, 2, tmp_path_factory.getbasetemp() / "kernels"))
+        return made[-1]
+
+    yield make
+    for ops in made:
+        ops.close()

@@ -1,0 +1,41 @@
+"""A source that has every tensor it is asked to expect, at random: a model of any configuration without a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planaria.kernels.ops import Quantized
+from planaria.loader import quantise
+
+
+class RandomSource:
+    """Float32 tensors drawn by name; `kind` packs the matrices."""
+
+    def __init__(self, kind: str | None = None) -> None:
+        self.kind = kind
+        self.tensors: dict[str, Tensor | Quantized] = {}
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        if name in self.tensors:
+            assert self.tensors[name].shape == shape
+            return
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        noise = torch.randn(shape, generator=generator)
+        if len(shape) == 1:
+            self.tensors[name] = 1 + 0.2 * noise if "norm" in name else 0.3 * noise
+        else:
+            matrix = 1.5 * noise / shape[-1] ** 0.5
+            self.tensors[name] = matrix if self.kind is None else quantise(matrix, self.kind)
+
+    def get(self, name: str, **options: Any) -> Tensor | Quantized:
+        assert not any(options.get(part) for part in ("rows", "cols"))
+        return self.tensors[name]
+
+    def forget(self, name: str) -> None:
+        pass
