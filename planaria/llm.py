@@ -19,7 +19,7 @@ from planaria.checkpoint import Checkpoint
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
 from planaria.errors import ConfigError, EngineDead, PlanariaError, RequestError
-from planaria.server.inputs import submissions
+from planaria.server.inputs import child_seed, submissions
 from planaria.server.output import Piece, RequestStream
 from planaria.server.tokenise import Tokenizer, load_tokenizer
 from planaria.types import SamplingParams, TokenLogprobs
@@ -115,10 +115,12 @@ class _Front:
     def _stream(
         self, prompt: list[int], params: SamplingParams, priority: int = 0
     ) -> tuple[str, RequestStream, list[Submit]]:
-        request_id = f"r{next(self._numbers)}"
+        number = next(self._numbers)
+        request_id = f"r{number}"
+        seed = self.options.seed
         submits = submissions(
             request_id, prompt, params, self.facts, eos_ids=self.config.model.eos_ids, tokenizer=self.tokenizer,
-            priority=priority,
+            seed=child_seed(seed, number) if seed is not None else None, priority=priority,
         )  # fmt: skip
         tokenizer = self.tokenizer if params.detokenize else None
         return request_id, RequestStream(prompt, submits, tokenizer), submits

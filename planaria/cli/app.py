@@ -110,10 +110,9 @@ def generate(
 
     params = SamplingParams(
         n=n, max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-        min_p=min_p,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, seed=engine["seed"],
-        logprobs=logprobs, detokenize=not skip_tokenizer_init,
+        min_p=min_p, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, logprobs=logprobs,
+        detokenize=not skip_tokenizer_init,
     )  # fmt: skip
     command.run(
         model, engine, prompts=prompt or [], token_ids=prompt_token_ids or [], prompt_file=prompt_file, params=params,
@@ -136,7 +135,7 @@ def chat(
     from planaria.cli import chat as command
     from planaria.types import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=engine["seed"] or None)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     command.run(model, engine, system=system, params=params)
 
 

@@ -68,7 +68,7 @@ def latency(
     model: str, engine: dict[str, Any], *, input_len: int, output_len: int, repeat: int, as_json: bool
 ) -> None:
     """Time to first token and decode rate of one stream."""
-    source = random.Random(engine["seed"])
+    source = random.Random(engine["seed"] or 0)
     with engine_for(model, engine, as_json) as llm:
         vocab = llm.facts.vocab_size
         llm.generate([random_prompt(source, input_len, vocab)], params(8))
@@ -95,7 +95,7 @@ def throughput(
     model: str, engine: dict[str, Any], *, num_prompts: int, input_len: int, output_len: int, repeat: int, as_json: bool
 ) -> None:
     """Output tokens per second with `num_prompts` requests admitted together."""
-    source = random.Random(engine["seed"])
+    source = random.Random(engine["seed"] or 0)
     with engine_for(model, engine, as_json) as llm:
         vocab = llm.facts.vocab_size
         llm.generate([random_prompt(source, 16, vocab)], params(2))

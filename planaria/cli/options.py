@@ -33,7 +33,7 @@ _ENGINE: dict[str, tuple[Any, Any, list[str], str]] = {
     "async_scheduling": (
         bool | None, None, ["--async-scheduling/--no-async-scheduling"], "Plan a step while one runs.",
     ),
-    "seed": (int, 0, ["--seed"], "Seed of requests that bring none (generate, chat, bench)."),
+    "seed": (int | None, None, ["--seed"], "Of requests that bring none; default: drawn."),
     "null_worker": (bool, False, ["--null-worker"], "Compute nothing: measures the engine alone."),
     "distributed_executor_backend": (
         str | None, None, ["--distributed-executor-backend"], "How ranks are started: uni (in the engine's process).",

@@ -30,7 +30,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory: int | str | None = None  # bytes, or "2GiB"
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
-    seed: int = 0
+    seed: int | None = None  # of requests that bring none (LLM, AsyncLLM, generate); None: drawn
     skip_tokenizer_init: bool = False
     null_worker: bool = False
     distributed_executor_backend: str | None = None
@@ -87,5 +87,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig
     device: DeviceConfig
     parallel: ParallelConfig
-    seed: int = 0
     null_worker: bool = False

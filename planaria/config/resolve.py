@@ -34,7 +34,7 @@ def parse_bytes(value: int | str, option: str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value, re.IGNORECASE)
         if match is None:
-            raise ConfigError(option, value, "is not a size", "write bytes, or a number with a unit, as in 2GiB or 500M")
+            raise ConfigError(option, value, "is not a size", "write bytes, or a number with a unit: 2GiB, 500M")
         number = float(match[1]) * _UNITS[(match[2] or "").lower()]
     if number <= 0:
         raise ConfigError(option, value, "must be more than 0")
@@ -150,6 +150,5 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=device,
         parallel=ParallelConfig(distributed_executor_backend=backend),
-        seed=options.seed,
         null_worker=options.null_worker,
     )

@@ -1,7 +1,7 @@
 """The whole engine on the real model, in float32, against Transformers: more than 50 prompts of mixed length.
 
-Transformers reads each prompt with our continuation in one forward pass. If at every generated position its likeliest token is
-the one we gave, then its greedy generation is ours, token by token.
+Transformers reads each prompt with our continuation in one forward pass. If at every generated position its likeliest
+token is the one we gave, then its greedy generation is ours, token by token.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TOKENS = 16
 OPTIONS = {"dtype": "float32", "quantization": "none", "max_model_len": 2048, "kv_cache_memory": "600MiB"}
 
 TEXT = (
-    "The lighthouse keeper wrote everything down: the wind, the tide, 27 ships on the 3rd of May, one of them burning. "
+    "The lighthouse keeper wrote everything down: the wind, the tide, 27 ships on 3rd May, one of them burning. "
     "Nobody had asked him to. When the company sent a man to count the lamps, he found eleven ledgers and a cat called "
-    "Admiral. def area(r):\n    return 3.14159 * r ** 2\n\nThe man from the company read for two days. On the first page "
+    "Admiral. def area(r):\n    return 3.14159 * r ** 2\n\nThe man from the company read for days. On the first page "
     "stood: 'What is not written happened only once.' Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. "
 )
 SHORT = [
