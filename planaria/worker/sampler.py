@@ -219,7 +219,7 @@ class Sampler:
         return tokens, logprobs, {rows[i]: message for i, message in failed.items()}
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
-        """Log-probabilities of given tokens and of the `k` likeliest; NaN where the logits are broken.
+        """Log-probabilities of given tokens and of the `k` likeliest; NaN, rank 0 and none where logits are broken.
 
         logits float32 [n, vocab_size], left as they are; `targets[i]` is the token that follows position i.
         """

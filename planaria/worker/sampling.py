@@ -65,7 +65,7 @@ def edit(
     frequency: np.float32,
     presence: np.float32,
 ) -> None:
-    """Steps 1 to 3 on one row's logits [V], in place. `seen`: distinct tokens of the history; `counts`: in the output."""
+    """Steps 1 to 3 on one row's logits [V], in place. `seen`: distinct tokens so far; `counts`: in the output."""
 
     def on_device(values: npt.ArrayLike) -> torch.Tensor:
         # Penalties too are tensors there, for some devices divide by a Python number as a product.
@@ -169,7 +169,10 @@ def entries(
     """
     out = []
     for target, x, rank, top, mass, ids, logits in zip(targets, own, ranks, tops, masses, best, values, strict=True):
-        level = top + math.log(mass) - _LOG_UNIT if math.isfinite(top) else math.nan
-        likeliest = tuple((i, v - level) for i, v in zip(ids, logits, strict=True))
-        out.append(TokenLogprobs(target, x - level, rank, likeliest))
+        if math.isfinite(top):
+            level = top + math.log(mass) - _LOG_UNIT
+            likeliest = tuple((i, v - level) for i, v in zip(ids, logits, strict=True))
+            out.append(TokenLogprobs(target, x - level, rank, likeliest))
+        else:  # a NaN or infinity among the logits, or nothing else than -infinity
+            out.append(TokenLogprobs(target, math.nan, 0))
     return out

@@ -166,7 +166,7 @@ def test_kernels_draw_the_same_bits() -> None:
     for seed, position in [(0, 0), (1, 2**40 + 3), (2**64 - 1, 7), (0xA4093822_299F31D0, 12345)]:
         assert cpu_sampling.draw_bits(np.uint64(seed), np.uint64(position)) == draw_bits(seed, position)
     rng = np.random.default_rng(1)
-    for a, b in rng.integers(0, 2**64, (200, 2), dtype=np.uint64).tolist() + [(2**64 - 1, 2**64 - 1), (0, 5)]:
+    for a, b in [*rng.integers(0, 2**64, (200, 2), dtype=np.uint64).tolist(), (2**64 - 1, 2**64 - 1), (0, 5)]:
         assert cpu_sampling._high_product(np.uint64(a), np.uint64(b)) == a * b >> 64
 
 
@@ -474,7 +474,7 @@ def test_penalties_count_what_is_drawn(maker: Callable[[int, int], Sampler]) -> 
     sampler = maker(1, 3)
     sampler.enter(0, fresh(Params(temperature=0.0, frequency_penalty=1.0), (0, 0, 0)))  # the prompt doesn't count
     logits = torch.tensor([[4.5, 3.0, 2.0]])
-    assert [sampler.sample(logits.clone(), [0])[0][0] for _ in range(6)] == [0, 0, 1, 0, 1, 0]
+    assert [sampler.sample(logits.clone(), [0])[0][0] for _ in range(6)] == [0, 0, 1, 0, 1, 2]
 
 
 def test_many_distinct_tokens_are_counted(maker: Callable[[int, int], Sampler]) -> None:
