@@ -53,7 +53,7 @@ class Generation:
         self.service, self.info, self.streams, self.streaming = service, info, streams, stream
         self.writer: Writer
         self.buffer: list[bytes] = []
-        self.left = sum(len(s.sequences) for s in streams)
+        self.left = sum(len(s.sequences) for s in streams)  # choices not yet complete
         self.error: tuple[str, int, str] | None = None  # message, status, code
         self.gone = False  # the client is
         self.first_token: float | None = None
@@ -100,15 +100,15 @@ class Generation:
                     self.first_token = now
             self._last[sequence.id] = now
         if piece.finish is not None:
-            self.left -= 1
             metrics.success[piece.finish] += 1
             metrics.e2e.observe(now - self.info.arrival)
             if piece.cancel:
                 self.service.client.cancel(sequence.id)
-            if piece.error is not None:
+            if piece.error is not None:  # of one choice, but it is the request that can't be answered
                 aborted = piece.finish is FinishReason.ABORT
                 self.fail(piece.error, 503 if aborted else 500, "aborted" if aborted else "engine_error")
                 return
+            self.left -= 1
         if self.streaming:
             self.buffer.append(self.writer.event(piece))
             self._wake()

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -213,14 +212,3 @@ async def serve(
     if failure:
         raise failure[0]
     return life.code
-
-
-def setup_logging(level: str = "info") -> None:
-    """Readable lines on stderr for planaria's and uvicorn's loggers."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
-    for name, at in (("planaria", level.upper()), ("uvicorn", "WARNING")):
-        log = logging.getLogger(name)
-        log.handlers[:] = [handler]
-        log.setLevel(at)
-        log.propagate = False
