@@ -1,0 +1,84 @@
+"""The same weights for every engine: a bf16 folder in Hugging Face's layout from whatever MODEL planaria reads.
+
+    python -m benchmarks.convert [MODEL] [--out FOLDER]        default: smollm2, into planaria's cache
+
+A GGUF file's weights are dequantised once and rounded to bf16, so that engines that can't read it run the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from planaria.checkpoint import Checkpoint, resolve_checkpoint
+from planaria.checkpoint.cache import cached_folder
+
+VERSION = "1"  # of what is written
+MAX_LENGTH = 8192
+
+
+def write_folder(checkpoint: Checkpoint, folder: Path) -> None:
+    """config.json, generation_config.json, the tokenizer's files and model.safetensors, all weights bf16."""
+    import torch
+    from safetensors.torch import save_file
+
+    from planaria.loader import open_weights
+
+    with open_weights(checkpoint) as source:
+        tensors = {
+            name: source.get(name, dequantise=True).to(torch.bfloat16).contiguous().clone()  # type: ignore[union-attr]
+            for name in source.names()
+        }
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    config = {k: v for k, v in checkpoint.config.items() if k not in ("dtype", "quantization_config")}
+    config["torch_dtype"] = "bfloat16"
+    if "rms_norm_eps" in config:
+        config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.6g}")  # GGUF keeps it in float32: 9.9999997e-06
+    _write(folder / "config.json", config)
+    _write(folder / "generation_config.json", checkpoint.generation_config)
+    if checkpoint.tokenizer_dir is not None:
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            path = Path(checkpoint.tokenizer_dir) / name
+            if path.exists():
+                shutil.copyfile(path, folder / name)
+        path = folder / "tokenizer_config.json"
+        names = json.loads(path.read_text()) if path.exists() else {}
+        names.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        names.setdefault("model_max_length", config.get("max_position_embeddings", MAX_LENGTH))
+        if checkpoint.chat_template:
+            names["chat_template"] = checkpoint.chat_template
+        _write(path, names)
+
+
+def _write(path: Path, values: object) -> None:
+    path.write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def bf16_folder(model: str) -> Path:
+    """The converted folder, made once per content and kept in planaria's cache. A bf16 folder is given back as it is."""
+    checkpoint = resolve_checkpoint(model)
+    if checkpoint.format != "gguf" and checkpoint.kind == "bf16":
+        return Path(checkpoint.path)
+    files = [(Path(f).name, Path(f).stat().st_size, Path(f).stat().st_mtime_ns) for f in checkpoint.files]
+    key = hashlib.sha256(json.dumps([VERSION, checkpoint.config, files]).encode()).hexdigest()
+    return cached_folder("benchmark-bf16", key, lambda folder: write_folder(checkpoint, folder))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--out", type=Path, help="write here instead of the cache")
+    options = parser.parse_args()
+    if options.out is None:
+        print(bf16_folder(options.model))
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_folder(resolve_checkpoint(options.model), options.out)
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()
