@@ -347,6 +347,15 @@ def sample_lines(
         tokens[i] = _pick(block, b * BLOCK, top, scale, limit, least, last, point)
 
 
+@_kernel("int64(float32[::1], int64, float32, int64)")
+def _before(block, base, x, target):
+    """How many of the block's tokens come before `target`, whose logit is x: greater ones, equals of lower ids."""
+    n = _i(0)
+    for j in range(len(block)):
+        n += _i((block[j] > x) | ((block[j] == x) & (base + j < target)))
+    return np.int64(n)
+
+
 @_kernel(
     "void(float32[:,::1], int64, int64, int64[::1], float32[::1], float32[::1], int64[::1], int64[::1],int64[:,::1])"
 )
@@ -365,10 +374,11 @@ def logprob_lines(logits, begin, end, targets, tops, greatest, masses, ranks, be
                 block = line[b * BLOCK : (b + 1) * BLOCK]
                 mass += _block_mass(block, b * BLOCK, top, _LOG2E, _LIMIT, _NEGATIVE_INFINITY, np.int64(len(line)))
         masses[i] = mass
-        before = np.int64(0)
-        for j in range(len(line)):
-            before += np.int64((line[j] > x) | ((line[j] == x) & (j < targets[i])))
-        ranks[i] = before + 1
+        rank = np.int64(1)
+        for b in range(len(tops)):
+            if tops[b] >= x:
+                rank += _before(line[b * BLOCK : (b + 1) * BLOCK], b * BLOCK, x, targets[i])
+        ranks[i] = rank
         best[i, :] = 0
         size = np.int64(0)
         for b in range(len(tops)):

@@ -132,6 +132,7 @@ class Sampler:
         self._cache_dir = cache_dir
         self._kernels: _Kernels | None = None
         self._loading: threading.Thread | None = None
+        self._copies = torch.empty(0, vocab_size)
         # By row, in the form the kernels read.
         self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
         self._top_k = np.zeros(max_rows, np.int64)
@@ -195,7 +196,7 @@ class Sampler:
             return [], {}, {}
         states = [self._rows[row] for row in rows]
         wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
-        raw = logits[wanted] if wanted else None  # a copy: what follows may change the lines
+        raw = self._copy(logits, wanted) if wanted else None  # what follows may change the lines
         kernels = self._kernels if logits.device.type == "cpu" else None
         for i, state in enumerate(states):
             if state.edits:
@@ -253,6 +254,12 @@ class Sampler:
             self.warm_up()
         except Exception as e:
             _log.warning("sampling goes on without its kernels, slower: %s: %s", type(e).__name__, e)
+
+    def _copy(self, logits: torch.Tensor, lines: list[int]) -> torch.Tensor:
+        """Those lines, valid until the next copy. Fresh memory for them would cost more than the copying."""
+        if self._copies.shape[0] < len(lines) or self._copies.device != logits.device:
+            self._copies = torch.empty_like(logits[lines])
+        return torch.index_select(logits, 0, torch.tensor(lines, device=logits.device), out=self._copies[: len(lines)])
 
     def _checked(self, logits: torch.Tensor, lines: int) -> torch.Tensor:
         if logits.shape != (lines, self.vocab_size) or logits.dtype != torch.float32:
