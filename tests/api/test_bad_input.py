@@ -8,6 +8,7 @@ import json
 import pytest
 
 C, H = "/v1/completions", "/v1/chat/completions"
+BARE = {"prompt": [5, 6], "max_tokens": 3, "min_tokens": 3, "return_token_ids": True}
 USER = [{"role": "user", "content": "Hi"}]
 
 
@@ -246,7 +247,7 @@ async def test_without_a_tokenizer(tokenizer):
     from fake_engine import FakeEngine
 
     async with running(FakeEngine(None), None, eos_ids=(2,)) as server, server.http() as http:
-        answer = await http.post(C, json={"prompt": [5, 6], "max_tokens": 3, "return_token_ids": True, "logprobs": 2})
+        answer = await http.post(C, json={**BARE, "logprobs": 2})
         choice = answer.json()["choices"][0]
         assert len(choice["token_ids"]) == 3 and choice["text"] == "" and choice["prompt_token_ids"] == [5, 6]
         assert server.engine.submitted[0].eos_ids == (2,)

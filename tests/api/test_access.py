@@ -1,0 +1,209 @@
+"""Keys, CORS, TLS, request ids, log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import ssl
+import subprocess
+
+import httpx
+import openai
+import pytest
+from conftest import running
+from fake_engine import FakeEngine
+from starlette.responses import PlainTextResponse
+
+from planaria.errors import ConfigError
+from planaria.server.app import create_app
+from planaria.server.config import ServerConfig
+from planaria.server.gate import Keys
+
+C = "/v1/completions"
+BODY = {"model": "smollm2", "prompt": "Hello", "max_tokens": 2}
+
+
+async def test_api_keys(start):
+    async with start(api_keys=("first-key", "second-key")) as server, server.http() as http:
+        paths = [("GET", "/v1/models"), ("POST", C), ("POST", "/tokenize"), ("GET", "/openapi.json"), ("GET", "/x")]
+        for method, path in paths:
+            for header in (None, "Bearer", "Bearer wrong", "Bearer first-key2", "Basic first-key", "first-key"):
+                headers = {"authorization": header} if header else {}
+                answer = await http.request(method, path, headers=headers, json={})
+                assert answer.status_code == 401, (path, header)
+                error = answer.json()["error"]
+                assert error["code"] == "invalid_api_key" and error["type"] == "authentication_error"
+                assert answer.headers["www-authenticate"] == "Bearer"
+        for path in ("/health", "/metrics", "/version"):
+            assert (await http.get(path)).status_code == 200
+        for key in ("first-key", "second-key"):
+            assert [m.id async for m in server.client(api_key=key).models.list()] == ["smollm2"]
+        with pytest.raises(openai.AuthenticationError):
+            await server.client(api_key="third").models.list()
+        document = (await http.get("/openapi.json", headers={"authorization": "bearer first-key"})).json()
+        assert document["paths"][C]["post"]["security"] and "security" not in document["paths"]["/health"]["get"]
+
+
+def test_keys_are_compared_whole():
+    keys = Keys(["abc", "def"])
+    assert keys.accepts(b"Bearer abc") and keys.accepts(b"Bearer def") and keys.accepts(b"bearer  abc ")
+    assert not any(keys.accepts(h) for h in (None, b"", b"Bearer ", b"Bearer ab", b"Bearer abcd", b"Bearer \xff"))
+    assert not Keys([]) and not Keys([]).accepts(b"Bearer ")
+
+
+async def test_admin_routes(tokenizer):
+    """None exist yet; the gate already knows who may see them."""
+
+    async def status(key, address, header=None):
+        app = create_app(FakeEngine(tokenizer), tokenizer, ServerConfig(admin_key=key, api_keys=("user",)))
+        app.add_route("/admin/thing", lambda request: PlainTextResponse("seen"))
+        transport = httpx.ASGITransport(app, client=(address, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            headers = {"authorization": f"Bearer {header}"} if header else {}
+            return (await http.get("/admin/thing", headers=headers)).status_code
+
+    assert await status(None, "127.0.0.1") == 200
+    assert await status(None, "10.1.1.1") == 403
+    assert await status(None, "10.1.1.1", "user") == 403
+    assert await status("root", "127.0.0.1") == 401
+    assert await status("root", "127.0.0.1", "user") == 401
+    assert await status("root", "10.1.1.1", "root") == 200
+
+
+async def test_cors(start):
+    async with start(cors_origins=("https://a.example",), api_keys=("k",)) as server, server.http() as http:
+        preflight = {"origin": "https://a.example", "access-control-request-method": "POST",
+                     "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+        answer = await http.options(C, headers=preflight)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
+        headers = {"origin": "https://a.example", "authorization": "Bearer k"}
+        answer = await http.post(C, json=BODY, headers=headers)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+        refused = await http.post(C, json=BODY, headers={"origin": "https://a.example"})
+        assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+        other = await http.post(C, json=BODY, headers=headers | {"origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+async def test_no_cors_by_default(server):
+    async with server.http() as http:
+        answer = await http.get("/v1/models", headers={"origin": "https://a.example"})
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+        assert (await http.options(C)).status_code == 405
+
+
+def certificate(folder):
+    """A certificate for 127.0.0.1, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",
+         "-subj", "/CN=planaria test", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return str(cert), str(key)
+
+
+async def test_tls(tokenizer, tmp_path):
+    cert, key = certificate(tmp_path)
+    async with running(FakeEngine(tokenizer), tokenizer, ssl_certfile=cert, ssl_keyfile=key) as server:
+        assert server.url.startswith("https://127.0.0.1:") and server.url in await server.line
+        trusting = ssl.create_default_context(cafile=cert)
+        async with server.http(verify=trusting) as http:
+            assert (await http.post(C, json=BODY)).status_code == 200
+            async with http.stream("POST", C, json={**BODY, "stream": True}) as answer:
+                assert [line async for line in answer.aiter_lines()][-2] == "data: [DONE]"
+        async with server.http() as http:
+            with pytest.raises(httpx.ConnectError):
+                await http.get("/health")
+
+
+async def test_client_certificates(tokenizer, tmp_path):
+    cert, key = certificate(tmp_path)
+    options = {"ssl_certfile": cert, "ssl_keyfile": key, "ssl_ca_certs": cert}
+    async with running(FakeEngine(tokenizer), tokenizer, **options) as server:
+        context = ssl.create_default_context(cafile=cert)
+        async with server.http(verify=context) as http:
+            with pytest.raises(httpx.HTTPError):
+                await http.get("/health")
+        context.load_cert_chain(cert, key)
+        async with server.http(verify=context) as http:
+            assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_bad_certificate_is_refused(tokenizer, tmp_path):
+    bad = tmp_path / "bad.pem"
+    bad.write_text("not a certificate")
+    async with running(FakeEngine(tokenizer), tokenizer, ssl_certfile=str(bad)) as server:
+        with pytest.raises(ConfigError, match="--ssl-certfile"):
+            await server.exit_code()
+
+
+async def test_request_ids_and_the_log(server, caplog):
+    caplog.set_level(logging.INFO, logger="planaria.server")
+    async with server.http() as http:
+        answer = await http.post(C, json={**BODY, "ignore_eos": True}, headers={"x-request-id": "trace-7"})
+        assert answer.headers["x-request-id"] == "trace-7"
+        lines = [r.getMessage() for r in caplog.records if "trace-7" in r.getMessage()]
+        assert len(lines) == 1
+        assert "/v1/completions: 1 tokens in, 2 out, ttft " in lines[0] and lines[0].endswith(", length")
+        caplog.clear()
+        answer = await http.get("/v1/models")
+        first = answer.headers["x-request-id"]
+        assert len(first) == 32 and first != (await http.get("/v1/models")).headers["x-request-id"]
+        for bad in ("x" * 500, "a b", "\u00e9".encode()):
+            assert len((await http.get("/health", headers={"x-request-id": bad})).headers["x-request-id"]) == 32
+        assert not caplog.records  # what is well and doesn't generate isn't worth a line
+        await http.post(C, json={**BODY, "n": 0}, headers={"x-request-id": "bad-one"})
+        assert [r.getMessage().split(",")[0] for r in caplog.records] == ["bad-one POST /v1/completions: status 400"]
+        caplog.clear()
+        await http.get("/v1/%0a%1b[31mevil")
+        assert len(caplog.records) == 1 and "\n" not in caplog.text.strip() and "\x1b" not in caplog.text
+
+
+async def test_the_same_id_twice_at_once(server):
+    """A client's id names a log line, not a sequence."""
+    async with server.http() as http:
+        posts = [http.post(C, json=BODY, headers={"x-request-id": "same"}) for _ in range(5)]
+        answers = await asyncio.gather(*posts)
+    assert [a.status_code for a in answers] == [200] * 5 and len({a.json()["id"] for a in answers}) == 5
+
+
+async def test_an_internal_error_is_answered(server, monkeypatch, caplog):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("planaria.server.completions.submissions", broken)
+    async with server.http() as http:
+        answer = await http.post(C, json=BODY, headers={"x-request-id": "unlucky"})
+        assert answer.status_code == 500 and answer.headers["x-request-id"] == "unlucky"
+        assert answer.json()["error"]["code"] == "internal_error" and "a bug" not in answer.text
+        assert "ZeroDivisionError" in caplog.text and "unlucky" in caplog.text
+        assert (await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}],
+                                                              "max_tokens": 1})).status_code == 200  # fmt: skip
+
+
+async def test_a_bug_in_making_an_event_ends_its_request(server, monkeypatch):
+    def broken(self, piece):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("planaria.server.completions.CompletionWriter.event", broken)
+    async with server.http() as http:
+        answer = await http.post(C, json={**BODY, "max_tokens": 50, "n": 2, "stream": True})
+        assert answer.status_code == 500
+    await server.engine.until(lambda: not server.engine.open)
+    assert server.engine.cancelled
+
+
+async def test_served_names(start):
+    async with start(served_model_names=("a", "b/c"), model_path="/models/a") as server, server.http() as http:
+        assert "Planaria serving a at" in await server.line
+        cards = (await http.get("/v1/models")).json()["data"]
+        assert [(c["id"], c["root"]) for c in cards] == [("a", "/models/a"), ("b/c", "/models/a")]
+        assert (await http.get("/v1/models/b/c")).json()["id"] == "b/c"
+        assert (await http.post(C, json={**BODY, "model": "b/c"})).json()["model"] == "b/c"
+        assert (await http.post(C, json={"prompt": "x", "max_tokens": 1})).json()["model"] == "a"
+        assert (await http.post(C, json=BODY)).status_code == 404

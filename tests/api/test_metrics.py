@@ -1,0 +1,81 @@
+"""/metrics has the names dashboards look for, and the numbers are right."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from planaria.server.metrics import Histogram
+
+C = "/v1/completions"
+
+GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+COUNTERS = {
+    "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
+    "vllm:request_success", "vllm:num_preemptions",
+}  # fmt: skip
+HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
+}  # fmt: skip
+
+
+async def scrape(http):
+    answer = await http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = {f.name: f for f in text_string_to_metric_families(answer.text)}
+    values = {}
+    for family in families.values():
+        for s in family.samples:
+            assert s.labels["model_name"] == "smollm2"
+            extra = [v for k, v in s.labels.items() if k in ("finished_reason", "le")]
+            values["/".join([s.name, *extra])] = s.value
+    return families, values
+
+
+async def test_names_and_numbers(server):
+    engine = server.engine
+    async with server.http() as http:
+        families, values = await scrape(http)
+        kinds = {"gauge": GAUGES, "counter": COUNTERS, "histogram": HISTOGRAMS}
+        for kind, names in kinds.items():
+            assert {f.name for f in families.values() if f.type == kind} == names
+        assert values["vllm:prompt_tokens_total"] == 0 and values["vllm:num_preemptions_total"] == 0
+        body = {"prompt": [[5] * 10, [6] * 7], "n": 2, "max_tokens": 8, "ignore_eos": True}
+        assert (await http.post(C, json=body)).status_code == 200
+        await http.post(C, json={**body, "prompt": [9, 9], "n": 1, "stream": True})
+        _, values = await scrape(http)
+        assert values["vllm:prompt_tokens_total"] == 10 * 2 + 7 * 2 + 2
+        assert values["vllm:generation_tokens_total"] == 5 * 8
+        assert values["vllm:request_success_total/length"] == 5 and values["vllm:request_success_total/stop"] == 0
+        assert values["vllm:time_to_first_token_seconds_count"] == 5
+        assert values["vllm:inter_token_latency_seconds_count"] == 5 * 7
+        assert values["vllm:e2e_request_latency_seconds_count"] == 5
+        assert values["vllm:e2e_request_latency_seconds_bucket/+Inf"] == 5
+        assert 0 < values["vllm:time_to_first_token_seconds_sum"] < values["vllm:e2e_request_latency_seconds_sum"]
+        assert values["vllm:prefix_cache_queries_total"] == 10 * 2 + 7 * 2 + 2
+        assert values["vllm:prefix_cache_hits_total"] == 16 and values["vllm:num_preemptions_total"] == 3
+        engine.gate.clear()
+        task = asyncio.create_task(http.post(C, json={**body, "prompt": [4], "n": 3}))
+        await engine.until(lambda: len(engine.open) == 3)
+        _, values = await scrape(http)
+        assert values["vllm:num_requests_running"] == 3 and values["vllm:kv_cache_usage_perc"] == pytest.approx(0.03)
+        task.cancel()
+        await engine.until(lambda: not engine.open)
+        _, values = await scrape(http)
+        assert values["vllm:request_success_total/abort"] == 3 and values["vllm:num_requests_running"] == 0
+
+
+async def test_openmetrics_for_who_asks(server):
+    async with server.http() as http:
+        answer = await http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+        assert answer.headers["content-type"].startswith("application/openmetrics-text")
+        assert answer.text.endswith("# EOF\n")
+
+
+def test_histogram():
+    h = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.5, 100):
+        h.observe(value)
+    assert h.buckets() == [("1.0", 2), ("2.0", 3), ("+Inf", 5)] and h.total == 105.5
