@@ -7,7 +7,7 @@ import re
 import struct
 from typing import Any
 
-from planaria.checkpoint.gguf_file import GGUFHeader, GGUFTensor
+from planaria.checkpoint.gguf_file import ROPE_FREQS, GGUFHeader, GGUFTensor
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
 
@@ -140,7 +140,7 @@ def convert_tensors(
     rotated = meta["general.architecture"] in ROTATED
     out = []
     for t in header.tensors:
-        if t.name.startswith("rope_freqs"):
+        if t.name == ROPE_FREQS:
             continue
         name = hf_name(t.name) or t.name
         heads = 0
@@ -158,11 +158,8 @@ def _main_kind(tensors: list[GGUFTensor]) -> str:
 
 def _rope_scaling(header: GGUFHeader, arch: str, path: str) -> dict[str, Any] | None:
     meta = header.metadata
-    freqs = next((t for t in header.tensors if t.name == "rope_freqs.weight"), None)
-    if freqs is not None:
-        with open(path, "rb") as f:
-            f.seek(freqs.offset)
-            factors = list(struct.unpack(f"<{freqs.nbytes // 4}f", f.read(freqs.nbytes)))
+    if header.rope_freqs:
+        factors = list(struct.unpack(f"<{len(header.rope_freqs) // 4}f", header.rope_freqs))
         return _frequency_factors(factors, meta, arch)
     kind = meta.get(f"{arch}.rope.scaling.type", "none")
     factor = meta.get(f"{arch}.rope.scaling.factor", 0.0) or meta.get(f"{arch}.rope.scale_linear", 0.0)
@@ -183,7 +180,7 @@ def _frequency_factors(factors: list[float], meta: dict[str, Any], arch: str) ->
     The parameters are recovered where they give these factors; else the factors are said the way longrope has them.
     """
     base = meta.get(f"{arch}.rope.freq_base", 10000.0)
-    factor, low, high, original = max(factors), 1.0, 4.0, 8192
+    factor, low, high, original = round(max(factors), 3), 1.0, 4.0, 8192
     dim = 2 * len(factors)
     for i, value in enumerate(factors):
         wavelength = 2 * math.pi * base ** (2 * i / dim)

@@ -20,6 +20,7 @@ MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
+ROPE_FREQS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class GGUFHeader:
     metadata: dict[str, Any]
     tensors: list[GGUFTensor]
     data_start: int  # everything before it is the header
+    rope_freqs: bytes = b""  # of the tensor of that name: it belongs to the configuration
 
 
 def read_header(path: str) -> GGUFHeader:
@@ -103,7 +105,9 @@ class _Reader:
                     f"{self.path}: truncated: tensor {name} ends at byte {end} of {self.size}; get the file again"
                 )
             tensors.append(GGUFTensor(name, kind.name.lower(), shape, data_start + offset, nbytes))
-        return GGUFHeader(metadata, tensors, data_start)
+        freqs = next((t for t in tensors if t.name == ROPE_FREQS and t.kind == "f32"), None)
+        rope_freqs = self.buffer[freqs.offset : freqs.offset + freqs.nbytes] if freqs else b""
+        return GGUFHeader(metadata, tensors, data_start, rope_freqs)
 
     def take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(form, self.buffer, self.at)

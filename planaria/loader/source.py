@@ -84,7 +84,7 @@ class WeightSource:
         num_rows, num_columns = len(row_range), info.shape[1]
         if not packed:
             self.bytes_read += raw.numel()
-            whole = dequantise_with_gguf(raw, info.kind, name)
+            whole = dequantise_with_gguf(raw, info.kind, name) if num_rows else torch.empty(0, num_columns)
             return whole[:, col_range.start : col_range.stop]
         per_block = raw.shape[1] * BLOCK // num_columns
         data = raw[:, col_range.start // BLOCK * per_block : col_range.stop // BLOCK * per_block]

