@@ -455,6 +455,31 @@ def test_a_sharded_folder(tmp_path: Path) -> None:
     assert [(t.name, t.file) for t in c.tensors] == [("a", 0), ("b", 1)]
 
 
+def test_a_tokenizer_that_only_transformers_reads(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "m", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.model.save(str(folder))  # vocab.json and merges.txt
+    names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    tokenizer = load_tokenizer(resolve_checkpoint(str(folder)))
+    for text in filter(None, TEXTS):
+        assert tokenizer.encode(text) == backend.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_ids == (0,)
+
+    (folder / "vocab.json").write_text("{")
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, and transformers can't read the tokenizer") as caught:
+        load_tokenizer(resolve_checkpoint(str(folder)))
+    assert "\n" not in str(caught.value)
+
+
 # ---- what is refused
 
 

@@ -232,6 +232,21 @@ def test_tensors_outlive_their_source(tmp_path: Path) -> None:
     assert torch.equal(got, values)  # type: ignore[arg-type]
 
 
+def test_the_mapping_ends_with_the_last_view(tmp_path: Path) -> None:
+    checkpoint = folder(tmp_path / "m", {"a": random(512, 64)})
+
+    def mapped() -> bool:
+        return checkpoint.files[0] in Path("/proc/self/maps").read_text()
+
+    weights = open_weights(checkpoint)
+    assert not mapped()
+    view = weights.get("a")
+    weights.close()
+    assert mapped()
+    del view
+    assert not mapped()
+
+
 def test_forget_gives_memory_back(tmp_path: Path) -> None:
     values = random(1 << 20, 8)  # 32 MiB
     weights = open_weights(folder(tmp_path / "m", {"a": values}))
