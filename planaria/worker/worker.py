@@ -12,6 +12,7 @@ import msgspec
 
 from planaria.checkpoint import Checkpoint
 from planaria.config.options import EngineConfig
+from planaria.env import cache_dir
 from planaria.errors import CapacityError, ModelError
 from planaria.protocol import (
     Allocate,
@@ -33,6 +34,7 @@ from planaria.protocol import (
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.worker.runner import Runner
+    from planaria.worker.sampler import Sampler
 
 logger = logging.getLogger("planaria.worker")
 
@@ -61,6 +63,7 @@ class Worker:
         self.ops: Ops | None = None
         self.model: Any = None
         self.runner: Runner | None = None
+        self.sampler: Sampler | None = None
 
     def handle(self, command: Command) -> Reply:
         """Carry out a command; never raises."""
@@ -126,8 +129,11 @@ class Worker:
             scheduler.max_logit_rows,
         )  # fmt: skip
         forward = self.ops.compile(self.model.forward, batch)
-        sampler = Sampler(scheduler.max_num_seqs, self.config.model.vocab_size)
-        self.runner = Runner(batch, forward, sampler, scheduler, size)
+        self.sampler = Sampler(
+            scheduler.max_num_seqs, self.config.model.vocab_size, cache_dir() / "numba",
+            threads=self.config.device.threads,
+        )  # fmt: skip
+        self.runner = Runner(batch, forward, self.sampler, scheduler, size)
         self._timed("kv", since)
         return Ready(self.rank, self.seconds)
 
@@ -144,9 +150,11 @@ class Worker:
         return Done(self.rank, getattr(self, command.method)(*command.args, **command.kwargs))
 
     def _exit(self) -> Reply:
+        if self.sampler is not None:
+            self.sampler.close()
         if self.ops is not None:
             self.ops.close()
-        self.ops = self.model = self.runner = None
+        self.ops = self.model = self.runner = self.sampler = None
         return Done(self.rank)
 
 
@@ -180,7 +188,7 @@ def make_ops(config: EngineConfig) -> Ops:
     if device.kernels == "native":
         from planaria.kernels.cpu import CpuOps
 
-        return CpuOps(device.dtype, device.threads)
+        return CpuOps(device.dtype, device.threads, cache_dir() / "kernels")
     from planaria.kernels.reference import TorchOps
 
     return TorchOps(device.device, device.dtype)
