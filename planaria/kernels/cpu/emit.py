@@ -123,7 +123,7 @@ class Function:
         test = self.op(f"icmp slt i64 {index}, {end}")
         self.do(f"br i1 {test}, label %{inside}, label %{done}")
         self.start(inside)
-        results = list(body(index, names))
+        results = list(body(index, list(names)))
         following = self.op(f"add nsw i64 {index}, {step}")
         tail = self.block
         self.branch(head)

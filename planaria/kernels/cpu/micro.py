@@ -118,8 +118,20 @@ class Act:
         return f.op(f"bitcast {I32} {words} to {F32}")
 
     def narrow(self, f: Function, value: str) -> str:
+        """To bfloat16, nearest even."""
+        if not self.target.native:
+            return self._narrow_by_hand(f, value)
         rounded = f.op(f"fptrunc {F32} {value} to <16 x bfloat>")
         return f.op(f"bitcast <16 x bfloat> {rounded} to <16 x i16>")
+
+    def _narrow_by_hand(self, f: Function, value: str) -> str:
+        bits = f.op(f"bitcast {F32} {value} to {I32}")
+        odd = f.op(f"and {I32} {f.op(f'lshr {I32} {bits}, {f.const_i32(16)}')}, {f.const_i32(1)}")
+        rounded = f.op(f"add {I32} {f.op(f'add {I32} {bits}, {odd}')}, {f.const_i32(0x7FFF)}")
+        quiet = f.op(f"or {I32} {bits}, {f.const_i32(0x400000)}")
+        nan = f.op(f"fcmp uno {F32} {value}, {value}")
+        chosen = f.op(f"select <16 x i1> {nan}, {I32} {quiet}, {I32} {rounded}")
+        return f.op(f"trunc {I32} {f.op(f'lshr {I32} {chosen}, {f.const_i32(16)}')} to <16 x i16>")
 
     def load(self, f: Function, pointer: str) -> str:
         if self.target.item == 4:

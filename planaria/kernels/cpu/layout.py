@@ -1,0 +1,32 @@
+"""Where the interpreter (program.py) and the recorder (ops.py) find things: numbers both sides agree on."""
+
+from __future__ import annotations
+
+# Words (int64) of the team's control block. Those that several threads write have a cache line of their own.
+GENERATION, STOP = 0, 1
+ARRIVED = 8
+PHASE = 16
+SLEEPING = 24
+IDLE = 32
+TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, SHARED, COUNTS, ZEROS, IDLE_SPIN = range(40, 51)
+CONTROL_WORDS = 64
+
+# Operations, and the words of a tape row; word 0 is the operation. The fields are listed where they are written.
+ROW_WORDS = 24
+EMBED, NORM, LINEAR, ROPE, ATTEND, SILU, TAKE = range(1, 8)
+ROWS_TOKENS, ROWS_SAMPLES = 0, 2  # index into Batch.counts
+TICKET_BYTES = 128  # two counters for each operation, a cache line each
+
+# A thread's scratch memory, byte offsets
+POINTERS = 0  # addresses of chunks: keys, then values
+STATE = 2048  # float32 [rows][4] of a softmax
+TEMP = STATE + 16 * 512  # one head in float32, twice
+SUMS = TEMP + 4096  # block sums of a few rows
+BIG = SUMS + 32768  # what the operation wants
+
+FEW_ROWS = 4  # rows up to which each thread sums blocks for itself
+WHOLE_ROWS = 64  # rows up to which a panel is taken over all rows at once
+ROW_BLOCK = 128
+KEY_TILE = 192  # keys of one softmax tile, at fixed positions; a multiple of 48
+QUERY_ROWS = 96  # rows (tokens x heads of a group) of one attention tile
+MAX_GROUP = 512  # query heads that may share a key head

@@ -1,0 +1,58 @@
+"""Memory that kernels read by address: aligned, in huge pages where the system has them, freed with its owner."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ALIGN = 64
+CHUNK = 32 << 20
+HUGE = 2 << 20
+
+
+class Region:
+    """One anonymous mapping, zeroed, pages taken when first written."""
+
+    def __init__(self, size: int, huge: bool = True) -> None:
+        self.size = -(-size // HUGE) * HUGE if huge else -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        # room to start at a multiple of a huge page
+        self._map = mmap.mmap(-1, self.size + (HUGE if huge else 0))
+        raw = np.frombuffer(self._map, np.uint8)
+        skip = -raw.ctypes.data % HUGE if huge else 0
+        self.bytes: npt.NDArray[np.uint8] = raw[skip : skip + self.size]
+        self.address: int = self.bytes.ctypes.data
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # a kernel without them
+                pass
+
+    def array(self, offset: int, dtype: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        count = int(np.prod(shape))
+        size = count * np.dtype(dtype).itemsize
+        return self.bytes[offset : offset + size].view(dtype).reshape(shape)
+
+
+class Arena:
+    """Hands out aligned pieces of large regions; all are freed together, when the arena and its arrays are gone."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self._used = 0
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """`size` zeroed bytes, aligned to a cache line."""
+        size = -(-size // ALIGN) * ALIGN
+        if not self.regions or self._used + size > self.regions[-1].size:
+            self.regions.append(Region(max(CHUNK, size)))
+            self._used = 0
+        start = self._used
+        self._used += size
+        return self.regions[-1].bytes[start : start + size]
+
+    def clear(self) -> None:
+        self.regions.clear()
+        self._used = 0

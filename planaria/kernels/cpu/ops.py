@@ -1,0 +1,363 @@
+"""`CpuOps`: records a forward pass once, on fixed buffers, and runs the recording.
+
+It owns weights, caches, buffers and the team of threads. The rule: after `compile`, a step costs Python one call;
+everything that varies from step to step is read by the kernels from the `Batch`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from planaria.errors import CapacityError, ConfigError
+from planaria.kernels.cpu import layout, tape
+from planaria.kernels.cpu.build import load, target_for
+from planaria.kernels.cpu.memory import Arena, Region
+from planaria.kernels.cpu.micro import ADD_RESIDUAL, DENSE, STORE_ACT, STORE_F32
+from planaria.kernels.cpu.pack import Packed, pack, up
+from planaria.kernels.cpu.tape import Buffer, Tape
+from planaria.kernels.cpu.team import Team
+from planaria.kernels.ops import Batch, Quantized
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Act:
+    """An activation: [rows, columns], rows `ld` bytes apart, padded to 16 columns; rows counted by Batch.counts[rows]."""
+
+    buffer: Buffer
+    rows: int
+    columns: int
+    ld: int
+    dtype: str  # float32 | bfloat16
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A norm's weight, float32, padded with zeros to 16."""
+
+    values: npt.NDArray[np.float32]
+    length: int
+
+    @property
+    def address(self) -> int:
+        return int(self.values.ctypes.data)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """cos, sin float32 [positions, half]."""
+
+    cos: npt.NDArray[np.float32]
+    sin: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Paged keys and values of one layer: [blocks][keys, values][kv head][block_size / 16][a chunk of 16 tokens].
+
+    A chunk of keys is a panel whose columns are tokens: [dim / pair][16][pair]; of values, dim / 16 panels whose K
+    runs over tokens: [dim / 16][16 / pair][16][pair].
+    """
+
+    memory: Region
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    block_bytes: int
+
+
+def float_bits(value: float) -> int:
+    """float32 bits as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+class CpuOps:
+    """The native CPU back end. dtype: of activations, weights and cache; the residual stream is float32.
+
+    threads: all that work, the caller's own included. cache_dir: where compiled kernels are kept (default
+    ~/.cache/planaria). isa: an instruction level below the machine's own, for tests. One step at a time; `close`
+    ends its threads.
+    """
+
+    def __init__(
+        self, dtype: str, threads: int, cache_dir: Path | None = None, *, isa: str | None = None
+    ) -> None:
+        if dtype not in ("bfloat16", "float32"):
+            raise ConfigError("--dtype", dtype, "the CPU kernels compute in bfloat16 or float32")
+        if threads < 1:
+            raise ConfigError("--threads", threads, "at least one thread is needed")
+        self.target = target_for(dtype, isa)
+        self.dtype = dtype
+        self._arena = Arena()
+        self._team = Team(load(self.target, cache_dir), threads)
+        self._tape: Tape | None = None
+        self._batch: Batch | None = None
+        self._owners: list[object] = []  # what the tape being recorded names by address
+        self._scratch = 0
+        self._shared = 0
+        self._zeros = self._arena.take(1024)
+
+    # Loading
+
+    def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Packed:
+        """A weight [N, K] and bias [N] as the kernels read it; a `Quantized` keeps its codes and float16 scales."""
+        return pack(weight, bias, self.target, self._arena)
+
+    def vector(self, values: torch.Tensor) -> Vector:
+        """A norm's weight [K], in float32."""
+        length = values.numel()
+        out = self._arena.take(up(length, 16) * 4).view(np.float32)
+        out[:length] = values.detach().to(torch.float32).cpu().numpy()
+        return Vector(out, length)
+
+    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
+        """cos, sin [max_position, rotary_dim / 2], in float32."""
+        both = [np.ascontiguousarray(t.detach().to(torch.float32).cpu().numpy()) for t in (cos, sin)]
+        return Rope(*both)
+
+    def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> Cache:
+        """One layer's paged cache. block_size: a multiple of 16; head_dim: a multiple of 16 up to 256."""
+        size = self.kv_block_bytes(block_size, num_kv_heads, head_dim)
+        try:
+            memory = Region(num_blocks * size)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CapacityError(
+                f"no memory for {num_blocks} KV blocks of {size} bytes in one layer: {error}"
+            ) from None
+        return Cache(memory, num_blocks, block_size, num_kv_heads, head_dim, size)
+
+    def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of one block of one layer, keys and values."""
+        if block_size < 16 or block_size % 16:
+            raise ConfigError(
+                "--block-size", block_size, "the CPU kernels keep tokens in chunks of 16", "use a multiple of 16"
+            )
+        if not 16 <= head_dim <= MAX_HEAD_DIM or head_dim % 16:
+            raise ConfigError(
+                "--device", "cpu", f"its kernels take head sizes that are multiples of 16 up to 256, not {head_dim}"
+            )
+        return 2 * block_size * num_kv_heads * head_dim * self.target.item
+
+    # Forward: each call appends to the tape
+
+    def _new(self, rows: int, columns: int, dtype: str) -> Act:
+        assert self._batch is not None
+        ld = up(columns, 16) * (4 if dtype == "float32" else 2)
+        most = self._batch.max_tokens if rows == layout.ROWS_TOKENS else self._batch.max_samples
+        return Act(tape.buffer(most, ld), rows, columns, ld, dtype)
+
+    def _record(self, code: int, *fields: int | Buffer) -> None:
+        if self._tape is None:
+            raise RuntimeError("an operation was called outside compile(); pass the forward function to it")
+        self._tape.add(code, *fields)
+
+    def _recording(self) -> Batch:
+        if self._batch is None:
+            raise RuntimeError("an operation was called outside compile(); pass the forward function to it")
+        return self._batch
+
+    def embed(self, table: Packed) -> Act:
+        batch = self._recording()
+        out = self._new(layout.ROWS_TOKENS, table.columns, "float32")
+        self._owners.append(table)
+        self._record(
+            layout.EMBED, table.kind, table.address, table.stride, table.scales, table.length, out.buffer, out.ld,
+            batch.tokens.ctypes.data, table.rows,
+        )  # fmt: skip
+        return out
+
+    def rms_norm(self, x: Act, weight: Vector, eps: float) -> Act:
+        self._recording()
+        self._expect(x, "float32", "rms_norm")
+        if weight.length != x.columns:
+            raise ValueError(f"rms_norm: a weight of {weight.length} for {x.columns} columns")
+        out = self._new(x.rows, x.columns, self.dtype)
+        self._owners.append(weight)
+        self._record(
+            layout.NORM, x.buffer, x.ld, weight.address, out.buffer, out.ld, up(x.columns, 16), x.columns,
+            float_bits(eps), x.rows,
+        )  # fmt: skip
+        return out
+
+    def linear(self, x: Act, weight: Packed, residual: Act | None = None) -> Act:
+        """x W^T + bias; added to `residual` in float32, unrounded, where one is given."""
+        self._recording()
+        if residual is None:
+            return self._linear(x, weight, self._new(x.rows, weight.rows, self.dtype), STORE_ACT)
+        self._expect(residual, "float32", "the residual of linear")
+        if residual.columns != weight.rows or residual.rows != x.rows:
+            raise ValueError(f"linear: a residual of {residual.columns} columns for {weight.rows} outputs")
+        return self._linear(x, weight, residual, ADD_RESIDUAL)
+
+    def logits(self, x: Act, weight: Packed) -> Act:
+        self._recording()
+        return self._linear(x, weight, self._new(x.rows, weight.rows, "float32"), STORE_F32)
+
+    def _linear(self, x: Act, w: Packed, out: Act, mode: int) -> Act:
+        self._expect(x, self.dtype, "linear")
+        if x.columns != w.columns:
+            raise ValueError(f"linear: {x.columns} columns into a weight with K = {w.columns}")
+        batch = self._recording()
+        self._owners.append(w)
+        expanded = w.length * 32 * self.target.item * 16 if w.kind != DENSE else 0
+        self._scratch = max(self._scratch, layout.BIG + expanded + 2 * self._fused_bytes())
+        self._shared = max(self._shared, batch.max_tokens * w.length * 4 if w.kind != DENSE else 0)
+        self._record(
+            layout.LINEAR, w.kind, w.address, w.stride, w.scales, w.length, x.buffer, x.ld, out.buffer, out.ld, mode,
+            w.bias.ctypes.data, x.rows, 0, layout.BIG + expanded, w.panels,
+        )  # fmt: skip
+        return out
+
+    def _fused_bytes(self) -> int:
+        return layout.ROW_BLOCK * self.target.tile_panels * 16 * self.target.item
+
+    def rope_store(
+        self, qkv: Act, kv: Cache, rope: Rope, num_heads: int, num_kv_heads: int, head_dim: int,
+        q_norm: Vector | None = None, k_norm: Vector | None = None, eps: float = 0.0,
+    ) -> Act:  # fmt: skip
+        batch = self._recording()
+        self._expect(qkv, self.dtype, "rope_store")
+        self._heads(kv, num_heads, num_kv_heads, head_dim)
+        if qkv.columns != (num_heads + 2 * num_kv_heads) * head_dim:
+            raise ValueError(
+                f"rope_store: {qkv.columns} columns for {num_heads} + 2 * {num_kv_heads} heads of {head_dim}"
+            )
+        half = rope.cos.shape[1]
+        if 2 * half > head_dim:
+            raise ValueError(f"rope_store: {2 * half} rotated elements in a head of {head_dim}")
+        out = self._new(qkv.rows, num_heads * head_dim, self.dtype)
+        self._owners += [kv, rope, q_norm, k_norm]
+        self._scratch = max(self._scratch, layout.BIG)
+        self._record(
+            layout.ROPE, qkv.buffer, qkv.ld, out.buffer, out.ld, kv.memory.address, kv.block_bytes,
+            kv.block_bytes // 2, kv.block_size, num_heads, num_kv_heads, head_dim, rope.cos.ctypes.data,
+            rope.sin.ctypes.data, half, q_norm.address if q_norm else 0, k_norm.address if k_norm else 0,
+            float_bits(eps), batch.slots.ctypes.data, batch.positions.ctypes.data,
+        )  # fmt: skip
+        return out
+
+    def attend(
+        self, q: Act, kv: Cache, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
+        window: int | None = None,
+    ) -> Act:  # fmt: skip
+        batch = self._recording()
+        self._expect(q, self.dtype, "attend")
+        self._heads(kv, num_heads, num_kv_heads, head_dim)
+        out = self._new(q.rows, q.columns, self.dtype)
+        self._owners.append(kv)
+        rows = max(layout.QUERY_ROWS, num_heads // num_kv_heads)
+        item = self.target.item
+        tile_bytes = rows * (head_dim * (item + 4) + layout.KEY_TILE * (item + 4))
+        self._scratch = max(self._scratch, layout.BIG + tile_bytes)
+        self._record(
+            layout.ATTEND, q.buffer, q.ld, out.buffer, out.ld, kv.memory.address, kv.block_bytes,
+            kv.block_bytes // 2, kv.block_size, num_heads, num_kv_heads, head_dim, float_bits(scale), window or 0,
+            batch.seq_start.ctypes.data, batch.seq_len.ctypes.data, batch.seq_row.ctypes.data,
+            batch.block_table.ctypes.data, batch.block_table.strides[0],
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up: Act) -> Act:
+        self._recording()
+        self._expect(gate_up, self.dtype, "silu_mul")
+        if gate_up.columns % 2:
+            raise ValueError(f"silu_mul: {gate_up.columns} columns are not two halves")
+        half = gate_up.columns // 2
+        out = self._new(gate_up.rows, half, self.dtype)
+        self._record(
+            layout.SILU, gate_up.buffer, gate_up.ld, out.buffer, out.ld, half, up(half, 16), gate_up.rows
+        )
+        return out
+
+    def take(self, x: Act) -> Act:
+        batch = self._recording()
+        if x.rows != layout.ROWS_TOKENS:
+            raise ValueError("take: these rows were taken already")
+        out = self._new(layout.ROWS_SAMPLES, x.columns, x.dtype)
+        self._record(layout.TAKE, x.buffer, x.ld, out.buffer, batch.sample_index.ctypes.data)
+        return out
+
+    def _expect(self, x: Act, dtype: str, what: str) -> None:
+        if x.dtype != dtype:
+            raise ValueError(f"{what}: {x.dtype} where {dtype} is wanted")
+
+    def _heads(self, kv: Cache, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        if (kv.num_kv_heads, kv.head_dim) != (num_kv_heads, head_dim) or num_heads % num_kv_heads:
+            raise ValueError(
+                f"{num_heads} heads of {head_dim} over {num_kv_heads} do not fit a cache of {kv.num_kv_heads} "
+                f"heads of {kv.head_dim}"
+            )
+        if num_heads // num_kv_heads > layout.MAX_GROUP:
+            raise ValueError(f"more than {layout.MAX_GROUP} query heads share a key head")
+
+    # Running
+
+    def compile(self, forward: Callable[[Any], Act], batch: Batch) -> Callable[[], torch.Tensor]:
+        """Record `forward`; a function that runs it on what `batch` then holds.
+
+        Its result [rows, columns] is a view of the recording's own buffer: valid until the next run. Rows are the
+        step's samples after `take`, else its tokens.
+        """
+        if self._tape is not None:
+            raise RuntimeError("compile() called from inside a forward function")
+        self._tape, self._batch, self._scratch, self._shared = Tape(), batch, layout.BIG, 0
+        self._owners = [batch, self._zeros]
+        try:
+            result = forward(self)
+            return self._finish(self._tape, batch, result)
+        finally:
+            self._tape, self._batch, self._owners = None, None, []
+
+    def _finish(self, recorded: Tape, batch: Batch, result: Act) -> Callable[[], torch.Tensor]:
+        recorded.fuse(result.buffer)
+        memory = Region(max(recorded.place(result.buffer), 1))
+        rows = recorded.encode(memory)
+        scratch_bytes = up(self._scratch, 4096)
+        scratch = Region(scratch_bytes * self._team.threads)
+        shared = Region(max(self._shared, 1))
+        tickets = Region(max(len(rows), 1) * layout.TICKET_BYTES, huge=False)
+        words = {
+            layout.TAPE: int(rows.ctypes.data),
+            layout.OPS: len(rows),
+            layout.SCRATCH: scratch.address,
+            layout.SCRATCH_BYTES: scratch_bytes,
+            layout.TICKETS: tickets.address,
+            layout.SHARED: shared.address,
+            layout.COUNTS: int(batch.counts.ctypes.data),
+            layout.ZEROS: int(self._zeros.ctypes.data),
+        }
+        kind, item = (np.float32, 4) if result.dtype == "float32" else (np.int16, 2)
+        most = batch.max_tokens if result.rows == layout.ROWS_TOKENS else batch.max_samples
+        out = torch.from_numpy(memory.array(result.buffer.offset, kind, (most, result.ld // item)))
+        if result.dtype == "bfloat16":
+            out = out.view(torch.bfloat16)
+        out = out[:, : result.columns]
+        counts, team = batch.counts, self._team
+        owners = (memory, scratch, shared, tickets, rows, *self._owners)
+
+        def run() -> torch.Tensor:
+            tokens, sequences, samples, _ = counts.tolist()
+            if tokens > batch.max_tokens or sequences > batch.max_seqs or samples > batch.max_samples:
+                raise ValueError(
+                    f"a step of {tokens} tokens, {sequences} sequences, {samples} samples; this recording takes "
+                    f"{batch.max_tokens}, {batch.max_seqs}, {batch.max_samples}"
+                )
+            team.run(words, owners)
+            return out[: samples if result.rows == layout.ROWS_SAMPLES else tokens]
+
+        return run
+
+    def close(self) -> None:
+        """End threads and give up weights. Results and caches handed out stay valid while they are held."""
+        self._team.close()
+        self._arena.clear()

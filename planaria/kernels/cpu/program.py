@@ -1,0 +1,575 @@
+"""The interpreter of a tape, in Numba: which thread does what, in what order. The arithmetic is in the kernels it calls.
+
+Addresses and sizes are int64. `c` is the address of the control block, `row` of the tape row being run. Every thread
+runs `execute`; a barrier ends each operation. Nothing here allocates, raises or touches Python.
+The rule: how work is cut depends on row counts only where the result does not (see micro.py).
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from planaria.kernels.cpu.layout import (
+    ARRIVED, ATTEND, BIG, COUNTS, EMBED, FEW_ROWS, GENERATION, IDLE, IDLE_SPIN, KEY_TILE, LINEAR, NORM, OPS, PHASE,
+    POINTERS, QUERY_ROWS, ROPE, ROW_BLOCK, ROW_WORDS, SCRATCH, SCRATCH_BYTES, SHARED, SILU, SLEEPING, SPIN, STATE,
+    STOP, SUMS, TAKE, TAPE, TEMP, THREADS, TICKET_BYTES, TICKETS, WHOLE_ROWS, ZEROS,
+)  # fmt: skip
+from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT, STORE_F32
+
+X86 = platform.machine() in ("x86_64", "AMD64")
+I64, I32 = ir.IntType(64), ir.IntType(32)
+jit = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+KERNELS = {
+    "pl_tile": 9, "pl_values": 10, "pl_packed": 12, "pl_wide": 12, "pl_expand": 4, "pl_embed": 6, "pl_norm": 6,
+    "pl_silu": 5, "pl_softmax": 7, "pl_divide": 4, "pl_rotate": 9, "pl_store_key": 3, "pl_store_value": 4,
+    "pl_block_sums": 3, "pl_copy": 3,
+}  # fmt: skip
+NUMBERS = (
+    "pl_tile_rows", "pl_tile_panels", "pl_value_rows", "pl_value_panels", "pl_inline_rows", "pl_expanded_rows",
+    "pl_item",
+)  # fmt: skip
+
+
+def _kernel(name: str) -> Any:
+    return types.ExternalFunction(name, types.void(*[types.int64] * KERNELS[name]))
+
+
+def _number(name: str) -> Any:
+    return types.ExternalFunction(name, types.int64())
+
+
+pl_tile, pl_values, pl_packed, pl_wide = map(_kernel, ("pl_tile", "pl_values", "pl_packed", "pl_wide"))
+pl_expand, pl_embed, pl_norm, pl_silu = map(_kernel, ("pl_expand", "pl_embed", "pl_norm", "pl_silu"))
+pl_softmax, pl_divide, pl_rotate = map(_kernel, ("pl_softmax", "pl_divide", "pl_rotate"))
+pl_store_key, pl_store_value = map(_kernel, ("pl_store_key", "pl_store_value"))
+pl_block_sums, pl_copy = map(_kernel, ("pl_block_sums", "pl_copy"))
+(
+    pl_tile_rows, pl_tile_panels, pl_value_rows, pl_value_panels, pl_inline_rows, pl_expanded_rows, pl_item,
+) = map(_number, NUMBERS)  # fmt: skip
+syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+
+
+def _pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+@intrinsic
+def get(ctx: Any, address: Any, word: Any) -> Any:
+    """int64 number `word` at address."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.gep(_pointer(builder, args[0], I64), [args[1]]))
+
+    return types.int64(types.int64, types.int64), code
+
+
+@intrinsic
+def put(ctx: Any, address: Any, word: Any, value: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], builder.gep(_pointer(builder, args[0], I64), [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), code
+
+
+@intrinsic
+def get32(ctx: Any, address: Any, index: Any) -> Any:
+    """int32 number `index` at address, as int64."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(builder.gep(_pointer(builder, args[0], I32), [args[1]])), I64)
+
+    return types.int64(types.int64, types.int64), code
+
+
+@intrinsic
+def put32(ctx: Any, address: Any, index: Any, value: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.gep(_pointer(builder, args[0], I32), [args[1]])
+        builder.store(builder.trunc(args[2], I32), place)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), code
+
+
+@intrinsic
+def atomic_get(ctx: Any, address: Any, word: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.gep(_pointer(builder, args[0], I64), [args[1]])
+        return builder.load_atomic(place, "seq_cst", 8)
+
+    return types.int64(types.int64, types.int64), code
+
+
+@intrinsic
+def atomic_put(ctx: Any, address: Any, word: Any, value: Any) -> Any:
+    """A store that no later load of this thread overtakes."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.gep(_pointer(builder, args[0], I64), [args[1]])
+        builder.atomic_rmw("xchg", place, args[2], "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), code
+
+
+@intrinsic
+def atomic_add(ctx: Any, address: Any, word: Any, value: Any) -> Any:
+    """The value before."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.gep(_pointer(builder, args[0], I64), [args[1]])
+        return builder.atomic_rmw("add", place, args[2], "seq_cst")
+
+    return types.int64(types.int64, types.int64, types.int64), code
+
+
+@intrinsic
+def relax(ctx: Any) -> Any:
+    """Tells the core that this is a waiting loop."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if X86:
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+FUTEX = 202 if X86 else 98
+FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
+
+
+# Threads
+
+
+@jit
+def sleep_while(address, value):  # type: ignore[no-untyped-def]
+    """Sleep unless the low half of the word at address is no longer `value`; wakes may be spurious."""
+    syscall(FUTEX, address, FUTEX_WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
+
+
+@jit
+def wake_all(address):  # type: ignore[no-untyped-def]
+    syscall(FUTEX, address, FUTEX_WAKE_PRIVATE, 0x7FFFFFFF, 0, 0, 0)
+
+
+@jit
+def barrier(c):  # type: ignore[no-untyped-def]
+    """All threads arrive before any leaves. Spins a while, then sleeps."""
+    threads = get(c, THREADS)
+    if threads == 1:
+        return
+    phase = atomic_get(c, PHASE)
+    if atomic_add(c, ARRIVED, 1) == threads - 1:
+        put(c, ARRIVED, 0)
+        atomic_put(c, PHASE, phase + 1)
+        if atomic_get(c, SLEEPING) > 0:
+            wake_all(c + PHASE * 8)
+        return
+    spins = get(c, SPIN)
+    while atomic_get(c, PHASE) == phase:
+        if spins > 0:
+            spins -= 1
+            relax()
+        else:
+            atomic_add(c, SLEEPING, 1)
+            sleep_while(c + PHASE * 8, phase)
+            atomic_add(c, SLEEPING, -1)
+
+
+@jit
+def grab(ticket, units, threads):  # type: ignore[no-untyped-def]
+    """The next range of units, as start * 2^32 + end; empty when all are taken.
+
+    Ranges shrink: the k-th takes 1 / (2 * threads) of what is left, so that few are needed and the last are small.
+    """
+    if threads == 1:
+        return units if atomic_add(ticket, 0, 1) == 0 else 0
+    turn = atomic_add(ticket, 0, 1)
+    start = 0
+    while start < units:
+        size = (units - start) // (2 * threads)
+        if size < 1:
+            size = 1
+        if turn == 0:
+            return (start << 32) + start + size
+        turn -= 1
+        start += size
+    return 0
+
+
+@jit
+def scratch(c, tid):  # type: ignore[no-untyped-def]
+    return get(c, SCRATCH) + tid * get(c, SCRATCH_BYTES)
+
+
+@jit
+def share(n, tid, threads):  # type: ignore[no-untyped-def]
+    """First of n rows that thread `tid` does."""
+    return n * tid // threads
+
+
+# Operations
+
+
+@jit
+def op_embed(c, row, tid):  # type: ignore[no-untyped-def]
+    # 1 kind, 2 w, 3 panel bytes, 4 offset of scales, 5 steps or blocks, 6 out, 7 ldo, 8 tokens, 9 vocabulary
+    n, threads = get(get(c, COUNTS), 0), get(c, THREADS)
+    for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
+        token = get32(get(row, 8), t)
+        if token < 0 or token >= get(row, 9):
+            token = 0  # callers check; this only keeps a mistake from reading foreign memory
+        panel = get(row, 2) + (token >> 4) * get(row, 3)
+        pl_embed(get(row, 1), panel, panel + get(row, 4), token & 15, get(row, 5), get(row, 6) + t * get(row, 7))
+
+
+@jit
+def op_norm(c, row, tid):  # type: ignore[no-untyped-def]
+    # 1 x, 2 ldx, 3 weight, 4 out, 5 ldo, 6 padded, 7 count, 8 eps, 9 rows
+    n, threads = get(get(c, COUNTS), get(row, 9)), get(c, THREADS)
+    for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
+        x, out = get(row, 1) + r * get(row, 2), get(row, 4) + r * get(row, 5)
+        pl_norm(x, get(row, 3), out, get(row, 6), get(row, 7), get(row, 8))
+
+
+@jit
+def op_silu(c, row, tid):  # type: ignore[no-untyped-def]
+    # 1 x, 2 ldx, 3 out, 4 ldo, 5 half, 6 padded, 7 rows
+    n, threads = get(get(c, COUNTS), get(row, 7)), get(c, THREADS)
+    for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
+        x, half = get(row, 1) + r * get(row, 2), get(row, 5)
+        pl_silu(x, x + half * pl_item(), get(row, 3) + r * get(row, 4), half, get(row, 6))
+
+
+@jit
+def op_take(c, row, tid):  # type: ignore[no-untyped-def]
+    # 1 x, 2 ld, 3 out, 4 sample_index
+    n, threads = get(get(c, COUNTS), 2), get(c, THREADS)
+    for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
+        source = get(row, 1) + get32(get(row, 4), r) * get(row, 2)
+        pl_copy(get(row, 3) + r * get(row, 2), source, get(row, 2))
+
+
+@jit
+def product(row, mine, sums, first, last, panel, panels, out, ldo, mode):  # type: ignore[no-untyped-def]
+    """Rows [first, last) x `panels` panels from `panel` (at most a tile's) into out, whose row 0 is row `first`."""
+    kind, stride, length = get(row, 1), get(row, 3), get(row, 5)
+    w = get(row, 2) + panel * stride
+    ldx, bias = get(row, 7), get(row, 11) + panel * 64
+    x = get(row, 6) + first * ldx
+    n = last - first
+    wide = 16 * (pl_item() if mode == STORE_ACT else 4)
+    if kind == DENSE:
+        most = pl_tile_panels()
+        step = most if panels == most else 1
+        for v in range(panels):
+            put(mine + POINTERS, v, w + v * stride)
+        for v in range(0, panels, step):
+            r = 0
+            while r < n:
+                rows = min(pl_tile_rows(), n - r)
+                pl_tile(
+                    rows * 4 + step, x + r * ldx, ldx, mine + POINTERS + 8 * v, length, out + r * ldo + v * wide, ldo,
+                    mode, bias + 64 * v,
+                )  # fmt: skip
+                r += rows
+        return
+    lds = length * 4
+    for v in range(panels):
+        codes, scales = w + v * stride, w + v * stride + get(row, 4)
+        if n <= pl_inline_rows():
+            pl_packed(
+                n * 4 + kind, x, ldx, codes, scales, length, out + v * wide, ldo, mode, bias + 64 * v, sums, lds
+            )
+            continue
+        pl_expand(kind, codes, length, mine + BIG)
+        r = 0
+        while r < n:
+            rows = min(pl_expanded_rows(), n - r)
+            pl_wide(
+                rows * 4 + kind, x + r * ldx, ldx, mine + BIG, scales, length, out + r * ldo + v * wide, ldo, mode,
+                bias + 64 * v, sums + r * lds, lds,
+            )  # fmt: skip
+            r += rows
+
+
+@jit
+def block(row, mine, sums, first, last, panel, end):  # type: ignore[no-untyped-def]
+    """Rows [first, last) x panels [panel, end) of a linear operation."""
+    half, out, ldo, mode = get(row, 13), get(row, 8), get(row, 9), get(row, 10)
+    most = pl_tile_panels()
+    wide = 16 * (pl_item() if mode == STORE_ACT else 4)
+    my_sums = sums + first * get(row, 5) * 4
+    while panel < end:
+        panels = min(most, end - panel)
+        if half == 0:
+            product(row, mine, my_sums, first, last, panel, panels, out + first * ldo + panel * wide, ldo, mode)
+        else:
+            # 14 offset in scratch of two tiles [ROW_BLOCK][most * 16]: gate and up
+            ld = most * wide
+            gate = mine + get(row, 14)
+            up = gate + ROW_BLOCK * ld
+            product(row, mine, my_sums, first, last, panel, panels, gate, ld, STORE_ACT)
+            product(row, mine, my_sums, first, last, panel + half, panels, up, ld, STORE_ACT)
+            for r in range(last - first):
+                place = out + (first + r) * ldo + panel * wide
+                pl_silu(gate + r * ld, up + r * ld, place, panels * 16, panels * 16)
+        panel += panels
+
+
+@jit
+def op_linear(c, row, tid, ticket):  # type: ignore[no-untyped-def]
+    # 1 kind, 2 w, 3 panel bytes, 4 offset of scales, 5 steps or blocks, 6 x, 7 ldx, 8 out, 9 ldo, 10 mode, 11 bias,
+    # 12 rows, 13 panels of one half of a fused silu (0: plain), 14 its scratch, 15 panels
+    n, threads = get(get(c, COUNTS), get(row, 12)), get(c, THREADS)
+    if n == 0:
+        return
+    mine = scratch(c, tid)
+    sums = mine + SUMS
+    if get(row, 1) == Q4_1:
+        blocks = get(row, 5)
+        if n <= FEW_ROWS and blocks * n * 4 <= BIG - SUMS:
+            for r in range(n):
+                pl_block_sums(get(row, 6) + r * get(row, 7), blocks, sums + r * blocks * 4)
+        else:
+            sums = get(c, SHARED)
+            for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
+                pl_block_sums(get(row, 6) + r * get(row, 7), blocks, sums + r * blocks * 4)
+            barrier(c)
+    panels = get(row, 13)
+    if panels == 0:
+        panels = get(row, 15)
+    if n <= WHOLE_ROWS:
+        while True:
+            taken = grab(ticket, panels, threads)
+            if taken == 0:
+                return
+            block(row, mine, sums, 0, n, taken >> 32, taken & 0xFFFFFFFF)
+    most = pl_tile_panels()
+    groups = (panels + most - 1) // most
+    units = groups * ((n + ROW_BLOCK - 1) // ROW_BLOCK)
+    while True:
+        taken = grab(ticket, units, threads)
+        if taken == 0:
+            return
+        for u in range(taken >> 32, taken & 0xFFFFFFFF):
+            first, group = (u // groups) * ROW_BLOCK, (u % groups) * most
+            block(row, mine, sums, first, min(n, first + ROW_BLOCK), group, min(panels, group + most))
+
+
+@jit
+def op_rope(c, row, tid):  # type: ignore[no-untyped-def]
+    # 1 qkv, 2 ldx, 3 out, 4 ldo, 5 cache, 6 block bytes, 7 key bytes, 8 block size, 9 heads, 10 kv heads, 11 dim,
+    # 12 cos, 13 sin, 14 half, 15 q_norm, 16 k_norm, 17 eps, 18 slots, 19 positions
+    n, threads = get(get(c, COUNTS), 0), get(c, THREADS)
+    slots = get(row, 18)
+    # tokens of one chunk of 16 are written by one thread: the first clears the chunk, two share each word
+    start, end = share(n, tid, threads), share(n, tid + 1, threads)
+    while 0 < start < n and get(slots, start) & 15 and get(slots, start - 1) == get(slots, start) - 1:
+        start += 1
+    while 0 < end < n and get(slots, end) & 15 and get(slots, end - 1) == get(slots, end) - 1:
+        end += 1
+    dim, heads, kv_heads, half = get(row, 11), get(row, 9), get(row, 10), get(row, 14)
+    head = dim * pl_item()
+    temp = scratch(c, tid) + TEMP
+    size, chunk = get(row, 8), 16 * head
+    per_head = (size >> 4) * chunk
+    eps = get(row, 17)
+    for t in range(start, end):
+        x = get(row, 1) + t * get(row, 2)
+        q = get(row, 3) + t * get(row, 4)
+        position = get32(get(row, 19), t)
+        cos, sin = get(row, 12) + position * half * 4, get(row, 13) + position * half * 4
+        for h in range(heads):
+            pl_rotate(x + h * head, q + h * head, temp, cos, sin, half, dim, get(row, 15), eps)
+        slot = get(slots, t)
+        offset = slot % size
+        place = get(row, 5) + (slot // size) * get(row, 6) + (offset >> 4) * chunk
+        token = offset & 15
+        for h in range(kv_heads):
+            k = x + (heads + h) * head
+            pl_rotate(k, temp + 2048, temp, cos, sin, half, dim, get(row, 16), eps)
+            pl_store_key(temp + 2048, place + h * per_head + token * 4, head >> 2)
+            v = x + (heads + kv_heads + h) * head
+            pl_store_value(v, place + get(row, 7) + h * per_head, token, dim)
+
+
+@jit
+def attend_tile(c, row, mine, s, h, first, count):  # type: ignore[no-untyped-def]
+    """Tokens [first, first + count) of sequence s, for the query heads of key head h."""
+    item = pl_item()
+    size, dim = get(row, 8), get(row, 11)
+    group = get(row, 9) // get(row, 10)
+    head = dim * item
+    rows = count * group
+    begin = get32(get(row, 14), s)
+    new = get32(get(row, 14), s + 1) - begin
+    position = get32(get(row, 15), s) - new + first  # of token `first`
+    keys = position + count  # that the last token sees
+    window = get(row, 13)
+    table = get(row, 17) + get32(get(row, 16), s) * get(row, 18)
+    chunk = 16 * head
+    base = get(row, 5) + h * (size >> 4) * chunk
+    tall = max(rows, QUERY_ROWS)
+    q = mine + BIG
+    scores = q + tall * head
+    p = scores + tall * KEY_TILE * 4
+    o = p + tall * KEY_TILE * item
+    kp, vp = mine + POINTERS, mine + POINTERS + 1024
+    state = mine + STATE
+    for i in range(count):
+        source = get(row, 1) + (begin + first + i) * get(row, 2) + h * group * head
+        pl_copy(q + i * group * head, source, group * head)
+    for r in range(rows):
+        put32(state, 4 * r, -246811958)  # float32 bits of LOWEST
+        put32(state, 4 * r + 1, 0)
+    for i in range(rows * dim // 2):
+        put(o, i, 0)
+    start = 0
+    if window > 0:
+        start = max(0, position - window + 1) // KEY_TILE * KEY_TILE
+    while start < keys:
+        chunks = (min(KEY_TILE, keys - start) + 15) >> 4
+        for i in range(chunks):
+            key = start + 16 * i
+            place = base + get32(table, key // size) * get(row, 6) + ((key % size) >> 4) * chunk
+            put(kp, i, place)
+            put(vp, i, place + get(row, 7))
+        i = 0
+        while i < chunks:
+            panels = pl_tile_panels() if chunks - i >= pl_tile_panels() else 1
+            r = 0
+            while r < rows:
+                some = min(pl_tile_rows(), rows - r)
+                pl_tile(
+                    some * 4 + panels, q + r * head, head, kp + 8 * i, head >> 2, scores + (r * KEY_TILE + 16 * i) * 4,
+                    KEY_TILE * 4, STORE_F32, get(c, ZEROS),
+                )  # fmt: skip
+                r += some
+            i += panels
+        for i in range(count):
+            at = position + i
+            lo = 0
+            if window > 0:
+                lo = max(0, at - window + 1 - start)
+            hi = min(at + 1 - start, chunks * 16)
+            for g in range(group):
+                r = i * group + g
+                pl_softmax(
+                    scores + r * KEY_TILE * 4, p + r * KEY_TILE * item, chunks * 16, lo, hi, get(row, 12), state + 16 * r
+                )
+        v, all_panels = 0, dim >> 4
+        while v < all_panels:
+            panels = pl_value_panels() if all_panels - v >= pl_value_panels() else 1
+            r = 0
+            while r < rows:
+                some = min(pl_value_rows(), rows - r)
+                pl_values(
+                    some * 8 + panels, panels, p + r * KEY_TILE * item, KEY_TILE * item, vp, chunks, v * 256 * item,
+                    o + (r * dim + 16 * v) * 4, dim * 4, state + 16 * r,
+                )  # fmt: skip
+                r += some
+            v += panels
+        start += KEY_TILE
+    for i in range(count):
+        place = get(row, 3) + (begin + first + i) * get(row, 4) + h * group * head
+        for g in range(group):
+            r = i * group + g
+            pl_divide(o + r * dim * 4, state + 16 * r, place + g * head, dim)
+
+
+@jit
+def op_attend(c, row, tid, ticket):  # type: ignore[no-untyped-def]
+    # 1 q, 2 ldq, 3 out, 4 ldo, 5 cache, 6 block bytes, 7 key bytes, 8 block size, 9 heads, 10 kv heads, 11 dim,
+    # 12 scale, 13 window, 14 seq_start, 15 seq_len, 16 seq_row, 17 block_table, 18 bytes of its rows
+    sequences, kv_heads = get(get(c, COUNTS), 1), get(row, 10)
+    group = get(row, 9) // kv_heads
+    tokens = max(1, QUERY_ROWS // group)
+    mine = scratch(c, tid)
+    s, passed = 0, 0  # units of the sequences before s
+    unit = atomic_add(ticket, 0, 1)
+    while s < sequences:
+        new = get32(get(row, 14), s + 1) - get32(get(row, 14), s)
+        tiles = (new + tokens - 1) // tokens
+        if unit >= passed + tiles * kv_heads:
+            passed += tiles * kv_heads
+            s += 1
+            continue
+        within = unit - passed
+        first = (tiles - 1 - within // kv_heads) * tokens  # the longest first
+        attend_tile(c, row, mine, s, within % kv_heads, first, min(tokens, new - first))
+        unit = atomic_add(ticket, 0, 1)
+
+
+@jit
+def execute(c, tid):  # type: ignore[no-untyped-def]
+    tape, tickets = get(c, TAPE), get(c, TICKETS)
+    for i in range(get(c, OPS)):
+        row, ticket = tape + i * ROW_WORDS * 8, tickets + i * TICKET_BYTES
+        code = get(row, 0)
+        if code == LINEAR:
+            op_linear(c, row, tid, ticket)
+        elif code == NORM:
+            op_norm(c, row, tid)
+        elif code == ATTEND:
+            op_attend(c, row, tid, ticket)
+        elif code == ROPE:
+            op_rope(c, row, tid)
+        elif code == EMBED:
+            op_embed(c, row, tid)
+        elif code == TAKE:
+            op_take(c, row, tid)
+        elif code == SILU:
+            op_silu(c, row, tid)
+        barrier(c)
+
+
+@jit
+def lead(c, tid):  # type: ignore[no-untyped-def]
+    """Run the tape once, as thread 0."""
+    tickets = get(c, TICKETS)
+    for i in range(get(c, OPS)):
+        put(tickets + i * TICKET_BYTES, 0, 0)
+        put(tickets + i * TICKET_BYTES, 8, 0)
+    atomic_add(c, GENERATION, 1)
+    if atomic_get(c, IDLE) > 0:
+        wake_all(c + GENERATION * 8)
+    execute(c, tid)
+
+
+@jit
+def follow(c, tid):  # type: ignore[no-untyped-def]
+    """Wait for runs and take part in them, until stopped."""
+    seen = 0
+    while True:
+        spins = get(c, IDLE_SPIN)
+        while atomic_get(c, GENERATION) == seen:
+            if spins > 0:
+                spins -= 1
+                relax()
+            else:
+                atomic_add(c, IDLE, 1)
+                sleep_while(c + GENERATION * 8, seen)
+                atomic_add(c, IDLE, -1)
+        seen += 1
+        if atomic_get(c, STOP):
+            return
+        execute(c, tid)
+
+
+def entry(c, tid):  # type: ignore[no-untyped-def]
+    """What Python calls: thread 0 runs the tape and returns, the others stay until the team is stopped."""
+    if tid == 0:
+        lead(c, tid)
+    else:
+        follow(c, tid)
