@@ -82,7 +82,12 @@ def _json(model: type[BaseModel]) -> dict[str, Any]:
 def _routes(app: FastAPI) -> None:
     stream = {
         "text/event-stream": {
-            "schema": {"type": "string", "description": "With stream: true, an event a step, then data: [DONE]."}
+            "schema": {
+                "type": "object",
+                "description": "With stream: true. One event a step and choice, then usage if asked for, then [DONE].",
+                "properties": {"data": {"type": "string", "description": "A chunk as JSON, an error, or [DONE]."}},
+                "required": ["data"],
+            }
         }
     }
 

@@ -1,0 +1,84 @@
+"""The API held against its own document: schemathesis makes requests (valid ones, broken ones) and checks the answers.
+
+No answer is a 5xx, and each has a status, a content type and a body the document knows. A real server in a process
+of its own answers; its log must stay free of internal errors.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from test_lifecycle import Process
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+from schemathesis.checks import load_all_checks
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+load_all_checks()
+POSITIVE, NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
+EXAMPLES = {"/v1/completions": 120, "/v1/chat/completions": 80, "/tokenize": 30, "/detokenize": 30}
+# Values of the fields that no document can say enough about; with others nearly every valid request is refused.
+KNOWN = {
+    "model": "smollm2", "max_tokens": 5, "max_completion_tokens": 5, "min_tokens": 2, "best_of": None, "stream": True,
+    "logit_bias": {"5": 1.5}, "stop_token_ids": [5], "stop": ["x"], "bad_words": ["y"], "chat_template_kwargs": {},
+    "response_format": {"type": "text"}, "top_logprobs": None,
+}  # fmt: skip
+OPERATIONS = [
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"), ("GET", "/version"), ("GET", "/metrics"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tokenizer):
+    with Process(log_level="ERROR", facts={"max_model_len": 64}) as process:
+        yield process
+        assert process.process.poll() is None, "the server ended"
+        process.process.terminate()
+        assert process.process.wait(10) == 0
+        assert process.process.stderr.read() == ""  # no internal error was logged
+
+
+@pytest.fixture(scope="module")
+def document(fuzzed):
+    schema = schemathesis.openapi.from_url(fuzzed.url + "/openapi.json")
+    schema.validate()
+    return schema
+
+
+def test_every_route_is_here(document):
+    found = {(r.ok().method.upper(), r.ok().path) for r in document.get_all_operations()}
+    assert found == set(OPERATIONS)
+
+
+PARAMETERS = [
+    pytest.param(method, path, mode, id=f"{method} {path} {mode.value}")
+    for method, path in OPERATIONS
+    for mode in (POSITIVE, NEGATIVE)
+    if mode is POSITIVE or path in EXAMPLES  # there is nothing to get wrong in a GET
+]
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), PARAMETERS)
+def test_answers_are_as_documented(document, method, path, mode):
+    statuses = {}
+
+    @settings(
+        max_examples=EXAMPLES.get(path, 10), deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=document[path][method].as_strategy(generation_mode=mode))
+    def run(case) -> None:
+        if mode is POSITIVE and isinstance(case.body, dict):
+            case.body |= {name: value for name, value in KNOWN.items() if name in case.body}
+            if not case.body.get("stream"):
+                case.body.pop("stream_options", None)
+        response = case.call(timeout=20)
+        statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+        # What fits the document may still be refused: a prompt too long, an id out of the vocabulary.
+        case.validate_response(response, excluded_checks=[positive_data_acceptance])
+
+    run()
+    if mode is POSITIVE:
+        assert statuses.get(200, 0) >= (0 if "{" in path else 1), statuses
