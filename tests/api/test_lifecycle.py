@@ -223,7 +223,7 @@ def test_sockets():
         bind(ServerConfig(port=port))
     a.close()
     bind(ServerConfig(port=port)).close()
-    with pytest.raises(ConfigError, match="--host no.such.host.invalid"):
+    with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid"):
         bind(ServerConfig(host="no.such.host.invalid"))
 
 

@@ -1,4 +1,4 @@
-"""A stream, put together, is the answer without streaming, for every combination of options; and has one event a step."""
+"""A stream, put together, is the answer without streaming, whatever the options; and has one event a step."""
 
 from __future__ import annotations
 
