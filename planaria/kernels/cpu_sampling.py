@@ -1,14 +1,15 @@
-"""The sampler's Numba kernels for logits in main memory.
+"""The sampler's kernels, in Numba, for logits in main memory. `sampling_library` compiles, keeps and calls them.
 
-`planaria.worker.sampler` defines what they compute; they give the same tokens to the bit (a test holds them to it).
+`planaria.worker.sampling` defines what they compute; they give the same tokens to the bit (a test holds them to it).
 There is no sort: cuts are found by counting tokens and mass in buckets of y, the logit's distance to the greatest
 in powers of two, then digit by digit within one bucket. Blocks of logits whose greatest is cut are not looked at.
 
-All loops over logits work on slices from 0 with float32 and int32 values, which the compiler turns into vector
-instructions; weights are int64. Kernels hold no state: `Scratch` is the caller's, one per thread.
+Arguments are pointers and numbers: nothing here allocates, raises or touches Python, so the object code stands alone.
+`line` is the first of all logits, `base` where a row begins; ids count from there. Loops over logits are in float32
+and int32 without branches, which the compiler turns into vector instructions; weights are int64.
 """
 
-# The kernels' types are their signatures; their bodies are typed by Numba.
+# The kernels' types are in ENTRIES; their bodies are typed by Numba.
 # mypy: allow-untyped-defs, allow-untyped-calls, no-check-untyped-defs
 
 from __future__ import annotations
@@ -19,19 +20,16 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 
-F = TypeVar("F", bound=Callable[..., Any])
+from planaria.kernels.sampling_library import BANNED, BLOCK, BROKEN, BUCKETS, GRAIN, OK
 
-BLOCK = 128
-GRAIN = 16  # buckets per power of two
-BUCKETS = 41 * GRAIN  # y in [0, 41); beyond it every weight is 0
-OK, BROKEN, BANNED = 0, 1, 2
+F = TypeVar("F", bound=Callable[..., Any])
 
 _f = np.float32
 _i = np.int32
 _u = np.uint64
 _CAP = _f(60.0)
 _GRAIN = _f(GRAIN)
-_LIMIT = _f(41.0 - 2.0**-15)
+_LIMIT = _f(41.0 - 2.0**-15)  # just inside the last bucket; every weight beyond is 0
 _LOG2E = _f(1.4426950408889634)
 _C0, _C1, _C2 = _f(1.0), _f(-0.6931437253952026), _f(0.2401801496744156)
 _C3, _C4, _C5 = _f(-0.0552973598241806), _f(0.00920579768717289), _f(-0.0009449035278521478)
@@ -44,31 +42,16 @@ _NEVER = 1 << 62
 
 
 def _inline(function: F) -> F:
+    """For what is called per logit: the loop around it must see through the call."""
     return cast(F, numba.njit(error_model="numpy", inline="always")(function))
 
 
-def _kernel(signature: str) -> Callable[[F], F]:
-    return cast(Callable[[F], F], numba.njit(signature, nogil=True, cache=True, error_model="numpy"))
+def _jit(function: F) -> F:
+    plain: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(F, numba.njit(error_model="numpy", **plain)(function))
 
 
-class Scratch:
-    """What one thread needs besides the logits, for a vocabulary of `size`."""
-
-    def __init__(self, size: int) -> None:
-        blocks = -(-size // BLOCK)
-        self.tops = np.zeros(blocks, np.float32)  # greatest logit of each block
-        self.arrays = (
-            self.tops,
-            np.zeros(blocks, np.int64),  # kept mass of each block
-            np.zeros(BUCKETS + 1, np.int64),  # tokens by bucket
-            np.zeros(BUCKETS + 1, np.int64),  # mass by bucket
-            np.zeros(size + 1, np.int32),  # one bucket's tokens, one more for the last write
-            np.zeros(size, np.int64),  # their keys
-            np.zeros(size, np.int64),  # their weights
-        )
-
-
-@_kernel("uint64(uint64, uint64)")
+@_jit
 def draw_bits(seed, position):
     c0, c1, c2, c3 = position & _LOW, position >> _HALF, _u(0), _u(0)
     k0, k1 = seed & _LOW, seed >> _HALF
@@ -79,8 +62,8 @@ def draw_bits(seed, position):
     return c0 | c1 << _HALF
 
 
-@_kernel("uint64(uint64, uint64)")
-def _high_product(a, b):
+@_jit
+def high_product(a, b):
     """The high 64 bits of a * b."""
     a0, a1, b0, b1 = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
     middle = a1 * b0 + (a0 * b0 >> _HALF)
@@ -97,142 +80,138 @@ def _weight(y):
     return (np.int64(_i(value * _ONE)) << 16) >> np.int64(whole)
 
 
-@_kernel("int32(float32[::1], float32[::1])")
-def _tops(line, tops):
-    """Fill `tops` with each block's greatest logit. Returns the greatest bits of a magnitude: above infinity's is NaN.
+@_jit
+def _greatest(bits, base, size, tops, top_bits):
+    """Fill `tops` with each block's greatest logit; `bits` and `top_bits` are logits and tops as int32. Returns the
+    greatest of all, NaN if any is.
 
     Compared as integers that are in the floats' order, for a NaN must not upset the comparison of others.
     """
-    worst = _i(0)
-    for b in range(len(tops)):
-        bits = line[b * BLOCK : (b + 1) * BLOCK].view(np.int32)
-        most, large = _LEAST, _i(0)
-        for j in range(len(bits)):
+    most, large = _LEAST, _i(0)
+    for first in range(0, size, BLOCK):
+        block_most, block_large = _LEAST, _i(0)
+        for j in range(base + first, base + min(first + BLOCK, size)):
             v = bits[j]
             magnitude = _i(v & _MAGNITUDE)
             key = _i(v ^ ((v >> 31) & _MAGNITUDE))
-            most = key if key > most else most
-            large = magnitude if magnitude > large else large
-        worst = max(worst, large)
-        tops.view(np.int32)[b] = _i(most ^ ((most >> 31) & _MAGNITUDE))
-    return worst
-
-
-@_kernel("float32(float32[::1])")
-def _greatest(tops):
+            block_most = key if key > block_most else block_most
+            block_large = magnitude if magnitude > block_large else block_large
+        top_bits[first // BLOCK] = _i(block_most ^ ((block_most >> 31) & _MAGNITUDE))
+        most = block_most if block_most > most else most
+        large = block_large if block_large > large else large
+    if large > _INFINITY_BITS:
+        return _NAN
     top = tops[0]
-    for b in range(len(tops)):
-        if tops[b] > top:
-            top = tops[b]
+    for b in range(1, (size + BLOCK - 1) // BLOCK):
+        top = tops[b] if tops[b] > top else top
     return top
 
 
-@_kernel("int64(float32[::1], float32[::1], float32)")
-def _first(line, tops, top):
+@_jit
+def _first(line, base, tops, top):
     """The lowest id whose logit is `top`."""
     b = 0
     while tops[b] != top:
         b += 1
     j = b * BLOCK
-    while line[j] != top:
+    while line[base + j] != top:
         j += 1
     return j
 
 
-@_kernel("int64(float32[::1], int64, float32, float32, float32, float32, int64)")
-def _block_mass(block, base, top, scale, limit, least, last):
-    """Mass of the block's kept tokens; its first has id `base`. Kept: y <= limit, and the logit above `least`, or equal
-    with an id of at most `last`."""
+@_jit
+def _mass(line, base, first, end, top, scale, limit, least, last):
+    """Mass of the kept among tokens `first` to `end`: y <= limit, and the logit above `least`, or equal with an id
+    of at most `last`."""
     total = np.int64(0)
-    for j in range(len(block)):
-        x = block[j]
+    for j in range(first, end):
+        x = line[base + j]
         y = (top - x) * scale
-        kept = (y <= limit) & ((x > least) | ((x == least) & (base + j <= last)))
+        kept = (y <= limit) & ((x > least) | ((x == least) & (j <= last)))
         y = y if y < _CAP else _CAP
         w = _weight(y)
         total += w if kept else 0
     return total
 
 
-@_kernel("int64(float32[::1], int64, float32, float32, float32, float32, int64, int64)")
-def _pick(block, base, top, scale, limit, least, last, point):
-    """The id in whose kept mass `point` falls, counted from the block's start; -1 beyond its end."""
+@_jit
+def _pick(line, base, first, end, top, scale, limit, least, last, point):
+    """The id in whose kept mass `point` falls, counted from token `first`."""
     total = np.int64(0)
-    for j in range(len(block)):
-        x = block[j]
+    for j in range(first, end):
+        x = line[base + j]
         y = (top - x) * scale
-        if y <= limit and (x > least or (x == least and base + j <= last)):
+        if y <= limit and (x > least or (x == least and j <= last)):
             total += _weight(y)
             if point < total:
-                return base + j
-    return -1
+                return j
+    return np.int64(0)
 
 
-@_kernel("int64(float32[::1], float32[::1], float32, float32, float32, int64, int64[::1], int64[::1])")
-def _fill(line, tops, top, scale, limit, k, counts, masses):
-    """Count tokens and mass of each bucket. With k > 0 the buckets after the k-th token's may be left incomplete."""
-    counts[:] = 0
-    masses[:] = 0
+@_inline
+def _bucket(y, limit):
+    """int32 bucket of y; BUCKETS when `limit` cuts it."""
+    low = y if y < _CAP else _CAP
+    return _i(low * _GRAIN) if y <= limit else _i(BUCKETS)
+
+
+@_jit
+def _fill(line, base, size, tops, top, scale, limit, k, counts, masses, buckets, weights):
+    """Count tokens and mass of each bucket. With k > 0 buckets after the k-th token's may be left incomplete."""
+    for b in range(BUCKETS + 1):
+        counts[b] = 0
+        masses[b] = 0
+    blocks = (size + BLOCK - 1) // BLOCK
     edge = np.int64(BUCKETS)
     if k > 0:  # at least k tokens are as great as the k-th greatest block's greatest
-        for b in range(len(tops)):
-            y = (top - tops[b]) * scale
-            if y <= limit:
-                counts[np.int64(y * _GRAIN)] += 1
+        for b in range(blocks):
+            counts[_bucket((top - tops[b]) * scale, limit)] += 1
         seen = np.int64(0)
-        for bucket in range(BUCKETS):
-            seen += counts[bucket]
-            if seen >= k:
-                edge = bucket
-                break
-        counts[:] = 0
-    buckets = np.empty(BLOCK, np.int32)
-    weights = np.empty(BLOCK, np.int64)
-    for b in range(len(tops)):
+        for b in range(BUCKETS + 1):
+            seen += counts[b]
+            if seen >= k and b < edge:
+                edge = b
+            counts[b] = 0
+    for b in range(blocks):
         y = (top - tops[b]) * scale
-        if not (y <= limit) or np.int64(y * _GRAIN) > edge:
+        if not y <= limit or _bucket(y, limit) > edge:
             continue
-        block = line[b * BLOCK : (b + 1) * BLOCK]
-        for j in range(len(block)):
-            y = (top - block[j]) * scale
-            kept = y <= limit
+        first, end = b * BLOCK, min((b + 1) * BLOCK, size)
+        for j in range(end - first):
+            y = (top - line[base + first + j]) * scale
+            buckets[j] = _bucket(y, limit)
             y = y if y < _CAP else _CAP
-            buckets[j] = _i(y * _GRAIN) if kept else _i(BUCKETS)
             weights[j] = _weight(y)
-        for j in range(len(block)):
-            counts[buckets[j]] += 1
-            masses[buckets[j]] += weights[j]
+        for j in range(end - first):
+            bucket = buckets[j]
+            counts[bucket] += 1
+            masses[bucket] += weights[j]
     counts[BUCKETS] = 0  # where what `limit` cuts was thrown
     masses[BUCKETS] = 0
-    return edge
 
 
-@_kernel("int64(float32[::1], float32[::1], float32, float32, float32, int64, int32[::1])")
-def _gather(line, tops, top, scale, limit, bucket, ids):
+@_jit
+def _gather(line, base, size, tops, top, scale, limit, bucket, buckets, ids):
     """The ids of one bucket's tokens, rising. How many."""
     n = np.int64(0)
-    buckets = np.empty(BLOCK, np.int32)
-    for b in range(len(tops)):
+    for b in range((size + BLOCK - 1) // BLOCK):
         y = (top - tops[b]) * scale
-        if not (y <= limit) or np.int64(y * _GRAIN) > bucket:
+        if not y <= limit or _bucket(y, limit) > bucket:
             continue
-        block = line[b * BLOCK : (b + 1) * BLOCK]
-        for j in range(len(block)):
-            y = (top - block[j]) * scale
-            kept = y <= limit
-            y = y if y < _CAP else _CAP
-            buckets[j] = _i(y * _GRAIN) if kept else _i(BUCKETS)
-        for j in range(len(block)):
-            ids[n] = b * BLOCK + j
+        first, end = b * BLOCK, min((b + 1) * BLOCK, size)
+        for j in range(end - first):
+            buckets[j] = _bucket((top - line[base + first + j]) * scale, limit)
+        for j in range(end - first):  # without a branch: ids has room for one more
+            ids[n] = first + j
             n += np.int64(buckets[j] == bucket)
     return n
 
 
-@_kernel(
-    "Tuple((float32, int64, int64))(float32[::1], float32[::1], float32, float32, float32, int64, int64,"
-    "int64[::1], int64[::1], int32[::1], int64[::1], int64[::1])"
-)
-def _cut(line, tops, top, scale, limit, need, goal, counts, masses, ids, keys, weights):
+@_jit
+def _cut(
+    line, bits, base, size, tops, top, scale, limit, need, goal,
+    counts, masses, digit_counts, digit_masses, buckets, ids, keys, weights,
+):  # fmt: skip
     """The shortest prefix (greatest logit, then lowest id) that has `need` tokens or the mass `goal`.
 
     Returns its last logit, the highest id kept among that logit's equals, and the prefix' mass. All is kept when all is
@@ -245,23 +224,21 @@ def _cut(line, tops, top, scale, limit, need, goal, counts, masses, ids, keys, w
         mass += masses[bucket]
         bucket += 1
     if bucket == BUCKETS:
-        return _NEGATIVE_INFINITY, np.int64(len(line)), mass
-    n = _gather(line, tops, top, scale, limit, bucket, ids)
-    bits = line.view(np.int32)
-    for i in range(n):
-        v = bits[ids[i]]
-        v = _i(0) if v == _LEAST else v  # -0.0 equals 0.0
-        keys[i] = np.int64(_i(v ^ ((v >> 31) & _MAGNITUDE))) + 0x80000000
-        weights[i] = _weight((top - line[ids[i]]) * scale)
-    digit_counts, digit_masses = np.empty(256, np.int64), np.empty(256, np.int64)
+        return _NEGATIVE_INFINITY, np.int64(size), mass
+    n = _gather(line, base, size, tops, top, scale, limit, bucket, buckets, ids)
     differing = np.int64(0)
     for i in range(n):
+        v = bits[base + ids[i]]
+        v = _i(0) if v == _LEAST else v  # -0.0 equals 0.0
+        keys[i] = np.int64(_i(v ^ ((v >> 31) & _MAGNITUDE))) + 0x80000000
+        weights[i] = _weight((top - line[base + ids[i]]) * scale)
         differing |= keys[i] ^ keys[0]
     for shift in range(24, -8, -8):
         if (differing >> shift) & 255 == 0:
             continue
-        digit_counts[:] = 0
-        digit_masses[:] = 0
+        for digit in range(256):
+            digit_counts[digit] = 0
+            digit_masses[digit] = 0
         for i in range(n):
             digit = (keys[i] >> shift) & 255
             digit_counts[digit] += 1
@@ -271,39 +248,35 @@ def _cut(line, tops, top, scale, limit, need, goal, counts, masses, ids, keys, w
             count += digit_counts[found]
             mass += digit_masses[found]
             found -= 1
-        size = np.int64(0)
+        left = np.int64(0)
         for i in range(n):
             if (keys[i] >> shift) & 255 == found:
-                keys[size], weights[size], ids[size] = keys[i], weights[i], ids[i]
-                size += 1
-        n = size
+                keys[left], weights[left], ids[left] = keys[i], weights[i], ids[i]
+                left += 1
+        n = left
     each = weights[0]
     taken = min(need - count, n)
     if each > 0:
         taken = min(taken, (goal - mass + each - 1) // each)
-    return line[ids[0]], np.int64(ids[taken - 1]), mass + taken * each
+    return line[base + ids[0]], np.int64(ids[taken - 1]), mass + taken * each
 
 
-@_kernel(
-    "void(float32[:,::1], int64, int64, int64[::1], float32[::1], int64[::1], float64[::1], float32[::1],"
-    "uint64[::1], int64[::1], float32[::1], int64[::1], int64[::1], int64[::1], int32[::1], int64[::1], int64[::1],"
-    "int64[::1], int64[::1])"
-)
 def sample_lines(
-    logits, begin, end, rows, scales, top_k, top_p, limits, seeds, positions,
-    tops, block_masses, counts, masses, ids, keys, weights, tokens, flags,
+    line, bits, size, begin, end, rows, scales, top_k, top_p, limits, seeds, positions,
+    tops, top_bits, block_masses, counts, masses, digit_counts, digit_masses, buckets, block_weights,
+    ids, keys, weights, tokens, flags,
 ):  # fmt: skip
-    """Choose a token for lines `begin` to `end` of logits [S, V]; line i belongs to rows[i].
+    """Choose a token for lines `begin` to `end` of logits [S, size]; line i belongs to rows[i].
 
     By row: scales log2(e) / temperature or 0 for greedy, top_k or 0, top_p, limits -log2(min_p) or infinity, seeds,
     positions. By line: tokens, and flags OK, BROKEN (NaN or infinity) or BANNED (nothing to choose from), token 0.
     """
+    blocks = (size + BLOCK - 1) // BLOCK
     for i in range(begin, end):
-        row, line = rows[i], logits[i]
+        row, base = rows[i], i * size
         tokens[i] = 0
-        worst = _tops(line, tops)
-        top = _greatest(tops)
-        if worst > _INFINITY_BITS or top == _INFINITY:
+        top = _greatest(bits, base, size, tops, top_bits)
+        if not top < _INFINITY:
             flags[i] = BROKEN
             continue
         if top == _NEGATIVE_INFINITY:
@@ -312,101 +285,106 @@ def sample_lines(
         flags[i] = OK
         scale = scales[row]
         if scale == 0:
-            tokens[i] = _first(line, tops, top)
+            tokens[i] = _first(line, base, tops, top)
             continue
-        limit, k, share = min(limits[row], _LIMIT), top_k[row], top_p[row]
-        least, last = _NEGATIVE_INFINITY, np.int64(len(line))
+        k, share = top_k[row], top_p[row]
+        limit = limits[row] if limits[row] < _LIMIT else _LIMIT
+        least, last = _NEGATIVE_INFINITY, size
         if k > 0 or share < 1:
-            _fill(line, tops, top, scale, limit, k, counts, masses)
+            _fill(line, base, size, tops, top, scale, limit, k, counts, masses, buckets, block_weights)
             need = k if k > 0 else _NEVER
             mass = np.int64(0)
             if k > 0:
                 least, last, mass = _cut(
-                    line, tops, top, scale, limit, need, _NEVER, counts, masses, ids, keys, weights
-                )
+                    line, bits, base, size, tops, top, scale, limit, need, _NEVER,
+                    counts, masses, digit_counts, digit_masses, buckets, ids, keys, weights,
+                )  # fmt: skip
             else:
-                for bucket in range(BUCKETS):
-                    mass += masses[bucket]
+                for b in range(BUCKETS):
+                    mass += masses[b]
             if share < 1:
-                goal = np.int64(np.ceil(share * np.float64(mass)))
-                least, last, mass = _cut(line, tops, top, scale, limit, need, goal, counts, masses, ids, keys, weights)
+                exact = share * np.float64(mass)
+                goal = np.int64(exact)
+                goal += np.int64(np.float64(goal) < exact)
+                least, last, mass = _cut(
+                    line, bits, base, size, tops, top, scale, limit, need, goal,
+                    counts, masses, digit_counts, digit_masses, buckets, ids, keys, weights,
+                )  # fmt: skip
         total = np.int64(0)
-        for b in range(len(tops)):
+        for b in range(blocks):
             mass = np.int64(0)
             if tops[b] >= least and (top - tops[b]) * scale <= limit:
-                block = line[b * BLOCK : (b + 1) * BLOCK]
-                mass = _block_mass(block, b * BLOCK, top, scale, limit, least, last)
+                mass = _mass(
+                    line, base, b * BLOCK, min((b + 1) * BLOCK, size), top, scale, limit, least, last
+                )  # fmt: skip
             block_masses[b] = mass
             total += mass
-        point = np.int64(_high_product(draw_bits(seeds[row], _u(positions[row])), _u(total)))
+        point = np.int64(high_product(draw_bits(seeds[row], _u(positions[row])), _u(total)))
         b = 0
         while point >= block_masses[b]:
             point -= block_masses[b]
             b += 1
-        block = line[b * BLOCK : (b + 1) * BLOCK]
-        tokens[i] = _pick(block, b * BLOCK, top, scale, limit, least, last, point)
+        tokens[i] = _pick(
+            line, base, b * BLOCK, min((b + 1) * BLOCK, size), top, scale, limit, least, last, point
+        )  # fmt: skip
 
 
-@_kernel("int64(float32[::1], int64, float32, int64)")
-def _before(block, base, x, target):
-    """How many of the block's tokens come before `target`, whose logit is x: greater ones, equals of lower ids."""
+@_jit
+def _before(line, base, first, end, x, target):
+    """How many of tokens `first` to `end` come before `target`, whose logit is x: greater ones, equals of lower ids."""
     n = _i(0)
-    for j in range(len(block)):
-        n += _i((block[j] > x) | ((block[j] == x) & (base + j < target)))
+    for j in range(first, end):
+        n += _i((line[base + j] > x) | ((line[base + j] == x) & (j < target)))
     return np.int64(n)
 
 
-@_kernel(
-    "void(float32[:,::1], int64, int64, int64[::1], float32[::1], float32[::1], int64[::1], int64[::1],int64[:,::1])"
-)
-def logprob_lines(logits, begin, end, targets, tops, greatest, masses, ranks, best):
-    """For lines `begin` to `end` of logits [S, V]: the greatest logit (NaN if any is), the mass at temperature 1, the
-    target's rank from 1, and the ids of the k likeliest into `best` [S, k]."""
-    k = best.shape[1]
+def logprob_lines(line, bits, size, begin, end, k, targets, tops, top_bits, greatest, masses, ranks, best):
+    """For lines `begin` to `end` of logits [S, size]: the greatest logit (NaN if any is), the mass at temperature 1,
+    the target's rank from 1, and the ids of the k likeliest into `best` [S, k]."""
+    blocks = (size + BLOCK - 1) // BLOCK
     for i in range(begin, end):
-        line, x = logits[i], logits[i, targets[i]]
-        worst = _tops(line, tops)
-        top = _greatest(tops) if worst <= _INFINITY_BITS else _NAN
-        greatest[i] = top
-        mass = np.int64(0)
-        for b in range(len(tops)):
+        base, target, wins = i * size, targets[i], i * k
+        x = line[base + target]
+        top = _greatest(bits, base, size, tops, top_bits)
+        mass, rank = np.int64(0), np.int64(1)
+        for b in range(blocks):
+            first, after = b * BLOCK, min((b + 1) * BLOCK, size)
             if (top - tops[b]) * _LOG2E <= _LIMIT:
-                block = line[b * BLOCK : (b + 1) * BLOCK]
-                mass += _block_mass(block, b * BLOCK, top, _LOG2E, _LIMIT, _NEGATIVE_INFINITY, np.int64(len(line)))
-        masses[i] = mass
-        rank = np.int64(1)
-        for b in range(len(tops)):
+                mass += _mass(line, base, first, after, top, _LOG2E, _LIMIT, _NEGATIVE_INFINITY, size)
             if tops[b] >= x:
-                rank += _before(line[b * BLOCK : (b + 1) * BLOCK], b * BLOCK, x, targets[i])
-        ranks[i] = rank
-        best[i, :] = 0
-        size = np.int64(0)
-        for b in range(len(tops)):
-            if size == k and (k == 0 or not tops[b] > line[best[i, k - 1]]):
+                rank += _before(line, base, first, after, x, target)
+        greatest[i], masses[i], ranks[i] = top, mass, rank
+        filled = np.int64(0)
+        for b in range(blocks):
+            if filled == k and (k == 0 or not tops[b] > line[base + best[wins + k - 1]]):
                 continue
-            for j in range(b * BLOCK, min((b + 1) * BLOCK, len(line))):
-                v = line[j]
-                if size == k and not v > line[best[i, k - 1]]:
+            for j in range(b * BLOCK, min((b + 1) * BLOCK, size)):
+                v = line[base + j]
+                if filled == k and not v > line[base + best[wins + k - 1]]:
                     continue
-                at = min(size, k - 1)
-                while at > 0 and line[best[i, at - 1]] < v:
-                    best[i, at] = best[i, at - 1]
+                at = min(filled, k - 1)
+                while at > 0 and line[base + best[wins + at - 1]] < v:
+                    best[wins + at] = best[wins + at - 1]
                     at -= 1
-                best[i, at] = j
-                size = min(size + 1, k)
+                best[wins + at] = j
+                filled = min(filled + 1, k)
 
 
-@_kernel(
-    "void(float32[::1], int64[::1], int64[::1], float32[::1], int64[::1], float32[::1], float32, float32, float32)"
-)
-def edit_line(line, bans, bias_ids, bias, seen, counts, repetition, frequency, presence):
+def edit_line(
+    line, base, num_bans, bans, num_biases, bias_ids, biases, num_seen, seen, counts, repetition, frequency, presence
+):  # fmt: skip
     """Bans, then biases, then penalties, in place on one row's logits; only tokens named are touched."""
-    for i in range(len(bans)):
-        line[bans[i]] = _NEGATIVE_INFINITY
-    for i in range(len(bias_ids)):
-        line[bias_ids[i]] += bias[i]
-    for i in range(len(seen)):
-        x = line[seen[i]]
+    for i in range(num_bans):
+        line[base + bans[i]] = _NEGATIVE_INFINITY
+    for i in range(num_biases):
+        line[base + bias_ids[i]] += biases[i]
+    for i in range(num_seen):
+        x = line[base + seen[i]]
         x = x / repetition if x > 0 else x * repetition
         x = x - counts[i] * frequency
-        line[seen[i]] = x - (presence if counts[i] > 0 else _f(0.0))
+        line[base + seen[i]] = x - (presence if counts[i] > 0 else _f(0.0))
+
+
+FUNCTIONS: dict[str, Callable[..., None]] = {
+    "sample_lines": sample_lines, "logprob_lines": logprob_lines, "edit_line": edit_line,
+}  # fmt: skip

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from planaria.kernels.sampling_library import BANNED, BROKEN, Scratch, load
 from planaria.protocol import Fresh
 from planaria.types import TokenLogprobs
 from planaria.worker import sampling
@@ -114,7 +113,7 @@ class _Row:
 class Sampler:
     """Draws tokens for `max_rows` rows over `vocab_size` tokens.
 
-    `cache_dir`: where compiled kernels are kept (default ~/.cache/planaria/numba); `threads`: to use on logits in
+    `cache_dir`: where compiled kernels are kept (default ~/.cache/planaria); `threads`: to use on logits in
     main memory; `plain`: the definition in plain torch for them too.
     """
 
@@ -142,9 +141,17 @@ class Sampler:
         self._positions = np.zeros(max_rows, np.int64)
 
     def warm_up(self) -> None:
-        """Load the kernels now (0.4 s; the first time on a machine they are compiled, 4 s). May be left out."""
+        """Load the kernels now (a few ms; the first time on a machine they are compiled, seconds). May be left out."""
         if self._kernels is None and not self.plain:
-            self._kernels = _Kernels(self.vocab_size, self.threads, self._cache_dir)
+            tables: list[npt.NDArray[Any]] = [
+                self._scales,
+                self._top_k,
+                self._top_p,
+                self._limits,
+                self._seeds,
+                self._positions,
+            ]
+            self._kernels = _Kernels(self.vocab_size, self.threads, self._cache_dir, tables)
 
     def close(self) -> None:
         """Wait for threads to end, if any. The sampler can't be used afterwards."""
@@ -201,7 +208,7 @@ class Sampler:
         for i, state in enumerate(states):
             if state.edits:
                 if kernels is not None:
-                    kernels.edit(logits[i].numpy(), *state.changes())
+                    kernels.edit(logits.numpy(), i, *state.changes())
                 else:
                     sampling.edit(logits[i], *state.changes())
         tokens, failed = self._choose(logits, rows, states, kernels)
@@ -242,10 +249,7 @@ class Sampler:
             if not self._scales[numbers].any():
                 return _greedy(logits.numpy())
             if kernels is not None:
-                return kernels.choose(
-                    logits.numpy(), numbers, self._scales, self._top_k, self._top_p, self._limits,
-                    self._seeds, self._positions,
-                )  # fmt: skip
+                return kernels.choose(logits.numpy(), numbers)
         bits = [draw_bits(state.seed, len(state.history)) for state in states]
         return sampling.choose(logits, [state.params for state in states], bits)
 
@@ -284,40 +288,43 @@ def _greedy(lines: npt.NDArray[np.float32]) -> tuple[list[int], dict[int, str]]:
 
 
 class _Kernels:
-    """The compiled functions for one vocabulary, with memory for each of `threads`."""
+    """The compiled functions for one vocabulary, with memory for each of `threads`.
 
-    def __init__(self, vocab_size: int, threads: int, cache_dir: Path | None) -> None:
-        self._module = _load_module(cache_dir)
-        self._scratch = [self._module.Scratch(vocab_size) for _ in range(threads)]
+    `tables`: scales, top_k, top_p, limits, seeds and positions by row, as `sample_lines` reads them.
+    """
+
+    def __init__(self, vocab_size: int, threads: int, cache_dir: Path | None, tables: list[npt.NDArray[Any]]) -> None:
+        self._library = load(cache_dir)
+        self._scratch = [Scratch(vocab_size) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
-        self.edit: Callable[..., None] = self._module.edit_line
+        self._tables = tables
+        self._addresses = [table.ctypes.data for table in tables]
+        self.edit = self._library.edit
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def choose(
-        self, lines: npt.NDArray[np.float32], rows: npt.NDArray[np.int64], *settings: npt.NDArray[Any]
-    ) -> tuple[list[int], dict[int, str]]:
-        """`sampling.choose`; settings by row as `sample_lines` has them."""
-        module, n = self._module, len(rows)
-        tokens, flags = np.empty(n, np.int64), np.empty(n, np.int64)
-        self._split(
-            n, lambda begin, end, s: module.sample_lines(lines, begin, end, rows, *settings, *s.arrays, tokens, flags)
-        )
+    def choose(self, lines: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> tuple[list[int], dict[int, str]]:
+        """`sampling.choose`."""
+        n = len(rows)
+        out = np.empty((2, n), np.int64)
+        addresses = [out[0].ctypes.data, out[1].ctypes.data]
+        settings = [rows.ctypes.data, *self._addresses]
+        self._split(n, lambda begin, end, s: self._library.sample(lines, begin, end, s, settings, addresses))
         failed = {}
-        if flags.any():
-            messages = {module.BROKEN: sampling.BROKEN, module.BANNED: sampling.BANNED}
-            failed = {i: messages[flag] for i, flag in enumerate(flags.tolist()) if flag}
-        return tokens.tolist(), failed
+        if out[1].any():
+            messages = {BROKEN: sampling.BROKEN, BANNED: sampling.BANNED}
+            failed = {i: messages[flag] for i, flag in enumerate(out[1].tolist()) if flag}
+        return out[0].tolist(), failed
 
     def logprobs(self, lines: npt.NDArray[np.float32], targets: Sequence[int], k: int) -> list[TokenLogprobs]:
         """`sampling.raw_logprobs`."""
         n, ids = len(targets), np.array(targets, np.int64)
         tops, masses, ranks = np.empty(n, np.float32), np.empty(n, np.int64), np.empty(n, np.int64)
-        best = np.empty((n, k), np.int64)
-        kernel = self._module.logprob_lines
-        self._split(n, lambda begin, end, s: kernel(lines, begin, end, ids, s.tops, tops, masses, ranks, best))
+        best = np.zeros((n, k), np.int64)
+        out = [array.ctypes.data for array in (tops, masses, ranks, best)]
+        self._split(n, lambda begin, end, s: self._library.logprobs(lines, begin, end, k, ids, s, out))
         return sampling.entries(
             targets,
             lines[np.arange(n), ids].tolist(),
@@ -328,7 +335,7 @@ class _Kernels:
             np.take_along_axis(lines, best, 1).tolist(),
         )
 
-    def _split(self, n: int, work: Callable[[int, int, Any], None]) -> None:
+    def _split(self, n: int, work: Callable[[int, int, Scratch], None]) -> None:
         """Run `work(begin, end, scratch)` over n lines, on the pool too where it is worth it."""
         parts = 1 if self._pool is None else max(1, min(len(self._scratch), n // _LINES_WORTH_A_THREAD))
         bounds = [n * part // parts for part in range(parts + 1)]
@@ -340,18 +347,3 @@ class _Kernels:
         work(0, bounds[1], self._scratch[0])
         for future in futures:
             future.result()
-
-
-def _load_module(cache_dir: Path | None) -> ModuleType:
-    """The kernels' module, compiled into `cache_dir` when they aren't there yet."""
-    from numba import config
-
-    before = getattr(config, "CACHE_DIR", "")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = str(cache_dir or before or home / "planaria" / "numba")
-    try:
-        setattr(config, "CACHE_DIR", folder)  # noqa: B010 (not in the stubs)
-        from planaria.kernels import cpu_sampling
-    finally:
-        setattr(config, "CACHE_DIR", before)  # noqa: B010
-    return cpu_sampling

@@ -1,0 +1,211 @@
+"""Compiles the sampler's kernels, once, keeps the object code, and calls it.
+
+Numba is only needed where the cache is empty: loading what is there takes milliseconds and little memory. The cache
+is one file, named by a hash of the kernels' sources, the compiler's versions and the CPU; it is written beside and
+renamed, so that a reader sees all of it or none, and begins with a checksum, for damaged code would end the process.
+Where nothing can be written, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK = 128  # logits that are looked at, or not, together
+GRAIN = 16  # buckets per power of two
+BUCKETS = 41 * GRAIN  # y in [0, 41); beyond it every weight is 0
+OK, BROKEN, BANNED = 0, 1, 2
+
+# Argument types: pointers by the letter of what they point to (f float32, d float64, i int32, q int64, Q uint64),
+# numbers as int64 (n) and float32 (x).
+ENTRIES = {
+    "sample_lines": "f i n n n q f q d f Q q f i q q q q q i q i q q q q",
+    "logprob_lines": "f i n n n n q f i f q q q",
+    "edit_line": "f n n q n q f n q f x x x",
+}
+Array = npt.NDArray[Any]
+
+
+class Scratch:
+    """What one thread needs besides the logits, for a vocabulary of `size`."""
+
+    def __init__(self, size: int) -> None:
+        blocks = -(-size // BLOCK)
+        self._tops = np.zeros(blocks, np.float32)  # greatest logit of each block
+        arrays: list[Array] = [
+            np.zeros(blocks, np.int64),  # kept mass of each block
+            np.zeros(BUCKETS + 1, np.int64),  # tokens by bucket
+            np.zeros(BUCKETS + 1, np.int64),  # mass by bucket
+            np.zeros(256, np.int64),  # tokens by digit
+            np.zeros(256, np.int64),  # mass by digit
+            np.zeros(BLOCK, np.int32),  # one block's buckets
+            np.zeros(BLOCK, np.int64),  # and weights
+            np.zeros(size + 1, np.int32),  # one bucket's tokens, with room for a last write
+            np.zeros(size, np.int64),  # their keys
+            np.zeros(size, np.int64),  # their weights
+        ]
+        self._arrays = arrays
+        self.tops = [self._tops.ctypes.data] * 2
+        self.addresses = self.tops + [a.ctypes.data for a in arrays]
+
+
+class Library:
+    """The compiled functions, for contiguous logits in main memory [S, size]. They run without the interpreter lock."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        binding, machine = _machine()
+        empty = binding.parse_assembly("")
+        empty.triple = machine.triple
+        self._engine = binding.create_mcjit_compiler(empty, machine)
+        self._engine.add_object_file(binding.ObjectFileRef.from_data(ensure(cache_dir)))
+        self._engine.finalize_object()
+        number: dict[str, type[Any]] = {"n": ctypes.c_int64, "x": ctypes.c_float}
+        self._functions: dict[str, Callable[..., None]] = {}
+        for name, kinds in ENTRIES.items():
+            arguments: list[type[Any]] = [number.get(kind, ctypes.c_void_p) for kind in kinds.split()]
+            address = self._engine.get_function_address(f"planaria_{name}")
+            self._functions[name] = ctypes.CFUNCTYPE(None, *arguments)(address)
+
+    def sample(
+        self, logits: Array, begin: int, end: int, scratch: Scratch, settings: list[int], out: list[int]
+    ) -> None:
+        """`sample_lines`; `settings` are the addresses from `rows` to `positions`, `out` of tokens and flags."""
+        address = logits.ctypes.data
+        self._functions["sample_lines"](
+            address, address, logits.shape[1], begin, end, *settings, *scratch.addresses, *out
+        )
+
+    def logprobs(
+        self, logits: Array, begin: int, end: int, k: int, targets: Array, scratch: Scratch, out: list[int]
+    ) -> None:
+        """`logprob_lines`; `out` are the addresses of greatest, masses, ranks and best."""
+        address = logits.ctypes.data
+        self._functions["logprob_lines"](
+            address, address, logits.shape[1], begin, end, k, targets.ctypes.data, *scratch.tops, *out
+        )
+
+    def edit(
+        self, logits: Array, line: int, bans: Array, bias_ids: Array, biases: Array, seen: Array, counts: Array,
+        repetition: float, frequency: float, presence: float,
+    ) -> None:  # fmt: skip
+        """`edit_line` of one line: ids int64, biases and counts float32."""
+        self._functions["edit_line"](
+            logits.ctypes.data, line * logits.shape[1], len(bans), bans.ctypes.data, len(bias_ids),
+            bias_ids.ctypes.data, biases.ctypes.data, len(seen), seen.ctypes.data, counts.ctypes.data,
+            repetition, frequency, presence,
+        )  # fmt: skip
+
+
+_lock = threading.Lock()
+_loaded: dict[Path, Library] = {}
+
+
+def load(cache_dir: Path | None = None) -> Library:
+    """The library, loaded into this process once."""
+    folder = cache_dir or default_cache()
+    with _lock:
+        if folder not in _loaded:
+            _loaded[folder] = Library(folder)
+        return _loaded[folder]
+
+
+def default_cache() -> Path:
+    """Where kernels are kept unless told otherwise."""
+    return Path(os.path.expanduser("~/.cache/planaria"))
+
+
+def _machine() -> tuple[Any, Any]:
+    """llvmlite's binding and a target machine for this CPU."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding, binding.Target.from_triple(binding.get_process_triple()).create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3,
+        reloc="default", codemodel="jitdefault", jit=True,
+    )  # fmt: skip
+
+
+def cache_file(cache_dir: Path) -> Path:
+    """Where the object code for these sources, this compiler and this CPU is or would be."""
+    binding, _ = _machine()
+    digest = hashlib.sha256()
+    for name in ("sampling_library", "cpu_sampling"):
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    for fact in (
+        version("llvmlite"), version("numba"), binding.get_process_triple(), binding.get_host_cpu_name(),
+        binding.get_host_cpu_features().flatten(),
+    ):  # fmt: skip
+        digest.update(fact.encode() + b"\0")
+    return cache_dir / f"sampling-{digest.hexdigest()[:24]}.o"
+
+
+def ensure(cache_dir: Path) -> bytes:
+    """The object code, from the cache or compiled and put there."""
+    path = cache_file(cache_dir)
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        kept = b""
+    checksum, data = kept[:32], kept[32:]
+    if hashlib.sha256(data).digest() != checksum:
+        data = compile_object()
+        _write(path, hashlib.sha256(data).digest() + data)
+    return data
+
+
+def compile_object() -> bytes:
+    """Object code with the C functions `planaria_` + each of ENTRIES. Takes seconds."""
+    from numba import cfunc, types
+
+    from planaria.kernels import cpu_sampling
+
+    kinds: dict[str, Any] = {"n": types.int64, "x": types.float32}
+    pointees = {"f": types.float32, "d": types.float64, "i": types.int32, "q": types.int64, "Q": types.uint64}
+    pointer: Any = types.CPointer
+    kinds |= {letter: pointer(pointee) for letter, pointee in pointees.items()}
+    binding, machine = _machine()
+    module = None
+    for name, arguments in ENTRIES.items():
+        signature = types.void(*[kinds[kind] for kind in arguments.split()])
+        compiled = cfunc(signature, error_model="numpy")(cpu_sampling.FUNCTIONS[name])
+        part = binding.parse_assembly(compiled.inspect_llvm().replace(compiled.native_name, f"planaria_{name}"))
+        if module is None:
+            module = part
+        else:
+            module.link_in(part)
+    assert module is not None
+    for function in module.functions:  # alone with their callers, functions turn out to raise nothing
+        if not function.is_declaration and not function.name.startswith("planaria_"):
+            function.linkage = "internal"
+    module.verify()
+    builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
+    builder.getModulePassManager().run(module, builder)
+    missing = [f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")]
+    if missing:  # loading would end the process
+        raise RuntimeError(f"the sampling kernels need {', '.join(missing)} from outside")
+    return bytes(machine.emit_object(module))
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".sampling-")
+    except OSError:
+        return
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
