@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import tempfile
 import threading
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from typing import Any
 from planaria.kernels.cpu.target import ISAS, Target
 
 SOURCES = ("build", "emit", "layout", "micro", "program", "target", "vector")
+EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
 _lock = threading.Lock()
@@ -35,6 +37,11 @@ def _initialise() -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding
+
+
+def _c_function(name: str) -> int:
+    """Address of a function of the C library."""
+    return int(ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0)
 
 
 def host_isa() -> str:
@@ -88,6 +95,18 @@ def _program() -> tuple[str, str]:
     return compiled.inspect_llvm(), compiled.native_name
 
 
+def _without_runtime(text: str) -> str:
+    """Numba's code for exceptions made unreachable: the interpreter raises none, and then needs neither Python nor
+    Numba where it runs."""
+    runtime = r"@((?:numba_|NRT_|Py)\w*)"
+    text = re.sub(
+        rf"^declare ([^@\n]*){runtime}(\([^\n]*\)).*$", r"define internal \1@\2\3 { unreachable }", text, flags=re.M
+    )
+    return re.sub(
+        rf"^{runtime} = external (?:\w+ )*global (.*)$", r"@\1 = internal global \2 zeroinitializer", text, flags=re.M
+    )
+
+
 _placeholder = ctypes.c_int64(0)
 
 
@@ -101,7 +120,7 @@ def compile_object(target: Target) -> bytes:
     module = binding.parse_assembly(DECLARATIONS + matrix_module(target) + vector_module(target))
     module.triple, module.data_layout = binding.get_process_triple(), str(machine.target_data)
     text, name = _program()
-    interpreter = binding.parse_assembly(text.replace(name, "planaria_run"))
+    interpreter = binding.parse_assembly(_without_runtime(text.replace(name, "planaria_run")))
     interpreter.triple, interpreter.data_layout = module.triple, module.data_layout
     module.link_in(interpreter)
     module.verify()
@@ -141,6 +160,8 @@ def load(target: Target, cache_dir: Path | None = None) -> Entry:
         if target not in _loaded:
             binding = _initialise()
             data = ensure(target, cache_dir)
+            for name in EXTERNAL:
+                binding.add_symbol(name, _c_function(name))
             empty = binding.parse_assembly("")
             empty.triple = binding.get_process_triple()
             engine = binding.create_mcjit_compiler(empty, _machine(target)[0])
