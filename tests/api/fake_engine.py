@@ -159,7 +159,7 @@ class FakeEngine:
             if self.gate.is_set():
                 self.step()
 
-    def _draw(self, m: Submit, position: int) -> int:
+    def draw(self, m: Submit, position: int) -> int:
         scripted = self.script.get(tuple(m.prompt))
         if scripted is not None:
             return scripted[min(position, len(scripted) - 1)]
@@ -178,7 +178,7 @@ class FakeEngine:
         if self.fail_with is not None:
             return Delta(m.id, len(r.output), [], FinishReason.ERROR, error=self.fail_with)
         index = len(r.output)
-        token = self._draw(m, index)
+        token = self.draw(m, index)
         delta = Delta(m.id, index, [token])
         if m.params.logprobs is not None:
             delta.logprobs = [self._logprobs(token, index, m.params.logprobs)]
