@@ -58,7 +58,7 @@ def _write(path: Path, values: object) -> None:
 
 
 def bf16_folder(model: str) -> Path:
-    """The converted folder, made once per content and kept in planaria's cache. A bf16 folder is given back as it is."""
+    """The converted folder, made once per content, in planaria's cache. A bf16 folder is given back as it is."""
     checkpoint = resolve_checkpoint(model)
     if checkpoint.format != "gguf" and checkpoint.kind == "bf16":
         return Path(checkpoint.path)

@@ -57,8 +57,8 @@ def idle_percent(root: int, seconds: float) -> float:
 
 
 def pss_bytes(root: int) -> int:
-    """Proportional set size of the tree: a page shared with n processes counts as 1/n. So processes of another tree that
-    share libraries with this one must not be alive."""
+    """Proportional set size of the tree: a page shared with n processes counts as 1/n. So processes of another tree
+    that share libraries with this one must not be alive."""
     total = 0
     for pid in tree(root):
         try:

@@ -1,8 +1,11 @@
-"""How a driver and the comparison talk: one JSON object a line, a request on standard input, its answer on standard output.
+"""How a driver and the comparison talk: one JSON object a line, requests on standard input, answers on standard output.
 
-    {"do": "start", "began": epoch seconds at spawn, ...settings} -> {"ok": {"parts": {...}, "first_token": s, "about": {...}}}
-    {"do": "run", "seed": n, "shapes": [[prompt, output], ...]}   -> {"ok": {"seconds": s, "events": [[s, tokens], ...]}}
-    {"do": "exit"}                                                -> {"ok": {}}
+    {"do": "start", "began": epoch seconds at spawn, ...settings}
+        -> {"ok": {"parts": {name: s}, "first_token": s, "about": {...}}}
+    {"do": "run", "seed": n, "shapes": [[prompt, output], ...]}
+        -> {"ok": {"seconds": s, "events": [[s, tokens], ...]}}
+    {"do": "exit"}
+        -> {"ok": {}}
 
 A failure is answered {"error": text}; a run an engine can't do, {"ok": {"skipped": reason}}. Only the standard library,
 because every engine's python reads this file. Whatever an engine prints goes to standard error.
@@ -10,9 +13,11 @@ because every engine's python reads this file. Whatever an engine prints goes to
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -20,6 +25,7 @@ from typing import Any, Protocol
 
 FIRST_ORDINARY_TOKEN = 100  # special tokens come before it
 WARM_PROMPT = 16
+PR_SET_PDEATHSIG = 1
 
 
 class Engine(Protocol):
@@ -93,8 +99,14 @@ def timed_run(engine: Engine, seed: int, shapes: list[list[int]]) -> dict[str, A
     return {"seconds": seconds, "events": arrived.events}
 
 
+def _die_with_parent() -> None:
+    """A driver is stopped most of the time: it would outlive a comparison that was killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def serve(engine: Engine) -> None:
     """Answer requests until `exit` or the end of the input."""
+    _die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print must not break the protocol
     for line in sys.stdin:
