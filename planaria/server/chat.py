@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -58,12 +57,14 @@ async def create_chat_completion(request: Request) -> Response:
         body.messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
+        limit=facts.max_model_len,
     )
     info = request.scope["planaria"]
     tokenizer = service.need_tokenizer("messages")
     submits = submissions(
         f"chatcmpl-{info.uid}", ids, params, facts,
         eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, priority=body.priority or 0,
+        param="messages",
     )  # fmt: skip
     stream = RequestStream(ids, submits, tokenizer)
     generation = Generation(service, info, [stream], stream=bool(body.stream))
@@ -78,8 +79,12 @@ async def chat_prompt(
     add_generation_prompt: bool,
     variables: dict[str, Any] | None,
     add_special_tokens: bool = False,
+    limit: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation in the model's chat format. Raises RequestError where the template refuses it."""
+    """Token ids of a conversation in the model's chat format.
+
+    Raises RequestError where the template refuses it, or where it can't fit in `limit` tokens.
+    """
     tokenizer = service.need_tokenizer("messages")
     reserved = sorted(_RESERVED.intersection(variables or ()))
     if reserved:
@@ -114,11 +119,13 @@ async def chat_prompt(
             )
         except RecursionError:
             raise RequestError("messages are nested too deeply", param="messages", code="invalid_value") from None
+        if limit is not None:
+            service.check_length(text, limit, "messages")
         return tokenizer.encode(text, add_special_tokens)
 
     if size + 20 * len(messages) <= LONG_TEXT:
         return render()
-    return await asyncio.to_thread(render)
+    return await service.in_thread(render)
 
 
 class ChatWriter:

@@ -69,10 +69,6 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int | None, logpr
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     found: dict[int, float] = {}
-    if len(given) > 1024:
-        raise RequestError(
-            f"logit_bias has {len(given)} entries; at most 1024", param="logit_bias", code="invalid_value"
-        )
     for key, bias in given.items():
         digits = key.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 12):

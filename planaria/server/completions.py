@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any, cast
 
@@ -50,7 +49,7 @@ async def create_completion(request: Request) -> Response:
     params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    prompts = await _prompts(service, body)
+    prompts = await _prompts(service, body, facts.max_model_len)
     if len(prompts) * n > service.config.max_sequences:
         raise RequestError(
             f"{len(prompts)} prompts x n {n} are {len(prompts) * n} sequences; "
@@ -73,12 +72,12 @@ async def create_completion(request: Request) -> Response:
     return Answer(generation)
 
 
-async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[list[int], str | None]]:
+async def _prompts(service: Service, body: CompletionRequest, limit: int) -> list[tuple[list[int], str | None]]:
     """Token ids of each prompt, and its text where that was given."""
     prompt = body.prompt
     special = body.add_special_tokens is not False
     if isinstance(prompt, str):
-        return [(await service.encode(prompt, special), prompt)]
+        return [(await service.encode(prompt, special, limit=limit), prompt)]
     if not prompt:
         raise RequestError("prompt is an empty list", param="prompt", code="invalid_value")
     if len(prompt) > service.config.max_sequences and not isinstance(prompt[0], int):
@@ -96,7 +95,9 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[list
     if sum(map(len, texts)) <= LONG_TEXT:
         batch = [tokenizer.encode(text, special) for text in texts]
     else:
-        batch = await asyncio.to_thread(tokenizer.encode_batch, texts, special)
+        for text in texts:
+            service.check_length(text, limit, "prompt")
+        batch = await service.in_thread(lambda: tokenizer.encode_batch(texts, special))
     return list(zip(batch, texts, strict=True))
 
 

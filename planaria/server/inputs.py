@@ -50,16 +50,16 @@ def bad_words_ids(words: tuple[str, ...], tokenizer: Encoder) -> tuple[tuple[int
     return tuple(found)
 
 
-def check_prompt(prompt: list[int], facts: EngineFacts) -> None:
+def check_prompt(prompt: list[int], facts: EngineFacts, param: str = "prompt") -> None:
     """Raise RequestError for a prompt that is empty, too long or has ids outside the vocabulary."""
     if not prompt:
-        raise RequestError("prompt is empty: it needs at least one token", param="prompt", code="invalid_value")
+        raise RequestError("prompt is empty: it needs at least one token", param=param, code="invalid_value")
     limit = facts.max_model_len
     if len(prompt) >= limit:
         raise RequestError(
             f"prompt has {len(prompt)} tokens; with at least one token to generate, this model's length of {limit} "
             "tokens is exceeded",
-            param="prompt",
+            param=param,
             code="context_length_exceeded",
         )
     low, high = min(prompt), max(prompt)
@@ -67,12 +67,14 @@ def check_prompt(prompt: list[int], facts: EngineFacts) -> None:
         wrong = low if low < 0 else high
         raise RequestError(
             f"prompt has token id {_number(wrong)}; ids of this model are 0 to {facts.vocab_size - 1}",
-            param="prompt",
+            param=param,
             code="invalid_value",
         )
 
 
-def resolve_max_tokens(prompt: list[int], params: SamplingParams, facts: EngineFacts) -> int:
+def resolve_max_tokens(
+    prompt: list[int], params: SamplingParams, facts: EngineFacts, param: str = "prompt"
+) -> int:
     """How many tokens a choice may have at most; raises RequestError if there is no room for them."""
     limit = min(facts.max_model_len, facts.num_blocks * facts.block_size or facts.max_model_len)
     what = "this model's length" if limit == facts.max_model_len else "the KV cache of this engine"
@@ -80,7 +82,7 @@ def resolve_max_tokens(prompt: list[int], params: SamplingParams, facts: EngineF
     if room < 1:
         raise RequestError(
             f"prompt has {len(prompt)} tokens; {what} is {limit} tokens",
-            param="prompt",
+            param=param,
             code="context_length_exceeded",
         )
     wanted = params.max_tokens if params.max_tokens is not None else room
@@ -110,20 +112,22 @@ def submissions(
     tokenizer: Encoder | None,
     seed: int | None = None,
     priority: int = 0,
+    param: str = "prompt",
 ) -> list[Submit]:
     """One Submit for each of the request's `n` choices; their ids are `request_id` and "-" and the choice.
 
-    `seed` stands in for `params.seed` where that is None (None too: one is drawn). Raises RequestError.
+    `seed` stands in for `params.seed` where that is None (None too: one is drawn). `param` names the field an
+    error about the prompt is said to be in. Raises RequestError.
     """
     params.verify(facts.vocab_size)
-    check_prompt(prompt, facts)
+    check_prompt(prompt, facts, param)
     if tokenizer is None and (params.stop or params.bad_words):
         raise RequestError(
             "stop strings and bad words need a tokenizer, and this engine runs without one; use stop_token_ids",
             param="stop" if params.stop else "bad_words",
             code="unsupported_parameter",
         )
-    max_tokens = resolve_max_tokens(prompt, params, facts)
+    max_tokens = resolve_max_tokens(prompt, params, facts, param)
     if params.bad_words and tokenizer is not None:
         ids = params.bad_words_ids + bad_words_ids(params.bad_words, tokenizer)
         params = msgspec.structs.replace(params, bad_words_ids=ids)

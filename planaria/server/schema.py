@@ -18,7 +18,8 @@ from planaria.errors import RequestError
 
 INT63 = 2**63
 MAX_LIST = 1024  # entries of stop_token_ids, logit_bias, bad_words
-MAX_MESSAGES = 100_000
+MAX_MESSAGES = MAX_PROMPTS = 16_384
+MAX_FIELDS = 256
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # The last word about token ids is the vocabulary's (inputs.py); a list of them is only checked for its shape here.
@@ -339,6 +340,7 @@ def parse(model: type[M], body: bytes) -> M:
         raise RequestError(f"the request's body is not valid JSON: {e}", code="invalid_json") from None
     if type(value) is not dict:
         raise RequestError("the request's body must be a JSON object", code="invalid_type")
+    _check_sizes(value)
     known = model.model_fields
     for name in [name for name in value if name not in known]:
         _take_out(value, name, list(known))
@@ -346,6 +348,21 @@ def parse(model: type[M], body: bytes) -> M:
         return model.model_validate(value)
     except ValidationError as e:
         raise _explain(e) from None
+
+
+def _check_sizes(value: JsonObject) -> None:
+    """Refuse by its length what would take long to look at more closely: the event loop is everyone's."""
+    if len(value) > MAX_FIELDS:
+        raise RequestError(f"{len(value)} fields; at most {MAX_FIELDS}", code="invalid_value")
+    prompt = value.get("prompt")
+    many = type(prompt) is list and prompt and type(prompt[0]) is not int
+    for name, limit in (("prompt", MAX_PROMPTS if many else None), ("messages", MAX_MESSAGES), ("logit_bias", MAX_LIST),
+                        ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_LIST)):  # fmt: skip
+        given = value.get(name)
+        if limit is not None and isinstance(given, (list, dict)) and len(given) > limit:
+            raise RequestError(
+                f"{name} has {len(given)} entries; at most {limit}", param=name, code="invalid_value"
+            )
 
 
 def _take_out(value: JsonObject, name: str, known: list[str]) -> None:

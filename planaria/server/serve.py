@@ -25,7 +25,7 @@ from planaria.wire import EngineClient
 
 logger = logging.getLogger("planaria.server")
 
-LAST_ANSWERS = 5.0  # seconds aborted requests get to be told
+LAST_ANSWERS = 2.0  # seconds aborted requests get to be told
 ENGINE_LAST_WORDS = 1.0  # seconds after an engine's death for its answers to be written
 
 
@@ -159,7 +159,7 @@ async def serve(
     try:
         settings = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
-            timeout_keep_alive=int(config.keep_alive_timeout), timeout_graceful_shutdown=2, proxy_headers=False,
+            timeout_keep_alive=int(config.keep_alive_timeout), timeout_graceful_shutdown=1, proxy_headers=False,
             ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
             ssl_keyfile_password=config.ssl_keyfile_password, ssl_ca_certs=config.ssl_ca_certs,
             ssl_cert_reqs=2 if config.ssl_ca_certs else 0,
@@ -209,6 +209,7 @@ async def serve(
         for number in handled:
             loop.remove_signal_handler(number)
         sock.close()
+        service.close()
     if failure:
         raise failure[0]
     return life.code

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 from planaria.errors import RequestError
 from planaria.server.config import ServerConfig
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("planaria.server")
 
 LONG_TEXT = 2000  # characters from which a text is tokenised in a thread
+NORMALIZER_SLACK = 4  # how much shorter a normaliser may make a text
+
+T = TypeVar("T")
 
 
 class Service:
@@ -35,6 +40,8 @@ class Service:
         self.open: dict[Generation, None] = {}
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty
         self.requests = 0  # HTTP requests being answered
+        self._longest_token: int | None = None  # characters
+        self._texts = ThreadPoolExecutor(1, "planaria-text")
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -78,12 +85,38 @@ class Service:
             )  # fmt: skip
         return self.tokenizer
 
-    async def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Token ids of a text; a long one is done in a thread so that other requests go on."""
+    async def encode(
+        self, text: str, add_special_tokens: bool, *, limit: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text; a long one is done in a thread so that other requests go on.
+
+        One thread for all of them: they must not take the cores the engine computes with. A text that can't fit
+        in `limit` tokens is refused by its length alone, because megabytes take seconds to tokenise.
+        """
         tokenizer = self.need_tokenizer(param)
         if len(text) <= LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            return tokenizer.encode(text, add_special_tokens)
+        if limit is not None:
+            self.check_length(text, limit, param)
+        return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens))
+
+    def check_length(self, text: str, limit: int, param: str) -> None:
+        """Raise RequestError for a text that is more than `limit` tokens whatever they are."""
+        tokenizer = self.need_tokenizer(param)
+        if self._longest_token is None:
+            self._longest_token = max(map(len, tokenizer.backend.get_vocab()), default=1)
+            if tokenizer.backend.normalizer is not None:
+                self._longest_token *= NORMALIZER_SLACK
+        least = len(text) // self._longest_token
+        if least > limit:
+            raise RequestError(
+                f"{param} has {len(text)} characters, at least {least} tokens; this model's length is {limit} tokens",
+                param=param, code="context_length_exceeded",
+            )  # fmt: skip
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run a long piece of text work beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
     # -- what is open
 
@@ -108,6 +141,10 @@ class Service:
     def drain(self, reason: str) -> None:
         """Admit nothing from now on."""
         self.draining = self.draining or reason
+
+    def close(self) -> None:
+        """Let go of the thread."""
+        self._texts.shutdown(wait=False, cancel_futures=True)
 
     def abort_all(self, message: str, status: int = 503, code: str = "aborted") -> int:
         """Answer everything open with an error; returns how many requests that were."""

@@ -45,7 +45,8 @@ def engine_cost() -> float:
 def main() -> None:
     alone = engine_cost()
     body = {"prompt": [5], "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
-    for path, extra in (("/v1/completions", {}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})):
+    messages = [{"role": "user", "content": "x"}]
+    for path, extra in (("/v1/completions", {}), ("/v1/chat/completions", {"messages": messages})):
         with Process(facts=FACTS, log_level="ERROR", fast=True) as p:
             host, port = p.url.rsplit("/", 1)[1].split(":")
             fields = body if not extra else {k: v for k, v in body.items() if k != "prompt"} | extra

@@ -37,6 +37,14 @@ TABLE = {
     "prompt too long": (c(prompt=[5] * 600), 400, "prompt", "600 tokens"),
     "long text": (c(prompt="word " * 5000), 400, "prompt", "5001 tokens"),
     "prompt and max_tokens": (c(prompt=[5] * 500, max_tokens=20), 400, "max_tokens", "520 tokens"),
+    "text longer than any tokens": (c(prompt="x" * 1_000_000), 400, "prompt", "1000000 characters"),
+    "texts longer than any tokens": (c(prompt=["x", "x" * 1_000_000]), 400, "prompt", "1000000 characters"),
+    "chat longer than any tokens": (
+        h(messages=[{"role": "user", "content": "x" * 1_000_000}]), 400, "messages", "characters",
+    ),
+    "more prompts": (c(prompt=[[]] * 100_000), 400, "prompt", "100000 entries"),
+    "many messages": (h(messages=USER * 20_000), 400, "messages", "20000 entries"),
+    "many fields": ((C, {f"f{i}": 1 for i in range(1000)}), 400, None, "1000 fields"),
     "many prompts": (c(prompt=["a"] * 2000), 400, "prompt", "2000"),
     "prompts times n": (c(prompt=["a"] * 100, n=100), 400, None, "10000 sequences"),
     "n": (c(n=10**9), 400, "n", "128"),
@@ -98,7 +106,7 @@ TABLE = {
         400, "messages", "image_url",
     ),
     "text part without text": (h(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, "messages", "text"),
-    "chat too long": (h(messages=[{"role": "user", "content": "word " * 3000}]), 400, "prompt", "tokens"),
+    "chat too long": (h(messages=[{"role": "user", "content": "word " * 3000}]), 400, "messages", "tokens"),
     "tools": (h(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", "not supported"),
     "tool_choice": (h(tool_choice="required"), 400, "tool_choice", "not supported"),
     "json_schema": (

@@ -58,6 +58,29 @@ async def test_an_engine_that_cant_start(tokenizer):
             await server.exit_code()
 
 
+async def test_stopping_while_the_model_loads(tokenizer):
+    async with running(FakeEngine(tokenizer, is_ready=False), tokenizer) as server:
+        async with server.http() as http:
+            assert (await http.get("/health")).status_code == 503
+        server.stop.set()
+        assert await server.exit_code() == 0 and not server.line.done()
+
+
+async def test_half_a_request_doesnt_hold_up_the_end(start):
+    async with start(shutdown_timeout=0.1) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.sock.getsockname()[1])
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        async with server.http() as http:
+            assert (await http.get("/health")).status_code == 200
+        started = time.monotonic()
+        server.stop.set()
+        assert await server.exit_code() == 0
+        assert time.monotonic() - started < 6
+        writer.close()
+        del reader
+
+
 async def test_a_client_that_leaves_frees_its_sequences(server):
     engine = server.engine
     engine.gate.clear()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import openai
 import pytest
+
+from planaria.types import SamplingParams
 
 
 async def test_models(server):
@@ -117,6 +120,50 @@ async def test_stop(server, tokenizer):
         model="smollm2", prompt="Count", max_tokens=16, extra_body={"stop_token_ids": [four]}
     )
     assert (by_id.choices[0].text, by_id.choices[0].stop_reason) == (" one two three", four)
+
+
+async def test_every_parameter_reaches_the_engine(server):
+    given = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1, "seed": 3, "min_tokens": 2, "logprobs": 4, "prompt_logprobs": 1, "ignore_eos": True,
+        "skip_special_tokens": False, "include_stop_str_in_output": True, "max_tokens": 9,
+    }  # fmt: skip
+    lists = {"stop": ["x", "y"], "stop_token_ids": [7, 8], "bad_words": ["no"], "logit_bias": {"50": -100, "7": 1.5}}
+    async with server.http() as http:
+        answer = await http.post("/v1/completions", json={"prompt": [5], "priority": 3, **given, **lists})
+        assert answer.status_code == 200, answer.text
+        chat = {k: v for k, v in given.items() if k != "logprobs"} | {"logprobs": True, "top_logprobs": 4}
+        body = {"messages": [{"role": "user", "content": "x"}], "priority": 3, **chat, **lists}
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        await http.post("/v1/completions", json={"prompt": "x"})
+        await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+    first, second, plain, plain_chat = server.engine.submitted
+    for message in (first, second):
+        params = message.params
+        assert {k: getattr(params, k) for k in given} == given
+        assert (params.stop, params.stop_token_ids, params.bad_words) == (("x", "y"), (7, 8), ("no",))
+        assert params.logit_bias == {50: -100.0, 7: 1.5} and params.bad_words_ids and params.n == 1
+        assert (message.seed, message.max_tokens, message.priority) == (3, 9, 3)
+    defaults = SamplingParams()
+    assert plain.params == defaults and plain_chat.params == msgspec.structs.replace(defaults, max_tokens=None)
+
+
+async def test_tokenize(server, tokenizer):
+    async with server.http() as http:
+        text = "Grüße, 日本 🙂\n"
+        ids = tokenizer.encode(text)
+        answer = (await http.post("/tokenize", json={"model": "smollm2", "prompt": text})).json()
+        assert answer == {"count": len(ids), "max_model_len": 512, "tokens": ids}
+        assert (await http.post("/detokenize", json={"model": "smollm2", "tokens": ids})).json() == {"prompt": text}
+        answer = (await http.post("/tokenize", json={"prompt": "two words", "return_token_strs": True})).json()
+        assert answer["token_strs"] == ["two", " words"]
+        messages = [{"role": "user", "content": "Hi"}]
+        for generation in (True, False):
+            body = {"messages": messages, "add_generation_prompt": generation}
+            expected = tokenizer.encode(tokenizer.apply_chat_template(messages, generation), False)
+            assert (await http.post("/tokenize", json=body)).json()["tokens"] == expected
+        assert (await http.post("/tokenize", json={"prompt": "", "model": None})).json()["tokens"] == []
+        assert (await http.post("/tokenize", json={"prompt": "x", "model": "y"})).status_code == 404
 
 
 async def test_errors(server):
