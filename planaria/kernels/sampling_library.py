@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -62,12 +64,12 @@ class Scratch:
 class Library:
     """The compiled functions, for contiguous logits in main memory [S, size]. They run without the interpreter lock."""
 
-    def __init__(self, cache_dir: Path) -> None:
+    def __init__(self, code: bytes) -> None:
         binding, machine = _machine()
         empty = binding.parse_assembly("")
         empty.triple = machine.triple
         self._engine = binding.create_mcjit_compiler(empty, machine)
-        self._engine.add_object_file(binding.ObjectFileRef.from_data(ensure(cache_dir)))
+        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         number: dict[str, type[Any]] = {"n": ctypes.c_int64, "x": ctypes.c_float}
         self._functions: dict[str, Callable[..., None]] = {}
@@ -110,12 +112,16 @@ _lock = threading.Lock()
 _loaded: dict[Path, Library] = {}
 
 
-def load(cache_dir: Path | None = None) -> Library:
-    """The library, loaded into this process once."""
+def load(cache_dir: Path | None = None, *, aside: bool = False) -> Library:
+    """The library, loaded into this process once. `aside`: when it must be compiled, do it in a process of its own,
+    which takes neither this one's interpreter lock nor its memory."""
     folder = cache_dir or default_cache()
     with _lock:
         if folder not in _loaded:
-            _loaded[folder] = Library(folder)
+            if aside and sys.executable and not _read(cache_file(folder)):
+                command = [sys.executable, "-m", "planaria.kernels.sampling_library", str(folder)]
+                subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+            _loaded[folder] = Library(ensure(folder))
         return _loaded[folder]
 
 
@@ -153,14 +159,10 @@ def cache_file(cache_dir: Path) -> Path:
 def ensure(cache_dir: Path) -> bytes:
     """The object code, from the cache or compiled and put there."""
     path = cache_file(cache_dir)
-    try:
-        kept = path.read_bytes()
-    except OSError:
-        kept = b""
-    checksum, data = kept[:32], kept[32:]
-    if hashlib.sha256(data).digest() != checksum:
+    data = _read(path)
+    if not data:
         data = compile_object()
-        _write(path, hashlib.sha256(data).digest() + data)
+        _write(path, data)
     return data
 
 
@@ -197,6 +199,15 @@ def compile_object() -> bytes:
     return bytes(machine.emit_object(module))
 
 
+def _read(path: Path) -> bytes:
+    """What `_write` wrote; empty when it isn't there or damaged."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return b""
+    return kept[32:] if hashlib.sha256(kept[32:]).digest() == kept[:32] else b""
+
+
 def _write(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +216,11 @@ def _write(path: Path, data: bytes) -> None:
         return
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.write(hashlib.sha256(data).digest() + data)
         os.replace(name, path)
     except OSError:
         Path(name).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    ensure(Path(sys.argv[1]))

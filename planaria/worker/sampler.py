@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planaria.kernels.sampling_library import BANNED, BROKEN, Scratch, load
+from planaria.kernels.sampling_library import BANNED, BROKEN, Library, Scratch, load
 from planaria.protocol import Fresh
 from planaria.types import TokenLogprobs
 from planaria.worker import sampling
@@ -132,6 +132,7 @@ class Sampler:
         self._kernels: _Kernels | None = None
         self._loading: threading.Thread | None = None
         self._copies = torch.empty(0, vocab_size)
+        self._drawing: set[int] = set()  # rows that are not greedy
         # By row, in the form the kernels read.
         self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
         self._top_k = np.zeros(max_rows, np.int64)
@@ -142,6 +143,9 @@ class Sampler:
 
     def warm_up(self) -> None:
         """Load the kernels now (a few ms; the first time on a machine they are compiled, seconds). May be left out."""
+        self._load(aside=False)
+
+    def _load(self, aside: bool) -> None:
         if self._kernels is None and not self.plain:
             tables: list[npt.NDArray[Any]] = [
                 self._scales,
@@ -151,7 +155,7 @@ class Sampler:
                 self._seeds,
                 self._positions,
             ]
-            self._kernels = _Kernels(self.vocab_size, self.threads, self._cache_dir, tables)
+            self._kernels = _Kernels(self.vocab_size, self.threads, load(self._cache_dir, aside=aside), tables)
 
     def close(self) -> None:
         """Wait for threads to end, if any. The sampler can't be used afterwards."""
@@ -167,6 +171,7 @@ class Sampler:
         params = fresh.params
         self._rows[row] = state = _Row(fresh, self.vocab_size)
         self._scales[row] = 0.0 if params.greedy else sampling.LOG2E / params.temperature
+        (self._drawing.discard if params.greedy else self._drawing.add)(row)
         self._top_k[row] = max(params.top_k, 0)
         self._top_p[row] = params.top_p
         self._limits[row] = -math.log2(params.min_p) if params.min_p > 0 else math.inf
@@ -174,12 +179,13 @@ class Sampler:
         self._positions[row] = len(fresh.tokens)
         wants = (params.logprobs, params.prompt_logprobs) != (None, None)
         if self._kernels is None and self._loading is None and (wants or state.edits or not params.greedy):
-            self._loading = threading.Thread(target=self._load, name="sampler-kernels", daemon=True)
+            self._loading = threading.Thread(target=self._load_behind, name="sampler-kernels", daemon=True)
             self._loading.start()
 
     def leave(self, row: int) -> None:
         """Forget `row`; it may be empty."""
         self._rows.pop(row, None)
+        self._drawing.discard(row)
 
     def pending(self, row: int) -> int:
         """The last token of the row's history: what the model reads next."""
@@ -219,11 +225,12 @@ class Sampler:
             for i, count, entry in zip(wanted, counts, entries, strict=True):
                 if i not in failed:
                     logprobs[rows[i]] = TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top[:count])
-        for state, token in zip(states, tokens, strict=True):
+        positions = self._positions
+        for row, state, token in zip(rows, states, tokens, strict=True):
             state.history.append(token)
+            positions[row] += 1
             if state.seen is not None:
                 state.seen.add(token)
-        self._positions[rows] += 1
         return tokens, logprobs, {rows[i]: message for i, message in failed.items()}
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
@@ -245,17 +252,16 @@ class Sampler:
     ) -> tuple[list[int], dict[int, str]]:
         """Tokens and errors, both by line."""
         if logits.device.type == "cpu" and not self.plain:
-            numbers = np.array(rows, np.int64)
-            if not self._scales[numbers].any():
+            if self._drawing.isdisjoint(rows):
                 return _greedy(logits.numpy())
             if kernels is not None:
-                return kernels.choose(logits.numpy(), numbers)
+                return kernels.choose(logits.numpy(), np.array(rows, np.int64))
         bits = [draw_bits(state.seed, len(state.history)) for state in states]
         return sampling.choose(logits, [state.params for state in states], bits)
 
-    def _load(self) -> None:
+    def _load_behind(self) -> None:
         try:
-            self.warm_up()
+            self._load(aside=True)
         except Exception as e:
             _log.warning("sampling goes on without its kernels, slower: %s: %s", type(e).__name__, e)
 
@@ -274,17 +280,14 @@ class Sampler:
 
 def _greedy(lines: npt.NDArray[np.float32]) -> tuple[list[int], dict[int, str]]:
     """`sampling.choose` where every row takes its greatest logit. A NaN counts as the greatest."""
-    tokens = lines.argmax(axis=1)
-    greatest = lines[np.arange(len(lines)), tokens]
+    tokens: list[int] = lines.argmax(axis=1).tolist()
     failed = {}
-    if not np.isfinite(greatest).all():
-        failed = {
-            i: sampling.BANNED if value == -math.inf else sampling.BROKEN
-            for i, value in enumerate(greatest.tolist())
-            if not math.isfinite(value)
-        }
-        tokens[list(failed)] = 0
-    return tokens.tolist(), failed
+    for i, token in enumerate(tokens):
+        greatest = lines.item(i, token)
+        if not math.isfinite(greatest):
+            failed[i] = sampling.BANNED if greatest == -math.inf else sampling.BROKEN
+            tokens[i] = 0
+    return tokens, failed
 
 
 class _Kernels:
@@ -293,8 +296,8 @@ class _Kernels:
     `tables`: scales, top_k, top_p, limits, seeds and positions by row, as `sample_lines` reads them.
     """
 
-    def __init__(self, vocab_size: int, threads: int, cache_dir: Path | None, tables: list[npt.NDArray[Any]]) -> None:
-        self._library = load(cache_dir)
+    def __init__(self, vocab_size: int, threads: int, library: Library, tables: list[npt.NDArray[Any]]) -> None:
+        self._library = library
         self._scratch = [Scratch(vocab_size) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
         self._tables = tables

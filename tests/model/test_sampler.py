@@ -617,7 +617,7 @@ def test_lines_may_be_strided(maker: Callable[[int, int], Sampler]) -> None:
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(cache_dir: Path | None) -> None:
+    def refuse(cache_dir: Path | None, *, aside: bool) -> None:
         raise OSError("no room")
 
     monkeypatch.setattr(sampler_module, "load", refuse)
@@ -677,6 +677,24 @@ print("numba" in sys.modules)
     compiled, mended = start()
     assert (compiled, set(mended)) == ("True", {file})
     assert start() == ("False", mended)
+
+
+@pytest.mark.long
+def test_the_first_request_compiles_aside(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, sys, torch
+from planaria.protocol import Fresh
+from planaria.types import SamplingParams
+from planaria.worker.sampler import Sampler
+s = Sampler(1, 10, pathlib.Path({str(tmp_path)!r}))
+s.enter(0, Fresh((1,), 1, SamplingParams(top_k=1), 3))
+assert s.sample(torch.arange(10.0)[None], [0])[0] == [9]  # at once
+s.close()  # when the kernels are there
+assert s._kernels is not None and "numba" not in sys.modules
+assert s.sample(torch.arange(10.0)[None], [0])[0] == [9]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
