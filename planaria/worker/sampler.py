@@ -143,6 +143,8 @@ class Sampler:
 
     def warm_up(self) -> None:
         """Load the kernels now (a few ms; the first time on a machine they are compiled, seconds). May be left out."""
+        if self._loading is not None:
+            self._loading.join()
         self._load(aside=False)
 
     def _load(self, aside: bool) -> None:
@@ -158,9 +160,7 @@ class Sampler:
             self._kernels = _Kernels(self.vocab_size, self.threads, load(self._cache_dir, aside=aside), tables)
 
     def close(self) -> None:
-        """Wait for threads to end, if any. The sampler can't be used afterwards."""
-        if self._loading is not None:
-            self._loading.join()
+        """End the threads, if any, except one that still loads kernels: it ends by itself, and with the process."""
         if self._kernels is not None:
             self._kernels.close()
 
@@ -209,14 +209,16 @@ class Sampler:
             return [], {}, {}
         states = [self._rows[row] for row in rows]
         wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
-        raw = self._copy(logits, wanted) if wanted else None  # what follows may change the lines
+        edited = [i for i, state in enumerate(states) if state.edits]
+        raw = logits if wanted and not edited and len(wanted) == len(rows) else None
+        if wanted and raw is None:
+            raw = self._copy(logits, wanted)
         kernels = self._kernels if logits.device.type == "cpu" else None
-        for i, state in enumerate(states):
-            if state.edits:
-                if kernels is not None:
-                    kernels.edit(logits.numpy(), i, *state.changes())
-                else:
-                    sampling.edit(logits[i], *state.changes())
+        for i in edited:
+            if kernels is not None:
+                kernels.edit(logits.numpy(), i, *states[i].changes())
+            else:
+                sampling.edit(logits[i], *states[i].changes())
         tokens, failed = self._choose(logits, rows, states, kernels)
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
@@ -268,7 +270,7 @@ class Sampler:
     def _copy(self, logits: torch.Tensor, lines: list[int]) -> torch.Tensor:
         """Those lines, valid until the next copy. Fresh memory for them would cost more than the copying."""
         if self._copies.shape[0] < len(lines) or self._copies.device != logits.device:
-            self._copies = torch.empty_like(logits[lines])
+            self._copies = logits.new_empty((len(lines), self.vocab_size))
         return torch.index_select(logits, 0, torch.tensor(lines, device=logits.device), out=self._copies[: len(lines)])
 
     def _checked(self, logits: torch.Tensor, lines: int) -> torch.Tensor:
