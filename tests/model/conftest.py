@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.fixture(params=["torch", "cpu"])
-def make_ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def make_ops(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A function dtype -> Ops of one back end; closed at the end."""
     made: list[Any] = []
 
@@ -23,7 +23,7 @@ def make_ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
                 from planaria.kernels.cpu import CpuOps
             except ImportError as e:
                 pytest.skip(f"CPU kernels can't be imported: {e}")
-            made.append(CpuOps(dtype, 2, tmp_path_factory.getbasetemp() / "kernels"))
+            made.append(CpuOps(dtype, 2))
         return made[-1]
 
     yield make

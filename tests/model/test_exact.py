@@ -113,5 +113,3 @@ def test_prompt_logprobs(reference) -> None:  # type: ignore[no-untyped-def]
         for position, given in enumerate(output.prompt_logprobs[1:], start=1):
             assert given is not None and given.token == ids[position] and len(given.top) == 2
             assert abs(given.logprob - expected[position - 1, given.token].item()) < 1e-4
-
-
