@@ -39,6 +39,7 @@ class Runner:
         self.num_blocks = np.zeros(rows, np.int32)
         self.prompts: dict[int, tuple[int, ...]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
+        self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
 
     def step(self, step: int, plan: LanePlan, freed: tuple[int, ...]) -> LaneResult:
         """Raises ValueError when the plan doesn't follow the last one."""
@@ -48,6 +49,7 @@ class Runner:
         for row in freed:
             self._leave(row)
         chunks = [change for change in plan if self._enter(change)]
+        refused = {change.row: self.refused[change.row] for change in plan if change.row in self.refused}
         rows = np.flatnonzero(self.auto)
         samples: list[int] = rows.tolist()
         num_samples = self._fill_auto(rows)
@@ -71,7 +73,7 @@ class Runner:
         self.batch.seq_start[num_seqs] = num_tokens
         self.batch.counts[:3] = (num_tokens, num_seqs, num_samples)
         if not num_tokens:
-            return LaneResult([], [])
+            return LaneResult([], [], errors=refused)
         logits = self.forward()
         prompt_logprobs = {chunk.row: self._prompt_logprobs(chunk, logits, line) for chunk, line in prompt_parts}
         for chunk in chunks:
@@ -80,7 +82,7 @@ class Runner:
                 self.prompts.pop(chunk.row, None)
                 self.logprobs_wanted.pop(chunk.row, None)
         if not samples:
-            return LaneResult([], [], prompt_logprobs=prompt_logprobs)
+            return LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused)
         if prompt_parts:
             logits = logits[lines]
         tokens, logprobs, errors = self.sampler.sample(logits, samples)
@@ -88,24 +90,32 @@ class Runner:
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
-        return LaneResult(samples, tokens, logprobs, prompt_logprobs, errors)
+        return LaneResult(samples, tokens, logprobs, prompt_logprobs, {**refused, **errors})
 
     def _leave(self, row: int) -> None:
         self.auto[row] = False
         self.prompts.pop(row, None)
         self.logprobs_wanted.pop(row, None)
+        self.refused.pop(row, None)
         self.sampler.leave(row)
 
     def _enter(self, change: Row) -> bool:
         """Take in a row's change. True when its tokens are a chunk of its history (not the row's own next token)."""
         row, fresh = change.row, change.fresh
+        if row in self.refused and fresh is None:
+            return False
         if fresh is not None:
             self.auto[row] = False
             self.num_blocks[row] = 0
             self.prompts[row] = fresh.tokens
             if fresh.params.prompt_logprobs is not None:
                 self.logprobs_wanted[row] = fresh.params.prompt_logprobs
-            self.sampler.enter(row, fresh)
+            self.refused.pop(row, None)
+            try:
+                self.sampler.enter(row, fresh)
+            except Exception as e:  # this request's mistake; the others go on
+                self.refused[row] = f"the request can't be run: {e}"
+                return False
         if change.blocks:
             have = int(self.num_blocks[row])
             self.batch.block_table[row, have : have + len(change.blocks)] = change.blocks
@@ -150,4 +160,4 @@ class Runner:
         history = self.prompts[chunk.row]
         targets = history[chunk.start + 1 : chunk.start + chunk.count + 1]
         k = self.logprobs_wanted[chunk.row]
-        return self.sampler.prompt_logprobs(logits[line : line + len(targets)].clone(), targets, k)
+        return self.sampler.prompt_logprobs(logits[line : line + len(targets)], targets, k)
