@@ -45,7 +45,7 @@ class Running:
         return httpx.AsyncClient(base_url=self.url, timeout=20, **kwargs)
 
     async def exit_code(self) -> int:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             return await self.task
 
 
@@ -61,7 +61,7 @@ async def running(engine, tokenizer, **options):
     )  # fmt: skip
     try:
         if engine.facts is not None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await asyncio.wait({server.line, server.task}, return_when=asyncio.FIRST_COMPLETED)
         yield server
     finally:

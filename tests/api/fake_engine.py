@@ -120,7 +120,7 @@ class FakeEngine:
 
     async def until(self, condition) -> None:
         """Wait until `condition()`; it is looked at after each submit, cancel and step."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

@@ -44,7 +44,7 @@ async def test_not_ready_until_the_engine_is(tokenizer):
         assert (await http.get("/version")).status_code == 200
         assert not server.line.done()
         engine.become_ready()
-        line = await asyncio.wait_for(server.line, 5)
+        line = await asyncio.wait_for(server.line, 20)
         assert re.fullmatch(rf"Planaria serving smollm2 at {re.escape(server.url)} \(ready in \d+\.\d s\)", line)
         assert (await http.get("/health")).json() == {"live": True, "ready": True, "progressing": True, "why": "ok"}
         assert (await http.get("/v1/models")).status_code == 200
@@ -76,7 +76,7 @@ async def test_half_a_request_doesnt_hold_up_the_end(start):
         started = time.monotonic()
         server.stop.set()
         assert await server.exit_code() == 0
-        assert time.monotonic() - started < 6
+        assert time.monotonic() - started < 15
         writer.close()
         del reader
 
@@ -314,7 +314,7 @@ class Process:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_first_signal_finishes_what_runs(tokenizer, number):
     with Process(delay=0.005) as p, httpx.Client(base_url=p.url, timeout=20) as http:
-        with http.stream("POST", C, json={**LONG, "max_tokens": 60, "stream": True}) as answer:
+        with http.stream("POST", C, json={**LONG, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
             p.signal(number)
@@ -322,8 +322,8 @@ def test_first_signal_finishes_what_runs(tokenizer, number):
             refused = httpx.post(p.url + C, json=LONG)
             assert refused.status_code == 503
             rest = [line for line in lines if line.startswith("data: ")]
-        assert rest[-1] == "data: [DONE]" and len(rest) == 60
-        assert p.process.wait(5) == 0
+        assert rest[-1] == "data: [DONE]" and len(rest) == 300
+        assert p.process.wait(20) == 0
         assert p.process.stdout.read() == ""  # one line on stdout, the one that says it is ready
 
 
@@ -332,8 +332,8 @@ def test_idle_server_ends_at_once(tokenizer):
         assert http.get("/health").status_code == 200  # the connection stays open
         started = time.monotonic()
         p.signal(signal.SIGTERM)
-        assert p.process.wait(5) == 0
-        assert time.monotonic() - started < 2
+        assert p.process.wait(20) == 0
+        assert time.monotonic() - started < 10
 
 
 def test_second_signal_aborts(tokenizer):
@@ -347,12 +347,12 @@ def test_second_signal_aborts(tokenizer):
             p.signal(signal.SIGTERM)
             rest = [line for line in lines if line.startswith("data: ")]
         assert rest[-1] == "data: [DONE]" and "shutting down" in json.loads(rest[-2][6:])["error"]["message"]
-        assert p.process.wait(5) == 128 + signal.SIGTERM
-        assert time.monotonic() - started < 3
+        assert p.process.wait(20) == 128 + signal.SIGTERM
+        assert time.monotonic() - started < 10
 
 
 def test_engine_death_exits_with_1(tokenizer):
     with Process(delay=0.01, die_at=20) as p:
         answer = httpx.post(p.url + C, json=LONG, timeout=20)
         assert answer.status_code == 500 and "killed" in answer.json()["error"]["message"]
-        assert p.process.wait(5) == 1
+        assert p.process.wait(20) == 1
