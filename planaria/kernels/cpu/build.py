@@ -1,4 +1,4 @@
-"""Compiles the kernels, once, and keeps the object code: Numba and LLVM are only needed where the cache is empty.
+"""Compiles the kernels with LLVM (llvmlite, which Numba brings), once, and keeps the object code.
 
 The cache is one file per flavour, named by a hash of these sources, the compiler's versions and the CPU. It is
 written beside and renamed, so a reader sees all of it or none. Where nothing can be written, nothing is kept.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import re
 import tempfile
 import threading
 from importlib.metadata import version
@@ -18,7 +17,7 @@ from typing import Any
 
 from planaria.kernels.cpu.target import ISAS, Target
 
-SOURCES = ("build", "emit", "layout", "micro", "program", "target", "vector")
+SOURCES = ("build", "compiler", "emit", "layout", "micro", "native", "program", "target", "vector")
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
@@ -70,8 +69,7 @@ def key(target: Target) -> str:
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
-    for package in ("llvmlite", "numba"):
-        digest.update(version(package).encode())
+    digest.update(version("llvmlite").encode())
     digest.update(f"{target} {_machine(target)[1]}".encode())
     return digest.hexdigest()[:24]
 
@@ -80,34 +78,18 @@ def cache_file(target: Target, folder: Path) -> Path:
     return folder / f"kernels-{key(target)}.o"
 
 
-def _program() -> tuple[str, str]:
-    """IR of the interpreter and the name of its entry."""
-    from llvmlite import binding
-    from numba import cfunc
+def _program() -> str:
+    """IR of the interpreter."""
+    from planaria.kernels.cpu import native, program
+    from planaria.kernels.cpu.compiler import Module
 
-    from planaria.kernels.cpu import program
-
-    # Numba loads what it compiles; the kernels it will call are linked later, so their names get any address here
-    nowhere = ctypes.cast(ctypes.CFUNCTYPE(None)(), ctypes.c_void_p).value or ctypes.addressof(_placeholder)
-    for name in (*program.KERNELS, *program.NUMBERS):
-        binding.add_symbol(name, nowhere)
-    compiled = cfunc("void(int64, int64)", nopython=True, error_model="numpy")(program.entry)
-    return compiled.inspect_llvm(), compiled.native_name
-
-
-def _without_runtime(text: str) -> str:
-    """Numba's code for exceptions made unreachable: the interpreter raises none, and then needs neither Python nor
-    Numba where it runs."""
-    runtime = r"@((?:numba_|NRT_|Py)\w*)"
-    text = re.sub(
-        rf"^declare ([^@\n]*){runtime}(\([^\n]*\)).*$", r"define internal \1@\2\3 { unreachable }", text, flags=re.M
-    )
-    return re.sub(
-        rf"^{runtime} = external (?:\w+ )*global (.*)$", r"@\1 = internal global \2 zeroinitializer", text, flags=re.M
-    )
-
-
-_placeholder = ctypes.c_int64(0)
+    kernels = {
+        name: ("void" if "None" in str(value.__annotations__["return"]) else "i64", value.__code__.co_argcount)
+        for name, value in vars(native).items()
+        if name.startswith("pl_")
+    }
+    source = Path(program.__file__).read_text(encoding="utf-8")
+    return Module(source, vars(program), kernels, "entry", "planaria_run").text()
 
 
 def compile_object(target: Target) -> bytes:
@@ -117,12 +99,9 @@ def compile_object(target: Target) -> bytes:
 
     binding = _initialise()
     machine, _ = _machine(target)
-    module = binding.parse_assembly(DECLARATIONS + matrix_module(target) + vector_module(target))
+    text = DECLARATIONS + matrix_module(target) + vector_module(target) + _program()
+    module = binding.parse_assembly(text)
     module.triple, module.data_layout = binding.get_process_triple(), str(machine.target_data)
-    text, name = _program()
-    interpreter = binding.parse_assembly(_without_runtime(text.replace(name, "planaria_run")))
-    interpreter.triple, interpreter.data_layout = module.triple, module.data_layout
-    module.link_in(interpreter)
     module.verify()
     builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
     builder.getModulePassManager().run(module, builder)

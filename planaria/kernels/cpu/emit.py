@@ -1,10 +1,11 @@
-"""Writes LLVM IR functions as text. It owns syntax only (names, loops, loads); what is computed is in micro.py and vector.py.
+"""Writes LLVM IR functions as text. It owns syntax only (names, loops, loads); micro.py and vector.py say what.
 
 Every argument of a kernel is an i64 (an address, a size, or float32 bits), so that all of them are called alike.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 
 F32 = "<16 x float>"
@@ -146,7 +147,6 @@ class Function:
 
 def literal(value: float) -> str:
     """A float32 constant as LLVM wants it: the bits of the same value as a double."""
-    import struct
 
     rounded = struct.unpack("<f", struct.pack("<f", value))[0]
     return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"

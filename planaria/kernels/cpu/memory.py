@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import Any
 
@@ -25,15 +26,14 @@ class Region:
         self.bytes: npt.NDArray[np.uint8] = raw[skip : skip + self.size]
         self.address: int = self.bytes.ctypes.data
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a system without them
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without them
-                pass
 
     def array(self, offset: int, dtype: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         count = int(np.prod(shape))
         size = count * np.dtype(dtype).itemsize
-        return self.bytes[offset : offset + size].view(dtype).reshape(shape)
+        out: npt.NDArray[Any] = self.bytes[offset : offset + size].view(dtype).reshape(shape)
+        return out
 
 
 class Arena:

@@ -10,7 +10,8 @@ neither the number of rows nor its place among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Iterator, Sequence
 
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
 from planaria.kernels.cpu.target import Target
@@ -78,9 +79,7 @@ class Dot:
 
     def multiply(self, f: Function, acc: str, w: Operand, x: Operand) -> str:
         if self.target.native:
-            return f.op(
-                f"call {F32} @llvm.x86.avx512bf16.dpbf16ps.512({F32} {acc}, {B32} {w[0]}, {B32} {x[0]})"
-            )
+            return f.op(f"call {F32} @llvm.x86.avx512bf16.dpbf16ps.512({F32} {acc}, {B32} {w[0]}, {B32} {x[0]})")
         for a, b in zip(w, x, strict=True):
             acc = f.fma(a, b, acc)
         return acc
@@ -281,9 +280,7 @@ def nibble_table(kind: int) -> list[int]:
 
 
 def bf16_bits(value: int) -> int:
-    import struct
-
-    bits = struct.unpack("<I", struct.pack("<f", float(value)))[0] >> 16
+    bits = int(struct.unpack("<I", struct.pack("<f", float(value)))[0]) >> 16
     return bits - 65536 if bits >= 32768 else bits
 
 
@@ -299,16 +296,16 @@ class Unpack:
         self.block_bytes = 512 if kind == Q8_0 else 256
         self.scale_bytes = 64 if kind == Q4_1 else 32
 
-    def pairs(self, f: Function, block: str) -> list[Callable[[], list[Operand]]]:
-        """16 thunks, one for each pair along K; emitted late, so that few values are alive at a time."""
+    def steps(self, f: Function, block: str) -> Iterator[Operand]:
+        """Operands in order of K; each is emitted when asked for, so that few values are alive at a time."""
         if self.kind == Q8_0:
-            return [lambda k=k: self._bytes(f, block, k) for k in range(0, 32, 2)]
-        out: list[Callable[[], list[Operand]]] = []
+            for k in range(0, 32, 2):
+                yield from self._bytes(f, block, k)
+            return
         for group in range(4):
-            words: list[str] = []
+            words = f.load(I32, f.at(block, 64 * group), 64)
             for i in range(4):
-                out.append(lambda g=group, i=i, w=words: self._nibbles(f, block, g, i, w))
-        return out
+                yield from self._nibbles(f, words, i)
 
     def _bytes(self, f: Function, block: str, k: int) -> list[Operand]:
         both = []
@@ -317,12 +314,10 @@ class Unpack:
             both.append(f.op(f"sitofp {I32} {wide} to {F32}"))
         return self.dot.from_pair(f, both[0], both[1])
 
-    def _nibbles(self, f: Function, block: str, group: int, i: int, words: list[str]) -> list[Operand]:
-        if not words:
-            words.append(f.load(I32, f.at(block, 64 * group), 64))
+    def _nibbles(self, f: Function, words: str, i: int) -> list[Operand]:
         if self.target.native:
             table = ", ".join(f"i16 {bf16_bits(v)}" for v in nibble_table(self.kind) * 2)
-            lanes = f.op(f"bitcast {I32} {words[0]} to {H32}")
+            lanes = f.op(f"bitcast {I32} {words} to {H32}")
             if i:
                 amount = ", ".join([f"i16 {4 * i}"] * 32)
                 lanes = f.op(f"lshr {H32} {lanes}, <{amount}>")
@@ -330,12 +325,10 @@ class Unpack:
             return [(f.op(f"bitcast {H32} {found} to {B32}"),)]
         both = []
         for shift in (4 * i, 4 * i + 16):
-            lanes = words[0] if shift == 0 else f.op(f"lshr {I32} {words[0]}, {f.const_i32(shift)}")
+            lanes = words if shift == 0 else f.op(f"lshr {I32} {words}, {f.const_i32(shift)}")
             if self.target.wide:
                 table = ", ".join(f"float {literal(v)}" for v in nibble_table(self.kind))
-                both.append(
-                    f.op(f"call {F32} @llvm.x86.avx512.permvar.sf.512({F32} <{table}>, {I32} {lanes})")
-                )
+                both.append(f.op(f"call {F32} @llvm.x86.avx512.permvar.sf.512({F32} <{table}>, {I32} {lanes})"))
             else:
                 small = f.op(f"and {I32} {lanes}, {f.const_i32(15)}")
                 if self.kind == Q4_0:
@@ -368,7 +361,6 @@ def packed(target: Target, kind: int, rows: int, expanded: bool) -> str:
         block = f.at(w, f.mul(i, 64 * steps if expanded else unpack.block_bytes))
         x_at = [f.at(x, f.mul(i, 4 * steps)) for x in xs]
         part = ["zeroinitializer"] * rows
-        step = 0
         if expanded:
             for step in range(steps):
                 operand = dot.weight(f, f.at(block, 64 * step))
@@ -376,12 +368,10 @@ def packed(target: Target, kind: int, rows: int, expanded: bool) -> str:
                     x = dot.broadcast(f, f.at(x_at[r], 4 * step))
                     part[r] = dot.multiply(f, part[r], operand, x)
         else:
-            for thunk in unpack.pairs(f, block):
-                for operand in thunk():
-                    for r in range(rows):
-                        x = dot.broadcast(f, f.at(x_at[r], 4 * step))
-                        part[r] = dot.multiply(f, part[r], operand, x)
-                    step += 1
+            for step, operand in enumerate(unpack.steps(f, block)):
+                for r in range(rows):
+                    x = dot.broadcast(f, f.at(x_at[r], 4 * step))
+                    part[r] = dot.multiply(f, part[r], operand, x)
         place = f.at(scales, f.mul(i, unpack.scale_bytes))
         d = half(place)
         acc = [f.fma(part[r], d, acc[r]) for r in range(rows)]
@@ -406,11 +396,8 @@ def expand(target: Target, kind: int) -> str:
     def body(i: str, _: list[str]) -> list[str]:
         block = f.at(w, f.mul(i, unpack.block_bytes))
         place = f.at(out, f.mul(i, 64 * 32 // target.pair))
-        step = 0
-        for thunk in unpack.pairs(f, block):
-            for operand in thunk():
-                unpack.dot.store(f, operand, f.at(place, 64 * step))
-                step += 1
+        for step, operand in enumerate(unpack.steps(f, block)):
+            unpack.dot.store(f, operand, f.at(place, 64 * step))
         return []
 
     f.loop(0, "%blocks", 1, [], body)

@@ -31,7 +31,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class Act:
-    """An activation: [rows, columns], rows `ld` bytes apart, padded to 16 columns; rows counted by Batch.counts[rows]."""
+    """An activation [rows, columns]: `ld` bytes a row, padded to 16 columns; Batch.counts[rows] says how many."""
 
     buffer: Buffer
     rows: int
@@ -89,9 +89,7 @@ class CpuOps:
     ends its threads.
     """
 
-    def __init__(
-        self, dtype: str, threads: int, cache_dir: Path | None = None, *, isa: str | None = None
-    ) -> None:
+    def __init__(self, dtype: str, threads: int, cache_dir: Path | None = None, *, isa: str | None = None) -> None:
         if dtype not in ("bfloat16", "float32"):
             raise ConfigError("--dtype", dtype, "the CPU kernels compute in bfloat16 or float32")
         if threads < 1:
@@ -131,9 +129,7 @@ class CpuOps:
         try:
             memory = Region(num_blocks * size)
         except (OSError, ValueError, OverflowError) as error:
-            raise CapacityError(
-                f"no memory for {num_blocks} KV blocks of {size} bytes in one layer: {error}"
-            ) from None
+            raise CapacityError(f"no memory for {num_blocks} KV blocks of {size} bytes in one layer: {error}") from None
         return Cache(memory, num_blocks, block_size, num_kv_heads, head_dim, size)
 
     def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
@@ -274,9 +270,7 @@ class CpuOps:
             raise ValueError(f"silu_mul: {gate_up.columns} columns are not two halves")
         half = gate_up.columns // 2
         out = self._new(gate_up.rows, half, self.dtype)
-        self._record(
-            layout.SILU, gate_up.buffer, gate_up.ld, out.buffer, out.ld, half, up(half, 16), gate_up.rows
-        )
+        self._record(layout.SILU, gate_up.buffer, gate_up.ld, out.buffer, out.ld, half, up(half, 16), gate_up.rows)
         return out
 
     def take(self, x: Act) -> Act:

@@ -1,169 +1,102 @@
-"""The interpreter of a tape, in Numba: which thread does what, in what order. The arithmetic is in the kernels it calls.
+"""The interpreter of a tape: which thread does what, in what order. The arithmetic is in the kernels it calls.
 
-Addresses and sizes are int64. `c` is the address of the control block, `row` of the tape row being run. Every thread
-runs `execute`; a barrier ends each operation. Nothing here allocates, raises or touches Python.
+Written in the integer Python that compiler.py turns into machine code. Addresses and sizes are int64. `c` is the
+address of the control block, `row` of the tape row being run. Every thread runs `execute`; a barrier ends each
+operation. Nothing here allocates, fails or touches Python.
 The rule: how work is cut depends on row counts only where the result does not (see micro.py).
 """
 
 from __future__ import annotations
 
-import platform
-from typing import Any
-
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
-
 from planaria.kernels.cpu.layout import (
-    ARRIVED, ATTEND, BIG, COUNTS, EMBED, FEW_ROWS, GENERATION, IDLE, IDLE_SPIN, KEY_TILE, LINEAR, NORM, OPS, PHASE,
-    POINTERS, QUERY_ROWS, ROPE, ROW_BLOCK, ROW_WORDS, SCRATCH, SCRATCH_BYTES, SHARED, SILU, SLEEPING, SPIN, STATE,
-    STOP, SUMS, TAKE, TAPE, TEMP, THREADS, TICKET_BYTES, TICKETS, WHOLE_ROWS, ZEROS,
+    ARRIVED,
+    ATTEND,
+    BIG,
+    COUNTS,
+    EMBED,
+    FEW_ROWS,
+    GENERATION,
+    IDLE,
+    IDLE_SPIN,
+    KEY_TILE,
+    LINEAR,
+    NORM,
+    OPS,
+    PHASE,
+    POINTERS,
+    QUERY_ROWS,
+    ROPE,
+    ROW_BLOCK,
+    ROW_WORDS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SHARED,
+    SILU,
+    SLEEPING,
+    SPIN,
+    STATE,
+    STOP,
+    SUMS,
+    TAKE,
+    TAPE,
+    TEMP,
+    THREADS,
+    TICKET_BYTES,
+    TICKETS,
+    WHOLE_ROWS,
+    ZEROS,
 )  # fmt: skip
 from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT, STORE_F32
-
-X86 = platform.machine() in ("x86_64", "AMD64")
-I64, I32 = ir.IntType(64), ir.IntType(32)
-jit = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
-KERNELS = {
-    "pl_tile": 9, "pl_values": 10, "pl_packed": 12, "pl_wide": 12, "pl_expand": 4, "pl_embed": 6, "pl_norm": 6,
-    "pl_silu": 5, "pl_softmax": 7, "pl_divide": 4, "pl_rotate": 9, "pl_store_key": 3, "pl_store_value": 4,
-    "pl_block_sums": 3, "pl_copy": 3,
-}  # fmt: skip
-NUMBERS = (
-    "pl_tile_rows", "pl_tile_panels", "pl_value_rows", "pl_value_panels", "pl_inline_rows", "pl_expanded_rows",
-    "pl_item",
+from planaria.kernels.cpu.native import (
+    FUTEX,
+    atomic_add,
+    atomic_get,
+    atomic_put,
+    get,
+    get32,
+    pl_block_sums,
+    pl_copy,
+    pl_divide,
+    pl_embed,
+    pl_expand,
+    pl_expanded_rows,
+    pl_inline_rows,
+    pl_item,
+    pl_norm,
+    pl_packed,
+    pl_rotate,
+    pl_silu,
+    pl_softmax,
+    pl_store_key,
+    pl_store_value,
+    pl_tile,
+    pl_tile_panels,
+    pl_tile_rows,
+    pl_value_panels,
+    pl_value_rows,
+    pl_values,
+    pl_wide,
+    put,
+    put32,
+    relax,
+    syscall,
 )  # fmt: skip
 
-
-def _kernel(name: str) -> Any:
-    return types.ExternalFunction(name, types.void(*[types.int64] * KERNELS[name]))
-
-
-def _number(name: str) -> Any:
-    return types.ExternalFunction(name, types.int64())
-
-
-pl_tile, pl_values, pl_packed, pl_wide = map(_kernel, ("pl_tile", "pl_values", "pl_packed", "pl_wide"))
-pl_expand, pl_embed, pl_norm, pl_silu = map(_kernel, ("pl_expand", "pl_embed", "pl_norm", "pl_silu"))
-pl_softmax, pl_divide, pl_rotate = map(_kernel, ("pl_softmax", "pl_divide", "pl_rotate"))
-pl_store_key, pl_store_value = map(_kernel, ("pl_store_key", "pl_store_value"))
-pl_block_sums, pl_copy = map(_kernel, ("pl_block_sums", "pl_copy"))
-(
-    pl_tile_rows, pl_tile_panels, pl_value_rows, pl_value_panels, pl_inline_rows, pl_expanded_rows, pl_item,
-) = map(_number, NUMBERS)  # fmt: skip
-syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
-
-
-def _pointer(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-@intrinsic
-def get(ctx: Any, address: Any, word: Any) -> Any:
-    """int64 number `word` at address."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.gep(_pointer(builder, args[0], I64), [args[1]]))
-
-    return types.int64(types.int64, types.int64), code
-
-
-@intrinsic
-def put(ctx: Any, address: Any, word: Any, value: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], builder.gep(_pointer(builder, args[0], I64), [args[1]]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), code
-
-
-@intrinsic
-def get32(ctx: Any, address: Any, index: Any) -> Any:
-    """int32 number `index` at address, as int64."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(builder.load(builder.gep(_pointer(builder, args[0], I32), [args[1]])), I64)
-
-    return types.int64(types.int64, types.int64), code
-
-
-@intrinsic
-def put32(ctx: Any, address: Any, index: Any, value: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.gep(_pointer(builder, args[0], I32), [args[1]])
-        builder.store(builder.trunc(args[2], I32), place)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), code
-
-
-@intrinsic
-def atomic_get(ctx: Any, address: Any, word: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.gep(_pointer(builder, args[0], I64), [args[1]])
-        return builder.load_atomic(place, "seq_cst", 8)
-
-    return types.int64(types.int64, types.int64), code
-
-
-@intrinsic
-def atomic_put(ctx: Any, address: Any, word: Any, value: Any) -> Any:
-    """A store that no later load of this thread overtakes."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.gep(_pointer(builder, args[0], I64), [args[1]])
-        builder.atomic_rmw("xchg", place, args[2], "seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), code
-
-
-@intrinsic
-def atomic_add(ctx: Any, address: Any, word: Any, value: Any) -> Any:
-    """The value before."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.gep(_pointer(builder, args[0], I64), [args[1]])
-        return builder.atomic_rmw("add", place, args[2], "seq_cst")
-
-    return types.int64(types.int64, types.int64, types.int64), code
-
-
-@intrinsic
-def relax(ctx: Any) -> Any:
-    """Tells the core that this is a waiting loop."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if X86:
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), code
-
-
-FUTEX = 202 if X86 else 98
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
-
 
 # Threads
 
 
-@jit
-def sleep_while(address, value):  # type: ignore[no-untyped-def]
+def sleep_while(address: int, value: int) -> None:
     """Sleep unless the low half of the word at address is no longer `value`; wakes may be spurious."""
     syscall(FUTEX, address, FUTEX_WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
 
 
-@jit
-def wake_all(address):  # type: ignore[no-untyped-def]
+def wake_all(address: int) -> None:
     syscall(FUTEX, address, FUTEX_WAKE_PRIVATE, 0x7FFFFFFF, 0, 0, 0)
 
 
-@jit
-def barrier(c):  # type: ignore[no-untyped-def]
+def barrier(c: int) -> None:
     """All threads arrive before any leaves. Spins a while, then sleeps."""
     threads = get(c, THREADS)
     if threads == 1:
@@ -186,8 +119,7 @@ def barrier(c):  # type: ignore[no-untyped-def]
             atomic_add(c, SLEEPING, -1)
 
 
-@jit
-def grab(ticket, units, threads):  # type: ignore[no-untyped-def]
+def grab(ticket: int, units: int, threads: int) -> int:
     """The next range of units, as start * 2^32 + end; empty when all are taken.
 
     Ranges shrink: the k-th takes 1 / (2 * threads) of what is left, so that few are needed and the last are small.
@@ -207,13 +139,11 @@ def grab(ticket, units, threads):  # type: ignore[no-untyped-def]
     return 0
 
 
-@jit
-def scratch(c, tid):  # type: ignore[no-untyped-def]
+def scratch(c: int, tid: int) -> int:
     return get(c, SCRATCH) + tid * get(c, SCRATCH_BYTES)
 
 
-@jit
-def share(n, tid, threads):  # type: ignore[no-untyped-def]
+def share(n: int, tid: int, threads: int) -> int:
     """First of n rows that thread `tid` does."""
     return n * tid // threads
 
@@ -221,8 +151,7 @@ def share(n, tid, threads):  # type: ignore[no-untyped-def]
 # Operations
 
 
-@jit
-def op_embed(c, row, tid):  # type: ignore[no-untyped-def]
+def op_embed(c: int, row: int, tid: int) -> None:
     # 1 kind, 2 w, 3 panel bytes, 4 offset of scales, 5 steps or blocks, 6 out, 7 ldo, 8 tokens, 9 vocabulary
     n, threads = get(get(c, COUNTS), 0), get(c, THREADS)
     for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
@@ -233,8 +162,7 @@ def op_embed(c, row, tid):  # type: ignore[no-untyped-def]
         pl_embed(get(row, 1), panel, panel + get(row, 4), token & 15, get(row, 5), get(row, 6) + t * get(row, 7))
 
 
-@jit
-def op_norm(c, row, tid):  # type: ignore[no-untyped-def]
+def op_norm(c: int, row: int, tid: int) -> None:
     # 1 x, 2 ldx, 3 weight, 4 out, 5 ldo, 6 padded, 7 count, 8 eps, 9 rows
     n, threads = get(get(c, COUNTS), get(row, 9)), get(c, THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
@@ -242,8 +170,7 @@ def op_norm(c, row, tid):  # type: ignore[no-untyped-def]
         pl_norm(x, get(row, 3), out, get(row, 6), get(row, 7), get(row, 8))
 
 
-@jit
-def op_silu(c, row, tid):  # type: ignore[no-untyped-def]
+def op_silu(c: int, row: int, tid: int) -> None:
     # 1 x, 2 ldx, 3 out, 4 ldo, 5 half, 6 padded, 7 rows
     n, threads = get(get(c, COUNTS), get(row, 7)), get(c, THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
@@ -251,8 +178,7 @@ def op_silu(c, row, tid):  # type: ignore[no-untyped-def]
         pl_silu(x, x + half * pl_item(), get(row, 3) + r * get(row, 4), half, get(row, 6))
 
 
-@jit
-def op_take(c, row, tid):  # type: ignore[no-untyped-def]
+def op_take(c: int, row: int, tid: int) -> None:
     # 1 x, 2 ld, 3 out, 4 sample_index
     n, threads = get(get(c, COUNTS), 2), get(c, THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
@@ -260,8 +186,9 @@ def op_take(c, row, tid):  # type: ignore[no-untyped-def]
         pl_copy(get(row, 3) + r * get(row, 2), source, get(row, 2))
 
 
-@jit
-def product(row, mine, sums, first, last, panel, panels, out, ldo, mode):  # type: ignore[no-untyped-def]
+def product(
+    row: int, mine: int, sums: int, first: int, last: int, panel: int, panels: int, out: int, ldo: int, mode: int
+) -> None:
     """Rows [first, last) x `panels` panels from `panel` (at most a tile's) into out, whose row 0 is row `first`."""
     kind, stride, length = get(row, 1), get(row, 3), get(row, 5)
     w = get(row, 2) + panel * stride
@@ -271,7 +198,7 @@ def product(row, mine, sums, first, last, panel, panels, out, ldo, mode):  # typ
     wide = 16 * (pl_item() if mode == STORE_ACT else 4)
     if kind == DENSE:
         most = pl_tile_panels()
-        step = most if panels == most else 1
+        step = most if panels == most and n > 2 else 1
         for v in range(panels):
             put(mine + POINTERS, v, w + v * stride)
         for v in range(0, panels, step):
@@ -288,9 +215,7 @@ def product(row, mine, sums, first, last, panel, panels, out, ldo, mode):  # typ
     for v in range(panels):
         codes, scales = w + v * stride, w + v * stride + get(row, 4)
         if n <= pl_inline_rows():
-            pl_packed(
-                n * 4 + kind, x, ldx, codes, scales, length, out + v * wide, ldo, mode, bias + 64 * v, sums, lds
-            )
+            pl_packed(n * 4 + kind, x, ldx, codes, scales, length, out + v * wide, ldo, mode, bias + 64 * v, sums, lds)
             continue
         pl_expand(kind, codes, length, mine + BIG)
         r = 0
@@ -303,8 +228,7 @@ def product(row, mine, sums, first, last, panel, panels, out, ldo, mode):  # typ
             r += rows
 
 
-@jit
-def block(row, mine, sums, first, last, panel, end):  # type: ignore[no-untyped-def]
+def block(row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int) -> None:
     """Rows [first, last) x panels [panel, end) of a linear operation."""
     half, out, ldo, mode = get(row, 13), get(row, 8), get(row, 9), get(row, 10)
     most = pl_tile_panels()
@@ -327,8 +251,7 @@ def block(row, mine, sums, first, last, panel, end):  # type: ignore[no-untyped-
         panel += panels
 
 
-@jit
-def op_linear(c, row, tid, ticket):  # type: ignore[no-untyped-def]
+def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
     # 1 kind, 2 w, 3 panel bytes, 4 offset of scales, 5 steps or blocks, 6 x, 7 ldx, 8 out, 9 ldo, 10 mode, 11 bias,
     # 12 rows, 13 panels of one half of a fused silu (0: plain), 14 its scratch, 15 panels
     n, threads = get(get(c, COUNTS), get(row, 12)), get(c, THREADS)
@@ -367,8 +290,7 @@ def op_linear(c, row, tid, ticket):  # type: ignore[no-untyped-def]
             block(row, mine, sums, first, min(n, first + ROW_BLOCK), group, min(panels, group + most))
 
 
-@jit
-def op_rope(c, row, tid):  # type: ignore[no-untyped-def]
+def op_rope(c: int, row: int, tid: int) -> None:
     # 1 qkv, 2 ldx, 3 out, 4 ldo, 5 cache, 6 block bytes, 7 key bytes, 8 block size, 9 heads, 10 kv heads, 11 dim,
     # 12 cos, 13 sin, 14 half, 15 q_norm, 16 k_norm, 17 eps, 18 slots, 19 positions
     n, threads = get(get(c, COUNTS), 0), get(c, THREADS)
@@ -404,8 +326,7 @@ def op_rope(c, row, tid):  # type: ignore[no-untyped-def]
             pl_store_value(v, place + get(row, 7) + h * per_head, token, dim)
 
 
-@jit
-def attend_tile(c, row, mine, s, h, first, count):  # type: ignore[no-untyped-def]
+def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: int) -> None:
     """Tokens [first, first + count) of sequence s, for the query heads of key head h."""
     item = pl_item()
     size, dim = get(row, 8), get(row, 11)
@@ -466,7 +387,13 @@ def attend_tile(c, row, mine, s, h, first, count):  # type: ignore[no-untyped-de
             for g in range(group):
                 r = i * group + g
                 pl_softmax(
-                    scores + r * KEY_TILE * 4, p + r * KEY_TILE * item, chunks * 16, lo, hi, get(row, 12), state + 16 * r
+                    scores + r * KEY_TILE * 4,
+                    p + r * KEY_TILE * item,
+                    chunks * 16,
+                    lo,
+                    hi,
+                    get(row, 12),
+                    state + 16 * r,
                 )
         v, all_panels = 0, dim >> 4
         while v < all_panels:
@@ -488,8 +415,7 @@ def attend_tile(c, row, mine, s, h, first, count):  # type: ignore[no-untyped-de
             pl_divide(o + r * dim * 4, state + 16 * r, place + g * head, dim)
 
 
-@jit
-def op_attend(c, row, tid, ticket):  # type: ignore[no-untyped-def]
+def op_attend(c: int, row: int, tid: int, ticket: int) -> None:
     # 1 q, 2 ldq, 3 out, 4 ldo, 5 cache, 6 block bytes, 7 key bytes, 8 block size, 9 heads, 10 kv heads, 11 dim,
     # 12 scale, 13 window, 14 seq_start, 15 seq_len, 16 seq_row, 17 block_table, 18 bytes of its rows
     sequences, kv_heads = get(get(c, COUNTS), 1), get(row, 10)
@@ -511,8 +437,7 @@ def op_attend(c, row, tid, ticket):  # type: ignore[no-untyped-def]
         unit = atomic_add(ticket, 0, 1)
 
 
-@jit
-def execute(c, tid):  # type: ignore[no-untyped-def]
+def execute(c: int, tid: int) -> None:
     tape, tickets = get(c, TAPE), get(c, TICKETS)
     for i in range(get(c, OPS)):
         row, ticket = tape + i * ROW_WORDS * 8, tickets + i * TICKET_BYTES
@@ -534,8 +459,7 @@ def execute(c, tid):  # type: ignore[no-untyped-def]
         barrier(c)
 
 
-@jit
-def lead(c, tid):  # type: ignore[no-untyped-def]
+def lead(c: int, tid: int) -> None:
     """Run the tape once, as thread 0."""
     tickets = get(c, TICKETS)
     for i in range(get(c, OPS)):
@@ -547,8 +471,7 @@ def lead(c, tid):  # type: ignore[no-untyped-def]
     execute(c, tid)
 
 
-@jit
-def follow(c, tid):  # type: ignore[no-untyped-def]
+def follow(c: int, tid: int) -> None:
     """Wait for runs and take part in them, until stopped."""
     seen = 0
     while True:
@@ -567,7 +490,7 @@ def follow(c, tid):  # type: ignore[no-untyped-def]
         execute(c, tid)
 
 
-def entry(c, tid):  # type: ignore[no-untyped-def]
+def entry(c: int, tid: int) -> None:
     """What Python calls: thread 0 runs the tape and returns, the others stay until the team is stopped."""
     if tid == 0:
         lead(c, tid)

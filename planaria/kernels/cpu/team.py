@@ -32,9 +32,7 @@ class Team:
         self.control[layout.SPIN] = SPIN_CROWDED if crowded else SPIN
         self.control[layout.IDLE_SPIN] = 0 if crowded else SPIN_IDLE
         self._helpers = [
-            threading.Thread(
-                target=entry, args=(self._memory.address, i), name=f"planaria-kernel-{i}", daemon=True
-            )
+            threading.Thread(target=entry, args=(self._memory.address, i), name=f"planaria-kernel-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for helper in self._helpers:
@@ -70,4 +68,3 @@ class Team:
     def _wake(self) -> None:
         # thread 0 would wait in no barrier: a tape of no operations only announces the generation
         self._entry(self._memory.address, 0)
-

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
 from planaria.kernels.cpu.micro import DENSE, Q4_0, Q4_1, Q8_0, Act, dispatcher
+from planaria.kernels.cpu.native import X86
 from planaria.kernels.cpu.target import Target
 
 LOWEST = -1e30  # stands for minus infinity: differences of it stay numbers
@@ -368,8 +369,12 @@ def vector_module(target: Target) -> str:
         norm(target), silu(target), softmax(target), divide(target), rotate(target), store_key(target),
         store_value(target), embed_dense(target), block_sums(target), copy(),
     ]  # fmt: skip
-    parts += [embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)]
     parts.append(
-        dispatcher("pl_embed", EMBED_ARGS, "kind", {k: f"pl_embed_{k}" for k in (Q8_0, Q4_0, Q4_1, DENSE)})
+        "declare void @llvm.x86.sse2.pause()\n"
+        "define void @pl_relax() nounwind alwaysinline { call void @llvm.x86.sse2.pause() ret void }\n"
+        if X86
+        else "define void @pl_relax() nounwind alwaysinline { ret void }\n"
     )
+    parts += [embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)]
+    parts.append(dispatcher("pl_embed", EMBED_ARGS, "kind", {k: f"pl_embed_{k}" for k in (Q8_0, Q4_0, Q4_1, DENSE)}))
     return "\n".join(parts)

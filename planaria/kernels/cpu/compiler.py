@@ -1,0 +1,369 @@
+"""Compiles the interpreter (program.py) to LLVM IR: a Python in which every value is a 64-bit integer.
+
+What it takes: functions of ints that return an int or nothing; assignment, also of tuples; if, while, for over
+range with a positive step; break, continue, return; arithmetic, comparisons, and / or / not, conditional
+expressions; min and max; calls of one another, of the kernels, and of the primitives in native.py. Division is that
+of C: operands must not be negative. Anything else is a SyntaxError naming the line.
+
+It takes milliseconds, where Numba takes seconds for the same functions, and what it makes needs no runtime.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+
+ARITHMETIC = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.FloorDiv: "sdiv", ast.Mod: "srem", ast.LShift: "shl",
+    ast.RShift: "ashr", ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor",
+}  # fmt: skip
+COMPARISON = {
+    ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "slt", ast.LtE: "sle", ast.Gt: "sgt", ast.GtE: "sge",
+}  # fmt: skip
+
+
+class Body:
+    """One function being compiled: its lines, its variables (stack slots that LLVM turns into registers)."""
+
+    def __init__(self, module: Module, node: ast.FunctionDef) -> None:
+        self.module, self.node = module, node
+        self.lines: list[str] = []
+        self.variables: dict[str, str] = {}
+        self.count = 0
+        self.open = True  # the current block has no terminator yet
+        self.loops: list[tuple[str, str]] = []  # labels of continue and break
+
+    def text(self) -> str:
+        args = [a.arg for a in self.node.args.args]
+        for arg in args:
+            self.put(arg, f"%{arg}")
+        for statement in self.node.body:
+            self.statement(statement)
+        if self.open:
+            self.do("ret i64 0")
+        slots = [f"  {slot} = alloca i64" for slot in self.variables.values()]
+        head = ", ".join(f"i64 %{a}" for a in args)
+        linkage = "" if self.node.name == self.module.entry else "internal "
+        name = self.module.symbol(self.node.name)
+        body = "\n".join(["entry:", *slots, *self.lines])
+        return f"define {linkage}i64 @{name}({head}) nounwind {{\n{body}\n}}\n"
+
+    def error(self, node: ast.AST, what: str) -> SyntaxError:
+        line = getattr(node, "lineno", "?")
+        return SyntaxError(f"{self.node.name}, line {line}: {what} can't be compiled; see compiler.py")
+
+    # lines
+    def new(self) -> str:
+        self.count += 1
+        return f"%t{self.count}"
+
+    def label(self) -> str:
+        self.count += 1
+        return f"b{self.count}"
+
+    def do(self, line: str) -> None:
+        self.lines.append(f"  {line}")
+        self.open = self.open and not line.startswith(("br ", "ret "))
+
+    def op(self, rhs: str) -> str:
+        name = self.new()
+        self.do(f"{name} = {rhs}")
+        return name
+
+    def put(self, name: str, value: str) -> None:
+        slot = self.variables.setdefault(name, f"%v.{name}")
+        self.do(f"store i64 {value}, ptr {slot}")
+
+    # statements
+    def block(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            self.statement(statement)
+
+    def statement(self, node: ast.stmt) -> None:
+        if not self.open:  # after return, break, continue: unreachable, but must be in some block
+            self.lines.append(f"{self.label()}:")
+            self.open = True
+        match node:
+            case ast.Expr(value=ast.Constant()) | ast.Pass():
+                pass
+            case ast.Expr(value=ast.Call() as call):
+                self.call(call)
+            case ast.Assign(targets=[target], value=value):
+                self.assign(target, value)
+            case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
+                left = self.value(ast.Name(id=name, lineno=node.lineno))
+                self.put(name, self.binary(node, op, left, self.value(value)))
+            case ast.If():
+                self.choose(node)
+            case ast.While():
+                self.repeat(node)
+            case ast.For():
+                self.count_up(node)
+            case ast.Return(value=None):
+                self.do("ret i64 0")
+            case ast.Return(value=ast.expr() as value):
+                self.do(f"ret i64 {self.value(value)}")
+            case ast.Continue():
+                self.do(f"br label %{self.loops[-1][0]}")
+            case ast.Break():
+                self.do(f"br label %{self.loops[-1][1]}")
+            case _:
+                raise self.error(node, type(node).__name__)
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        match target, value:
+            case ast.Name(id=name), _:
+                self.put(name, self.value(value))
+            case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
+                found = [self.value(v) for v in values]
+                for one, result in zip(targets, found, strict=True):
+                    if not isinstance(one, ast.Name):
+                        raise self.error(one, "a target that is no name")
+                    self.put(one.id, result)
+            case _:
+                raise self.error(target, "this assignment")
+
+    def choose(self, node: ast.If) -> None:
+        then, other, done = self.label(), self.label(), self.label()
+        self.condition(node.test, then, other)
+        self.begin(then)
+        self.block(node.body)
+        if self.open:
+            self.do(f"br label %{done}")
+        self.begin(other)
+        self.block(node.orelse)
+        if self.open:
+            self.do(f"br label %{done}")
+        self.begin(done)
+
+    def begin(self, label: str) -> None:
+        self.lines.append(f"{label}:")
+        self.open = True
+
+    def repeat(self, node: ast.While) -> None:
+        head, body, done = self.label(), self.label(), self.label()
+        self.do(f"br label %{head}")
+        self.begin(head)
+        self.condition(node.test, body, done)
+        self.begin(body)
+        self.loops.append((head, done))
+        self.block(node.body)
+        self.loops.pop()
+        if self.open:
+            self.do(f"br label %{head}")
+        self.begin(done)
+
+    def count_up(self, node: ast.For) -> None:
+        match node.target, node.iter:
+            case ast.Name(id=name), ast.Call(func=ast.Name(id="range"), args=args, keywords=[]):
+                pass
+            case _:
+                raise self.error(node, "a loop over anything but range")
+        begin = self.value(args[0]) if len(args) > 1 else "0"
+        end = self.value(args[1] if len(args) > 1 else args[0])
+        step = self.value(args[2]) if len(args) > 2 else "1"
+        # as in Python the loop has its own counter; the name is set from it at each turn
+        counter = f".{name}.{self.count}"
+        self.put(counter, begin)
+        head, body, following, done = (self.label() for _ in range(4))
+        self.do(f"br label %{head}")
+        self.begin(head)
+        now = self.op(f"load i64, ptr {self.variables[counter]}")
+        self.do(f"br i1 {self.op(f'icmp slt i64 {now}, {end}')}, label %{body}, label %{done}")
+        self.begin(body)
+        self.put(name, now)
+        self.loops.append((following, done))
+        self.block(node.body)
+        self.loops.pop()
+        if self.open:
+            self.do(f"br label %{following}")
+        self.begin(following)
+        self.put(counter, self.op(f"add i64 {now}, {step}"))
+        self.do(f"br label %{head}")
+        self.begin(done)
+
+    # expressions
+    def condition(self, node: ast.expr, yes: str, no: str) -> None:
+        """Branch to one of two labels; `and` and `or` stop early."""
+        match node:
+            case ast.BoolOp(op=op, values=values):
+                for value in values[:-1]:
+                    further = self.label()
+                    if isinstance(op, ast.And):
+                        self.condition(value, further, no)
+                    else:
+                        self.condition(value, yes, further)
+                    self.begin(further)
+                self.condition(values[-1], yes, no)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                self.condition(operand, no, yes)
+            case ast.Compare():
+                self.do(f"br i1 {self.compare(node)}, label %{yes}, label %{no}")
+            case _:
+                truth = self.op(f"icmp ne i64 {self.value(node)}, 0")
+                self.do(f"br i1 {truth}, label %{yes}, label %{no}")
+
+    def compare(self, node: ast.Compare) -> str:
+        left, result = self.value(node.left), ""
+        for op, right_node in zip(node.ops, node.comparators, strict=True):
+            if type(op) not in COMPARISON:
+                raise self.error(node, type(op).__name__)
+            right = self.value(right_node)
+            one = self.op(f"icmp {COMPARISON[type(op)]} i64 {left}, {right}")
+            result = self.op(f"and i1 {result}, {one}") if result else one
+            left = right
+        return result
+
+    def binary(self, node: ast.AST, op: ast.operator, left: str, right: str) -> str:
+        if type(op) not in ARITHMETIC:
+            raise self.error(node, type(op).__name__)
+        return self.op(f"{ARITHMETIC[type(op)]} i64 {left}, {right}")
+
+    def value(self, node: ast.expr) -> str:
+        match node:
+            case ast.Constant(value=int(number)):
+                return str(int(number))
+            case ast.Name(id=name) if name in self.variables:
+                return self.op(f"load i64, ptr {self.variables[name]}")
+            case ast.Name(id=name) if name in self.module.constants:
+                return str(self.module.constants[name])
+            case ast.BinOp(left=left, op=op, right=right):
+                a = self.value(left)
+                return self.binary(node, op, a, self.value(right))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return self.op(f"sub i64 0, {self.value(operand)}")
+            case ast.Compare():
+                return self.op(f"zext i1 {self.compare(node)} to i64")
+            case ast.IfExp(test=test, body=body, orelse=other):
+                return self.conditional(test, body, other)
+            case ast.Call():
+                return self.call(node)
+            case ast.Name(id=name):
+                raise self.error(node, f"the unknown name {name}")
+            case _:
+                raise self.error(node, type(node).__name__)
+
+    def conditional(self, test: ast.expr, body: ast.expr, other: ast.expr) -> str:
+        yes, no, done = self.label(), self.label(), self.label()
+        name = f".if.{self.count}"
+        self.condition(test, yes, no)
+        for label, node in ((yes, body), (no, other)):
+            self.begin(label)
+            self.put(name, self.value(node))
+            self.do(f"br label %{done}")
+        self.begin(done)
+        return self.op(f"load i64, ptr {self.variables[name]}")
+
+    def call(self, node: ast.Call) -> str:
+        if not isinstance(node.func, ast.Name) or node.keywords:
+            raise self.error(node, "this call")
+        name, args = node.func.id, [self.value(a) for a in node.args]
+        passed = ", ".join(f"i64 {a}" for a in args)
+        if name in ("min", "max") and len(args) == 2:
+            return self.op(f"call i64 @llvm.s{name}.i64({passed})")
+        if name in PRIMITIVES:
+            return PRIMITIVES[name](self, args)
+        kernels = self.module.kernels
+        if name in kernels:
+            returns, count = kernels[name]
+            if len(args) != count:
+                raise self.error(node, f"{name} with {len(args)} arguments instead of {count}")
+            if returns == "void":
+                self.do(f"call void @{name}({passed})")
+                return "0"
+            return self.op(f"call i64 @{name}({passed})")
+        if name not in self.module.arity:
+            raise self.error(node, f"a call of the unknown {name}")
+        if len(args) != self.module.arity[name]:
+            raise self.error(node, f"{name} with {len(args)} arguments")
+        return self.op(f"call i64 @{self.module.symbol(name)}({passed})")
+
+    def place(self, address: str, index: str, kind: str) -> str:
+        base = self.op(f"inttoptr i64 {address} to ptr")
+        return self.op(f"getelementptr {kind}, ptr {base}, i64 {index}")
+
+
+class Module:
+    """The functions of one source text. kernels: name -> (return type, number of arguments), defined elsewhere."""
+
+    def __init__(
+        self,
+        source: str,
+        constants: Mapping[str, object],
+        kernels: Mapping[str, tuple[str, int]],
+        entry: str,
+        symbol: str,
+    ) -> None:
+        self.functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+        self.arity = {f.name: len(f.args.args) for f in self.functions}
+        self.constants = {k: int(v) for k, v in constants.items() if isinstance(v, int)}
+        self.kernels, self.entry, self._entry_symbol = kernels, entry, symbol
+
+    def symbol(self, name: str) -> str:
+        return self._entry_symbol if name == self.entry else f"program.{name}"
+
+    def text(self) -> str:
+        """The IR of all functions. Declarations of kernels are left out: they are in the same text."""
+        return DECLARED + "\n".join(Body(self, f).text() for f in self.functions)
+
+
+DECLARED = """
+declare i64 @llvm.smin.i64(i64, i64)
+declare i64 @llvm.smax.i64(i64, i64)
+declare i64 @syscall(i64, i64, i64, i64, i64, i64, i64) nounwind
+"""
+
+
+def _get(body: Body, args: list[str]) -> str:
+    return body.op(f"load i64, ptr {body.place(args[0], args[1], 'i64')}, align 8")
+
+
+def _put(body: Body, args: list[str]) -> str:
+    body.do(f"store i64 {args[2]}, ptr {body.place(args[0], args[1], 'i64')}, align 8")
+    return "0"
+
+
+def _get32(body: Body, args: list[str]) -> str:
+    place = body.place(args[0], args[1], "i32")
+    return body.op(f"sext i32 {body.op(f'load i32, ptr {place}, align 4')} to i64")
+
+
+def _put32(body: Body, args: list[str]) -> str:
+    low = body.op(f"trunc i64 {args[2]} to i32")
+    body.do(f"store i32 {low}, ptr {body.place(args[0], args[1], 'i32')}, align 4")
+    return "0"
+
+
+def _atomic_get(body: Body, args: list[str]) -> str:
+    return body.op(f"load atomic i64, ptr {body.place(args[0], args[1], 'i64')} seq_cst, align 8")
+
+
+def _atomic_put(body: Body, args: list[str]) -> str:
+    body.op(f"atomicrmw xchg ptr {body.place(args[0], args[1], 'i64')}, i64 {args[2]} seq_cst")
+    return "0"
+
+
+def _atomic_add(body: Body, args: list[str]) -> str:
+    return body.op(f"atomicrmw add ptr {body.place(args[0], args[1], 'i64')}, i64 {args[2]} seq_cst")
+
+
+def _prefetch(body: Body, args: list[str]) -> str:
+    body.do(f"call void @llvm.prefetch.p0(ptr {body.place(args[0], '0', 'i8')}, i32 0, i32 2, i32 1)")
+    return "0"
+
+
+def _syscall(body: Body, args: list[str]) -> str:
+    passed = ", ".join(f"i64 {a}" for a in args)
+    return body.op(f"call i64 @syscall({passed})")
+
+
+def _relax(body: Body, args: list[str]) -> str:
+    body.do("call void @pl_relax()")
+    return "0"
+
+
+PRIMITIVES: dict[str, Callable[[Body, list[str]], str]] = {
+    "get": _get, "put": _put, "get32": _get32, "put32": _put32, "atomic_get": _atomic_get,
+    "atomic_put": _atomic_put, "atomic_add": _atomic_add, "prefetch": _prefetch, "syscall": _syscall,
+    "relax": _relax,
+}  # fmt: skip

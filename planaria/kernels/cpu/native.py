@@ -1,0 +1,189 @@
+"""What the interpreter may call: names and signatures for the type checker; compiler.py gives them their meaning."""
+
+from __future__ import annotations
+
+import platform
+
+X86 = platform.machine() in ("x86_64", "AMD64")
+FUTEX = 202 if X86 else 98  # number of the system call
+
+
+def get(address: int, word: int) -> int:
+    """int64 number `word` at address."""
+    raise NotImplementedError
+
+
+def put(address: int, word: int, value: int) -> None:
+    """Set int64 number `word` at address."""
+    raise NotImplementedError
+
+
+def get32(address: int, index: int) -> int:
+    """int32 number `index` at address."""
+    raise NotImplementedError
+
+
+def put32(address: int, index: int, value: int) -> None:
+    """Set int32 number `index` at address."""
+    raise NotImplementedError
+
+
+def atomic_get(address: int, word: int) -> int:
+    """A load no other load or store is moved across."""
+    raise NotImplementedError
+
+
+def atomic_put(address: int, word: int, value: int) -> None:
+    """A store that no later load of this thread overtakes."""
+    raise NotImplementedError
+
+
+def atomic_add(address: int, word: int, value: int) -> int:
+    """The value before."""
+    raise NotImplementedError
+
+
+def prefetch(address: int) -> None:
+    """Ask for the cache line at address; any address will do."""
+    raise NotImplementedError
+
+
+def relax() -> None:
+    """Tells the core that this is a waiting loop."""
+    raise NotImplementedError
+
+
+def syscall(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
+    """A system call."""
+    raise NotImplementedError
+
+
+# Kernels
+
+
+def pl_tile(
+    select: int, x: int, ldx: int, panels: int, steps: int,
+    out: int, ldo: int, mode: int, bias: int,
+) -> None:  # fmt: skip
+    """A tile of a dense product; select = rows * 4 + panels (micro.tile)."""
+    raise NotImplementedError
+
+
+def pl_values(
+    select: int, panels: int, p: int, ldp: int, chunks: int,
+    count: int, first: int, out: int, ldo: int, state: int,
+) -> None:  # fmt: skip
+    """Weighted values of a tile of attention; select = rows * 8 + panels (micro.values)."""
+    raise NotImplementedError
+
+
+def pl_packed(
+    select: int, x: int, ldx: int, codes: int, scales: int, blocks: int,
+    out: int, ldo: int, mode: int, bias: int, sums: int, lds: int,
+) -> None:  # fmt: skip
+    """A few rows x a packed panel; select = rows * 4 + kind (micro.packed)."""
+    raise NotImplementedError
+
+
+def pl_wide(
+    select: int, x: int, ldx: int, codes: int, scales: int, blocks: int,
+    out: int, ldo: int, mode: int, bias: int, sums: int, lds: int,
+) -> None:  # fmt: skip
+    """Rows x an expanded panel; select = rows * 4 + kind (micro.packed)."""
+    raise NotImplementedError
+
+
+def pl_expand(kind: int, codes: int, blocks: int, out: int) -> None:
+    """Codes of a packed panel as a dense one (micro.expand)."""
+    raise NotImplementedError
+
+
+def pl_embed(kind: int, codes: int, scales: int, column: int, count: int, out: int) -> None:
+    """One column of a panel as float32."""
+    raise NotImplementedError
+
+
+def pl_norm(x: int, weight: int, out: int, padded: int, count: int, eps: int) -> None:
+    """RMS norm of a row."""
+    raise NotImplementedError
+
+
+def pl_silu(gate: int, up: int, out: int, count: int, padded: int) -> None:
+    """silu(gate) * up of a row."""
+    raise NotImplementedError
+
+
+def pl_softmax(scores: int, p: int, padded: int, lo: int, hi: int, scale: int, state: int) -> None:
+    """A row of one tile of keys (vector.softmax)."""
+    raise NotImplementedError
+
+
+def pl_divide(o: int, state: int, out: int, count: int) -> None:
+    """A row of attention's output by its sum."""
+    raise NotImplementedError
+
+
+def pl_rotate(
+    src: int, dst: int, temp: int, cos: int, sin: int,
+    half: int, dim: int, weight: int, eps: int,
+) -> None:  # fmt: skip
+    """Norm and rotation of one head."""
+    raise NotImplementedError
+
+
+def pl_store_key(src: int, dst: int, steps: int) -> None:
+    """A key into a chunk."""
+    raise NotImplementedError
+
+
+def pl_store_value(src: int, dst: int, token: int, dim: int) -> None:
+    """A value into a chunk."""
+    raise NotImplementedError
+
+
+def pl_block_sums(x: int, blocks: int, out: int) -> None:
+    """Sums of a row over blocks of 32."""
+    raise NotImplementedError
+
+
+def pl_copy(dst: int, src: int, count: int) -> None:
+    """Copy bytes."""
+    raise NotImplementedError
+
+
+# Sizes of the target's tiles
+
+
+def pl_tile_rows() -> int:
+    """Most rows of a dense tile."""
+    raise NotImplementedError
+
+
+def pl_tile_panels() -> int:
+    """Most panels of a dense tile."""
+    raise NotImplementedError
+
+
+def pl_value_rows() -> int:
+    """Most rows of a tile of values."""
+    raise NotImplementedError
+
+
+def pl_value_panels() -> int:
+    """Most panels of a tile of values."""
+    raise NotImplementedError
+
+
+def pl_inline_rows() -> int:
+    """Most rows of a packed tile."""
+    raise NotImplementedError
+
+
+def pl_expanded_rows() -> int:
+    """Most rows of an expanded tile."""
+    raise NotImplementedError
+
+
+def pl_item() -> int:
+    """Bytes of an activation element."""
+    raise NotImplementedError
