@@ -12,7 +12,7 @@ class Planaria:
         with parts("import planaria"):
             from planaria import LLM, SamplingParams, __version__
         self.params = SamplingParams
-        with parts("engine"):
+        with parts("LLM(...)"):
             self.llm = LLM(
                 settings["model"], dtype="bfloat16", threads=settings["threads"], kernels=settings["kernels"],
                 max_model_len=settings["max_model_len"], max_num_seqs=settings["max_num_seqs"],
