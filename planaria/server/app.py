@@ -34,13 +34,26 @@ _ERRORS = {
     503: "Not ready, or stopping; see Retry-After.",
 }
 
+_ABOUT = """The OpenAI API over a Planaria engine.
+
+- A field that would change the answer and isn't supported (tools, response formats other than text, suffix, ...) is
+  refused by name, unless its value means "off"; so is a name nobody knows. `null` always means the default.
+- A stream has one event for each step of a choice, also where its text is empty because the bytes of a character or
+  the beginning of a stop string are held back. The last one of a choice carries `finish_reason`.
+- `seed` makes a request repeatable: choice 0 uses it, choice i one derived from it and i, for every prompt alike.
+- Errors are `{"error": {"message", "type", "param", "code"}}`, in a stream as an event before `[DONE]`.
+- 503 comes with Retry-After: the model is being loaded, or the server is shutting down.
+"""
+
 
 def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig) -> FastAPI:
     """The application of one server; `app.state.service` is its `Service`.
 
     Without a tokenizer prompts are token ids, and texts are empty.
     """
-    app = FastAPI(title="Planaria", version=planaria.__version__, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(
+        title="Planaria", version=planaria.__version__, description=_ABOUT, redirect_slashes=False, redoc_url=None
+    )
     service = app.state.service = Service(client, tokenizer, config)
     _routes(app)
     app.add_exception_handler(RequestError, _on_refused)
@@ -141,7 +154,7 @@ _MODELS: tuple[type[BaseModel], ...] = (
 def _openapi(app: FastAPI, secured: bool) -> dict[str, Any]:
     """The API's document. Routes read their bodies themselves, so its models are put in here."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
         _, definitions = models_json_schema(
             [(model, "validation") for model in _MODELS], ref_template="#/components/schemas/{model}"
         )

@@ -108,11 +108,11 @@ class Generation:
                 aborted = piece.finish is FinishReason.ABORT
                 self.fail(piece.error, 503 if aborted else 500, "aborted" if aborted else "engine_error")
                 return
-            self.left -= 1
         if self.streaming:
             self.buffer.append(self.writer.event(piece))
-            self._wake()
-        elif not self.left:
+        if piece.finish is not None:
+            self.left -= 1
+        if self.streaming or not self.left:
             self._wake()
 
     def fail(self, message: str, status: int, code: str) -> None:

@@ -192,8 +192,9 @@ async def test_a_bug_in_making_an_event_ends_its_request(server, monkeypatch):
 
     monkeypatch.setattr("planaria.server.completions.CompletionWriter.event", broken)
     async with server.http() as http:
-        answer = await http.post(C, json={**BODY, "max_tokens": 50, "n": 2, "stream": True})
-        assert answer.status_code == 500
+        for tokens in (50, 1):
+            answer = await http.post(C, json={**BODY, "max_tokens": tokens, "n": 2, "stream": True})
+            assert answer.status_code == 500
     await server.engine.until(lambda: not server.engine.open)
     assert server.engine.cancelled
 
