@@ -120,8 +120,10 @@ class Lifecycle:
         if dead is None or self.code == 1:
             return
         self.code = 1
-        logger.error("the engine has ended: %s", dead.message)
-        if dead.detail:
+        # One that never became ready is an exception of `serve`, and its caller's to say.
+        if self.service.client.facts is not None:
+            logger.error("the engine has ended: %s", dead.message)
+        if dead.detail and dead.kind == "error":
             logger.error("%s", dead.detail)
         self.service.drain(f"the engine has ended: {dead.message}")
         self.service.abort_all(f"the engine has ended: {dead.message}", 500, "engine_error")
