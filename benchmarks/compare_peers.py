@@ -216,9 +216,12 @@ def served(spec: Spec, options: argparse.Namespace, kv_token: int, logs: Path) -
     return result
 
 
-def alternate(drivers: list[Driver], options: argparse.Namespace) -> dict[str, Any]:
-    """{scenario: {"shapes": [...], "samples": {engine: [{"seconds", "events", "foreign"}, ...]}}}, and "bandwidth",
-    taken between the rounds of "single"."""
+def alternate(drivers: list[Driver], options: argparse.Namespace, failed: dict[str, str]) -> dict[str, Any]:
+    """Rounds of every scenario. An engine that fails is left out from there on, and named in `failed`.
+
+    {scenario: {"shapes": [...], "samples": {engine: [{"seconds", "events", "foreign"}, ...]}}}, and "bandwidth",
+    taken between the rounds of "single".
+    """
     result: dict[str, Any] = {"bandwidth": []}
     wanted = options.scenarios.split(",") if options.scenarios else None
     seed = 1000
@@ -227,7 +230,7 @@ def alternate(drivers: list[Driver], options: argparse.Namespace) -> dict[str, A
             continue
         rounds = options.rounds if len(shapes) == 1 else options.batch_rounds
         samples: dict[str, list[dict[str, Any]]] = {driver.spec.name: [] for driver in drivers}
-        skipped: dict[str, str] = {}
+        skipped = set(failed)
         for number in range(rounds + 1):  # round 0 warms up: not kept
             if name == "single" and number:
                 result["bandwidth"].append(limits(options.threads, matrix=False))
@@ -235,13 +238,17 @@ def alternate(drivers: list[Driver], options: argparse.Namespace) -> dict[str, A
                 if driver.spec.name in skipped:
                     continue
                 seed += 1
-                with driver.awake():
-                    one = quietest(
-                        partial(driver.run, seed, shapes), driver.pid, options.quiet,
-                        options.retries if number else 0,
-                    )  # fmt: skip
+                one: dict[str, Any] = {}
+                try:
+                    with driver.awake():
+                        one = quietest(
+                            partial(driver.run, seed, shapes), driver.pid, options.quiet,
+                            options.retries if number else 0,
+                        )  # fmt: skip
+                except DriverError as e:
+                    failed[driver.spec.name] = one["skipped"] = str(e)
                 if "skipped" in one:
-                    skipped[driver.spec.name] = one["skipped"]
+                    skipped.add(driver.spec.name)
                     say(f"{name}: {driver.spec.name} left out: {one['skipped']}")
                 elif number:
                     samples[driver.spec.name].append(one)
@@ -286,23 +293,28 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             alive.append(spec)
         drivers = []
         for spec in alive:
-            driver = stack.enter_context(running(spec, logs))
+            try:
+                driver = stack.enter_context(running(spec, logs))
+            except DriverError as e:
+                say(f"left out: {e}")
+                result["failed"][spec.name] = str(e)
+                continue
             entry = result["engines"][spec.name]
             entry.setdefault("starts", []).append(driver.started["first_token"])
             entry.setdefault("parts", []).append(driver.started["parts"])
             entry["about"] = driver.started["about"]
             drivers.append(driver)
             say(f"{spec.name}: loaded beside the others after {driver.started['first_token']:.1f} s")
-        result["scenarios"] = alternate(drivers, options)
+        result["scenarios"] = alternate(drivers, options, result["failed"])
     result["install"] = installs(options, engines)
     return result
 
 
 def installs(options: argparse.Namespace, engines: list[Spec]) -> dict[str, dict[str, int]]:
-    """Sizes of the engines' environments. Ours in a fresh one with --install-check; else this one, tools and all."""
+    """Sizes of the peers' own environments, and with --install-check of a fresh one with this project."""
     found = {}
     for spec in engines:
-        if not spec.script.startswith("planaria"):
+        if spec.python != Path(sys.executable):
             found[spec.name] = environments.size(spec.python)
     if options.install_check:
         with tempfile.TemporaryDirectory(prefix="planaria-install-") as folder:
