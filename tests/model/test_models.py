@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,15 @@ CASES = [
 ]
 BY_NAME = {case.name: case for case in CASES}
 GENERATED = ["llama-tied", "llama-llama3", "mistral-window", "qwen2-window", "qwen3-window-layers"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from two, and on busy cores each operation would wait for both."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
