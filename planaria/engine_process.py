@@ -1,7 +1,7 @@
 """An engine in a process of its own: `python -m planaria.engine_process ADDRESS`, its configuration on standard input.
 
 It binds nothing on a network: ADDRESS is an ipc:// path in a folder only this user may enter. It ends when its
-parent does.
+parent says so or ends, and leaves signals to it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from types import FrameType
 
 import msgspec
 import zmq
@@ -50,14 +48,6 @@ class Port:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.bind(address)
-        self.poller = zmq.Poller()
-        self.poller.register(self.socket, zmq.POLLIN)
-        # A signal must end the wait below: its handler runs, and a byte arrives here.
-        self.wakeup, self.signalled = socket.socketpair()
-        self.signalled.setblocking(False)
-        self.wakeup.setblocking(False)
-        signal.set_wakeup_fd(self.signalled.fileno())
-        self.poller.register(self.wakeup, zmq.POLLIN)
         self.encoder = msgspec.msgpack.Encoder()
         self.decoder = msgspec.msgpack.Decoder(ToEngine)
         self.clients: list[bytes] = []
@@ -70,7 +60,7 @@ class Port:
     def receive(self, timeout_ms: int) -> list[ToEngine]:
         """What has come in; waits up to `timeout_ms` (-1: for ever) for the first message."""
         messages: list[ToEngine] = []
-        if not self.poller.poll(timeout_ms):
+        if not self.socket.poll(timeout_ms):
             return messages
         for _ in range(MAX_BATCH):
             try:
@@ -114,16 +104,13 @@ def main() -> int:
     address, parent = sys.argv[1], int(sys.argv[2])
     die_with_parent(parent)
     setup_logging(log_level())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal's Ctrl-C reaches both
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the parent drains, then says Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     port = Port(address)
     port.hello()
     loop = build_loop(config, port.send)
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        loop.stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
     began = time.perf_counter()
     try:
         facts = loop.start()

@@ -92,7 +92,7 @@ def test_alone_equals_batched(batched) -> None:  # type: ignore[no-untyped-def]
 
 def test_preemption_changes_nothing(batched) -> None:  # type: ignore[no-untyped-def]
     """Memory for a fraction of them: requests are preempted and come back to the same tokens."""
-    options = {**OPTIONS, "max_model_len": 900, "kv_cache_memory": "45MiB"}
+    options = {**OPTIONS, "max_model_len": 960, "kv_cache_memory": "46MiB"}
     with LLM("smollm2", max_num_batched_tokens=256, max_num_seqs=64, **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         outputs = llm.generate([output.prompt_token_ids for output in batched[:40]], params)
