@@ -77,6 +77,6 @@ def summary(facts: EngineFacts, seconds: dict[str, float] | None = None) -> Tabl
     parts = {**facts.seconds, **(seconds or {})}
     total = parts.pop("total", None)
     parts.pop("engine", None)
-    times = ", ".join(f"{part} {value:.2f} s" for part, value in parts.items())
-    table.add_row("start-up", times + (f"; {total:.2f} s in all" if total is not None else ""))
+    times = ", ".join(f"{part} {value:.2f}" for part, value in parts.items())
+    table.add_row("start-up", f"{total:.2f} s ({times})" if total is not None else f"{times} s")
     return table

@@ -104,15 +104,15 @@ class Ops(Protocol):
         ...
 
     def linear(self, x: Act, weight: Weight, residual: Act | None = None) -> Act:
-        """x W^T + bias, in the activation dtype; with `residual` (float32): residual += that, and residual is returned."""
+        """x W^T + bias, in the activation dtype; with `residual` (float32): adds that to it and returns it."""
         ...
 
     def rope_store(
         self, qkv: Act, kv: KVLayer, rope: RopeTable, num_heads: int, num_kv_heads: int, head_dim: int,
         q_norm: Any = None, k_norm: Any = None, eps: float = 0.0,
     ) -> Act:  # fmt: skip
-        """Split [T, (heads + 2 kv_heads) * head_dim]; RMS-normalise q and k per head where norms are given; rotate q and k
-        by position; store k and v at the batch's slots. Returns q [T, heads * head_dim]."""
+        """Split [T, (heads + 2 kv_heads) * head_dim]; RMS-normalise q and k per head where norms are given; rotate q
+        and k by position; store k and v at the batch's slots. Returns q [T, heads * head_dim]."""
         ...
 
     def attend(

@@ -6,6 +6,7 @@ Every sink hears the end of its sequence, also when the engine dies.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -158,10 +159,9 @@ class ProcessEngineClient:
         assert self.process is not None
         code = await self.process.wait()
         if not self._closing:
-            try:  # what it said before it ended is the better reason, and may not have been read yet
+            # What it said before it ended is the better reason, and may not have been read yet.
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._died.wait(), LAST_WORDS)
-            except TimeoutError:
-                pass
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._die(Dead("error", f"the engine process {self.process.pid} ended ({how})"))
 
