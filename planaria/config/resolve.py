@@ -132,7 +132,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
             f"use at most {model.max_position}",
         )  # fmt: skip
     device = _device(options, model.dtype, packed=checkpoint.format == "gguf")
-    depth = 2 if options.async_scheduling else 1
+    ahead = options.async_scheduling if options.async_scheduling is not None else device.device != "cpu"
+    depth = 2 if ahead else 1
     return EngineConfig(
         model=model,
         checkpoint=msgspec.to_builtins(checkpoint),
