@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks import environments, proc, report
 from benchmarks.convert import bf16_folder
 from benchmarks.drivers import ROOT, Driver, DriverError, Spec, quietest, running
-from benchmarks.serving import SETTLE, Service, measure
+from benchmarks.serving import Service, measure
 from planaria.checkpoint import resolve_checkpoint
 
 OUT = Path(__file__).resolve().parent / "out"
@@ -162,11 +162,15 @@ def alone(spec: Spec, options: argparse.Namespace, kv_token: int, logs: Path) ->
             result["parts"].append(driver.started["parts"])
             result["about"] = driver.started["about"]
             say(f"{spec.name}: start {number + 1}: first token after {driver.started['first_token']:.1f} s")
-            if number + 1 < spec.solo_starts:
-                continue
             with driver.awake():
-                driver.run(1, fill_shapes(spec.settings["kv_bytes"], kv_token, options.tiny))
-                time.sleep(SETTLE)
+                busy = proc.settle(driver.pid)  # what goes on in the background is kept for the next start
+                if busy > 1:
+                    say(f"{spec.name}: busy for {busy:.0f} s after its first token")
+                if number + 1 < spec.solo_starts:
+                    continue
+                fill = fill_shapes(spec.settings["kv_bytes"], kv_token, options.tiny)
+                driver.run(1, fill[:1] if driver.started["about"].get("kv_touched") else fill)
+                proc.settle(driver.pid)
                 result["idle_percent"] = proc.idle_percent(driver.pid, options.idle_seconds)
                 result["pss"] = proc.pss_bytes(driver.pid)
             held = spec.settings["kv_bytes"] if driver.started["about"]["kv_tokens"] else 0
