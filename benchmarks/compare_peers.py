@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks import environments, proc, report
 from benchmarks.convert import bf16_folder
 from benchmarks.drivers import ROOT, Driver, DriverError, Spec, quietest, running
-from benchmarks.serving import SETTLE, Service, measure
+from benchmarks.serving import Service, measure
 from planaria.checkpoint import resolve_checkpoint
 
 OUT = Path(__file__).resolve().parent / "out"
@@ -95,13 +95,13 @@ def specs(options: argparse.Namespace, caches: Path) -> list[Spec]:
         variables, warnings = environments.vllm_variables(options.vllm_python)
         for warning in warnings:
             say(f"vllm: {warning}")
-        variables |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.vllm_processes == 1 else "1",
-            "VLLM_CACHE_ROOT": str(caches / "vllm"),
-        }  # fmt: skip
-        found.append(
-            Spec("vllm", options.vllm_python, "vllm_driver.py", folder, "bf16", plain_bytes, common, variables)
-        )
+        variables["VLLM_CACHE_ROOT"] = str(caches / "vllm")
+        for name, several in (("vllm", "0"), ("vllm-2-processes", "1")):
+            own = {**variables, "VLLM_ENABLE_V1_MULTIPROCESSING": several}
+            if several == "0" or options.vllm_processes == 2:
+                found.append(
+                    Spec(name, options.vllm_python, "vllm_driver.py", folder, "bf16", plain_bytes, common, own)
+                )
     if options.transformers_python:
         found.append(
             Spec("transformers", options.transformers_python, "transformers_driver.py", folder, "bf16", plain_bytes,
@@ -162,11 +162,15 @@ def alone(spec: Spec, options: argparse.Namespace, kv_token: int, logs: Path) ->
             result["parts"].append(driver.started["parts"])
             result["about"] = driver.started["about"]
             say(f"{spec.name}: start {number + 1}: first token after {driver.started['first_token']:.1f} s")
-            if number + 1 < spec.solo_starts:
-                continue
             with driver.awake():
-                driver.run(1, fill_shapes(spec.settings["kv_bytes"], kv_token, options.tiny))
-                time.sleep(SETTLE)
+                busy = proc.settle(driver.pid)  # what goes on in the background is kept for the next start
+                if busy > 1:
+                    say(f"{spec.name}: busy for {busy:.0f} s after its first token")
+                if number + 1 < spec.solo_starts:
+                    continue
+                fill = fill_shapes(spec.settings["kv_bytes"], kv_token, options.tiny)
+                driver.run(1, fill[:1] if driver.started["about"].get("kv_touched") else fill)
+                proc.settle(driver.pid)
                 result["idle_percent"] = proc.idle_percent(driver.pid, options.idle_seconds)
                 result["pss"] = proc.pss_bytes(driver.pid)
             held = spec.settings["kv_bytes"] if driver.started["about"]["kv_tokens"] else 0
@@ -188,7 +192,7 @@ def served(spec: Spec, options: argparse.Namespace, kv_token: int, logs: Path) -
              "--max-num-seqs", str(s["max_num_seqs"])],
             None, spec.variables, ROOT,
         )  # fmt: skip
-    elif spec.script == "vllm_driver.py":
+    elif spec.name == "vllm":
         environments.write_vllm_stub(spec.python)
         with socket.socket() as held:  # vLLM takes no port 0; nothing else asks for ports on this machine meanwhile
             held.bind(("127.0.0.1", 0))
@@ -233,7 +237,8 @@ def alternate(drivers: list[Driver], options: argparse.Namespace, failed: dict[s
         skipped = set(failed)
         for number in range(rounds + 1):  # round 0 warms up: not kept
             if name == "single" and number:
-                result["bandwidth"].append(limits(options.threads, matrix=False))
+                measure_limits = partial(limits, options.threads, matrix=False)
+                result["bandwidth"].append(quietest(measure_limits, options.quiet, options.retries))
             for driver in drivers:
                 if driver.spec.name in skipped:
                     continue
@@ -242,8 +247,8 @@ def alternate(drivers: list[Driver], options: argparse.Namespace, failed: dict[s
                 try:
                     with driver.awake():
                         one = quietest(
-                            partial(driver.run, seed, shapes), driver.pid, options.quiet,
-                            options.retries if number else 0,
+                            partial(driver.run, seed, shapes), options.quiet, options.retries if number else 0,
+                            driver.pid,
                         )  # fmt: skip
                 except DriverError as e:
                     failed[driver.spec.name] = one["skipped"] = str(e)
@@ -269,7 +274,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         kv_token = kv_token_bytes(resolve_checkpoint(options.model).config)
         result: dict[str, Any] = {
             "when": time.strftime("%Y-%m-%d %H:%M"), "model": options.model, "threads": options.threads,
-            "kv_bytes": options.kv_mib << 20, "tiny": options.tiny, "machine": limits(options.threads, matrix=True),
+            "kv_bytes": options.kv_mib << 20, "tiny": options.tiny,
+            "machine": quietest(partial(limits, options.threads, matrix=True), options.quiet, options.retries),
             "engines": {}, "failed": {},
         }  # fmt: skip
         alive = []
@@ -313,9 +319,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 def installs(options: argparse.Namespace, engines: list[Spec]) -> dict[str, dict[str, int]]:
     """Sizes of the peers' own environments, and with --install-check of a fresh one with this project."""
     found = {}
-    for spec in engines:
-        if spec.python != Path(sys.executable):
-            found[spec.name] = environments.size(spec.python)
+    for python, name in {spec.python: spec.name for spec in reversed(engines)}.items():
+        if python != Path(sys.executable):
+            found[name] = environments.size(python)
     if options.install_check:
         with tempfile.TemporaryDirectory(prefix="planaria-install-") as folder:
             found["planaria"] = environments.size(environments.make("planaria", Path(folder) / "venv"))
@@ -337,7 +343,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of one stream")
     parser.add_argument("--batch-rounds", type=int, default=3, help="of many")
     parser.add_argument("--starts", type=int, default=3, help="planaria's starts alone, the first with empty caches")
-    parser.add_argument("--vllm-processes", type=int, choices=(1, 2), default=1, help="2: its engine core apart")
+    parser.add_argument("--vllm-processes", type=int, choices=(1, 2), default=1, help="2: also with its engine core apart")
     parser.add_argument("--kv-mib", type=int, default=512, help="KV memory of each engine")
     parser.add_argument("--idle-seconds", type=float, default=10.0)
     parser.add_argument("--quiet", type=float, default=15.0, help="repeat what others disturbed by more than this %%")

@@ -136,15 +136,16 @@ def running(spec: Spec, logs: Path) -> Iterator[Driver]:
 
 
 def quietest(
-    measure: Callable[[], dict[str, Any]], pid: int, limit: float, retries: int
+    measure: Callable[[], dict[str, Any]], limit: float, retries: int, pid: int | None = None
 ) -> dict[str, Any]:
     """`measure()`, again while others used more than `limit` % of a core, at most `retries` more times; the least
-    disturbed one, with what was used as "foreign"."""
+    disturbed one, with what was used as "foreign": watched for the tree of `pid`, or said by `measure` itself."""
     best: dict[str, Any] | None = None
     for _ in range(retries + 1):
-        watch = proc.Foreign(pid)
+        watch = proc.Foreign(pid) if pid is not None else None
         result = measure()
-        result["foreign"] = watch.percent()
+        if watch is not None:
+            result["foreign"] = watch.percent()
         if best is None or result["foreign"] < best["foreign"]:
             best = result
         if best["foreign"] <= limit or "skipped" in result:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+
+from benchmarks import proc
 
 READ_BYTES = 1 << 30
 MATRIX_SIDE = 1024
@@ -70,10 +73,11 @@ def cpu_name() -> str:
 
 
 def measure(threads: int, repeat: int, matrix: bool) -> dict[str, Any]:
-    """Samples by name."""
+    """Samples by name, and the CPU that others used meanwhile, in % of one core."""
+    watch = proc.Foreign(os.getpid())
     result: dict[str, Any] = {
         "cpu": cpu_name(), "threads": threads, "read_1_thread": read_bandwidth(1, repeat),
-        "read_all_threads": read_bandwidth(threads, repeat),
+        "read_all_threads": read_bandwidth(threads, repeat), "foreign": watch.percent(),
     }  # fmt: skip
     if matrix:
         result["bf16_gflops"] = matrix_rate(threads, repeat)
@@ -91,7 +95,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(result))
         return
-    print(result["cpu"])
+    print(f"{result['cpu']}; others used {result['foreign']:.0f}% of a core meanwhile")
     for name, label, unit in (
         ("read_1_thread", "read, 1 thread", "GB/s"),
         ("read_all_threads", f"read, {options.threads} threads", "GB/s"),

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+SETTLED_PERCENT = 5.0
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -54,6 +55,16 @@ def idle_percent(root: int, seconds: float) -> float:
     before, since = cpu_seconds(root), time.perf_counter()
     time.sleep(seconds)  # the quantity measured is a rate over time
     return 100 * (cpu_seconds(root) - before) / (time.perf_counter() - since)
+
+
+def settle(root: int, limit: float = 60.0) -> float:
+    """Wait until the tree has been idle for two seconds (what an engine finishes in the background, a spinning reader),
+    at most `limit` seconds. Returns how long it was busy."""
+    since = time.perf_counter()
+    while (busy := time.perf_counter() - since) < limit:
+        if idle_percent(root, 2.0) < SETTLED_PERCENT:
+            return busy
+    return busy
 
 
 def pss_bytes(root: int) -> int:

@@ -20,7 +20,6 @@ from benchmarks.drivers import START_LIMIT, DriverError
 from benchmarks.peers.peer_protocol import random_prompts
 
 STOP_LIMIT = 60.0
-SETTLE = 3.0  # seconds after the last request; vLLM's readers spin for one second
 
 
 @dataclass
@@ -51,7 +50,7 @@ def measure(
         prompts = random_prompts(1, [shape[0] for shape in fill], 30_000)
         with ThreadPoolExecutor(len(fill)) as pool:
             list(pool.map(lambda pair: _complete(port, model, pair[0], pair[1][1]), zip(prompts, fill, strict=True)))
-        time.sleep(SETTLE)
+        proc.settle(process.pid)
         idle = proc.idle_percent(process.pid, idle_seconds)
         pss = proc.pss_bytes(process.pid)
         return {

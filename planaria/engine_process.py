@@ -1,4 +1,5 @@
-"""An engine in a process of its own: `python -m planaria.engine_process ADDRESS`, its configuration on standard input.
+"""An engine in a process of its own: `python -m planaria.engine_process ADDRESS PARENT LEVEL` (its parent's pid, the
+level of its log), its configuration on standard input.
 
 It binds nothing on a network: ADDRESS is an ipc:// path in a folder only this user may enter. It ends when its
 parent says so or ends, and leaves signals to it.
@@ -18,7 +19,6 @@ import zmq
 
 from planaria.build import build_loop
 from planaria.config.options import EngineConfig
-from planaria.env import log_level
 from planaria.errors import CapacityError, ModelError, PlanariaError
 from planaria.logs import setup_logging
 from planaria.types import Delta
@@ -101,9 +101,9 @@ class Port:
 
 def main() -> int:
     """Exit code 0 after Shutdown, 1 when the engine died or could not start."""
-    address, parent = sys.argv[1], int(sys.argv[2])
+    address, parent, level = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     die_with_parent(parent)
-    setup_logging(log_level())
+    setup_logging(level)
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the parent drains, then says Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 
+from planaria.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
 FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
 def setup_logging(level: str = "info") -> None:
-    """Send the `planaria` loggers to standard error. Calling it again only changes the level."""
+    """Send the `planaria` loggers to standard error. Calling it again only changes the level. Raises ConfigError."""
+    if level.lower() not in LEVELS:
+        raise ConfigError("--log-level", level, "is unknown", f"choose one of {', '.join(LEVELS)}")
     root = logging.getLogger("planaria")
     root.setLevel(level.upper())
     if not root.handlers:
@@ -17,3 +22,9 @@ def setup_logging(level: str = "info") -> None:
         handler.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
         root.addHandler(handler)
         root.propagate = False
+
+
+def current_level() -> str:
+    """What `setup_logging` was told, for a process to be started."""
+    name = logging.getLevelName(logging.getLogger("planaria").getEffectiveLevel()).lower()
+    return name if name in LEVELS else "info"

@@ -45,7 +45,7 @@ class LlamaCpp:
         self.batch = lib.llama_batch_init(BATCH, 0, 1)
         return {
             "version": llama_cpp.__version__, "dtype": os.path.basename(settings["model"]),
-            "kv_tokens": int(lib.llama_n_ctx(self.context)),
+            "kv_tokens": int(lib.llama_n_ctx(self.context)), "kv_touched": True,  # it is zeroed at the start
         }  # fmt: skip
 
     def _kv_width(self) -> int:

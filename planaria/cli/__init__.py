@@ -8,9 +8,12 @@ import sys
 def main(args: list[str] | None = None) -> int:
     """Run a command; exit code 2 for a user's mistake, 1 for a failure, each with one line on standard error."""
     from planaria.cli.app import app
+    from planaria.env import log_level
     from planaria.errors import PlanariaError, UserError
+    from planaria.logs import setup_logging
 
     try:
+        setup_logging(log_level())
         app(args, standalone_mode=True)
     except UserError as e:
         print(f"planaria: {e}", file=sys.stderr)

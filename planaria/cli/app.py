@@ -59,7 +59,12 @@ def serve(
     ssl_ca_certs: Annotated[str | None, typer.Option(help="Clients must show a certificate signed by it.")] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 8 << 20,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds running requests get after SIGTERM.")] = 30.0,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    skip_tokenizer_init: Annotated[
+        bool, typer.Option("--skip-tokenizer-init", help="Token ids in and out, no text; /v1/completions only.")
+    ] = False,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error; default: $PLANARIA_LOG_LEVEL, else info.")
+    ] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -71,7 +76,7 @@ def serve(
         api_keys=tuple(api_key or ()), cors_origins=tuple(cors_origin or ()), cors_credentials=cors_credentials,
         ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile, ssl_keyfile_password=ssl_keyfile_password,
         ssl_ca_certs=ssl_ca_certs, max_body_bytes=max_body_bytes, shutdown_timeout=shutdown_timeout,
-        log_level=log_level,
+        skip_tokenizer_init=skip_tokenizer_init, log_level=log_level,
     )  # fmt: skip
 
 

@@ -16,27 +16,31 @@ from planaria.cli.options import engine_options
 from planaria.config.options import EngineConfig
 from planaria.config.resolve import resolve
 from planaria.env import api_keys as api_keys_from_env
+from planaria.logs import setup_logging
 from planaria.server.config import ServerConfig
 
 
-def run(model: str, engine: dict[str, Any], *, log_level: str, **server: Any) -> None:
+def run(
+    model: str, engine: dict[str, Any], *, skip_tokenizer_init: bool, log_level: str | None, **server: Any
+) -> None:  # fmt: skip
     """Exit code: see planaria.server.serve.serve; 2 for a refused option or model, 1 if it can't start."""
     started = time.monotonic()
-    from planaria.logs import setup_logging
-
-    setup_logging(log_level)
+    if log_level is not None:
+        setup_logging(log_level)
     names = server["served_model_names"] or (model,)
     server["served_model_names"] = names
     server["api_keys"] = server["api_keys"] or api_keys_from_env()
-    config = resolve(engine_options(model, engine, served_model_name=names[0]))
-    settings = ServerConfig(model_path=str(config.checkpoint["path"]), **server)
+    config = resolve(
+        engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init)
+    )
+    settings = ServerConfig(model_path=str(config.checkpoint["path"]), eos_ids=config.model.eos_ids, **server)
     settings.verify()
-    code = asyncio.run(_serve(config, settings, started))
+    code = asyncio.run(_serve(config, settings, started, skip_tokenizer_init))
     if code:
         raise typer.Exit(code)
 
 
-async def _serve(config: EngineConfig, settings: ServerConfig, started: float) -> int:
+async def _serve(config: EngineConfig, settings: ServerConfig, started: float, skip_tokenizer_init: bool) -> int:
     from planaria.server.engine_client import ProcessEngineClient
 
     with loading() as progress:
@@ -47,7 +51,9 @@ async def _serve(config: EngineConfig, settings: ServerConfig, started: float) -
             from planaria.server.tokenise import load_tokenizer
 
             sock = bind(settings)
-            tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
+            tokenizer = None
+            if not skip_tokenizer_init:
+                tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
 
             def announce(line: str) -> None:
                 assert client.facts is not None

@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError
+from planaria.logs import current_level
 from planaria.types import Delta, FinishReason
 from planaria.wire import (
     Cancel,
@@ -78,7 +79,7 @@ class ProcessEngineClient:
         self._folder = tempfile.mkdtemp(prefix="planaria-")  # mode 0700
         address = f"ipc://{self._folder}/engine"
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "planaria.engine_process", address, str(os.getpid()),
+            sys.executable, "-m", "planaria.engine_process", address, str(os.getpid()), current_level(),
             stdin=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert self.process.stdin is not None
@@ -171,7 +172,11 @@ class ProcessEngineClient:
             return
         self._closing = True
         if self.process.returncode is None:
-            self._send(Shutdown())
+            if self.facts is None:  # while it loads it hears nothing, and it has nobody to answer
+                with contextlib.suppress(ProcessLookupError):
+                    self.process.kill()
+            else:
+                self._send(Shutdown())
             try:
                 await asyncio.wait_for(self.process.wait(), EXIT_TIMEOUT)
             except TimeoutError:

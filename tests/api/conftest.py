@@ -7,13 +7,13 @@ import contextlib
 
 import httpx
 import pytest
-from fake_engine import FakeEngine
 
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import ModelError
 from planaria.server.config import ServerConfig
 from planaria.server.serve import bind, serve, url_of
 from planaria.server.tokenise import load_tokenizer
+from tests.api.fake_engine import FakeEngine
 
 
 @pytest.fixture(scope="session")

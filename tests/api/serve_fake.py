@@ -8,12 +8,11 @@ import logging
 import sys
 import time
 
-from fake_engine import FakeEngine
-
 from planaria.checkpoint import resolve_checkpoint
 from planaria.server.config import ServerConfig
 from planaria.server.serve import serve
 from planaria.server.tokenise import load_tokenizer
+from tests.api.fake_engine import FakeEngine
 
 
 async def main() -> int:

@@ -13,7 +13,8 @@ import sys
 import time
 
 import psutil
-from test_lifecycle import Process
+
+from tests.api.test_lifecycle import Process
 
 STREAMS, TOKENS = 32, 2000
 FACTS = {"max_model_len": 4096, "num_blocks": 100_000}
@@ -21,12 +22,11 @@ FACTS = {"max_model_len": 4096, "num_blocks": 100_000}
 
 def engine_cost() -> float:
     """Seconds of CPU the fake engine takes for the same tokens, alone."""
-    from fake_engine import FakeEngine
-
     from planaria.checkpoint import resolve_checkpoint
     from planaria.server.tokenise import load_tokenizer
     from planaria.types import SamplingParams
     from planaria.wire import Submit
+    from tests.api.fake_engine import FakeEngine
 
     async def run() -> float:
         engine = FakeEngine(load_tokenizer(resolve_checkpoint("smollm2")), **FACTS)

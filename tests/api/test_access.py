@@ -11,14 +11,14 @@ import subprocess
 import httpx
 import openai
 import pytest
-from conftest import running
-from fake_engine import FakeEngine
 from starlette.responses import PlainTextResponse
 
 from planaria.errors import ConfigError
 from planaria.server.app import create_app
 from planaria.server.config import ServerConfig
 from planaria.server.gate import Keys
+from tests.api.conftest import running
+from tests.api.fake_engine import FakeEngine
 
 C = "/v1/completions"
 BODY = {"model": "smollm2", "prompt": "Hello", "max_tokens": 2}

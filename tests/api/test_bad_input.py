@@ -251,8 +251,8 @@ async def test_a_page_of_another_site_cant_post(server, kind):
 
 
 async def test_without_a_tokenizer(tokenizer):
-    from conftest import running
-    from fake_engine import FakeEngine
+    from tests.api.conftest import running
+    from tests.api.fake_engine import FakeEngine
 
     async with running(FakeEngine(None), None, eos_ids=(2,)) as server, server.http() as http:
         answer = await http.post(C, json={**BARE, "logprobs": 2})

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from test_lifecycle import Process
+
+from tests.api.test_lifecycle import Process
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
@@ -22,6 +23,7 @@ KNOWN = {
     "logit_bias": {"5": 1.5}, "stop_token_ids": [5], "stop": ["x"], "bad_words": ["y"], "chat_template_kwargs": {},
     "response_format": {"type": "text"}, "top_logprobs": None,
 }  # fmt: skip
+PLAIN = ("model", "messages", "prompt", "tokens", "max_tokens", "stream", "stream_options")
 OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"), ("GET", "/version"), ("GET", "/metrics"),
@@ -30,7 +32,7 @@ OPERATIONS = [
 
 @pytest.fixture(scope="module")
 def fuzzed(tokenizer):
-    with Process(log_level="ERROR", facts={"max_model_len": 64}) as process:
+    with Process(log_level="ERROR", facts={"max_model_len": 512}) as process:
         yield process
         assert process.process.poll() is None, "the server ended"
         process.process.terminate()
@@ -70,6 +72,8 @@ def test_answers_are_as_documented(document, method, path, mode):
     def run(case) -> None:
         if mode is POSITIVE and isinstance(case.body, dict):
             case.body |= {name: value for name, value in KNOWN.items() if name in case.body}
+            if sum(statuses.values()) % 2:  # every other one with little else, so that some must be accepted
+                case.body = {name: value for name, value in case.body.items() if name in PLAIN}
             if not case.body.get("stream"):
                 case.body.pop("stream_options", None)
         response = case.call(timeout=20)

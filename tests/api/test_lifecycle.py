@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
@@ -16,13 +15,13 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from conftest import running
-from fake_engine import FakeEngine
 
 from planaria.errors import ConfigError, EngineDead
 from planaria.server.config import ServerConfig
 from planaria.server.serve import bind, url_of
 from planaria.wire import EngineStats
+from tests.api.conftest import running
+from tests.api.fake_engine import FakeEngine
 
 C = "/v1/completions"
 LONG = {"model": "smollm2", "prompt": "Hello", "max_tokens": 300, "ignore_eos": True}
@@ -284,9 +283,8 @@ class Process:
     def __init__(self, **options) -> None:
         here = Path(__file__).parent
         self.process = subprocess.Popen(
-            [sys.executable, str(here / "serve_fake.py"), json.dumps(options)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here,
-            env={**os.environ, "PYTHONPATH": str(here.parent.parent)},
+            [sys.executable, "-m", "tests.api.serve_fake", json.dumps(options)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here.parent.parent,
         )  # fmt: skip
         self.line = self.process.stdout.readline()
         match = re.search(r"at (\S+) \(ready", self.line)

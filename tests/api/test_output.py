@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_engine import facts
 
 from planaria.errors import RequestError
 from planaria.server.inputs import child_seed, submissions
 from planaria.server.output import RequestStream
 from planaria.types import SEED_LIMIT, Delta, FinishReason, SamplingParams, TokenLogprobs
+from tests.api.fake_engine import facts
 
 STOP, LENGTH, ERROR, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.ABORT
 

@@ -7,12 +7,12 @@ import json
 
 import httpx
 import pytest
-from fake_engine import FakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planaria.server.app import create_app
 from planaria.server.config import ServerConfig
+from tests.api.fake_engine import FakeEngine
 
 STOPS = ["STOP", " the", "é", "🙂", "\n", "日", " quick brown", "zzz", ". ", "fox.", "now"]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver
-from random_source import RandomSource
 from torch import Tensor
 
 from planaria.kernels.reference import TorchOps
 from planaria.models import build, model_config
+from tests.model.driver import Driver
+from tests.model.random_source import RandomSource
 
 pytestmark = pytest.mark.gpu
 

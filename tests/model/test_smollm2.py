@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver
 from torch import Tensor
 
 from planaria.models import build, model_config
+from tests.model.driver import Driver
 
 TOLERANCE = 1e-4  # of log-probabilities
 

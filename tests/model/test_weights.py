@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import DictSource
-from driver import Driver
 from torch import Tensor
 
 from planaria.config import ModelConfig
@@ -22,6 +20,8 @@ from planaria.layers.build import build_model
 from planaria.layers.shard import Shard
 from planaria.loader import dequantise, quantise
 from planaria.models import build, model_config
+from tests.model.checkpoints import DictSource
+from tests.model.driver import Driver
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tokenise import ANY_TEXT, sentencepiece_like, smollm2, word_pieces  # noqa: F401
+from tests.pure.test_tokenise import ANY_TEXT, sentencepiece_like, smollm2, word_pieces  # noqa: F401
 from tokenizers import Tokenizer as Backend
 
 from planaria.server.detokenise import Detokenizer

@@ -8,7 +8,19 @@ ARRIVED = 8
 PHASE = 16
 SLEEPING = 24
 IDLE = 32
-TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, SHARED, COUNTS, ZEROS, IDLE_SPIN = range(40, 51)
+(
+    TAPE,
+    OPS,
+    THREADS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    TICKETS,
+    SPIN,
+    SHARED,
+    COUNTS,
+    ZEROS,
+    IDLE_SPIN,
+) = range(40, 51)
 CONTROL_WORDS = 64
 
 # Operations, and the words of a tape row; word 0 is the operation. The fields are listed where they are written.
@@ -27,6 +39,8 @@ BIG = SUMS + 32768  # what the operation wants
 FEW_ROWS = 4  # rows up to which each thread sums blocks for itself
 WHOLE_ROWS = 64  # rows up to which a panel is taken over all rows at once
 ROW_BLOCK = 128
-KEY_TILE = 192  # keys of one softmax tile, at fixed positions; a multiple of 48
+STREAM_ROWS = 8  # rows up to which a dense weight is read panel after panel, in one stream
+FUSED_PANELS = 12  # panels of gate and of up taken at a time; a multiple of a tile's
+KEY_TILE = 384  # keys of one softmax tile, at fixed positions; a multiple of 48
 QUERY_ROWS = 96  # rows (tokens x heads of a group) of one attention tile
 MAX_GROUP = 512  # query heads that may share a key head

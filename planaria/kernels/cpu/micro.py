@@ -24,6 +24,7 @@ Operand = tuple[str, ...]  # one or two values, see Dot
 STORE_ACT, ADD_RESIDUAL, STORE_F32 = 0, 1, 2
 Q8_0, Q4_0, Q4_1 = 0, 1, 2  # packed kinds; a dense weight is kind 3
 DENSE = 3
+STREAM_AHEAD = 6144  # bytes
 
 DECLARATIONS = """
 declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
@@ -173,7 +174,15 @@ def dispatcher(name: str, args: Sequence[str], selector: str, cases: dict[int, s
     return f.text()
 
 
-def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str, mode: str, bias: str) -> None:
+def finish(
+    f: Function,
+    target: Target,
+    acc: list[list[str]],
+    out: str,
+    ldo: str,
+    mode: str,
+    bias: str,
+) -> None:
     """Add the bias to acc[rows][panels] and write it in one of three ways."""
     act = Act(target)
     bias_at = f.ptr(bias)
@@ -202,15 +211,24 @@ def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str
     f.ret()
 
 
-TILE_ARGS = ("rows", "x", "ldx", "wp", "steps", "out", "ldo", "mode", "bias")
+TILE_ARGS = ("rows", "x", "ldx", "wp", "steps", "out", "ldo", "mode", "bias", "ahead", "limit")
+
+
+def prefetch(f: Function, pointer: str) -> None:
+    """Ask for a line, into the second-level cache: into the first, it would drive out what is being used."""
+    f.do(f"call void @llvm.prefetch.p0(ptr {pointer}, i32 0, i32 2, i32 1)")
 
 
 def tile(target: Target, rows: int, panels: int) -> str:
-    """out[rows][16 * panels] = x . w: `wp` holds the address of each panel; steps is a multiple of 8."""
+    """out[rows][16 * panels] = x . w: `wp` holds the address of each panel; steps is a multiple of 8.
+
+    A tile of one panel asks for memory some way ahead, where the next panel of the same weight follows. A wider one
+    asks for a line a step from `ahead` on, for the first `limit` / 4 steps.
+    """
     f, dot = Function(f"pl_tile_{rows}_{panels}", TILE_ARGS), Dot(target)
     table = f.ptr("%wp")
     weights = [f.load("ptr", f.at(table, 8 * v), 8) for v in range(panels)]
-    x0 = f.ptr("%x")
+    x0, ahead = f.ptr("%x"), f.ptr("%ahead")
     xs = [x0 if r == 0 else f.at(x0, f.mul("%ldx", r)) for r in range(rows)]
     unroll = 4 if rows * panels <= 8 else 2
     end = f.shl("%steps", 2)  # counted in bytes of x
@@ -219,12 +237,23 @@ def tile(target: Target, rows: int, panels: int) -> str:
         wide = f.shl(i, 4)
         w_at = [f.at(w, wide) for w in weights]
         x_at = [f.at(x, i) for x in xs]
+        if panels == 1:
+            for u in range(unroll):
+                prefetch(f, f.at(w_at[0], 64 * u + STREAM_AHEAD))
         for u in range(unroll):
             ws = [dot.weight(f, f.at(w, 64 * u)) for w in w_at]
             for r in range(rows):
                 x = dot.broadcast(f, f.at(x_at[r], 4 * u))
                 for v in range(panels):
                     acc[r * panels + v] = dot.multiply(f, acc[r * panels + v], ws[v], x)
+        if panels > 1:
+            # in a block of its own: among the products LLVM would keep to the order of memory accesses, and spill
+            def fetch() -> None:
+                place = f.at(ahead, f.shl(i, 4))
+                for u in range(unroll):
+                    prefetch(f, f.at(place, 64 * u))
+
+            f.when(f.op(f"icmp slt i64 {i}, %limit"), fetch)
         return acc
 
     sums = f.loop(0, end, 4 * unroll, [(F32, "zeroinitializer")] * (rows * panels), body)
@@ -233,7 +262,18 @@ def tile(target: Target, rows: int, panels: int) -> str:
     return f.text()
 
 
-VALUE_ARGS = ("rows", "panels", "p", "ldp", "vp", "chunks", "first", "out", "ldo", "state")
+VALUE_ARGS = (
+    "rows",
+    "panels",
+    "p",
+    "ldp",
+    "vp",
+    "chunks",
+    "first",
+    "out",
+    "ldo",
+    "state",
+)
 
 
 def values(target: Target, rows: int, panels: int) -> str:
@@ -296,6 +336,13 @@ class Unpack:
         self.block_bytes = 512 if kind == Q8_0 else 256
         self.scale_bytes = 64 if kind == Q4_1 else 32
 
+    def prefetch(self, f: Function, panel: str, block: str, ahead: int | str) -> None:
+        """Ask for this block's share of a panel's bytes, `ahead` bytes on."""
+        size = self.block_bytes + self.scale_bytes
+        place = f.at(f.at(panel, f.mul(block, size)), ahead)
+        for line in range(0, size, 64):
+            prefetch(f, f.at(place, line))
+
     def steps(self, f: Function, block: str) -> Iterator[Operand]:
         """Operands in order of K; each is emitted when asked for, so that few values are alive at a time."""
         if self.kind == Q8_0:
@@ -337,7 +384,20 @@ class Unpack:
         return self.dot.from_pair(f, both[0], both[1])
 
 
-PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias", "sums", "lds")
+PACKED_ARGS = (
+    "rows",
+    "x",
+    "ldx",
+    "w",
+    "scales",
+    "blocks",
+    "out",
+    "ldo",
+    "mode",
+    "bias",
+    "sums",
+    "lds",
+)
 
 
 def packed(target: Target, kind: int, rows: int, expanded: bool) -> str:
@@ -359,6 +419,8 @@ def packed(target: Target, kind: int, rows: int, expanded: bool) -> str:
 
     def body(i: str, acc: list[str]) -> list[str]:
         block = f.at(w, f.mul(i, 64 * steps if expanded else unpack.block_bytes))
+        if not expanded:  # codes and scales of the panels that follow
+            unpack.prefetch(f, w, i, STREAM_AHEAD)
         x_at = [f.at(x, f.mul(i, 4 * steps)) for x in xs]
         part = ["zeroinitializer"] * rows
         if expanded:
@@ -387,15 +449,19 @@ def packed(target: Target, kind: int, rows: int, expanded: bool) -> str:
     return f.text()
 
 
+EXPAND_ARGS = ("kind", "w", "blocks", "stride", "out")
+
+
 def expand(target: Target, kind: int) -> str:
-    """Write the codes of one panel as `tile` reads weights: 64 bytes for each step."""
-    f = Function(f"pl_expand_{kind}", ("kind", "w", "blocks", "out"))
+    """Write the codes of one panel as `tile` reads weights: 64 bytes for each step. Asks for the next panel."""
+    f = Function(f"pl_expand_{kind}", EXPAND_ARGS)
     unpack = Unpack(target, kind)
     w, out = f.ptr("%w"), f.ptr("%out")
 
     def body(i: str, _: list[str]) -> list[str]:
         block = f.at(w, f.mul(i, unpack.block_bytes))
         place = f.at(out, f.mul(i, 64 * 32 // target.pair))
+        unpack.prefetch(f, w, i, "%stride")
         for step, operand in enumerate(unpack.steps(f, block)):
             unpack.dot.store(f, operand, f.at(place, 64 * step))
         return []
@@ -444,7 +510,7 @@ def matrix_module(target: Target) -> str:
     parts.append(
         dispatcher(
             "pl_expand",
-            ("kind", "w", "blocks", "out"),
+            EXPAND_ARGS,
             "kind",
             {k: f"pl_expand_{k}" for k in (Q8_0, Q4_0, Q4_1)},
         )

@@ -64,6 +64,8 @@ def syscall(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
 def pl_tile(
     select: int, x: int, ldx: int, panels: int, steps: int,
     out: int, ldo: int, mode: int, bias: int,
+    ahead: int,
+    limit: int,
 ) -> None:  # fmt: skip
     """A tile of a dense product; select = rows * 4 + panels (micro.tile)."""
     raise NotImplementedError
@@ -93,7 +95,7 @@ def pl_wide(
     raise NotImplementedError
 
 
-def pl_expand(kind: int, codes: int, blocks: int, out: int) -> None:
+def pl_expand(kind: int, codes: int, blocks: int, stride: int, out: int) -> None:
     """Codes of a packed panel as a dense one (micro.expand)."""
     raise NotImplementedError
 

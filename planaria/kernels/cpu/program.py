@@ -15,6 +15,7 @@ from planaria.kernels.cpu.layout import (
     COUNTS,
     EMBED,
     FEW_ROWS,
+    FUSED_PANELS,
     GENERATION,
     IDLE,
     IDLE_SPIN,
@@ -36,6 +37,7 @@ from planaria.kernels.cpu.layout import (
     SPIN,
     STATE,
     STOP,
+    STREAM_ROWS,
     SUMS,
     TAKE,
     TAPE,
@@ -76,6 +78,7 @@ from planaria.kernels.cpu.native import (
     pl_value_rows,
     pl_values,
     pl_wide,
+    prefetch,
     put,
     put32,
     relax,
@@ -159,7 +162,14 @@ def op_embed(c: int, row: int, tid: int) -> None:
         if token < 0 or token >= get(row, 9):
             token = 0  # callers check; this only keeps a mistake from reading foreign memory
         panel = get(row, 2) + (token >> 4) * get(row, 3)
-        pl_embed(get(row, 1), panel, panel + get(row, 4), token & 15, get(row, 5), get(row, 6) + t * get(row, 7))
+        pl_embed(
+            get(row, 1),
+            panel,
+            panel + get(row, 4),
+            token & 15,
+            get(row, 5),
+            get(row, 6) + t * get(row, 7),
+        )
 
 
 def op_norm(c: int, row: int, tid: int) -> None:
@@ -187,68 +197,93 @@ def op_take(c: int, row: int, tid: int) -> None:
 
 
 def product(
-    row: int, mine: int, sums: int, first: int, last: int, panel: int, panels: int, out: int, ldo: int, mode: int
+    row: int,
+    mine: int,
+    sums: int,
+    first: int,
+    last: int,
+    panel: int,
+    end: int,
+    out: int,
+    ldo: int,
+    mode: int,
 ) -> None:
-    """Rows [first, last) x `panels` panels from `panel` (at most a tile's) into out, whose row 0 is row `first`."""
+    """Rows [first, last) x panels [panel, end) into out, where row `first`, panel `panel` begin."""
     kind, stride, length = get(row, 1), get(row, 3), get(row, 5)
-    w = get(row, 2) + panel * stride
-    ldx, bias = get(row, 7), get(row, 11) + panel * 64
+    ldx = get(row, 7)
     x = get(row, 6) + first * ldx
     n = last - first
     wide = 16 * (pl_item() if mode == STORE_ACT else 4)
-    if kind == DENSE:
-        most = pl_tile_panels()
-        step = most if panels == most and n > 2 else 1
-        for v in range(panels):
-            put(mine + POINTERS, v, w + v * stride)
-        for v in range(0, panels, step):
-            r = 0
-            while r < n:
-                rows = min(pl_tile_rows(), n - r)
-                pl_tile(
-                    rows * 4 + step, x + r * ldx, ldx, mine + POINTERS + 8 * v, length, out + r * ldo + v * wide, ldo,
-                    mode, bias + 64 * v,
-                )  # fmt: skip
-                r += rows
-        return
     lds = length * 4
-    for v in range(panels):
-        codes, scales = w + v * stride, w + v * stride + get(row, 4)
-        if n <= pl_inline_rows():
-            pl_packed(n * 4 + kind, x, ldx, codes, scales, length, out + v * wide, ldo, mode, bias + 64 * v, sums, lds)
-            continue
-        pl_expand(kind, codes, length, mine + BIG)
-        r = 0
-        while r < n:
-            rows = min(pl_expanded_rows(), n - r)
-            pl_wide(
-                rows * 4 + kind, x + r * ldx, ldx, mine + BIG, scales, length, out + r * ldo + v * wide, ldo, mode,
-                bias + 64 * v, sums + r * lds, lds,
-            )  # fmt: skip
-            r += rows
+    while panel < end:
+        w, bias = get(row, 2) + panel * stride, get(row, 11) + panel * 64
+        panels = 1
+        if kind != DENSE:
+            if n <= pl_inline_rows():
+                pl_packed(
+                    n * 4 + kind, x, ldx, w, w + get(row, 4), length, out, ldo, mode, bias, sums, lds
+                )  # fmt: skip
+            else:
+                pl_expand(kind, w, length, stride, mine + BIG)
+                for r in range(0, n, pl_expanded_rows()):
+                    rows = min(pl_expanded_rows(), n - r)
+                    pl_wide(
+                        rows * 4 + kind, x + r * ldx, ldx, mine + BIG, w + get(row, 4), length, out + r * ldo, ldo,
+                        mode, bias, sums + r * lds, lds,
+                    )  # fmt: skip
+        else:
+            if n > STREAM_ROWS and end - panel >= pl_tile_panels():
+                panels = pl_tile_panels()
+            for v in range(panels):
+                put(mine + POINTERS, v, w + v * stride)
+            for r in range(0, n, pl_tile_rows()):
+                rows = min(pl_tile_rows(), n - r)
+                # while these panels are used the next come into the cache, a part with each of the first tiles
+                turn = r // pl_tile_rows()
+                limit = length * 4 if turn < panels else 0
+                ahead = w + (panels + turn) * stride
+                pl_tile(
+                    rows * 4 + panels, x + r * ldx, ldx, mine + POINTERS, length, out + r * ldo, ldo, mode, bias,
+                    ahead, limit,
+                )  # fmt: skip
+        panel += panels
+        out += panels * wide
 
 
 def block(row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int) -> None:
     """Rows [first, last) x panels [panel, end) of a linear operation."""
     half, out, ldo, mode = get(row, 13), get(row, 8), get(row, 9), get(row, 10)
-    most = pl_tile_panels()
+    out += first * ldo
     wide = 16 * (pl_item() if mode == STORE_ACT else 4)
     my_sums = sums + first * get(row, 5) * 4
+    if half == 0:
+        product(row, mine, my_sums, first, last, panel, end, out + panel * wide, ldo, mode)
+        return
+    # 14: offset in scratch of two tiles [ROW_BLOCK][FUSED_PANELS * 16], gate and up; a few rows take all panels of
+    # a tile from one place, then from the other, so that memory is read in long runs
+    ld = FUSED_PANELS * wide
+    gate = mine + get(row, 14)
+    up = gate + ROW_BLOCK * ld
+    most = FUSED_PANELS if last - first <= WHOLE_ROWS else pl_tile_panels()
     while panel < end:
-        panels = min(most, end - panel)
-        if half == 0:
-            product(row, mine, my_sums, first, last, panel, panels, out + first * ldo + panel * wide, ldo, mode)
-        else:
-            # 14 offset in scratch of two tiles [ROW_BLOCK][most * 16]: gate and up
-            ld = most * wide
-            gate = mine + get(row, 14)
-            up = gate + ROW_BLOCK * ld
-            product(row, mine, my_sums, first, last, panel, panels, gate, ld, STORE_ACT)
-            product(row, mine, my_sums, first, last, panel + half, panels, up, ld, STORE_ACT)
-            for r in range(last - first):
-                place = out + (first + r) * ldo + panel * wide
-                pl_silu(gate + r * ld, up + r * ld, place, panels * 16, panels * 16)
-        panel += panels
+        stop = min(end, panel + most)
+        product(row, mine, my_sums, first, last, panel, stop, gate, ld, STORE_ACT)
+        product(
+            row,
+            mine,
+            my_sums,
+            first,
+            last,
+            panel + half,
+            stop + half,
+            up,
+            ld,
+            STORE_ACT,
+        )
+        count = (stop - panel) * 16
+        for r in range(last - first):
+            pl_silu(gate + r * ld, up + r * ld, out + r * ldo + panel * wide, count, count)
+        panel = stop
 
 
 def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
@@ -272,7 +307,7 @@ def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
     panels = get(row, 13)
     if panels == 0:
         panels = get(row, 15)
-    if n <= WHOLE_ROWS:
+    if n <= STREAM_ROWS:
         while True:
             taken = grab(ticket, panels, threads)
             if taken == 0:
@@ -287,7 +322,15 @@ def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
             return
         for u in range(taken >> 32, taken & 0xFFFFFFFF):
             first, group = (u // groups) * ROW_BLOCK, (u % groups) * most
-            block(row, mine, sums, first, min(n, first + ROW_BLOCK), group, min(panels, group + most))
+            block(
+                row,
+                mine,
+                sums,
+                first,
+                min(n, first + ROW_BLOCK),
+                group,
+                min(panels, group + most),
+            )
 
 
 def op_rope(c: int, row: int, tid: int) -> None:
@@ -305,25 +348,28 @@ def op_rope(c: int, row: int, tid: int) -> None:
     head = dim * pl_item()
     temp = scratch(c, tid) + TEMP
     size, chunk = get(row, 8), 16 * head
-    per_head = (size >> 4) * chunk
+    per_head = (size >> 4) * 2 * chunk
     eps = get(row, 17)
     for t in range(start, end):
         x = get(row, 1) + t * get(row, 2)
         q = get(row, 3) + t * get(row, 4)
         position = get32(get(row, 19), t)
-        cos, sin = get(row, 12) + position * half * 4, get(row, 13) + position * half * 4
+        cos, sin = (
+            get(row, 12) + position * half * 4,
+            get(row, 13) + position * half * 4,
+        )
         for h in range(heads):
             pl_rotate(x + h * head, q + h * head, temp, cos, sin, half, dim, get(row, 15), eps)
         slot = get(slots, t)
         offset = slot % size
-        place = get(row, 5) + (slot // size) * get(row, 6) + (offset >> 4) * chunk
+        place = get(row, 5) + (slot // size) * get(row, 6) + (offset >> 4) * 2 * chunk
         token = offset & 15
         for h in range(kv_heads):
             k = x + (heads + h) * head
             pl_rotate(k, temp + 2048, temp, cos, sin, half, dim, get(row, 16), eps)
             pl_store_key(temp + 2048, place + h * per_head + token * 4, head >> 2)
             v = x + (heads + kv_heads + h) * head
-            pl_store_value(v, place + get(row, 7) + h * per_head, token, dim)
+            pl_store_value(v, place + chunk + h * per_head, token, dim)
 
 
 def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: int) -> None:
@@ -340,7 +386,7 @@ def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: 
     window = get(row, 13)
     table = get(row, 17) + get32(get(row, 16), s) * get(row, 18)
     chunk = 16 * head
-    base = get(row, 5) + h * (size >> 4) * chunk
+    base = get(row, 5) + h * (size >> 4) * 2 * chunk
     tall = max(rows, QUERY_ROWS)
     q = mine + BIG
     scores = q + tall * head
@@ -363,9 +409,11 @@ def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: 
         chunks = (min(KEY_TILE, keys - start) + 15) >> 4
         for i in range(chunks):
             key = start + 16 * i
-            place = base + get32(table, key // size) * get(row, 6) + ((key % size) >> 4) * chunk
+            place = base + get32(table, key // size) * get(row, 6) + ((key % size) >> 4) * 2 * chunk
             put(kp, i, place)
-            put(vp, i, place + get(row, 7))
+            put(vp, i, place + chunk)
+            for line in range(place, place + 2 * chunk, 256):
+                prefetch(line)  # one in four: the core fetches their neighbours by itself
         i = 0
         while i < chunks:
             panels = pl_tile_panels() if chunks - i >= pl_tile_panels() else 1
@@ -374,7 +422,7 @@ def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: 
                 some = min(pl_tile_rows(), rows - r)
                 pl_tile(
                     some * 4 + panels, q + r * head, head, kp + 8 * i, head >> 2, scores + (r * KEY_TILE + 16 * i) * 4,
-                    KEY_TILE * 4, STORE_F32, get(c, ZEROS),
+                    KEY_TILE * 4, STORE_F32, get(c, ZEROS), 0, 0,
                 )  # fmt: skip
                 r += some
             i += panels

@@ -1,0 +1,397 @@
+"""Commands and replies through shared memory, between processes of one node.
+
+A ring carries commands to all ranks, a ring per rank carries its replies. Who has nothing to do sleeps on a futex:
+ranks on the bell that the driver rings, the driver on one doorbell that any rank rings. No wait is longer than its
+deadline; all end when the epoch is fenced, and within ALIVE_CHECK seconds of a peer's death.
+
+    link = ShmLink.create(num_ranks)                       in the driver
+    subprocess.Popen(..., pass_fds=link.fds_to_pass())
+    port = ShmPort.attach(fd, rank)                        in the rank
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+from collections import deque
+
+from planaria.executor.link import futex
+from planaria.executor.link.codec import CodecError, answer, decode_command, encode_command, heard
+from planaria.executor.link.faults import DRIVER, Fenced, LinkClosed, LinkError, PeerLags, PeerLost
+from planaria.executor.link.segment import (
+    ATTACHED,
+    BELL,
+    DOORBELL,
+    DRIVER_PID,
+    EPOCH,
+    FENCE,
+    HEAD,
+    LEFT,
+    PID,
+    REPLY_HEAD,
+    REPLY_TAIL,
+    STATE,
+    TAIL,
+    Inlet,
+    Outlet,
+    Segment,
+    rank_word,
+)
+from planaria.protocol import Command, Failed, Reply
+
+SLOTS = 16
+ALIVE_CHECK = 0.5  # seconds between looks at the peers' locks while waiting
+ROOM_CHECK = 0.05  # the same while waiting for room; also the longest delay of a fence there
+_OVER = 0xFFFFFFFF  # value of FENCE: the driver closed the link
+_DRIVER_TOKEN = 0xFFF
+MAX_RANKS = 4000
+
+
+class ShmLink:
+    """The driver's end. One thread sends and receives; `wake` and `fence` may be called from any.
+
+    `send_timeout`: seconds without progress after which a rank that has no room is reported.
+    """
+
+    name = "shm"
+
+    def __init__(self, segment: Segment, *, send_timeout: float = 30.0) -> None:
+        self.segment, self.send_timeout = segment, send_timeout
+        self.num_ranks = segment.num_ranks
+        self.epoch = segment.words[EPOCH]
+        self._words = segment.words
+        ranks = range(self.num_ranks)
+        self._outlet = Outlet(segment, segment.ring(), HEAD, [rank_word(rank) + TAIL for rank in ranks])
+        self._inlets = [
+            Inlet(
+                segment, segment.reply_ring(rank), rank_word(rank) + REPLY_HEAD, rank_word(rank) + REPLY_TAIL,
+                f"rank {rank}", functools.partial(heard, rank=rank),
+            )
+            for rank in ranks
+        ]  # fmt: skip
+        self._next = 0  # where the next look at the ranks begins, so that none is served last always
+        self._heard: deque[tuple[int, int, Reply]] = deque()
+        self._bells, self._rings = itertools.count(1), itertools.count(1)
+        self._woken = False
+        self._check = time.monotonic() + ALIVE_CHECK  # when to look for dead ranks
+        self._broken: LinkError | None = None
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls, num_ranks: int, *, ring_bytes: int = 1 << 20, reply_bytes: int = 1 << 20, epoch: int = 0,
+        send_timeout: float = 30.0,
+    ) -> ShmLink:  # fmt: skip
+        """Sizes are of one ring; memory is taken as it is used. Raises LinkError where futexes can't be had."""
+        if missing := futex.available():
+            raise LinkError(f"shared memory can't be used for links: {missing}; use the tcp link")
+        if not 1 <= num_ranks <= MAX_RANKS:
+            raise LinkError(f"a shared-memory link has 1 to {MAX_RANKS} ranks, not {num_ranks}")
+        slot, reply_slot = (max(4096, size // SLOTS // 4096 * 4096) for size in (ring_bytes, reply_bytes))
+        segment = Segment.create(num_ranks, (SLOTS, slot), (SLOTS, reply_slot), epoch)
+        return cls(segment, send_timeout=send_timeout)
+
+    def fds_to_pass(self) -> tuple[int, ...]:
+        """The descriptor that a rank attaches to. It stays the link's: don't close it."""
+        return (self.segment.fd,)
+
+    @property
+    def fence_address(self) -> int:
+        """Address of the word that differs from `epoch` (4 bytes, unsigned) once the epoch is fenced."""
+        return self.segment.address(FENCE)
+
+    def attached(self) -> list[int]:
+        """Ranks that have been at the link (and may have left)."""
+        return [rank for rank in range(self.num_ranks) if self._words[rank_word(rank) + STATE]]
+
+    def dead(self) -> list[int]:
+        """Ranks that were attached and ended without `close`."""
+        return [
+            rank
+            for rank in range(self.num_ranks)
+            if self._words[rank_word(rank) + STATE] == ATTACHED
+            and not self.segment.held(1 + rank, rank_word(rank) + PID)
+        ]
+
+    def send(self, number: int, command: Command) -> None:
+        """To every rank. Raises CodecError; PeerLags or PeerLost when a rank makes no room; Fenced, LinkClosed."""
+        data = encode_command(command)
+        if self._broken is not None or self._words[FENCE] != self.epoch:
+            raise self._why()
+        outlet = self._outlet
+        size, room, at = len(data), outlet.room, 0
+        view: bytes | memoryview = data if size <= room else memoryview(data)
+        while at < size:
+            if outlet.full():
+                try:
+                    self._wait_for_room()
+                except LinkError as e:
+                    if at:  # half a message is in the ring
+                        self._broken = e
+                    raise
+            outlet.write(number, view[at : at + room] if size > room else view, size - at)
+            self._ring()
+            at += room
+
+    def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None:
+        """The next reply: rank, number, reply. None after `timeout` seconds or a `wake`.
+
+        Raises PeerLost when a rank has died (its last replies come first), MessageLost, Fenced, LinkClosed.
+        """
+        if self._heard:
+            return self._heard.popleft()
+        if self._closed:
+            raise self._why()
+        words, doorbell = self._words, self.segment.address(DOORBELL)
+        now = time.monotonic()
+        deadline = None if timeout is None else now + timeout
+        while True:
+            seen = words[DOORBELL]
+            if words[FENCE] != self.epoch:
+                raise self._why()
+            if (found := self._look()) is not None:
+                return found
+            if self._woken:
+                self._woken = False
+                return None
+            if now >= self._check:
+                self._check = now + ALIVE_CHECK
+                if (dead := self.dead()) and not any(inlet.ready() for inlet in self._inlets):
+                    raise _lost(dead)
+            if deadline is not None and now >= deadline:
+                return None
+            futex.wait(doorbell, seen, (self._check if deadline is None else min(deadline, self._check)) - now)
+            now = time.monotonic()
+
+    def wake(self) -> None:
+        """Make `receive` (this one, or the next) return None. Any thread."""
+        self._woken = True
+        if not self._closed:
+            self._ring_own()
+
+    def fence(self) -> None:
+        """End the epoch: every wait on this link, here and in all ranks, ends with Fenced. Any thread. Idempotent."""
+        if not self._closed and self._words[FENCE] == self.epoch:
+            self._end((self.epoch + 1) & 0x7FFFFFFF)
+
+    def close(self) -> None:
+        """Idempotent. Ranks that wait hear LinkClosed."""
+        if self._closed:
+            return
+        self._end(_OVER)
+        self._closed, self._broken = True, LinkClosed("the link is closed")
+        self.segment.close()
+
+    # -- inside
+
+    def _ring(self) -> None:
+        self._words[BELL] = next(self._bells) & 0x7FFFFFFF
+        self.segment.wake(BELL)
+
+    def _ring_own(self) -> None:
+        self._words[DOORBELL] = _DRIVER_TOKEN << 20 | next(self._rings) & 0xFFFFF
+        self.segment.wake(DOORBELL)
+
+    def _end(self, fence: int) -> None:
+        words = self._words
+        words[FENCE] = fence
+        words[BELL] = _OVER - (words[BELL] == _OVER)  # unlike any value that a rank read before the fence
+        self.segment.wake(BELL)
+        for rank in range(self.num_ranks):
+            self.segment.wake(rank_word(rank) + REPLY_TAIL)
+        self._ring_own()
+
+    def _look(self) -> tuple[int, int, Reply] | None:
+        """Take chunks that are there, until one ends a reply."""
+        inlets, count = self._inlets, self.num_ranks
+        quiet, rank = 0, self._next
+        while quiet < count:
+            rank = rank + 1 if rank + 1 < count else 0
+            inlet = inlets[rank]
+            if not inlet.ready():
+                quiet += 1
+                continue
+            quiet = 0
+            found = inlet.take()
+            if inlet.pressed:
+                self.segment.wake(inlet.tail_word)
+            if found is not None:
+                self._next = rank
+                return rank, found[0], found[1]
+        return None
+
+    def _wait_for_room(self) -> None:
+        """Until no rank is a whole ring behind. Replies are taken in meanwhile, for a rank may wait for that."""
+        words, outlet = self._words, self._outlet
+        doorbell = self.segment.address(DOORBELL)
+        began = time.monotonic()
+        while True:
+            seen = words[DOORBELL]
+            if words[FENCE] != self.epoch:
+                raise self._why()
+            while (found := self._look()) is not None:
+                self._heard.append(found)
+            behind = outlet.behind()
+            if not behind:
+                outlet.full()  # takes the readers' new places in
+                return
+            waited = time.monotonic() - began
+            if waited >= self.send_timeout:
+                raise PeerLags(
+                    f"{_names(behind)} took no command for {waited:.1f} s and the ring is full: stopped, stuck or busy",
+                    *behind,
+                )
+            futex.wait(doorbell, seen, min(ROOM_CHECK, self.send_timeout - waited))
+            if gone := [rank for rank in self.dead() if rank in behind]:
+                raise _lost(gone)
+            if gone := [rank for rank in behind if words[rank_word(rank) + STATE] == LEFT]:
+                raise LinkClosed(f"{_names(gone)} left the link", *gone)
+
+    def _why(self) -> LinkError:
+        return self._broken or Fenced(f"epoch {self.epoch} is over")
+
+
+class ShmPort:
+    """A rank's end. One thread receives, one (the same or another) replies.
+
+    `reply_timeout`: seconds without progress after which a driver that takes no replies is reported.
+    """
+
+    name = "shm"
+
+    def __init__(self, segment: Segment, rank: int, *, reply_timeout: float = 60.0) -> None:
+        self.segment, self.rank, self.reply_timeout = segment, rank, reply_timeout
+        self._words, self._at = segment.words, rank_word(rank)
+        self.epoch = segment.words[EPOCH]
+        self._inlet = Inlet(segment, segment.ring(), HEAD, self._at + TAIL, "the driver", _either)
+        self._outlet = Outlet(segment, segment.reply_ring(rank), self._at + REPLY_HEAD, [self._at + REPLY_TAIL])
+        self._rings = itertools.count(1)
+        self._check = time.monotonic() + ALIVE_CHECK  # when to look whether the driver lives
+        self._closed = False
+
+    @classmethod
+    def attach(cls, fd: int, rank: int, *, reply_timeout: float = 60.0) -> ShmPort:
+        """Takes `fd` over (also when it fails). Raises LinkError if it isn't a link's or has no such rank."""
+        segment = Segment.attach(fd)
+        words = segment.words
+        if not 0 <= rank < segment.num_ranks or words[rank_word(rank) + STATE]:
+            ranks = segment.num_ranks
+            segment.close()
+            raise LinkError(f"rank {rank} can't attach: the link has {ranks} ranks, each attaches once", rank)
+        words[rank_word(rank) + PID] = os.getpid()
+        segment.hold(1 + rank)
+        words[rank_word(rank) + STATE] = ATTACHED
+        port = cls(segment, rank, reply_timeout=reply_timeout)
+        port._ring()
+        return port
+
+    @property
+    def fence_address(self) -> int:
+        """As ShmLink's."""
+        return self.segment.address(FENCE)
+
+    def receive(self, timeout: float | None) -> tuple[int, Command] | None:
+        """The next command and its number. None after `timeout` seconds.
+
+        A command that can't be read is answered with Failed here, for every command is answered. Raises PeerLost when
+        the driver has died, MessageLost, Fenced, LinkClosed.
+        """
+        if self._closed:
+            raise LinkClosed(f"rank {self.rank} closed its end", self.rank)
+        words, bell, inlet = self._words, self.segment.address(BELL), self._inlet
+        now = time.monotonic()
+        deadline = None if timeout is None else now + timeout
+        while True:
+            seen = words[BELL]
+            if words[FENCE] != self.epoch:
+                raise self._why()
+            if inlet.ready():
+                found = inlet.take()
+                if inlet.pressed:
+                    self._ring()
+                if found is not None:
+                    number, command = found
+                    if not isinstance(command, CodecError):
+                        return number, command
+                    self.reply(number, Failed(self.rank, "receive", str(command), ""))
+                continue
+            if now >= self._check:
+                self._check = now + ALIVE_CHECK
+                if not self.segment.held(0, DRIVER_PID) and not inlet.ready():
+                    raise PeerLost("the driver's process has ended", DRIVER)
+            if deadline is not None and now >= deadline:
+                return None
+            futex.wait(bell, seen, (self._check if deadline is None else min(deadline, self._check)) - now)
+            now = time.monotonic()
+
+    def reply(self, number: int, reply: Reply) -> None:
+        """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or PeerLost when the
+        driver makes no room; Fenced, LinkClosed."""
+        if self._closed:
+            raise LinkClosed(f"rank {self.rank} closed its end", self.rank)
+        data = answer(self.rank, reply)
+        if self._words[FENCE] != self.epoch:
+            raise self._why()
+        outlet = self._outlet
+        size, room, at = len(data), outlet.room, 0
+        view: bytes | memoryview = data if size <= room else memoryview(data)
+        while at < size:
+            if outlet.full():
+                self._wait_for_room()
+            outlet.write(number, view[at : at + room] if size > room else view, size - at)
+            self._ring()
+            at += room
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._words[self._at + STATE] = LEFT
+        self._ring()
+        self.segment.close()
+
+    # -- inside
+
+    def _ring(self) -> None:
+        # No other process stores these values, and this one never the same twice: so the word always changes.
+        self._words[DOORBELL] = (self.rank + 1) << 20 | next(self._rings) & 0xFFFFF
+        self.segment.wake(DOORBELL)
+
+    def _wait_for_room(self) -> None:
+        words, outlet, tail = self._words, self._outlet, self._at + REPLY_TAIL
+        began = time.monotonic()
+        while True:
+            seen = words[tail]
+            if words[FENCE] != self.epoch:
+                raise self._why()
+            if not outlet.full():
+                return
+            waited = time.monotonic() - began
+            if waited >= self.reply_timeout:
+                raise PeerLags(f"the driver took no reply of rank {self.rank} for {waited:.1f} s", DRIVER)
+            futex.wait(self.segment.address(tail), seen, min(ROOM_CHECK, self.reply_timeout - waited))
+            if not self.segment.held(0, DRIVER_PID):
+                raise PeerLost("the driver's process has ended", DRIVER)
+
+    def _why(self) -> LinkError:
+        if self._words[FENCE] == _OVER:
+            return LinkClosed("the driver closed the link", DRIVER)
+        return Fenced(f"epoch {self.epoch} is over")
+
+
+def _either(data: memoryview) -> Command | CodecError:
+    try:
+        return decode_command(data)
+    except CodecError as e:
+        return e
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _lost(ranks: list[int]) -> PeerLost:
+    return PeerLost(f"the process of {_names(ranks)} has ended", *ranks)

@@ -1,0 +1,154 @@
+"""`LLM` and `AsyncLLM` on a small random checkpoint: what their users rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from planaria import LLM, AsyncLLM, SamplingParams
+from planaria.errors import CapacityError, ConfigError, ModelError, RequestError
+from tests.model import checkpoints
+
+OPTIONS = {"max_model_len": 128, "kv_cache_memory": "8MiB", "skip_tokenizer_init": True, "threads": 1}
+IDS = [5, 9, 2, 7, 11]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:  # type: ignore[no-untyped-def]
+    """A tiny Llama in Hugging Face layout."""
+    return str(checkpoints.write_checkpoint(tmp_path_factory.mktemp("llama"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str):  # type: ignore[no-untyped-def]
+    with LLM(folder, **OPTIONS) as llm:
+        yield llm
+
+
+def ids(llm: LLM, prompt: list[int], **params: object) -> list[list[int]]:
+    (output,) = llm.generate([prompt], SamplingParams(ignore_eos=True, **params))  # type: ignore[arg-type]
+    return [choice.token_ids for choice in output.outputs]
+
+
+def test_one_prompt_many_prompts(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (one,) = llm.generate(IDS, params)
+    many = llm.generate([IDS, IDS[:2], IDS], params)
+    assert [o.outputs[0].token_ids for o in many][::2] == [one.outputs[0].token_ids] * 2
+    assert one.prompt_token_ids == IDS and one.prompt is None
+
+
+def test_seeds_and_choices(llm: LLM) -> None:
+    first = ids(llm, IDS, n=4, seed=3, max_tokens=10)
+    assert first == ids(llm, IDS, n=4, seed=3, max_tokens=10)
+    assert len({tuple(choice) for choice in first}) == 4
+    assert first[0] == ids(llm, IDS, seed=3, max_tokens=10)[0]
+    assert first != ids(llm, IDS, n=4, seed=4, max_tokens=10)
+
+
+def test_engine_seed(folder: str) -> None:
+    """With a seed, requests that bring none are reproducible, and differ from each other."""
+    runs = []
+    for _ in range(2):
+        with LLM(folder, seed=7, **OPTIONS) as llm:
+            outputs = llm.generate([IDS, IDS], SamplingParams(max_tokens=10, ignore_eos=True))
+            runs.append([o.outputs[0].token_ids for o in outputs])
+    assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
+
+
+def test_stop_token_and_lengths(llm: LLM) -> None:
+    (free,) = ids(llm, IDS, temperature=0, max_tokens=20)
+    (output,) = llm.generate([IDS], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(free[4],)))
+    (choice,) = output.outputs
+    assert choice.finish_reason == "stop" and choice.token_ids == free[: free.index(free[4]) + 1]
+    assert choice.stop_reason == free[4]
+    (whole,) = ids(llm, IDS, temperature=0, max_tokens=None)
+    assert len(whole) == 128 - len(IDS)
+
+
+@pytest.mark.parametrize(
+    "prompt, params, names",
+    [
+        ([], {}, "prompt"),
+        ([10**6], {}, "token id"),
+        ([-1], {}, "token id"),
+        ([1] * 200, {}, "128"),
+        ([1], {"max_tokens": 500}, "max_tokens"),
+        ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"n": 10**9}, "n must be"),
+        ([1], {"stop": ("x",)}, "tokenizer"),
+        ([1], {"logit_bias": {10**7: 1.0}}, "logit_bias"),
+    ],
+)
+def test_bad_requests_cost_nothing(llm: LLM, prompt: list[int], params: dict[str, object], names: str) -> None:
+    with pytest.raises(RequestError, match=names):
+        llm.generate([IDS, prompt], SamplingParams(**params))  # type: ignore[arg-type]
+    assert len(ids(llm, IDS, max_tokens=3)[0]) == 3
+
+
+def test_refused_at_the_door(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_tokenz"):
+        LLM(folder, max_tokenz=3)
+    with pytest.raises(CapacityError, match="--max-model-len"):
+        LLM(folder, **{**OPTIONS, "kv_cache_memory": 100})
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace("LlamaForCausalLM", "BloomForCausalLM"))
+    with pytest.raises(ModelError, match=r"BloomForCausalLM.*LlamaForCausalLM"):
+        LLM(str(tmp_path))
+
+
+def test_quantised_at_load(folder: str) -> None:
+    for kind in ("q8_0", "q4_1"):
+        with LLM(folder, quantization=kind, dtype="bfloat16", **OPTIONS) as llm:
+            assert llm.facts.quantization == kind and len(ids(llm, IDS, max_tokens=4)[0]) == 4
+
+
+def test_close_leaves_no_thread(folder: str) -> None:
+    before = set(threading.enumerate())
+    llm = LLM(folder, **{**OPTIONS, "threads": 3}, async_scheduling=True)
+    ids(llm, IDS, max_tokens=2)
+    assert set(threading.enumerate()) - before
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert not {t for t in set(threading.enumerate()) - before if t.is_alive()}
+
+
+def test_two_steps_in_flight_change_nothing(folder: str, llm: LLM) -> None:
+    prompts = [[(i * 7 + j) % 50 for j in range(3 + i)] for i in range(12)]
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=15, ignore_eos=True)
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    with LLM(folder, async_scheduling=True, max_num_seqs=5, max_num_batched_tokens=9, **OPTIONS) as ahead:
+        assert [o.outputs[0].token_ids for o in ahead.generate(prompts, params)] == expected
+
+
+def test_async_streams(folder: str, llm: LLM) -> None:
+    """Many streams at once; a piece per step; leaving one early cancels it and frees its blocks."""
+    (expected,) = ids(llm, IDS, temperature=0, max_tokens=12)
+    engine = AsyncLLM(folder, **OPTIONS)
+
+    async def stream(count: int) -> list[int]:
+        tokens: list[int] = []
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        async for piece in engine.generate(IDS, params):
+            tokens += piece.token_ids
+            if len(tokens) >= count:
+                break
+        return tokens
+
+    async def main() -> None:
+        results = await asyncio.gather(*(stream(12 if i % 2 else 4) for i in range(16)))
+        for i, tokens in enumerate(results):
+            assert tokens == expected[: 12 if i % 2 else 4]
+        with pytest.raises(RequestError):
+            await anext(aiter(engine.generate([])))
+
+    asyncio.run(main())
+    engine.close()
+    assert not engine._thread.is_alive()
