@@ -71,7 +71,7 @@ class Batch:
         self.counting: npt.NDArray[np.int32] = np.arange(max(max_samples, max_seqs) + 1, dtype=np.int32)
 
     def make_hidden(self, columns: int) -> npt.NDArray[np.float32]:
-        """The array of the previous stage's residual, rows padded to 16 columns with zeros; made when first asked for."""
+        """The previous stage's residual, rows padded to 16 columns with zeros; made when first asked for."""
         if self.hidden is None:
             self.hidden = np.zeros((self.max_tokens, -(-columns // 16) * 16), np.float32)
         return self.hidden

@@ -7,6 +7,8 @@ left room, so that ranks are even within one block of each layer.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from planaria.config import ModelConfig
 from planaria.errors import ConfigError
 from planaria.layers.shard import Shard
@@ -19,7 +21,7 @@ def parts(total: int, count: int) -> list[range]:
     """[0, total) in `count` contiguous parts, the longer ones first."""
     size, longer = divmod(total, count)
     starts = [i * size + min(i, longer) for i in range(count + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(starts)]
 
 
 def deal_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[tuple[range, range]]:
@@ -94,7 +96,7 @@ def deal_layers(num_layers: int, stages: int, partition: tuple[int, ...] | None 
                 f"must be {stages} positive numbers that sum to {num_layers}",
             )  # fmt: skip
         starts = [sum(partition[:i]) for i in range(stages + 1)]
-        return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+        return [range(a, b) for a, b in pairwise(starts)]
     if stages > num_layers:
         raise ConfigError(
             "--pipeline-parallel-size", stages, f"the model has {num_layers} layers", f"use at most {num_layers}"

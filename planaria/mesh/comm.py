@@ -7,12 +7,13 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from planaria.errors import PlanariaError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 DEADLINE = 60.0  # seconds a rank waits for another
@@ -31,7 +32,8 @@ class Comm(Protocol):
 
     rank: int
     size: int
-    members: Sequence[int]  # world ranks, by rank in the group
+    members: tuple[int, ...]  # world ranks, by rank in the group
+    port: int  # what native code needs to know to do these itself (see SharedComm), or 0
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Add up float32 `x` over the group, in place: the same bits on every rank."""
@@ -55,13 +57,25 @@ class Comm(Protocol):
     def close(self) -> None: ...
 
 
+class NativeComm(Comm, Protocol):
+    """A `Comm` with a port: native code takes part in it by itself."""
+
+    lanes: int  # threads of each rank that take part
+
+    def window(self, size: int) -> npt.NDArray[np.uint8]:
+        """Memory of `size` bytes or more that all ranks see. All call it together."""
+
+    def check(self) -> None:
+        """Raise PeerLost if native code gave up."""
+
+
 class Solo:
     """The group of one rank."""
 
-    rank, size = 0, 1
+    rank, size, port = 0, 1, 0
 
     def __init__(self, member: int = 0) -> None:
-        self.members: Sequence[int] = (member,)
+        self.members: tuple[int, ...] = (member,)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         pass

@@ -19,6 +19,7 @@ from planaria.kernels.cpu.target import ISAS, Target
 
 SOURCES = (
     "build",
+    "collective",
     "compiler",
     "emit",
     "layout",
@@ -103,7 +104,7 @@ def cache_file(target: Target, folder: Path) -> Path:
 
 def _program() -> str:
     """IR of the interpreter."""
-    from planaria.kernels.cpu import native, program
+    from planaria.kernels.cpu import collective, native, program
     from planaria.kernels.cpu.compiler import Module
 
     kernels = {
@@ -114,8 +115,10 @@ def _program() -> str:
         for name, value in vars(native).items()
         if name.startswith("pl_")
     }
-    source = Path(program.__file__).read_text(encoding="utf-8")
-    return Module(source, vars(program), kernels, "entry", "planaria_run").text()
+    folder = Path(__file__).parent
+    source = "\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in ("collective", "program"))
+    source = source.replace("from __future__ import annotations\n", "")  # allowed at the top of a file only
+    return Module(source, {**vars(collective), **vars(program)}, kernels, "entry", "planaria_run").text()
 
 
 def compile_object(target: Target) -> bytes:

@@ -1,0 +1,97 @@
+"""A group over torch's gloo: any nodes, any platform. The plain way, where shared memory isn't there.
+
+Rule: a message sent stays referenced until it has gone; a wait ends at the deadline, at `abort`, or with the peer's
+connection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from planaria.mesh.comm import DEADLINE, PeerLost, flat
+
+IN_FLIGHT = 64  # messages that `send` leaves on their way
+
+
+class GlooComm:
+    """store: the deployment's rendezvous. name: of the group and its epoch, so that no two meet by mistake."""
+
+    def __init__(
+        self, store: Store, name: str, rank: int, members: Sequence[int], *, deadline: float = DEADLINE
+    ) -> None:
+        self.rank, self.size, self.members = rank, len(members), tuple(members)
+        self.deadline = deadline
+        self.port = 0
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._reason = ""
+        self._group: Any = None
+        # the group's constructor meets the others
+        self._group = self._try(
+            lambda: ProcessGroupGloo(PrefixStore(name, store), rank, self.size, timedelta(seconds=deadline))
+        )
+
+    def _try(self, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except RuntimeError as e:
+            others = [member for i, member in enumerate(self.members) if i != self.rank]
+            lost = tuple(others) if len(others) == 1 else ()
+            who = f"rank {others[0]}" if lost else f"one of the ranks {', '.join(map(str, others))}"
+            why = self._reason or str(e).splitlines()[0]
+            raise PeerLost(lost, f"{who} is gone, or did not come within {self.deadline:g} s: {why}") from None
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self._try(lambda: self._group.allreduce([x]).wait())
+
+    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
+        out = torch.empty(x.shape[0], size)
+        if self.rank:
+            self.send(torch.tensor([columns.start, columns.stop]), 0)
+            self.send(x.contiguous(), 0)
+            return out
+        out[:, columns.start : columns.stop] = x
+        for rank in range(1, self.size):
+            bounds = torch.zeros(2, dtype=torch.int64)
+            self.receive(bounds, rank)
+            first, last = bounds.tolist()
+            part = torch.empty(x.shape[0], last - first)
+            self.receive(part, rank)
+            out[:, first:last] = part
+        return out
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Waits only where IN_FLIGHT messages are on their way."""
+        if x.numel() == 0:
+            return
+        copy = flat(x).clone()
+        self._sent.append((self._try(lambda: self._group.send([copy], to, 0)), copy))
+        while len(self._sent) > IN_FLIGHT:
+            work, _ = self._sent.popleft()
+            self._try(work.wait)
+
+    def receive(self, x: torch.Tensor, source: int) -> None:
+        if x.numel():
+            self._try(lambda: self._group.recv([flat(x)], source, 0).wait())
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+        if self.rank != source:
+            self.receive(x, source)
+            return
+        for rank in range(self.size):
+            if rank != source:
+                self.send(x, rank)
+
+    def abort(self, reason: str) -> None:
+        self._reason = reason
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        self._sent.clear()
+        self._group = None

@@ -1,0 +1,164 @@
+"""Ranks with parts of a model, as processes given the same plans, against one rank with the whole of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from planaria.config.options import EngineConfig, EngineOptions
+from planaria.config.resolve import resolve
+from planaria.core.engine import EngineCore
+from planaria.errors import ModelError
+from planaria.protocol import Allocate, Failed, Load, Probe, StepResult
+from planaria.types import Request, SamplingParams, TokenLogprobs
+from planaria.worker.worker import Worker
+from tests.model.checkpoints import write_checkpoint
+from tests.model.ranks import Ranks
+
+BLOCKS = 96
+LAYOUTS = [(2, 1), (3, 1), (1, 2), (2, 2)]
+Found = dict[str, tuple[list[int], list[TokenLogprobs], list[TokenLogprobs | None]]]
+
+
+def config_for(model: str, kernels: str = "native", dtype: str = "float32", **more: Any) -> EngineConfig:
+    return resolve(
+        EngineOptions(
+            model=model, dtype=dtype, kernels=kernels, threads=1, max_model_len=256, max_num_seqs=8,
+            max_num_batched_tokens=48, device="cpu", quantization="none", **more,
+        )  # fmt: skip
+    )
+
+
+def requests(vocab: int) -> list[Request]:
+    """Prompts of several lengths, greedy and drawn; one wants the prompt's logprobs."""
+    out = []
+    for i, (length, count) in enumerate([(5, 12), (70, 9), (1, 14), (33, 6), (20, 10)]):
+        prompt = [(7 + 131 * i + 17 * j * j) % vocab for j in range(length)]
+        params = SamplingParams(
+            temperature=0 if i != 4 else 0.9, logprobs=2, prompt_logprobs=2 if i == 3 else None, ignore_eos=True
+        )
+        out.append(Request(f"r{i}", prompt, params, 11 + i, max_tokens=count))
+    return out
+
+
+def drive(core: EngineCore, wanted: list[Request], send: Any, result: Any, depth: int) -> Found:
+    """Run requests to their end with up to `depth` plans on their way."""
+    found: Found = {request.id: ([], [], []) for request in wanted}
+    for request in wanted:
+        assert core.admit(request) == []
+    flight: deque[int] = deque()
+    while True:
+        while len(flight) < depth and (plan := core.plan(0.0)) is not None:
+            send(plan)
+            flight.append(plan.step)
+        if not flight:
+            return found
+        flight.popleft()
+        for delta in core.commit(result()):
+            assert delta.error is None
+            tokens, logprobs, prompt_logprobs = found[delta.request_id]
+            tokens += delta.tokens
+            logprobs += delta.logprobs or []
+            prompt_logprobs += delta.prompt_logprobs or []
+
+
+def alone(config: EngineConfig, wanted: list[Request]) -> Found:
+    """The same with one rank, in this process."""
+    worker = Worker(config)
+    for command in (Load(), Probe(), Allocate(BLOCKS)):
+        reply = worker.handle(command)
+        assert not isinstance(reply, Failed), reply
+    replies: deque[Any] = deque()
+    core = EngineCore(config.scheduler, config.cache, BLOCKS)
+    found = drive(core, wanted, lambda plan: replies.append(worker.handle(plan)), replies.popleft, 1)
+    worker._exit()
+    return found
+
+
+def start(ranks: Ranks) -> None:
+    for command in (Load(), Probe(), Allocate(BLOCKS)):
+        for reply in ranks.ask(command):
+            assert not isinstance(reply, Failed), reply
+
+
+def together(ranks: Ranks, config: EngineConfig, wanted: list[Request], depth: int) -> Found:
+    """With ranks in processes; only the drawing rank's results count, all answer."""
+
+    def result() -> StepResult:
+        replies = [ranks.answer(rank) for rank in range(ranks.size)]
+        for rank, reply in enumerate(replies):
+            assert isinstance(reply, StepResult), reply
+            assert rank == ranks.drawing or not reply.lanes[0].rows
+        reply = replies[ranks.drawing]
+        assert isinstance(reply, StepResult)
+        return reply
+
+    core = EngineCore(config.scheduler, config.cache, BLOCKS)
+    return drive(core, wanted, ranks.send, result, depth)
+
+
+def assert_same(found: Found, expected: Found, tolerance: float = 1e-3) -> None:
+    for name, (tokens, logprobs, prompt_logprobs) in expected.items():
+        assert found[name][0] == tokens, name
+        pairs = zip([*found[name][1], *found[name][2]], [*logprobs, *prompt_logprobs], strict=True)
+        for one, other in pairs:
+            if one is None or other is None:
+                assert one is other
+                continue
+            assert one.token == other.token and abs(one.logprob - other.logprob) < tolerance
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[EngineConfig, Found]:
+    try:
+        config = config_for("smollm2")
+    except ModelError as e:
+        pytest.skip(f"the demo model is not installed: {e}")
+    torch.set_num_threads(1)
+    return config, alone(config, requests(config.model.vocab_size))
+
+
+@pytest.mark.parametrize("tp, pp", LAYOUTS)
+def test_the_real_model_gives_the_same_tokens(real: tuple[EngineConfig, Found], tp: int, pp: int) -> None:
+    config, expected = real
+    with Ranks(config, tp, pp) as ranks:
+        start(ranks)
+        for depth in (1, 2):
+            assert all(not isinstance(reply, Failed) for reply in ranks.ask(Allocate(BLOCKS)))  # from step 1 again
+            assert_same(together(ranks, config, requests(config.model.vocab_size), depth), expected)
+
+
+@pytest.mark.parametrize("kernels, gloo", [("torch", False), ("torch", True), ("native", True)])
+def test_torch_kernels_and_gloo(real: tuple[EngineConfig, Found], kernels: str, gloo: bool) -> None:
+    config = config_for("smollm2", kernels)
+    with Ranks(config, 2, 2, gloo=gloo) as ranks:
+        start(ranks)
+        assert_same(together(ranks, config, requests(config.model.vocab_size), 2), real[1])
+
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "attention_bias": True}),
+    ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 160}),
+    ("mistral", {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16}),
+]
+
+
+@pytest.mark.parametrize("family, overrides", FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_families(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    write_checkpoint(tmp_path, family, num_hidden_layers=3, **overrides)
+    config = config_for(str(tmp_path))
+    torch.set_num_threads(1)
+    expected = alone(config, requests(config.model.vocab_size))
+    for tp, pp in ((3, 1), (2, 2)):
+        with Ranks(config, tp, pp) as ranks:
+            start(ranks)
+            assert_same(together(ranks, config, requests(config.model.vocab_size), 2), expected)
