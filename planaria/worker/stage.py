@@ -47,6 +47,11 @@ class Stage:
             _, rows = self._open.popleft()
             last[rows] = self._receive_tokens(len(rows))
 
+    def drain(self, last: Tokens) -> None:
+        """Take in what is still on its way, before another stage uses the same mesh."""
+        if self._open:
+            self.take_tokens(self._open[-1][0] + self.micro_steps, last)
+
     def run(self, num_tokens: int) -> torch.Tensor | None:
         """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others."""
         pp = self.mesh.pp

@@ -137,6 +137,8 @@ class Worker:
 
         assert self.ops is not None
         since = time.perf_counter()
+        if self.runner is not None:
+            self.runner.stage.drain(self.runner.last)
         scheduler, size = self.config.scheduler, self.config.cache.block_size
         try:
             self.model.make_kv(num_blocks, size)
