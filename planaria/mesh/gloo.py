@@ -36,15 +36,19 @@ class GlooComm:
             lambda: ProcessGroupGloo(PrefixStore(name, store), rank, self.size, timedelta(seconds=deadline))
         )
 
-    def _try(self, run: Callable[[], Any]) -> Any:
+    def _try(self, run: Callable[[], Any], peer: int | None = None) -> Any:
+        """`run()`; its failure names `peer`, or the others: gloo does not say which of several it was."""
         try:
             return run()
         except RuntimeError as e:
-            others = [member for i, member in enumerate(self.members) if i != self.rank]
-            lost = tuple(others) if len(others) == 1 else ()
-            who = f"rank {others[0]}" if lost else f"one of the ranks {', '.join(map(str, others))}"
-            why = self._reason or str(e).splitlines()[0]
-            raise PeerLost(lost, f"{who} is gone, or did not come within {self.deadline:g} s: {why}") from None
+            if self._reason:
+                raise PeerLost((), self._reason) from e
+            others = [i for i in range(self.size) if i != self.rank] if peer is None else [peer]
+            names = [self.members[i] for i in others]
+            who = f"rank {names[0]}" if len(names) == 1 else f"one of the ranks {', '.join(map(str, names))}"
+            late = "imed out" in str(e) or "imeout" in str(e)
+            what = f"did not come within {self.deadline:g} s" if late else "is gone: its connection closed"
+            raise PeerLost(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
 
     def all_reduce(self, x: torch.Tensor) -> None:
         self._try(lambda: self._group.allreduce([x]).wait())
@@ -70,14 +74,14 @@ class GlooComm:
         if x.numel() == 0:
             return
         copy = flat(x).clone()
-        self._sent.append((self._try(lambda: self._group.send([copy], to, 0)), copy))
+        self._sent.append((self._try(lambda: self._group.send([copy], to, 0), to), copy))
         while len(self._sent) > IN_FLIGHT:
             work, _ = self._sent.popleft()
             self._try(work.wait)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
         if x.numel():
-            self._try(lambda: self._group.recv([flat(x)], source, 0).wait())
+            self._try(lambda: self._group.recv([flat(x)], source, 0).wait(), source)
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
         if self.rank != source:

@@ -20,6 +20,7 @@ from planaria.errors import ModelError
 from planaria.protocol import Allocate, Failed, Load, Probe, StepResult
 from planaria.types import Request, SamplingParams, TokenLogprobs
 from planaria.worker.worker import Worker
+from planaria.mesh.shared import fence_segment
 from tests.model.checkpoints import write_checkpoint
 from tests.model.ranks import Ranks
 
@@ -162,3 +163,93 @@ def test_families(tmp_path: Path, family: str, overrides: dict[str, Any]) -> Non
         with Ranks(config, tp, pp) as ranks:
             start(ranks)
             assert_same(together(ranks, config, requests(config.model.vocab_size), 2), expected)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> EngineConfig:
+    write_checkpoint(tmp_path, "llama")
+    return config_for(str(tmp_path))
+
+
+def until_failed(ranks: Ranks, config: EngineConfig, stop: Any, at: int) -> list[Failed]:
+    """Give plans one by one; call `stop` before the plan of step `at`; the failures of the ranks that still answer."""
+    core = EngineCore(config.scheduler, config.cache, BLOCKS)
+    for request in requests(config.model.vocab_size):
+        core.admit(request)
+    while True:
+        plan = core.plan(0.0)
+        assert plan is not None
+        left = list(range(ranks.size))
+        if plan.step == at:
+            left.remove(stop())
+        ranks.send(plan, left)
+        replies = [ranks.answer(rank) for rank in left]
+        if plan.step == at:
+            return [reply for reply in replies if isinstance(reply, Failed)]
+        drawn = replies[ranks.drawing]
+        assert isinstance(drawn, StepResult)
+        core.commit(drawn)
+
+
+@pytest.mark.parametrize("gloo", [False, True], ids=["shared", "gloo"])
+@pytest.mark.parametrize("tp, pp, victim", [(2, 1, 1), (2, 1, 0), (1, 2, 0), (3, 1, 1)])
+def test_a_killed_rank_is_named_by_the_others(small: EngineConfig, tp: int, pp: int, victim: int, gloo: bool) -> None:
+    with Ranks(small, tp, pp, gloo=gloo, deadline=20) as ranks:
+        start(ranks)
+
+        def stop() -> int:
+            ranks.procs[victim].send_signal(signal.SIGKILL)
+            ranks.procs[victim].wait()
+            return victim
+
+        since = time.monotonic()
+        failures = until_failed(ranks, small, stop, 4)
+        assert len(failures) == tp * pp - 1
+        for failed in failures:
+            assert failed.phase == "step" and failed.rank != victim
+            # gloo does not say which of several it was
+            named = f"rank {victim}" if not gloo or tp * pp == 2 else "one of the ranks"
+            assert named in failed.message
+        assert time.monotonic() - since < 10  # not by waiting for the deadline
+
+
+def test_a_stopped_rank_is_named_at_the_deadline(small: EngineConfig) -> None:
+    with Ranks(small, 3, 1, deadline=2) as ranks:
+        start(ranks)
+
+        def stop() -> int:
+            os.kill(ranks.procs[2].pid, signal.SIGSTOP)
+            return 2
+
+        since = time.monotonic()
+        failures = until_failed(ranks, small, stop, 3)
+        assert len(failures) == 2 and time.monotonic() - since < 8
+        assert all("rank 2" in failed.message for failed in failures)
+
+
+def test_a_fence_ends_a_wait(small: EngineConfig) -> None:
+    with Ranks(small, 2, 1) as ranks:
+        start(ranks)
+
+        def stop() -> int:
+            fence_segment(ranks.fds["tp", 0])  # what an engine does when it hears of a loss first
+            return 1
+
+        since = time.monotonic()
+        failures = until_failed(ranks, small, stop, 3)
+        assert len(failures) == 1 and "fenced" in failures[0].message and time.monotonic() - since < 10
+
+
+def test_a_rank_that_fails_by_itself_is_named(small: EngineConfig) -> None:
+    """A plan only one rank finds wrong: the other would wait for it."""
+    with Ranks(small, 2, 1) as ranks:
+        start(ranks)
+        plan = EngineCore(small.scheduler, small.cache, BLOCKS)
+        plan.admit(requests(small.model.vocab_size)[0])
+        first = plan.plan(0.0)
+        assert first is not None
+        ranks.send(first, [0])
+        ranks.send(msgspec.structs.replace(first, step=7), [1])
+        replies = [ranks.answer(rank) for rank in (0, 1)]
+        assert all(isinstance(reply, Failed) for reply in replies)
+        assert "rank 1 gave up" in replies[0].message and "plan for step 7" in replies[1].message  # type: ignore[union-attr]
