@@ -1,11 +1,13 @@
 """A group over torch's gloo: any nodes, any platform. The plain way, where shared memory isn't there.
 
 Rule: a message sent stays referenced until it has gone; a wait ends at the deadline, at `abort`, or with the peer's
-connection.
+connection. Gloo itself doesn't let go of an operation before its deadline, so waits look up in between, and what an
+abort leaves behind ends in a thread of its own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from planaria.mesh.comm import DEADLINE, PeerLost, flat
 
+LOOK = timedelta(milliseconds=50)  # how often a wait sees whether it was aborted
 IN_FLIGHT = 64  # messages that `send` leaves on their way
 
 
@@ -50,8 +53,19 @@ class GlooComm:
             what = f"did not come within {self.deadline:g} s" if late else "is gone: its connection closed"
             raise PeerLost(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
 
+    def _finish(self, work: Any, peer: int | None = None) -> None:
+        while True:
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                if not work.is_completed() and not self._reason:
+                    continue
+                self._try(lambda: work.wait(LOOK), peer)  # raises what it ended with
+                return
+
     def all_reduce(self, x: torch.Tensor) -> None:
-        self._try(lambda: self._group.allreduce([x]).wait())
+        self._finish(self._try(lambda: self._group.allreduce([x])))
 
     def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
         out = torch.empty(x.shape[0], size)
@@ -77,11 +91,11 @@ class GlooComm:
         self._sent.append((self._try(lambda: self._group.send([copy], to, 0), to), copy))
         while len(self._sent) > IN_FLIGHT:
             work, _ = self._sent.popleft()
-            self._try(work.wait)
+            self._finish(work, to)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
         if x.numel():
-            self._try(lambda: self._group.recv([flat(x)], source, 0).wait(), source)
+            self._finish(self._try(lambda: self._group.recv([flat(x)], source, 0), source), source)
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
         if self.rank != source:
@@ -93,9 +107,9 @@ class GlooComm:
 
     def abort(self, reason: str) -> None:
         self._reason = reason
-        if self._group is not None:
-            self._group.abort()
 
     def close(self) -> None:
+        left, self._group = [self._group, *self._sent], None
         self._sent.clear()
-        self._group = None
+        # letting go of a group waits for its operations, up to the deadline
+        threading.Thread(target=left.clear, name="planaria-gloo-close", daemon=True).start()

@@ -17,7 +17,7 @@ from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
 from planaria.core.engine import EngineCore
 from planaria.errors import ModelError
-from planaria.protocol import Allocate, Failed, Load, Probe, StepResult
+from planaria.protocol import Allocate, Failed, Fresh, Load, Probe, Row, StepPlan, StepResult
 from planaria.types import Request, SamplingParams, TokenLogprobs
 from planaria.worker.worker import Worker
 from planaria.mesh.shared import fence_segment
@@ -253,3 +253,34 @@ def test_a_rank_that_fails_by_itself_is_named(small: EngineConfig) -> None:
         replies = [ranks.answer(rank) for rank in (0, 1)]
         assert all(isinstance(reply, Failed) for reply in replies)
         assert "rank 1 gave up" in replies[0].message and "plan for step 7" in replies[1].message  # type: ignore[union-attr]
+
+
+def test_micro_steps_of_several_rows_are_in_flight(small: EngineConfig) -> None:
+    """Two rows in turn, all plans given before the first result is read: a stage has its next step before the other is
+    done, and a row's token is there when the row goes on."""
+    config = msgspec.structs.replace(small, scheduler=msgspec.structs.replace(small.scheduler, micro_steps=2))
+    count, prompts = 12, ([3, 1, 4, 1, 5], [9, 2, 6])
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    wanted = [Request(f"r{i}", prompt, params, 0, max_tokens=count) for i, prompt in enumerate(prompts)]
+    expected = alone(small, wanted)
+    plans = []
+    for step in range(1, 2 * count + 1):
+        lane: tuple[Row, ...] = ()
+        if step <= 2:
+            row, prompt = step - 1, tuple(prompts[step - 1])
+            fresh = Fresh(prompt, len(prompt), params, 0)
+            lane = (Row(row, 0, len(prompt), (2 * row, 2 * row + 1), True, fresh),)
+        plans.append(StepPlan(0, step, (lane,), ((),)))
+    for tp, pp in ((1, 2), (2, 2)):
+        with Ranks(config, tp, pp) as ranks:
+            start(ranks)
+            for plan in plans:
+                ranks.send(plan)
+            drawn: dict[int, list[int]] = {0: [], 1: []}
+            for plan in plans:
+                replies = [ranks.answer(rank) for rank in range(ranks.size)]
+                result = replies[ranks.drawing]
+                assert isinstance(result, StepResult), result
+                assert result.lanes[0].rows == [(plan.step - 1) % 2]
+                drawn[result.lanes[0].rows[0]] += result.lanes[0].tokens
+            assert [drawn[0], drawn[1]] == [expected["r0"][0], expected["r1"][0]]
