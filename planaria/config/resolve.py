@@ -111,7 +111,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
     backend = options.distributed_executor_backend or "uni"
-    _one_of("--distributed-executor-backend", backend, ("uni",))
+    _one_of("--distributed-executor-backend", backend, ("uni", "mp"))
     if options.tensor_parallel_size * options.pipeline_parallel_size > 1:
         raise ConfigError(
             "--tensor-parallel-size, --pipeline-parallel-size",
