@@ -22,6 +22,6 @@ def die_with_parent(parent: int) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the root drains, then ends the rest."""
+    """A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the root drains, then ends us."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

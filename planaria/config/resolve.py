@@ -116,7 +116,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         raise ConfigError(
             "--tensor-parallel-size, --pipeline-parallel-size",
             f"{options.tensor_parallel_size}, {options.pipeline_parallel_size}",
-            "this version runs one rank (executor uni)", "leave both at 1",
+            "this version runs one rank", "leave both at 1",
         )  # fmt: skip
     memory = None
     if options.kv_cache_memory is not None:
