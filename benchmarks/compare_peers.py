@@ -343,7 +343,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of one stream")
     parser.add_argument("--batch-rounds", type=int, default=3, help="of many")
     parser.add_argument("--starts", type=int, default=3, help="planaria's starts alone, the first with empty caches")
-    parser.add_argument("--vllm-processes", type=int, choices=(1, 2), default=1, help="2: also with its engine core apart")
+    parser.add_argument("--vllm-processes", type=int, choices=(1, 2), default=1, help="2: its core apart too")
     parser.add_argument("--kv-mib", type=int, default=512, help="KV memory of each engine")
     parser.add_argument("--idle-seconds", type=float, default=10.0)
     parser.add_argument("--quiet", type=float, default=15.0, help="repeat what others disturbed by more than this %%")
