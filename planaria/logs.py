@@ -20,8 +20,9 @@ def setup_logging(level: str = "info") -> None:
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
-        root.addHandler(handler)
-        root.propagate = False
+        for name in ("planaria", "uvicorn"):  # what the HTTP server says of malformed requests, in the same form
+            logging.getLogger(name).addHandler(handler)
+            logging.getLogger(name).propagate = False
 
 
 def current_level() -> str:

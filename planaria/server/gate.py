@@ -1,6 +1,7 @@
 """What every HTTP request passes first: its id, the API key, the size limit, the stop of admission, and the last catch.
 
-An ASGI middleware. A body is read here, at most `max_body_bytes` of it, before any route sees the request.
+An ASGI middleware. A body is read here, at most `max_body_bytes` of it within `body_timeout`, before any route sees the
+request; one whose body hasn't come counts as not open, so that no silent client holds up a shutdown.
 """
 
 from __future__ import annotations
@@ -89,8 +90,6 @@ class Gate:
             await send(message)
 
         open_path = scope["path"] in OPEN_PATHS
-        if not open_path:
-            self.service.enter()
         try:
             await self._pass(scope, headers, open_path, receive, send_with_id)
         except Exception:
@@ -101,8 +100,6 @@ class Gate:
                 scope, receive, send_with_id
             )
         finally:
-            if not open_path:
-                self.service.leave()
             if not info.logged:
                 level = logging.DEBUG if open_path or info.status < 400 else logging.INFO
                 logger.log(
@@ -119,10 +116,19 @@ class Gate:
                 await refusal(scope, receive, send)
                 return
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            await self.app(scope, receive, send)
+            await self._answer(scope, receive, send, open_path)
             return
+        limit_s = self.config.body_timeout
         try:
-            body = await self._read(headers, receive)
+            async with asyncio.timeout(limit_s):
+                body = await self._read(headers, receive)
+        except TimeoutError:
+            answer = failure(
+                f"the request's body did not come within {limit_s:g} s", 408, code="request_timeout",
+                headers={"Connection": "close"},
+            )  # fmt: skip
+            await answer(scope, receive, send)
+            return
         except TooLarge:
             limit = self.config.max_body_bytes
             answer = failure(
@@ -142,7 +148,17 @@ class Gate:
             replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self.app(scope, receive_body, send)
+        await self._answer(scope, receive_body, send, open_path)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, open_path: bool) -> None:
+        if open_path:
+            await self.app(scope, receive, send)
+            return
+        self.service.enter()
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.service.leave()
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
         authorization = headers.get(b"authorization")
