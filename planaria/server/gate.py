@@ -118,12 +118,16 @@ class Gate:
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._answer(scope, receive, send, open_path)
             return
-        limit_s = self.config.body_timeout
+        limit_s, service = self.config.body_timeout, self.service
         try:
-            async with asyncio.timeout(limit_s):
-                body = await self._read(headers, receive)
+            async with asyncio.timeout(limit_s) as clock:
+                service.reading[clock] = None
+                try:
+                    body = await self._read(headers, receive)
+                finally:
+                    del service.reading[clock]
         except TimeoutError:
-            answer = failure(
+            answer = self._draining() or failure(
                 f"the request's body did not come within {limit_s:g} s", 408, code="request_timeout",
                 headers={"Connection": "close"},
             )  # fmt: skip
@@ -173,9 +177,12 @@ class Gate:
                 )  # fmt: skip
         elif self.keys and not self.keys.accepts(authorization):
             return _unauthorized("an API key")
-        if self.service.draining:
-            return failure(self.service.draining, 503, code="not_ready", headers={"Connection": "close"})
-        return None
+        return self._draining()
+
+    def _draining(self) -> ASGIApp | None:
+        if not self.service.draining:
+            return None
+        return failure(self.service.draining, 503, code="not_ready", headers={"Connection": "close"})
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The whole body; None if the client left before its end. Raises TooLarge, having read on for a while.

@@ -76,8 +76,8 @@ async def test_half_a_request_doesnt_hold_up_the_end(start):
         server.stop.set()
         assert await server.exit_code() == 0
         assert time.monotonic() - started < 15
+        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
         writer.close()
-        del reader
 
 
 async def test_half_a_request_is_given_up(start):
