@@ -17,23 +17,8 @@ from typing import Any
 
 from planaria.kernels.cpu.target import ISAS, Target
 
-SOURCES = (
-    "build",
-    "compiler",
-    "emit",
-    "layout",
-    "micro",
-    "native",
-    "program",
-    "target",
-    "vector",
-)
-EXTERNAL = (
-    "syscall",
-    "memcpy",
-    "memset",
-    "memmove",
-)  # all that object code calls outside itself
+SOURCES = ("build", "compiler", "emit", "layout", "micro", "native", "program", "target", "vector")
+EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
 _lock = threading.Lock()
@@ -70,19 +55,11 @@ def host_isa() -> str:
 def _machine(target: Target) -> tuple[Any, str]:
     """An LLVM target machine, and what identifies it."""
     binding = _initialise()
-    cpu, features = (
-        binding.get_host_cpu_name(),
-        binding.get_host_cpu_features().flatten(),
-    )
+    cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     if target.isa != host_isa() and cpu and "x86" in binding.get_process_triple():
         cpu, features = {"avx512": "x86-64-v4", "generic": "x86-64-v3"}[target.isa], ""
     machine = binding.Target.from_triple(binding.get_process_triple()).create_target_machine(
-        cpu=cpu,
-        features=features,
-        opt=3,
-        reloc="default",
-        codemodel="jitdefault",
-        jit=True,
+        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
     )
     return machine, f"{cpu} {features}"
 
@@ -107,10 +84,7 @@ def _program() -> str:
     from planaria.kernels.cpu.compiler import Module
 
     kernels = {
-        name: (
-            "void" if "None" in str(value.__annotations__["return"]) else "i64",
-            value.__code__.co_argcount,
-        )
+        name: ("void" if "None" in str(value.__annotations__["return"]) else "i64", value.__code__.co_argcount)
         for name, value in vars(native).items()
         if name.startswith("pl_")
     }
@@ -127,10 +101,7 @@ def compile_object(target: Target) -> bytes:
     machine, _ = _machine(target)
     text = DECLARATIONS + matrix_module(target) + vector_module(target) + _program()
     module = binding.parse_assembly(text)
-    module.triple, module.data_layout = (
-        binding.get_process_triple(),
-        str(machine.target_data),
-    )
+    module.triple, module.data_layout = binding.get_process_triple(), str(machine.target_data)
     module.verify()
     builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
     builder.getModulePassManager().run(module, builder)
