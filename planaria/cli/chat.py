@@ -26,12 +26,15 @@ async def answer(llm: Any, messages: list[dict[str, Any]], params: SamplingParam
             if piece.error:
                 console.print(f"\nerror: {piece.error}", markup=False)
     finally:
-        sys.stdout.write("\n")
-        console.print(f"{tokens} tokens, {tokens / (time.perf_counter() - since):,.1f} tok/s", style="dim")
+        if tokens:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            console.print(f"{tokens} tokens, {tokens / (time.perf_counter() - since):,.1f} tok/s", style="dim")
     return text
 
 
 def run(model: str, engine: dict[str, Any], *, system: str | None, params: SamplingParams) -> None:
+    params.verify()
     began = time.perf_counter()
     from planaria.llm import AsyncLLM
 

@@ -101,7 +101,9 @@ class Gate:
             )
         finally:
             if not info.logged:
-                level = logging.DEBUG if open_path or info.status < 400 else logging.INFO
+                # Who asks again and again whether the model is loaded fills no log.
+                quiet = open_path or info.status < 400 or (info.status == 503 and self.service.client.facts is None)
+                level = logging.DEBUG if quiet else logging.INFO
                 logger.log(
                     level, "%s %s %s: status %d, %.3f s",
                     id, scope["method"], clean(info.path), info.status, time.perf_counter() - info.arrival,
