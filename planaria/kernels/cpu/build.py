@@ -19,6 +19,7 @@ from planaria.kernels.cpu.target import ISAS, Target
 
 SOURCES = ("build", "compiler", "emit", "layout", "micro", "native", "program", "target", "vector")
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
+DIGEST = 32  # bytes of the checksum in front of a kept object
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
 _lock = threading.Lock()
@@ -126,11 +127,14 @@ def ensure(target: Target, cache_dir: Path | None = None) -> bytes:
     """The object code, from the cache or compiled and put there."""
     path = cache_file(target, cache_dir or default_cache())
     try:
-        return path.read_bytes()
+        kept = path.read_bytes()
     except OSError:
+        kept = b""
+    seal, data = kept[:DIGEST], kept[DIGEST:]
+    if not data or hashlib.sha256(data).digest() != seal:  # none, or damaged: machine code is not run on trust
         data = compile_object(target)
-        _write(path, data)
-        return data
+        _write(path, hashlib.sha256(data).digest() + data)
+    return data
 
 
 def load(target: Target, cache_dir: Path | None = None) -> Entry:
@@ -156,7 +160,4 @@ def target_for(dtype: str, isa: str | None = None) -> Target:
     """The flavour for a dtype on this machine, or with an instruction level forced."""
     if isa is not None and isa not in ISAS:
         raise ValueError(f"isa {isa!r}: choose one of {', '.join(ISAS)}")
-    chosen = isa or host_isa()
-    if dtype == "float32" and chosen == "avx512_bf16" and isa is None:
-        chosen = "avx512_bf16"  # the same instructions; one name for the host's own level
-    return Target(dtype, chosen)
+    return Target(dtype, isa or host_isa())
