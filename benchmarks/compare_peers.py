@@ -220,13 +220,14 @@ def served(spec: Spec, options: argparse.Namespace, kv_token: int, logs: Path) -
     return result
 
 
-def alternate(drivers: list[Driver], options: argparse.Namespace, failed: dict[str, str]) -> dict[str, Any]:
-    """Rounds of every scenario. An engine that fails is left out from there on, and named in `failed`.
+def alternate(
+    drivers: list[Driver], options: argparse.Namespace, result: dict[str, Any], failed: dict[str, str]
+) -> None:
+    """Rounds of every scenario, into `result`. An engine that fails is left out from there on, and named in `failed`.
 
     {scenario: {"shapes": [...], "samples": {engine: [{"seconds", "events", "foreign"}, ...]}}}, and "bandwidth",
     taken between the rounds of "single".
     """
-    result: dict[str, Any] = {"bandwidth": []}
     wanted = options.scenarios.split(",") if options.scenarios else None
     seed = 1000
     for name, shapes in scenarios(options.tiny).items():
@@ -234,6 +235,7 @@ def alternate(drivers: list[Driver], options: argparse.Namespace, failed: dict[s
             continue
         rounds = options.rounds if len(shapes) == 1 else options.batch_rounds
         samples: dict[str, list[dict[str, Any]]] = {driver.spec.name: [] for driver in drivers}
+        result[name] = {"shapes": shapes, "samples": samples}
         skipped = set(failed)
         for number in range(rounds + 1):  # round 0 warms up: not kept
             if name == "single" and number:
@@ -258,12 +260,10 @@ def alternate(drivers: list[Driver], options: argparse.Namespace, failed: dict[s
                 elif number:
                     samples[driver.spec.name].append(one)
             say(f"{name}: round {number} of {rounds}")
-        result[name] = {"shapes": shapes, "samples": samples}
-    return result
 
 
-def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole run, as it is written to JSON."""
+def compare(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """The whole run, filled into `result` as it goes, as it is written to JSON."""
     OUT.mkdir(exist_ok=True)
     logs = OUT / "logs"
     logs.mkdir(exist_ok=True)
@@ -272,11 +272,11 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="planaria-compare-") as caches, ExitStack() as stack:
         engines = specs(options, Path(caches))
         kv_token = kv_token_bytes(resolve_checkpoint(options.model).config)
-        result: dict[str, Any] = {
+        result |= {
             "when": time.strftime("%Y-%m-%d %H:%M"), "model": options.model, "threads": options.threads,
             "kv_bytes": options.kv_mib << 20, "tiny": options.tiny,
             "machine": quietest(partial(limits, options.threads, matrix=True), options.quiet, options.retries),
-            "engines": {}, "failed": {},
+            "engines": {}, "failed": {}, "scenarios": {"bandwidth": []},
         }  # fmt: skip
         alive = []
         for spec in engines:
@@ -311,9 +311,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             entry["about"] = driver.started["about"]
             drivers.append(driver)
             say(f"{spec.name}: loaded beside the others after {driver.started['first_token']:.1f} s")
-        result["scenarios"] = alternate(drivers, options, result["failed"])
+        alternate(drivers, options, result["scenarios"], result["failed"])
     result["install"] = installs(options, engines)
-    return result
 
 
 def installs(options: argparse.Namespace, engines: list[Spec]) -> dict[str, dict[str, int]]:
@@ -343,7 +342,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of one stream")
     parser.add_argument("--batch-rounds", type=int, default=3, help="of many")
     parser.add_argument("--starts", type=int, default=3, help="planaria's starts alone, the first with empty caches")
-    parser.add_argument("--vllm-processes", type=int, choices=(1, 2), default=1, help="2: also with its engine core apart")
+    parser.add_argument("--vllm-processes", type=int, choices=(1, 2), default=1, help="2: its core apart too")
     parser.add_argument("--kv-mib", type=int, default=512, help="KV memory of each engine")
     parser.add_argument("--idle-seconds", type=float, default=10.0)
     parser.add_argument("--quiet", type=float, default=15.0, help="repeat what others disturbed by more than this %%")
@@ -368,11 +367,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that no stopped driver stays behind
-    result = compare(options)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1))
-    print(report.text(result))
-    say(f"samples: {options.json}")
+    result: dict[str, Any] = {}
+    try:
+        compare(options, result)
+    finally:  # also what an interrupted run had measured
+        if result:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result, indent=1))
+            print(report.text(result))
+            say(f"samples: {options.json}")
     if options.markdown:
         report.write_between(options.markdown, "compare_peers", report.markdown(result))
         say(f"tables: {options.markdown}")

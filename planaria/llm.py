@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import queue
 import threading
 import weakref
@@ -22,8 +23,10 @@ from planaria.errors import ConfigError, EngineDead, PlanariaError, RequestError
 from planaria.server.inputs import child_seed, submissions
 from planaria.server.output import Piece, RequestStream
 from planaria.server.tokenise import Tokenizer, load_tokenizer
-from planaria.types import SamplingParams, TokenLogprobs
+from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
 from planaria.wire import Cancel, EngineFacts, EngineStats, FromEngine, Output, Progress, Submit, ToEngine
+
+logger = logging.getLogger("planaria")
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -262,12 +265,14 @@ class AsyncLLM(_Front):
     ...     print(piece.text, end="")
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, *, on_progress: Callable[[str, float], None] | None = None, **options: Any) -> None:
         super().__init__(model, options)
+        self._on_progress = on_progress
         self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._open: dict[str, _Open] = {}
         self._loop = build_loop(self.config, self._hear)
         self._failure: PlanariaError | None = None
+        self._ended = ""  # why nothing will come any more
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="planaria-engine", daemon=True)
         self._thread.start()
@@ -284,6 +289,17 @@ class AsyncLLM(_Front):
             return
         finally:
             started.set()
+        try:
+            self._turns()
+            self._loop.close()
+        except Exception as e:
+            logger.exception("the engine's thread failed")
+            self._ended = f"the engine's thread failed: {type(e).__name__}: {e}"
+        self._ended = self._ended or (self._loop.dead.message if self._loop.dead else "the engine was closed")
+        for id, target in list(self._open.items()):
+            self._tell(target, Delta(id, 0, [], FinishReason.ERROR, error=self._ended))
+
+    def _turns(self) -> None:
         while not self._loop.stopping:
             while True:
                 try:
@@ -291,23 +307,30 @@ class AsyncLLM(_Front):
                 except queue.Empty:
                     break
                 if message is None:
-                    self._loop.close()
                     return
                 self._loop.handle(message)
             self._loop.turn()
-        self._loop.close()
 
     def _hear(self, message: FromEngine) -> None:
         """In the engine's thread: hand each event loop its deltas."""
+        if isinstance(message, Progress) and self._on_progress is not None:
+            self._on_progress(message.part, message.fraction)
         if not isinstance(message, Output):
             return
         self.stats = message.stats
         for delta in message.deltas:
             target = self._open.get(delta.request_id)
             if target is not None:
-                target.loop.call_soon_threadsafe(self._push, target, delta)
+                self._tell(target, delta)
 
-    def _push(self, target: _Open, delta: Any) -> None:
+    def _tell(self, target: _Open, delta: Delta) -> None:
+        try:
+            target.loop.call_soon_threadsafe(self._push, target, delta)
+        except RuntimeError:  # that event loop was closed with the stream still open
+            if self._open.pop(delta.request_id, None) is not None:
+                self._inbox.put(Cancel(delta.request_id))
+
+    def _push(self, target: _Open, delta: Delta) -> None:
         piece = target.stream.push(delta)
         if piece is None:
             return
@@ -322,13 +345,15 @@ class AsyncLLM(_Front):
     ) -> AsyncIterator[StreamOutput]:
         """Stream a completion, a piece per step and choice. Leaving the loop early cancels it. Raises RequestError."""
         params = sampling_params or SamplingParams()
-        if not self._thread.is_alive():
-            raise EngineDead(self._loop.dead.message if self._loop.dead else "the engine was closed")
         _, stream, submits = self._stream(self._encode(prompt), params, priority)
         target = _Open(stream)
         for submit in submits:
             self._open[submit.id] = target
             self._inbox.put(submit)
+        if self._ended:  # looked at after `_open` was filled in: the ending thread answers what it finds there
+            for submit in submits:
+                self._open.pop(submit.id, None)
+            raise EngineDead(self._ended)
         try:
             while not stream.done or not target.pieces.empty():
                 piece = await target.pieces.get()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from typing import Any
 
-from planaria.cli.look import console, summary
+from planaria.cli.look import console, loading, summary
+from planaria.errors import RequestError
 from planaria.types import SamplingParams
 
 
@@ -24,20 +26,27 @@ async def answer(llm: Any, messages: list[dict[str, Any]], params: SamplingParam
             if piece.error:
                 console.print(f"\nerror: {piece.error}", markup=False)
     finally:
-        sys.stdout.write("\n")
-        console.print(f"{tokens} tokens, {tokens / (time.perf_counter() - since):,.1f} tok/s", style="dim")
+        if tokens:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            console.print(f"{tokens} tokens, {tokens / (time.perf_counter() - since):,.1f} tok/s", style="dim")
     return text
 
 
 def run(model: str, engine: dict[str, Any], *, system: str | None, params: SamplingParams) -> None:
+    params.verify()
     began = time.perf_counter()
     from planaria.llm import AsyncLLM
 
-    with console.status("loading") if console.is_terminal else _Quiet():
-        llm = AsyncLLM(model, **engine)
+    with loading() as progress:
+        llm = AsyncLLM(model, on_progress=progress, **engine)
     console.print(summary(llm.facts, {"total": time.perf_counter() - began}))
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives `input` a line that can be edited)
+        console.print("An empty line or Ctrl-D ends it; Ctrl-C stops an answer.", style="dim")
     try:
         while True:
             try:
@@ -52,12 +61,12 @@ def run(model: str, engine: dict[str, Any], *, system: str | None, params: Sampl
             except KeyboardInterrupt:
                 messages.pop()
                 continue
+            except RequestError as e:  # such as a conversation that has grown too long
+                if not interactive:
+                    raise
+                messages.pop()
+                console.print(f"error: {e}", markup=False)
+                continue
             messages.append({"role": "assistant", "content": text})
     finally:
         llm.close()
-
-
-class _Quiet:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None: ...

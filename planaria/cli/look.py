@@ -70,7 +70,8 @@ def summary(facts: EngineFacts, seconds: dict[str, float] | None = None) -> Tabl
     kept = {"none": "", "keep": ", weights packed as in the file"}.get(facts.quantization, f", {facts.quantization}")
     table.add_row("model", f"{facts.model} ({size(facts.num_parameters)} parameters, {facts.dtype}{kept})")
     weights = f"{facts.weight_bytes / 2**20:,.0f} MiB of weights"
-    table.add_row("device", f"{facts.device}, {facts.threads} threads, {weights}")
+    threads = "1 thread" if facts.threads == 1 else f"{facts.threads} threads"
+    table.add_row("device", f"{facts.device}, {threads}, {weights}")
     tokens = facts.num_blocks * facts.block_size
     table.add_row("kv cache", f"{tokens:,} tokens in {facts.num_blocks:,} blocks of {facts.block_size}")
     table.add_row("executor", f"{facts.executor} ({facts.layout})")

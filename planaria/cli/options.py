@@ -36,7 +36,8 @@ _ENGINE: dict[str, tuple[Any, Any, list[str], str]] = {
     "seed": (int | None, None, ["--seed"], "Of requests that bring none; default: drawn."),
     "null_worker": (bool, False, ["--null-worker"], "Compute nothing: measures the engine alone."),
     "distributed_executor_backend": (
-        str | None, None, ["--distributed-executor-backend"], "How ranks are started: uni (in the engine's process).",
+        str | None, None, ["--distributed-executor-backend"],
+        "How ranks are started: uni (in the engine) or mp (processes).",
     ),
     "tensor_parallel_size": (int, 1, ["--tensor-parallel-size", "-tp"], "Ranks that share each layer."),
     "pipeline_parallel_size": (int, 1, ["--pipeline-parallel-size", "-pp"], "Stages that share the layers."),

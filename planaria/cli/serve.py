@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from typing import Any
@@ -43,8 +44,8 @@ def run(
 async def _serve(config: EngineConfig, settings: ServerConfig, started: float, skip_tokenizer_init: bool) -> int:
     from planaria.server.engine_client import ProcessEngineClient
 
-    with loading() as progress:
-        client = ProcessEngineClient(config, progress)
+    with contextlib.ExitStack() as bar:
+        client = ProcessEngineClient(config, bar.enter_context(loading()))
         await client.start()
         try:
             from planaria.server.serve import bind, serve
@@ -57,6 +58,7 @@ async def _serve(config: EngineConfig, settings: ServerConfig, started: float, s
 
             def announce(line: str) -> None:
                 assert client.facts is not None
+                bar.close()
                 console.print(summary(client.facts, {"total": time.monotonic() - started}))
                 sys.stdout.write(line + "\n")
                 sys.stdout.flush()

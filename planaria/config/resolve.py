@@ -111,12 +111,12 @@ def resolve(options: EngineOptions) -> EngineConfig:
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
     backend = options.distributed_executor_backend or "uni"
-    _one_of("--distributed-executor-backend", backend, ("uni",))
+    _one_of("--distributed-executor-backend", backend, ("uni", "mp"))
     if options.tensor_parallel_size * options.pipeline_parallel_size > 1:
         raise ConfigError(
             "--tensor-parallel-size, --pipeline-parallel-size",
             f"{options.tensor_parallel_size}, {options.pipeline_parallel_size}",
-            "this version runs one rank (executor uni)", "leave both at 1",
+            "this version runs one rank", "leave both at 1",
         )  # fmt: skip
     memory = None
     if options.kv_cache_memory is not None:

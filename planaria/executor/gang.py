@@ -20,7 +20,8 @@ def kv_blocks(facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig
     if cache.memory is not None:
         if cache.memory > available:
             raise CapacityError(
-                f"--kv-cache-memory asks for {cache.memory / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are free"
+                f"--kv-cache-memory asks for {cache.memory / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are free; "
+                "ask for less"
             )
         budget = cache.memory
     else:

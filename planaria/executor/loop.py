@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
-from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError
+from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, WorkersLost
 from planaria.executor.gang import Gang
+from planaria.executor.link.faults import LinkError
 from planaria.executor.worker_group import Ticket, WorkerGroup
 from planaria.protocol import Call, Command, Exit, Failed, Reply, StepResult
 from planaria.types import Delta, FinishReason, Request
@@ -27,10 +28,19 @@ Emit = Callable[[FromEngine], None]
 
 class Launcher(Protocol):
     name: str
+    on_exit: Callable[[], None]  # called from any thread when a rank's process ends unasked
 
     def launch(self) -> Any: ...
 
     def pids(self) -> list[int]: ...
+
+    def lost(self) -> dict[int, str]: ...
+
+    def closing(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class Link(Protocol):
@@ -39,6 +49,8 @@ class Link(Protocol):
     def send(self, number: int, command: Command) -> None: ...
 
     def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None: ...
+
+    def wake(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -53,15 +65,20 @@ def failure(failed: Failed) -> PlanariaError:
 
 
 class EngineLoop:
-    """`link_for(ranks)` makes the link to what the launcher started."""
+    """`link_for(ranks)` makes the link to what the launcher started. `on_loss`, where set, is called from another
+    thread when a rank's process ends: whoever sleeps outside `turn` then calls `check`."""
 
     def __init__(
         self, config: EngineConfig, launcher: Launcher, link_for: Callable[[Any], Link], emit: Emit
     ) -> None:
         self.config, self.launcher, self.link_for, self.emit = config, launcher, link_for, emit
+        self.on_loss: Callable[[], None] = lambda: None
+        launcher.on_exit = self._on_exit
         self.group = WorkerGroup(config.parallel.world_size)
         self.link: Link | None = None
         self.core: EngineCore | None = None
+        self.epoch = 0
+        self.broken = False  # a rank is lost: the link can't be trusted to answer
         self.stopping = False
         self.dead: Dead | None = None
 
@@ -74,11 +91,14 @@ class EngineLoop:
         config = self.config
         gang = Gang(config.cache, config.scheduler, cpu=config.device.device == "cpu")
         command: Command | None = gang.start()
-        while command is not None:
-            command = gang.on_done(list(self._ask(command).replies.values()))
+        try:
+            while command is not None:
+                command = gang.on_done(list(self._ask(command).replies.values()))
+        except WorkersLost as e:
+            gang.failure = self._failed_by(e)
         if gang.failure is not None:
             error = failure(gang.failure)
-            if gang.failure.kind == "error":
+            if gang.failure.kind == "error" and gang.failure.traceback:
                 logger.error("%s\n%s", error, gang.failure.traceback)
             self.close()
             raise error
@@ -110,19 +130,68 @@ class EngineLoop:
         ticket = self.group.submit(command, time.monotonic())
         self.link.send(ticket.number, command)
         while True:
-            answer = self.link.receive(None)
-            assert answer is not None
-            if ticket in self.group.on_reply(*answer):
+            if ticket in self.group.on_reply(*self._receive()):
                 return ticket
+
+    def _receive(self) -> tuple[int, int, Reply]:
+        """The next answer. Raises WorkersLost when a rank's process has ended or its link is broken."""
+        assert self.link is not None
+        while True:
+            try:
+                answer = self.link.receive(None)
+            except LinkError as e:
+                lost = self.launcher.lost()
+                cause = "; ".join(f"its process {how}" for how in lost.values()) or str(e)
+                raise WorkersLost(self.epoch, tuple(lost) or e.ranks, cause) from None
+            if answer is not None:
+                return answer
+            self._look_for_losses()
+
+    def _look_for_losses(self) -> None:
+        if lost := self.launcher.lost():
+            raise WorkersLost(self.epoch, tuple(lost), "; ".join(f"its process {how}" for how in lost.values()))
+
+    def _on_exit(self) -> None:
+        """From another thread: end the wait for an answer that may never come."""
+        if self.link is not None:
+            self.link.wake()
+        self.on_loss()
+
+    def check(self) -> None:
+        """Look for ranks that ended while nothing was running."""
+        try:
+            self._look_for_losses()
+        except WorkersLost as e:
+            self._lost(e)
+
+    def _lost(self, loss: WorkersLost) -> None:
+        """The one place where lost ranks are dealt with."""
+        self._die(self._failed_by(loss))
+
+    def _failed_by(self, loss: WorkersLost) -> Failed:
+        """What the first lost rank would have said itself."""
+        phase = type(self.group.open[0].command).__name__ if self.group.open else "idle"
+        phase = {"StepPlan": "step"}.get(phase, phase.lower())
+        self.broken = True
+        return Failed(loss.ranks[0] if loss.ranks else 0, phase, loss.cause, "")
 
     def close(self) -> None:
         """Answer what is open, end the ranks. Idempotent."""
         if self.core is not None:
             self._abort_all(FinishReason.ABORT, None)
         if self.link is not None:
-            while self.group.open and (answer := self.link.receive(60.0)) is not None:
-                self.group.on_reply(*answer)
-            self._ask(Exit())
+            self.launcher.closing()
+            if not self.broken:
+                try:
+                    while self.group.open:
+                        self.group.on_reply(*self._receive())
+                    self._ask(Exit())
+                except (WorkersLost, LinkError) as e:
+                    logger.warning("while ending: %s", e)
+                    self.broken = True
+            if self.broken:
+                self.launcher.kill()
+            self.launcher.close()
             self.link.close()
             self.link = None
         self.core = None
@@ -153,18 +222,21 @@ class EngineLoop:
         """One round; True if something was computed. A rank's failure ends the engine; open requests are answered."""
         core, link = self.core, self.link
         assert core is not None and link is not None
-        while core.in_flight < self.config.scheduler.depth:
-            plan = core.plan(time.monotonic())
-            if plan is None:
-                break
-            ticket = self.group.submit(plan, time.monotonic())
-            link.send(ticket.number, plan)
-        if not self.group.open:
-            return False
-        answer = link.receive(None)
-        assert answer is not None
-        for ticket in self.group.on_reply(*answer):
-            self._complete(ticket)
+        try:
+            while core.in_flight < self.config.scheduler.depth:
+                plan = core.plan(time.monotonic())
+                if plan is None:
+                    break
+                ticket = self.group.submit(plan, time.monotonic())
+                link.send(ticket.number, plan)
+            if not self.group.open:
+                return False
+            for ticket in self.group.on_reply(*self._receive()):
+                self._complete(ticket)
+        except WorkersLost as e:
+            self._lost(e)
+        except LinkError as e:
+            self._lost(WorkersLost(self.epoch, e.ranks, str(e)))
         return True
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

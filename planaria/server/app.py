@@ -28,6 +28,7 @@ _ERRORS = {
     401: "No valid API key.",
     404: "No such model or path.",
     405: "Not this method.",
+    408: "The body did not come.",
     413: "The body is too large.",
     415: "A browser sent a body that is not declared as JSON.",
     500: "The server's fault.",
@@ -126,7 +127,7 @@ def _routes(app: FastAPI) -> None:
             response_class=Response, responses=responses, openapi_extra=extra, operation_id=endpoint.__name__,
         )  # fmt: skip
 
-    post = (400, 401, 404, 413, 415, 500, 503)
+    post = (400, 401, 404, 408, 413, 415, 500, 503)
     add(
         "/v1/completions", completions.create_completion, schema.CompletionResponse, schema.CompletionRequest,
         errors=post, content=stream,

@@ -32,6 +32,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 8 * MIB
     max_sequences: int = 1024  # of one request: prompts x n
     shutdown_timeout: float = 30.0
+    body_timeout: float = 60.0  # for a request's body to come
     keep_alive_timeout: float = 75.0
     stall_timeout: float = 60.0  # work but no new step for this long: /health says it does not progress
 

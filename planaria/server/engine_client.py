@@ -130,6 +130,8 @@ class ProcessEngineClient:
                     for delta in message.deltas:
                         self._deliver(delta)
                 case EngineFacts():
+                    # Both ends are connected, so nothing needs the socket's name; a kill leaves no folder behind.
+                    shutil.rmtree(self._folder, ignore_errors=True)
                     self.facts = message
                     self._ready.set()
                 case Progress():

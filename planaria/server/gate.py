@@ -1,6 +1,7 @@
 """What every HTTP request passes first: its id, the API key, the size limit, the stop of admission, and the last catch.
 
-An ASGI middleware. A body is read here, at most `max_body_bytes` of it, before any route sees the request.
+An ASGI middleware. A body is read here, at most `max_body_bytes` of it within `body_timeout`, before any route sees the
+request; one whose body hasn't come counts as not open, so that no silent client holds up a shutdown.
 """
 
 from __future__ import annotations
@@ -89,8 +90,6 @@ class Gate:
             await send(message)
 
         open_path = scope["path"] in OPEN_PATHS
-        if not open_path:
-            self.service.enter()
         try:
             await self._pass(scope, headers, open_path, receive, send_with_id)
         except Exception:
@@ -101,10 +100,10 @@ class Gate:
                 scope, receive, send_with_id
             )
         finally:
-            if not open_path:
-                self.service.leave()
             if not info.logged:
-                level = logging.DEBUG if open_path or info.status < 400 else logging.INFO
+                # Who asks again and again whether the model is loaded fills no log.
+                quiet = open_path or info.status < 400 or (info.status == 503 and self.service.client.facts is None)
+                level = logging.DEBUG if quiet else logging.INFO
                 logger.log(
                     level, "%s %s %s: status %d, %.3f s",
                     id, scope["method"], clean(info.path), info.status, time.perf_counter() - info.arrival,
@@ -119,10 +118,23 @@ class Gate:
                 await refusal(scope, receive, send)
                 return
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            await self.app(scope, receive, send)
+            await self._answer(scope, receive, send, open_path)
             return
+        limit_s, service = self.config.body_timeout, self.service
         try:
-            body = await self._read(headers, receive)
+            async with asyncio.timeout(limit_s) as clock:
+                service.reading[clock] = None
+                try:
+                    body = await self._read(headers, receive)
+                finally:
+                    del service.reading[clock]
+        except TimeoutError:
+            answer = self._draining() or failure(
+                f"the request's body did not come within {limit_s:g} s", 408, code="request_timeout",
+                headers={"Connection": "close"},
+            )  # fmt: skip
+            await answer(scope, receive, send)
+            return
         except TooLarge:
             limit = self.config.max_body_bytes
             answer = failure(
@@ -142,7 +154,17 @@ class Gate:
             replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self.app(scope, receive_body, send)
+        await self._answer(scope, receive_body, send, open_path)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, open_path: bool) -> None:
+        if open_path:
+            await self.app(scope, receive, send)
+            return
+        self.service.enter()
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.service.leave()
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
         authorization = headers.get(b"authorization")
@@ -157,9 +179,12 @@ class Gate:
                 )  # fmt: skip
         elif self.keys and not self.keys.accepts(authorization):
             return _unauthorized("an API key")
-        if self.service.draining:
-            return failure(self.service.draining, 503, code="not_ready", headers={"Connection": "close"})
-        return None
+        return self._draining()
+
+    def _draining(self) -> ASGIApp | None:
+        if not self.service.draining:
+            return None
+        return failure(self.service.draining, 503, code="not_ready", headers={"Connection": "close"})
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The whole body; None if the client left before its end. Raises TooLarge, having read on for a while.

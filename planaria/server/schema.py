@@ -9,6 +9,7 @@ models at run time; `sse.py`, `completions.py` and `chat.py` write JSON directly
 from __future__ import annotations
 
 import difflib
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -337,7 +338,9 @@ def parse(model: type[M], body: bytes) -> M:
     except RecursionError:
         raise RequestError("the request's body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, ValueError) as e:
-        raise RequestError(f"the request's body is not valid JSON: {e}", code="invalid_json") from None
+        if b"NaN" not in body and b"Infinity" not in body:
+            raise RequestError(f"the request's body is not valid JSON: {e}", code="invalid_json") from None
+        value = _with_nan(body, e)
     if type(value) is not dict:
         raise RequestError("the request's body must be a JSON object", code="invalid_type")
     _check_sizes(value)
@@ -348,6 +351,14 @@ def parse(model: type[M], body: bytes) -> M:
         return model.model_validate(value)
     except ValidationError as e:
         raise _explain(e) from None
+
+
+def _with_nan(body: bytes, error: Exception) -> Any:
+    """JSON has no NaN or Infinity, but some clients write them: read, so that the refusal names the field."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise RequestError(f"the request's body is not valid JSON: {error}", code="invalid_json") from None
 
 
 def _check_sizes(value: JsonObject) -> None:

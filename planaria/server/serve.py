@@ -169,7 +169,10 @@ async def serve(
         settings.load()
     except OSError as e:  # ssl.SSLError is one
         sock.close()
-        raise ConfigError("--ssl-certfile", config.ssl_certfile, f"can't be used ({e})") from None
+        raise ConfigError(
+            "--ssl-certfile", config.ssl_certfile, f"can't be used ({e})",
+            "give a certificate and, with --ssl-keyfile, its private key, both in PEM form",
+        ) from None  # fmt: skip
     server = _Server(settings)
     life = Lifecycle(service, server)
     url = url_of(sock, config)

@@ -38,6 +38,7 @@ class Service:
         self.created = int(time.time())
         self.draining = ""  # the reason, for those who are turned away
         self.open: dict[Generation, None] = {}
+        self.reading: dict[asyncio.Timeout, None] = {}  # of requests whose body is still coming
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty
         self.requests = 0  # HTTP requests being answered
         self._longest_token: int | None = None  # characters
@@ -139,8 +140,11 @@ class Service:
         self.open.pop(generation, None)
 
     def drain(self, reason: str) -> None:
-        """Admit nothing from now on."""
+        """Admit nothing from now on, nor wait for what has come in half."""
         self.draining = self.draining or reason
+        for clock in self.reading:
+            if not clock.expired():
+                clock.reschedule(0)
 
     def close(self) -> None:
         """Let go of the thread."""

@@ -182,7 +182,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     folder = checkpoint.tokenizer_dir
     if folder is None:
         raise ModelError(
-            f"{checkpoint.path}: no tokenizer files; add them, or run with --skip-tokenizer-init and token ids"
+            f"{checkpoint.path}: no tokenizer files; add them, or use token ids only (serve and generate take "
+            "--skip-tokenizer-init)"
         )
     config = _json(Path(folder) / "tokenizer_config.json")
     path = Path(folder) / "tokenizer.json"

@@ -172,6 +172,9 @@ async def test_refusals(server):
                 answer = await http.post(path, content=body, headers={"content-type": "application/json"})
                 assert answer.status_code == 400, (name, path, answer.text[:300])
                 check(answer, 400)
+        for word in (b"NaN", b"Infinity", b"-Infinity"):  # no JSON, but some clients write it: the field is named
+            answer = await http.post(C, content=b'{"prompt": "x", "temperature": %b}' % word)
+            check(answer, 400, "temperature", "finite")
     server.engine.gate.set()
     assert await neighbour == 100
     assert len(server.engine.submitted) == 1 and not server.engine.cancelled

@@ -66,7 +66,7 @@ async def test_stopping_while_the_model_loads(tokenizer):
 
 
 async def test_half_a_request_doesnt_hold_up_the_end(start):
-    async with start(shutdown_timeout=0.1) as server:
+    async with start(shutdown_timeout=60) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.sock.getsockname()[1])
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         await writer.drain()
@@ -76,8 +76,18 @@ async def test_half_a_request_doesnt_hold_up_the_end(start):
         server.stop.set()
         assert await server.exit_code() == 0
         assert time.monotonic() - started < 15
+        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
         writer.close()
-        del reader
+
+
+async def test_half_a_request_is_given_up(start):
+    async with start(body_timeout=0.05) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.sock.getsockname()[1])
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        async with asyncio.timeout(20):
+            answer = await reader.read()  # to the connection's end
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.05 s" in answer
+        writer.close()
 
 
 async def test_a_client_that_leaves_frees_its_sequences(server):

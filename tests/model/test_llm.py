@@ -6,12 +6,13 @@ import asyncio
 import gc
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from planaria import LLM, AsyncLLM, SamplingParams
-from planaria.errors import CapacityError, ConfigError, ModelError, RequestError
+from planaria.errors import CapacityError, ConfigError, EngineDead, ModelError, RequestError
 from tests.model import checkpoints
 
 OPTIONS = {"max_model_len": 128, "kv_cache_memory": "8MiB", "skip_tokenizer_init": True, "threads": 1}
@@ -152,3 +153,49 @@ def test_async_streams(folder: str, llm: LLM) -> None:
     asyncio.run(main())
     engine.close()
     assert not engine._thread.is_alive()
+
+
+def test_an_engine_that_ends_answers_its_streams(folder: str) -> None:
+    """Closed, or failed in its thread, with streams open: each ends with an error, and the next is refused."""
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+    async def last_error(engine: AsyncLLM, end: Callable[[], object]) -> str | None:
+        error = None
+        async for piece in engine.generate(IDS, params):
+            if not error:
+                end()
+            error = piece.error or error
+        return error
+
+    async def main(engine: AsyncLLM, end: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            assert await last_error(engine, end)
+            with pytest.raises(EngineDead):
+                await anext(aiter(engine.generate(IDS, params)))
+
+    engine = AsyncLLM(folder, **OPTIONS)
+    asyncio.run(main(engine, engine.close))
+
+    broken = AsyncLLM(folder, **OPTIONS)
+
+    def fail() -> bool:
+        raise ZeroDivisionError("on purpose")
+
+    asyncio.run(main(broken, lambda: setattr(broken._loop, "turn", fail)))
+    broken.close()
+
+
+def test_a_stream_whose_event_loop_is_closed_costs_nobody(folder: str) -> None:
+    engine = AsyncLLM(folder, **OPTIONS)
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    left = asyncio.new_event_loop()
+    stream = aiter(engine.generate(IDS, params))
+    left.run_until_complete(anext(stream))
+    left.close()
+
+    async def whole() -> int:
+        return sum([len(piece.token_ids) async for piece in engine.generate(IDS, params)])
+
+    assert asyncio.run(asyncio.wait_for(whole(), 30)) == 120
+    engine.close()
+    del stream

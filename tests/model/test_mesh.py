@@ -85,7 +85,7 @@ def test_all_ranks_get_the_same_sum(group: Group, count: int) -> None:
 
 
 def test_columns_come_together_on_rank_0(group: Group) -> None:
-    bounds = [0, 48, 64, 99][: group.size] + [99]
+    bounds = [*[0, 48, 64, 99][: group.size], 99]
 
     def work(comm: Comm) -> list[torch.Tensor]:
         columns, out = range(bounds[comm.rank], bounds[comm.rank + 1]), []

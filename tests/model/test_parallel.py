@@ -17,10 +17,10 @@ from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
 from planaria.core.engine import EngineCore
 from planaria.errors import ModelError
+from planaria.mesh.shared import fence_segment
 from planaria.protocol import Allocate, Failed, Fresh, Load, Probe, Row, StepPlan, StepResult
 from planaria.types import Request, SamplingParams, TokenLogprobs
 from planaria.worker.worker import Worker
-from planaria.mesh.shared import fence_segment
 from tests.model.checkpoints import write_checkpoint
 from tests.model.ranks import Ranks
 
@@ -29,11 +29,11 @@ LAYOUTS = [(2, 1), (3, 1), (1, 2), (2, 2)]
 Found = dict[str, tuple[list[int], list[TokenLogprobs], list[TokenLogprobs | None]]]
 
 
-def config_for(model: str, kernels: str = "native", dtype: str = "float32", **more: Any) -> EngineConfig:
+def config_for(model: str, kernels: str = "native", dtype: str = "float32", threads: int = 1) -> EngineConfig:
     return resolve(
         EngineOptions(
-            model=model, dtype=dtype, kernels=kernels, threads=1, max_model_len=256, max_num_seqs=8,
-            max_num_batched_tokens=48, device="cpu", quantization="none", **more,
+            model=model, dtype=dtype, kernels=kernels, threads=threads, max_model_len=256, max_num_seqs=8,
+            max_num_batched_tokens=48, device="cpu", quantization="none",
         )  # fmt: skip
     )
 
@@ -143,6 +143,30 @@ def test_torch_kernels_and_gloo(real: tuple[EngineConfig, Found], kernels: str, 
     with Ranks(config, 2, 2, gloo=gloo) as ranks:
         start(ranks)
         assert_same(together(ranks, config, requests(config.model.vocab_size), 2), real[1])
+
+
+def test_two_threads_a_rank(real: tuple[EngineConfig, Found]) -> None:
+    config = config_for("smollm2", threads=2)
+    with Ranks(config, 2, 1) as ranks:
+        start(ranks)
+        assert_same(together(ranks, config, requests(config.model.vocab_size), 1), real[1])
+
+
+def test_packed_weights_in_bfloat16(real: tuple[EngineConfig, Found]) -> None:
+    """What is served by default: the file's blocks, cut along both sides. bfloat16 differs by rounding, so texts part;
+    what each rank holds is right if the first tokens' log-probabilities are."""
+    config = resolve(
+        EngineOptions(
+            model="smollm2", threads=1, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=48, device="cpu"
+        )
+    )
+    assert (config.device.dtype, config.device.quantization) == ("bfloat16", "keep")
+    expected = alone(config, requests(config.model.vocab_size))
+    with Ranks(config, 2, 2) as ranks:
+        start(ranks)
+        found = together(ranks, config, requests(config.model.vocab_size), 1)
+    for name, (_, logprobs, _) in expected.items():
+        assert abs(found[name][1][0].top[0][1] - logprobs[0].top[0][1]) < 0.1
 
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [

@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import signal
 import threading
+from pathlib import Path
 
 import httpx2
 import openai
@@ -167,12 +168,14 @@ def test_engine_death_answers_everyone() -> None:
         assert server.process.wait(20) == 1
 
 
-def test_server_death_ends_the_engine() -> None:
-    with Server("smollm2", *SMALL) as server:
+def test_server_death_ends_the_engine(tmp_path: Path) -> None:
+    """kill -9 of the server: its engine goes with it, and nothing of theirs stays in the folder for temporary files."""
+    with Server("smollm2", *SMALL, env={"TMPDIR": str(tmp_path)}) as server:
         engine = server.engine_pid()
         kill(server.pid)
         server.process.wait(5)
         wait_until("the engine ends", lambda: not alive(engine), limit=2.0)
+        assert list(tmp_path.iterdir()) == []
 
 
 def kill(pid: int) -> None:

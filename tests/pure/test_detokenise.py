@@ -9,12 +9,12 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pure.test_tokenise import ANY_TEXT, sentencepiece_like, smollm2, word_pieces  # noqa: F401
 from tokenizers import Tokenizer as Backend
 
 from planaria.server.detokenise import Detokenizer
 from planaria.server.tokenise import Tokenizer
 from planaria.types import SamplingParams
+from tests.pure.test_tokenise import ANY_TEXT, sentencepiece_like, smollm2, word_pieces  # noqa: F401
 
 WORDS = ["the", " cat", "sat", " on", "\n\n", "Q:", " A:", "é", "日本", "😀", " 12", "aaab", "aab", "ab", "."]
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=12).map("".join)

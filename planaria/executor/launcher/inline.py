@@ -20,9 +20,20 @@ class InlineLauncher:
 
     def __init__(self, factory: Callable[[], Handler]) -> None:
         self.factory = factory
+        self.on_exit: Callable[[], None] = lambda: None
 
     def launch(self) -> list[Handler]:
         return [self.factory()]
 
     def pids(self) -> list[int]:
         return [os.getpid()]
+
+    def lost(self) -> dict[int, str]:
+        """Nobody: these ranks live and die with this process."""
+        return {}
+
+    def closing(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None: ...

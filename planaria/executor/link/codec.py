@@ -13,6 +13,8 @@ import msgspec
 from planaria.errors import PlanariaError
 from planaria.protocol import Command, Failed, Reply
 
+MAX_MESSAGE = 1 << 32  # bytes
+
 Bytes = bytes | bytearray | memoryview
 
 _encoder = msgspec.msgpack.Encoder()

@@ -55,6 +55,9 @@ class DirectLink:
         except queue.Empty:
             return None
 
+    def wake(self) -> None:
+        """Nothing waits for anyone else's end here."""
+
     def close(self) -> None:
         """End the threads, if any. Idempotent."""
         for inbox in self.inboxes:

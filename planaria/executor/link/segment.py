@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from planaria.executor.link import futex
+from planaria.executor.link.codec import MAX_MESSAGE
 from planaria.executor.link.faults import LinkError, MessageLost
 
 _MAGIC = 0x504C4E31
@@ -31,7 +32,6 @@ _MASK = 0xFFFFFFFF
 _CHUNK = struct.Struct("<IIQQ")  # count, length, bytes of the message from here on, the command's number
 _CHUNK_ROOM = 32
 _FLOCK = struct.Struct("hhqqi")  # struct flock on 64-bit Linux
-MAX_MESSAGE = 1 << 32
 
 # Words of the first page: fixed facts, then lines with one writer each.
 _MAGIC_AT, _RANKS, _SLOTS, _SLOT_BYTES, _REPLY_SLOTS, _REPLY_SLOT_BYTES, EPOCH, DRIVER_PID = range(8)

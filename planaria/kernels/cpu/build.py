@@ -17,24 +17,9 @@ from typing import Any
 
 from planaria.kernels.cpu.target import ISAS, Target
 
-SOURCES = (
-    "build",
-    "collective",
-    "compiler",
-    "emit",
-    "layout",
-    "micro",
-    "native",
-    "program",
-    "target",
-    "vector",
-)
-EXTERNAL = (
-    "syscall",
-    "memcpy",
-    "memset",
-    "memmove",
-)  # all that object code calls outside itself
+SOURCES = ("build", "collective", "compiler", "emit", "layout", "micro", "native", "program", "target", "vector")
+EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
+DIGEST = 32  # bytes of the checksum in front of a kept object
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
 _lock = threading.Lock()
@@ -71,19 +56,11 @@ def host_isa() -> str:
 def _machine(target: Target) -> tuple[Any, str]:
     """An LLVM target machine, and what identifies it."""
     binding = _initialise()
-    cpu, features = (
-        binding.get_host_cpu_name(),
-        binding.get_host_cpu_features().flatten(),
-    )
+    cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     if target.isa != host_isa() and cpu and "x86" in binding.get_process_triple():
         cpu, features = {"avx512": "x86-64-v4", "generic": "x86-64-v3"}[target.isa], ""
     machine = binding.Target.from_triple(binding.get_process_triple()).create_target_machine(
-        cpu=cpu,
-        features=features,
-        opt=3,
-        reloc="default",
-        codemodel="jitdefault",
-        jit=True,
+        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
     )
     return machine, f"{cpu} {features}"
 
@@ -108,10 +85,7 @@ def _program() -> str:
     from planaria.kernels.cpu.compiler import Module
 
     kernels = {
-        name: (
-            "void" if "None" in str(value.__annotations__["return"]) else "i64",
-            value.__code__.co_argcount,
-        )
+        name: ("void" if "None" in str(value.__annotations__["return"]) else "i64", value.__code__.co_argcount)
         for name, value in vars(native).items()
         if name.startswith("pl_")
     }
@@ -130,10 +104,7 @@ def compile_object(target: Target) -> bytes:
     machine, _ = _machine(target)
     text = DECLARATIONS + matrix_module(target) + vector_module(target) + _program()
     module = binding.parse_assembly(text)
-    module.triple, module.data_layout = (
-        binding.get_process_triple(),
-        str(machine.target_data),
-    )
+    module.triple, module.data_layout = binding.get_process_triple(), str(machine.target_data)
     module.verify()
     builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
     builder.getModulePassManager().run(module, builder)
@@ -158,11 +129,14 @@ def ensure(target: Target, cache_dir: Path | None = None) -> bytes:
     """The object code, from the cache or compiled and put there."""
     path = cache_file(target, cache_dir or default_cache())
     try:
-        return path.read_bytes()
+        kept = path.read_bytes()
     except OSError:
+        kept = b""
+    seal, data = kept[:DIGEST], kept[DIGEST:]
+    if not data or hashlib.sha256(data).digest() != seal:  # none, or damaged: machine code is not run on trust
         data = compile_object(target)
-        _write(path, data)
-        return data
+        _write(path, hashlib.sha256(data).digest() + data)
+    return data
 
 
 def load(target: Target, cache_dir: Path | None = None) -> Entry:
@@ -188,7 +162,4 @@ def target_for(dtype: str, isa: str | None = None) -> Target:
     """The flavour for a dtype on this machine, or with an instruction level forced."""
     if isa is not None and isa not in ISAS:
         raise ValueError(f"isa {isa!r}: choose one of {', '.join(ISAS)}")
-    chosen = isa or host_isa()
-    if dtype == "float32" and chosen == "avx512_bf16" and isa is None:
-        chosen = "avx512_bf16"  # the same instructions; one name for the host's own level
-    return Target(dtype, chosen)
+    return Target(dtype, isa or host_isa())

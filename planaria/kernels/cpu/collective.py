@@ -56,8 +56,8 @@ ONE_SECOND = 1000000000
 SOON = 20000000  # ns of waiting after which a rank is looked at
 
 
-def clock(p: int, lane: int) -> int:
-    """Nanoseconds."""
+def nanoseconds(p: int, lane: int) -> int:
+    """Of a clock that only goes on."""
     place = p + (PORT_CLOCKS + 2 * lane) * 8
     syscall(CLOCK_GETTIME, CLOCK_MONOTONIC, place, 0, 0, 0, 0)
     return get(place, 0) * ONE_SECOND + get(place, 1)
@@ -73,14 +73,14 @@ def fail(p: int, who: int) -> int:
 
 def sleep_until(p: int, lane: int, word: int, value: int, who: int) -> int:
     """1 when the word at address `word` is at least `value`; its sleepers are counted in the word after it."""
-    began = clock(p, lane)
+    began = nanoseconds(p, lane)
     atomic_add(word, 1, 1)
     arrived = 1
     while True:
         seen = atomic_get(word, 0)
         if seen >= value:
             break
-        waited = clock(p, lane) - began
+        waited = nanoseconds(p, lane) - began
         gone = 0
         if waited > SOON:
             pid = get(get(p, PORT_SEGMENT) + PIDS, who)

@@ -310,6 +310,7 @@ class Module:
 DECLARED = """
 declare i64 @llvm.smin.i64(i64, i64)
 declare i64 @llvm.smax.i64(i64, i64)
+declare i64 @llvm.readcyclecounter()
 declare i64 @syscall(i64, i64, i64, i64, i64, i64, i64) nounwind
 """
 
@@ -352,9 +353,18 @@ def _prefetch(body: Body, args: list[str]) -> str:
     return "0"
 
 
+def _prefetch_write(body: Body, args: list[str]) -> str:
+    body.do(f"call void @llvm.prefetch.p0(ptr {body.place(args[0], '0', 'i8')}, i32 1, i32 3, i32 1)")
+    return "0"
+
+
 def _syscall(body: Body, args: list[str]) -> str:
     passed = ", ".join(f"i64 {a}" for a in args)
     return body.op(f"call i64 @syscall({passed})")
+
+
+def _clock(body: Body, args: list[str]) -> str:
+    return body.op("call i64 @llvm.readcyclecounter()")
 
 
 def _relax(body: Body, args: list[str]) -> str:
@@ -366,4 +376,5 @@ PRIMITIVES: dict[str, Callable[[Body, list[str]], str]] = {
     "get": _get, "put": _put, "get32": _get32, "put32": _put32, "atomic_get": _atomic_get,
     "atomic_put": _atomic_put, "atomic_add": _atomic_add, "prefetch": _prefetch, "syscall": _syscall,
     "relax": _relax,
+    "clock": _clock, "prefetch_write": _prefetch_write,
 }  # fmt: skip

@@ -8,19 +8,7 @@ ARRIVED = 8
 PHASE = 16
 SLEEPING = 24
 IDLE = 32
-(
-    TAPE,
-    OPS,
-    THREADS,
-    SCRATCH,
-    SCRATCH_BYTES,
-    TICKETS,
-    SPIN,
-    SHARED,
-    COUNTS,
-    ZEROS,
-    IDLE_SPIN,
-) = range(40, 51)
+(TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, SHARED, COUNTS, ZEROS, IDLE_SPIN, TRACE) = range(40, 52)
 CONTROL_WORDS = 64
 
 # Operations, and the words of a tape row; word 0 is the operation. The fields are listed where they are written.
@@ -42,17 +30,24 @@ SUM_PIECE = 4096  # bytes added up at a time, so that they stay in the nearest c
 
 # A thread's scratch memory, byte offsets
 POINTERS = 0  # addresses of chunks: keys, then values
+PLAN = 1920  # addresses and lengths of what a tile asks for: the next panels, keys and values
+CURSOR = 1984  # how far keys and values were asked for: sequence, block, line
 STATE = 2048  # float32 [rows][4] of a softmax
 TEMP = STATE + 16 * 512  # one head in float32, twice
 SUMS = TEMP + 4096  # block sums of a few rows
-BIG = SUMS + 32768  # what the operation wants
+BIG = SUMS + 32768  # what the operation wants; for packed weights and many rows:
+ACC = BIG  # totals of up to WIDE_ROWS rows of 3 panels
+CODES = ACC + 64 * 3 * 64  # one block of 3 panels, unpacked
+FETCH = CODES + 32 * 3 * 64  # what to ask for with each tile of each block
 
 ZERO_BYTES = 1024  # of the zeros that ZEROS points to
 FEW_ROWS = 4  # rows up to which each thread sums blocks for itself
 WHOLE_ROWS = 64  # rows up to which a panel is taken over all rows at once
 ROW_BLOCK = 128
+WIDE_ROWS = 64  # rows for which a block of packed codes is unpacked once
 STREAM_ROWS = 8  # rows up to which a dense weight is read panel after panel, in one stream
 FUSED_PANELS = 12  # panels of gate and of up taken at a time; a multiple of a tile's
+FORESIGHT_BYTES = 12 << 20  # of weights between an operation and the attention whose keys it asks for
 KEY_TILE = 384  # keys of one softmax tile, at fixed positions; a multiple of 48
 QUERY_ROWS = 96  # rows (tokens x heads of a group) of one attention tile
 MAX_GROUP = 512  # query heads that may share a key head

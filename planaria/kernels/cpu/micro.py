@@ -174,15 +174,7 @@ def dispatcher(name: str, args: Sequence[str], selector: str, cases: dict[int, s
     return f.text()
 
 
-def finish(
-    f: Function,
-    target: Target,
-    acc: list[list[str]],
-    out: str,
-    ldo: str,
-    mode: str,
-    bias: str,
-) -> None:
+def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str, mode: str, bias: str) -> None:
     """Add the bias to acc[rows][panels] and write it in one of three ways."""
     act = Act(target)
     bias_at = f.ptr(bias)
@@ -211,7 +203,7 @@ def finish(
     f.ret()
 
 
-TILE_ARGS = ("rows", "x", "ldx", "wp", "steps", "out", "ldo", "mode", "bias", "ahead", "limit")
+TILE_ARGS = ("rows", "x", "ldx", "wp", "steps", "out", "ldo", "mode", "bias", "plan")
 
 
 def prefetch(f: Function, pointer: str) -> None:
@@ -223,12 +215,17 @@ def tile(target: Target, rows: int, panels: int) -> str:
     """out[rows][16 * panels] = x . w: `wp` holds the address of each panel; steps is a multiple of 8.
 
     A tile of one panel asks for memory some way ahead, where the next panel of the same weight follows. A wider one
-    asks for a line a step from `ahead` on, for the first `limit` / 4 steps.
+    asks for what `plan` says: an address and 4 x a number of steps, a line each step; then an address and 4 x a
+    number of steps, a line each second step.
     """
     f, dot = Function(f"pl_tile_{rows}_{panels}", TILE_ARGS), Dot(target)
     table = f.ptr("%wp")
     weights = [f.load("ptr", f.at(table, 8 * v), 8) for v in range(panels)]
-    x0, ahead = f.ptr("%x"), f.ptr("%ahead")
+    x0 = f.ptr("%x")
+    if panels > 1:
+        plan = f.ptr("%plan")
+        ahead, limit = f.load("ptr", plan, 8), f.load("i64", f.at(plan, 8), 8)
+        other, other_limit = f.load("ptr", f.at(plan, 16), 8), f.load("i64", f.at(plan, 24), 8)
     xs = [x0 if r == 0 else f.at(x0, f.mul("%ldx", r)) for r in range(rows)]
     unroll = 4 if rows * panels <= 8 else 2
     end = f.shl("%steps", 2)  # counted in bytes of x
@@ -253,7 +250,11 @@ def tile(target: Target, rows: int, panels: int) -> str:
                 for u in range(unroll):
                     prefetch(f, f.at(place, 64 * u))
 
-            f.when(f.op(f"icmp slt i64 {i}, %limit"), fetch)
+            def fetch_other() -> None:
+                prefetch(f, f.at(other, f.shl(i, 3)))
+
+            f.when(f.op(f"icmp slt i64 {i}, {limit}"), fetch)
+            f.when(f.op(f"icmp slt i64 {i}, {other_limit}"), fetch_other)
         return acc
 
     sums = f.loop(0, end, 4 * unroll, [(F32, "zeroinitializer")] * (rows * panels), body)
@@ -262,18 +263,7 @@ def tile(target: Target, rows: int, panels: int) -> str:
     return f.text()
 
 
-VALUE_ARGS = (
-    "rows",
-    "panels",
-    "p",
-    "ldp",
-    "vp",
-    "chunks",
-    "first",
-    "out",
-    "ldo",
-    "state",
-)
+VALUE_ARGS = ("rows", "panels", "p", "ldp", "vp", "chunks", "first", "out", "ldo", "state")
 
 
 def values(target: Target, rows: int, panels: int) -> str:
@@ -336,6 +326,15 @@ class Unpack:
         self.block_bytes = 512 if kind == Q8_0 else 256
         self.scale_bytes = 64 if kind == Q4_1 else 32
 
+    def scales(self, f: Function, panel: str, block: str) -> tuple[str, str]:
+        """Scale and minimum (or "") of a block, for each column."""
+        place = f.at(panel, f.mul(block, self.scale_bytes))
+
+        def half(pointer: str) -> str:
+            return f.op(f"fpext <16 x half> {f.load('<16 x half>', pointer, 32)} to {F32}")
+
+        return half(place), half(f.at(place, 32)) if self.kind == Q4_1 else ""
+
     def prefetch(self, f: Function, panel: str, block: str, ahead: int | str) -> None:
         """Ask for this block's share of a panel's bytes, `ahead` bytes on."""
         size = self.block_bytes + self.scale_bytes
@@ -384,64 +383,32 @@ class Unpack:
         return self.dot.from_pair(f, both[0], both[1])
 
 
-PACKED_ARGS = (
-    "rows",
-    "x",
-    "ldx",
-    "w",
-    "scales",
-    "blocks",
-    "out",
-    "ldo",
-    "mode",
-    "bias",
-    "sums",
-    "lds",
-)
+PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias", "sums", "lds")
 
 
-def packed(target: Target, kind: int, rows: int, expanded: bool) -> str:
+def packed(target: Target, kind: int, rows: int) -> str:
     """out[rows][16] = sum over blocks b of scale[b] * (x . q)[b] + min[b] * sums[b], for one panel.
 
-    `w` is the panel's packed codes, or (expanded) its codes as `expand` wrote them; `scales` float16
-    [blocks][16] (q4_1: [blocks][2][16], scale then minimum); `sums` float32 [rows][blocks]: sums of x over a block.
+    `w` is the panel's packed codes; `scales` float16 [blocks][16] (q4_1: [blocks][2][16], scale then minimum);
+    `sums` float32 [rows][blocks]: sums of x over a block.
     """
-    f = Function(f"pl_{'wide' if expanded else 'packed'}_{kind}_{rows}", PACKED_ARGS)
+    f = Function(f"pl_packed_{kind}_{rows}", PACKED_ARGS)
     dot, unpack = Dot(target), Unpack(target, kind)
-    steps = 32 // target.pair
-    w, scales, sums = f.ptr("%w"), f.ptr("%scales"), f.ptr("%sums")
-    x0 = f.ptr("%x")
-    xs = [x0 if r == 0 else f.at(x0, f.mul("%ldx", r)) for r in range(rows)]
-    ss = [sums if r == 0 else f.at(sums, f.mul("%lds", r)) for r in range(rows)]
-
-    def half(pointer: str) -> str:
-        return f.op(f"fpext <16 x half> {f.load('<16 x half>', pointer, 32)} to {F32}")
+    w, scales = f.ptr("%w"), f.ptr("%scales")
+    xs, ss = rows_of(f, "%x", "%ldx", rows), rows_of(f, "%sums", "%lds", rows)
 
     def body(i: str, acc: list[str]) -> list[str]:
-        block = f.at(w, f.mul(i, 64 * steps if expanded else unpack.block_bytes))
-        if not expanded:  # codes and scales of the panels that follow
-            unpack.prefetch(f, w, i, STREAM_AHEAD)
-        x_at = [f.at(x, f.mul(i, 4 * steps)) for x in xs]
+        block = f.at(w, f.mul(i, unpack.block_bytes))
+        unpack.prefetch(f, w, i, STREAM_AHEAD)  # codes and scales of the panels that follow
+        x_at = [f.at(x, f.mul(i, 128 // target.pair)) for x in xs]
         part = ["zeroinitializer"] * rows
-        if expanded:
-            for step in range(steps):
-                operand = dot.weight(f, f.at(block, 64 * step))
-                for r in range(rows):
-                    x = dot.broadcast(f, f.at(x_at[r], 4 * step))
-                    part[r] = dot.multiply(f, part[r], operand, x)
-        else:
-            for step, operand in enumerate(unpack.steps(f, block)):
-                for r in range(rows):
-                    x = dot.broadcast(f, f.at(x_at[r], 4 * step))
-                    part[r] = dot.multiply(f, part[r], operand, x)
-        place = f.at(scales, f.mul(i, unpack.scale_bytes))
-        d = half(place)
-        acc = [f.fma(part[r], d, acc[r]) for r in range(rows)]
-        if kind == Q4_1:
-            m = half(f.at(place, 32))
+        for step, operand in enumerate(unpack.steps(f, block)):
             for r in range(rows):
-                total = f.splat("float", f.load("float", f.at(ss[r], f.shl(i, 2)), 4))
-                acc[r] = f.fma(total, m, acc[r])
+                part[r] = dot.multiply(f, part[r], operand, dot.broadcast(f, f.at(x_at[r], 4 * step)))
+        d, m = unpack.scales(f, scales, i)
+        acc = [f.fma(part[r], d, acc[r]) for r in range(rows)]
+        if m:
+            acc = [f.fma(block_sum(f, ss[r], i), m, acc[r]) for r in range(rows)]
         return acc
 
     total = f.loop(0, "%blocks", 1, [(F32, "zeroinitializer")] * rows, body)
@@ -449,26 +416,142 @@ def packed(target: Target, kind: int, rows: int, expanded: bool) -> str:
     return f.text()
 
 
-EXPAND_ARGS = ("kind", "w", "blocks", "stride", "out")
+def rows_of(f: Function, address: str, ld: str, rows: int) -> list[str]:
+    """Pointers to rows `ld` bytes apart."""
+    first = f.ptr(address)
+    return [first if r == 0 else f.at(first, f.mul(ld, r)) for r in range(rows)]
 
 
-def expand(target: Target, kind: int) -> str:
-    """Write the codes of one panel as `tile` reads weights: 64 bytes for each step. Asks for the next panel."""
-    f = Function(f"pl_expand_{kind}", EXPAND_ARGS)
-    unpack = Unpack(target, kind)
-    w, out = f.ptr("%w"), f.ptr("%out")
+def block_sum(f: Function, row: str, block: str) -> str:
+    return f.splat("float", f.load("float", f.at(row, f.shl(block, 2)), 4))
 
-    def body(i: str, _: list[str]) -> list[str]:
-        block = f.at(w, f.mul(i, unpack.block_bytes))
-        place = f.at(out, f.mul(i, 64 * 32 // target.pair))
-        unpack.prefetch(f, w, i, "%stride")
-        for step, operand in enumerate(unpack.steps(f, block)):
-            unpack.dot.store(f, operand, f.at(place, 64 * step))
-        return []
 
-    f.loop(0, "%blocks", 1, [], body)
+def part_name(rows: int, panels: int, minimum: bool) -> str:
+    return f"pl_part_{rows}_{panels}_{int(minimum)}"
+
+
+PART_ARGS = ("x", "ldx", "codes", "scales", "stride", "acc", "sums", "lds")
+
+
+def part(target: Target, rows: int, panels: int, minimum: bool) -> str:
+    """acc[rows][16 * panels] += one block's products: `codes` [steps][panels] as `unpacked` leaves them, `scales`
+    those of the block in the first panel. The totals are in memory: the registers hold the sums of the block.
+
+    The order of additions is that of `packed`.
+    """
+    f, dot = Function(part_name(rows, panels, minimum), PART_ARGS), Dot(target)
+    unpack = Unpack(target, Q4_1 if minimum else Q4_0)
+    codes, scales, acc = f.ptr("%codes"), f.ptr("%scales"), f.ptr("%acc")
+    xs, ss = rows_of(f, "%x", "%ldx", rows), rows_of(f, "%sums", "%lds", rows)
+
+    def body(i: str, sums: list[str]) -> list[str]:
+        code_at = f.at(codes, f.mul(i, 16 * panels))
+        x_at = [f.at(x, i) for x in xs]
+        for u in range(2):
+            ws = [dot.weight(f, f.at(code_at, 64 * (u * panels + v))) for v in range(panels)]
+            for r in range(rows):
+                x = dot.broadcast(f, f.at(x_at[r], 4 * u))
+                for v in range(panels):
+                    sums[r * panels + v] = dot.multiply(f, sums[r * panels + v], ws[v], x)
+        return sums
+
+    steps = 32 // target.pair
+    sums = f.loop(0, 4 * steps, 8, [(F32, "zeroinitializer")] * (rows * panels), body)
+    for v in range(panels):
+        d, m = unpack.scales(f, scales if v == 0 else f.at(scales, f.mul("%stride", v)), "0")
+        for r in range(rows):
+            place = f.at(acc, 64 * (r * panels + v))
+            total = f.fma(sums[r * panels + v], d, f.load(F32, place, 64))
+            if m:
+                total = f.fma(block_sum(f, ss[r], "0"), m, total)
+            f.store(F32, total, place, 64)
     f.ret()
     return f.text()
+
+
+WIDE_ARGS = (
+    "select", "rows", "x", "ldx", "w", "scales", "blocks", "stride", "acc", "sums", "lds", "codes", "fetch",
+)  # fmt: skip
+
+
+def wide(target: Target, kind: int, panels: int) -> str:
+    """acc[rows][16 * panels] = the products of `packed` for several panels, `stride` apart, and many rows: a block of
+    codes is unpacked into `codes` (memory of 64 bytes for each step and panel) and used for all rows.
+
+    Asks for the panels after these; and, with each tile of each block, for the 512 bytes at the next address in the
+    list `fetch`.
+    """
+    f = Function(f"pl_wide_{kind}_{panels}", WIDE_ARGS)
+    unpack, most = Unpack(target, kind), target.tile_rows
+    minimum = kind == Q4_1
+    w, codes = f.ptr("%w"), f.ptr("%codes")
+    ws = [w if v == 0 else f.at(w, f.mul("%stride", v)) for v in range(panels)]
+    f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64 * panels)}, i1 false)")
+    ahead = f.mul("%stride", panels)
+
+    def tile_of(rows: int, first: str, x: str, scales: str, sums: str) -> None:
+        passed = [
+            f.op(f"add i64 {x}, {f.mul('%ldx', first)}"), "%ldx", "%codes", scales, "%stride",
+            f.op(f"add i64 %acc, {f.mul(first, 64 * panels)}"), f.op(f"add i64 {sums}, {f.mul('%lds', first)}"), "%lds",
+        ]  # fmt: skip
+        f.do(f"call void @{part_name(rows, panels, minimum)}({', '.join(f'i64 {a}' for a in passed)})")
+
+    def body(i: str, carried: list[str]) -> list[str]:
+        for v, panel in enumerate(ws):
+            unpack.prefetch(f, panel, i, ahead)
+            for step, operand in enumerate(unpack.steps(f, f.at(panel, f.mul(i, unpack.block_bytes)))):
+                unpack.dot.store(f, operand, f.at(codes, 64 * (step * panels + v)))
+        x = f.op(f"add i64 %x, {f.mul(i, 128 // target.pair)}")
+        scales = f.op(f"add i64 %scales, {f.mul(i, unpack.scale_bytes)}")
+        sums = f.op(f"add i64 %sums, {f.shl(i, 2)}")
+        whole = f.op(f"and i64 %rows, {-most}")
+
+        def full(first: str, inner: list[str]) -> list[str]:
+            wanted = f.ptr(inner[0])
+            line = f.load("ptr", wanted, 8)
+            for k in range(8):
+                prefetch(f, f.at(line, 64 * k))
+            tile_of(most, first, x, scales, sums)
+            return [f.op(f"add i64 {inner[0]}, 8")]
+
+        after = f.loop(0, whole, most, [("i64", carried[0])], full)
+        rest = f.op(f"sub i64 %rows, {whole}")
+        labels = [f.label() for _ in range(most)]
+        table = " ".join(f"i64 {r}, label %{labels[r]}" for r in range(1, most))
+        f.do(f"switch i64 {rest}, label %{labels[0]} [ {table} ]")
+        for rows in range(1, most):
+            f.start(labels[rows])
+            tile_of(rows, whole, x, scales, sums)
+            f.branch(labels[0])
+        f.start(labels[0])
+        return after
+
+    f.loop(0, "%blocks", 1, [("i64", "%fetch")], body)
+    f.ret()
+    return f.text()
+
+
+SETTLE_ARGS = ("panels", "rows", "acc", "out", "ldo", "mode", "bias")
+
+
+def settle(target: Target, panels: int) -> str:
+    """Write acc[rows][16 * panels] as a tile writes its sums, with bias, in one of three ways."""
+    f = Function(f"pl_settle_{panels}", SETTLE_ARGS)
+    row = Function(f"pl_settle_row_{panels}", SETTLE_ARGS)
+    acc = row.ptr("%acc")
+    values = [row.load(F32, row.at(acc, 64 * v), 64) for v in range(panels)]
+    finish(row, target, [values], "%out", "%ldo", "%mode", "%bias")
+
+    def body(r: str, _: list[str]) -> list[str]:
+        place = f.op(f"add i64 %acc, {f.mul(r, 64 * panels)}")
+        out = f.op(f"add i64 %out, {f.mul(r, '%ldo')}")
+        passed = f"i64 1, i64 1, i64 {place}, i64 {out}, i64 %ldo, i64 %mode, i64 %bias"
+        f.do(f"call void @pl_settle_row_{panels}({passed})")
+        return []
+
+    f.loop(0, "%rows", 1, [], body)
+    f.ret()
+    return row.text() + f.text()
 
 
 def constant(name: str, value: int) -> str:
@@ -495,33 +578,26 @@ def matrix_module(target: Target) -> str:
     cases = {}
     for kind in (Q8_0, Q4_0, Q4_1):
         for rows in range(1, target.inline_rows + 1):
-            parts.append(packed(target, kind, rows, False))
+            parts.append(packed(target, kind, rows))
             cases[rows * 4 + kind] = f"pl_packed_{kind}_{rows}"
     parts.append(dispatcher("pl_packed", PACKED_ARGS, "rows", cases))
-    cases = {}
-    for kind in (Q4_0, Q4_1):
-        for rows in range(1, target.expanded_rows + 1):
-            parts.append(packed(target, kind, rows, True))
-            cases[rows * 4 + kind] = f"pl_wide_{kind}_{rows}"
-            if kind == Q4_0:  # expanded codes of both kinds without a minimum look alike
-                cases[rows * 4 + Q8_0] = f"pl_wide_{kind}_{rows}"
-    parts.append(dispatcher("pl_wide", PACKED_ARGS, "rows", cases))
-    parts += [expand(target, kind) for kind in (Q8_0, Q4_0, Q4_1)]
-    parts.append(
-        dispatcher(
-            "pl_expand",
-            EXPAND_ARGS,
-            "kind",
-            {k: f"pl_expand_{k}" for k in (Q8_0, Q4_0, Q4_1)},
-        )
-    )
+    cases, settled = {}, {}
+    for panels in sorted({1, target.tile_panels}):
+        for minimum in (False, True):
+            parts += [part(target, rows, panels, minimum) for rows in range(1, target.tile_rows + 1)]
+        for kind in (Q8_0, Q4_0, Q4_1):
+            parts.append(wide(target, kind, panels))
+            cases[panels * 4 + kind] = f"pl_wide_{kind}_{panels}"
+        parts.append(settle(target, panels))
+        settled[panels] = f"pl_settle_{panels}"
+    parts.append(dispatcher("pl_wide", WIDE_ARGS, "select", cases))
+    parts.append(dispatcher("pl_settle", SETTLE_ARGS, "panels", settled))
     for name, value in {
         "pl_tile_rows": target.tile_rows,
         "pl_tile_panels": target.tile_panels,
         "pl_value_rows": target.value_rows,
         "pl_value_panels": target.value_panels,
         "pl_inline_rows": target.inline_rows,
-        "pl_expanded_rows": target.expanded_rows,
         "pl_item": target.item,
     }.items():
         parts.append(constant(name, value))

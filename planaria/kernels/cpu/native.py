@@ -53,6 +53,16 @@ def relax() -> None:
     raise NotImplementedError
 
 
+def prefetch_write(address: int) -> None:
+    """Ask for the cache line at address, to write to it."""
+    raise NotImplementedError
+
+
+def clock() -> int:
+    """The core's counter of time."""
+    raise NotImplementedError
+
+
 def syscall(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """A system call."""
     raise NotImplementedError
@@ -64,8 +74,7 @@ def syscall(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
 def pl_tile(
     select: int, x: int, ldx: int, panels: int, steps: int,
     out: int, ldo: int, mode: int, bias: int,
-    ahead: int,
-    limit: int,
+    plan: int,
 ) -> None:  # fmt: skip
     """A tile of a dense product; select = rows * 4 + panels (micro.tile)."""
     raise NotImplementedError
@@ -88,15 +97,15 @@ def pl_packed(
 
 
 def pl_wide(
-    select: int, x: int, ldx: int, codes: int, scales: int, blocks: int,
-    out: int, ldo: int, mode: int, bias: int, sums: int, lds: int,
+    select: int, rows: int, x: int, ldx: int, codes: int, scales: int, blocks: int, stride: int,
+    acc: int, sums: int, lds: int, unpacked: int, fetch: int,
 ) -> None:  # fmt: skip
-    """Rows x an expanded panel; select = rows * 4 + kind (micro.packed)."""
+    """Many rows x packed panels, unpacked once; select = panels * 4 + kind (micro.wide)."""
     raise NotImplementedError
 
 
-def pl_expand(kind: int, codes: int, blocks: int, stride: int, out: int) -> None:
-    """Codes of a packed panel as a dense one (micro.expand)."""
+def pl_settle(panels: int, rows: int, acc: int, out: int, ldo: int, mode: int, bias: int) -> None:
+    """Write what pl_wide summed (micro.settle)."""
     raise NotImplementedError
 
 
@@ -183,11 +192,6 @@ def pl_value_panels() -> int:
 
 def pl_inline_rows() -> int:
     """Most rows of a packed tile."""
-    raise NotImplementedError
-
-
-def pl_expanded_rows() -> int:
-    """Most rows of an expanded tile."""
     raise NotImplementedError
 
 

@@ -93,13 +93,7 @@ class CpuOps:
     """
 
     def __init__(
-        self,
-        dtype: str,
-        threads: int,
-        cache_dir: Path | None = None,
-        *,
-        isa: str | None = None,
-        tp: Comm | None = None,
+        self, dtype: str, threads: int, cache_dir: Path | None = None, *, isa: str | None = None, tp: Comm | None = None
     ) -> None:
         if dtype not in ("bfloat16", "float32"):
             raise ConfigError("--dtype", dtype, "the CPU kernels compute in bfloat16 or float32")
@@ -154,16 +148,11 @@ class CpuOps:
         """Bytes of one block of one layer, keys and values."""
         if block_size < 16 or block_size % 16:
             raise ConfigError(
-                "--block-size",
-                block_size,
-                "the CPU kernels keep tokens in chunks of 16",
-                "use a multiple of 16",
+                "--block-size", block_size, "the CPU kernels keep tokens in chunks of 16", "use a multiple of 16"
             )
         if not 16 <= head_dim <= MAX_HEAD_DIM or head_dim % 16:
             raise ConfigError(
-                "--device",
-                "cpu",
-                f"its kernels take head sizes that are multiples of 16 up to 256, not {head_dim}",
+                "--device", "cpu", f"its kernels take head sizes that are multiples of 16 up to 256, not {head_dim}"
             )
         return 2 * block_size * num_kv_heads * head_dim * self.target.item
 
@@ -263,12 +252,12 @@ class CpuOps:
             raise ValueError(f"linear: {x.columns} columns into a weight with K = {w.columns}")
         batch = self._recording()
         self._owners.append(w)
-        expanded = w.length * 32 * self.target.item * 16 if w.kind != DENSE else 0
-        self._scratch = max(self._scratch, layout.BIG + expanded + 2 * self._fused_bytes())
+        tile = layout.BIG if w.kind == DENSE else layout.FETCH + layout.WIDE_ROWS * w.length
+        self._scratch = max(self._scratch, up(tile, 64) + 2 * self._fused_bytes())
         self._shared = max(self._shared, batch.max_tokens * w.length * 4 if w.kind != DENSE else 0)
         self._record(
             layout.LINEAR, w.kind, w.address, w.stride, w.scales, w.length, x.buffer, x.ld, out.buffer, out.ld, mode,
-            w.bias.ctypes.data, x.rows, 0, layout.BIG + expanded, w.panels,
+            w.bias.ctypes.data, x.rows, 0, up(tile, 64), w.panels,
         )  # fmt: skip
         return out
 
@@ -328,16 +317,7 @@ class CpuOps:
             raise ValueError(f"silu_mul: {gate_up.columns} columns are not two halves")
         half = gate_up.columns // 2
         out = self._new(gate_up.rows, half, self.dtype)
-        self._record(
-            layout.SILU,
-            gate_up.buffer,
-            gate_up.ld,
-            out.buffer,
-            out.ld,
-            half,
-            up(half, 16),
-            gate_up.rows,
-        )
+        self._record(layout.SILU, gate_up.buffer, gate_up.ld, out.buffer, out.ld, half, up(half, 16), gate_up.rows)
         return out
 
     def take(self, x: Act) -> Act:
@@ -353,10 +333,7 @@ class CpuOps:
             raise ValueError(f"{what}: {x.dtype} where {dtype} is wanted")
 
     def _heads(self, kv: Cache, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        if (kv.num_kv_heads, kv.head_dim) != (
-            num_kv_heads,
-            head_dim,
-        ) or num_heads % num_kv_heads:
+        if (kv.num_kv_heads, kv.head_dim) != (num_kv_heads, head_dim) or num_heads % num_kv_heads:
             raise ValueError(
                 f"{num_heads} heads of {head_dim} over {num_kv_heads} do not fit a cache of {kv.num_kv_heads} "
                 f"heads of {kv.head_dim}"
@@ -374,12 +351,7 @@ class CpuOps:
         """
         if self._tape is not None:
             raise RuntimeError("compile() called from inside a forward function")
-        self._tape, self._batch, self._scratch, self._shared = (
-            Tape(),
-            batch,
-            layout.BIG,
-            0,
-        )
+        self._tape, self._batch, self._scratch, self._shared = (Tape(), batch, layout.BIG, 0)
         self._owners, self._external, self._gathers = [batch, self._zeros], {}, []
         try:
             result = forward(self)

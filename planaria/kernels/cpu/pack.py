@@ -53,12 +53,7 @@ def up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def pack(
-    weight: torch.Tensor | Quantized,
-    bias: torch.Tensor | None,
-    target: Target,
-    arena: Arena,
-) -> Packed:
+def pack(weight: torch.Tensor | Quantized, bias: torch.Tensor | None, target: Target, arena: Arena) -> Packed:
     """Weight [N, K] and bias [N] or None in the layout above. Raises ValueError for a shape or kind it can't take."""
     rows, columns = weight.shape
     panels = up(rows, 16) // 16
@@ -111,16 +106,7 @@ def _pack_blocks(weight: Quantized, shift: npt.NDArray[Any], panels: int, arena:
         last = min(panels, first + part)
         raw = weight.data[first * 16 : last * 16].cpu()
         if raw.shape[0] < (last - first) * 16:
-            raw = torch.cat(
-                [
-                    raw,
-                    torch.zeros(
-                        (last - first) * 16 - raw.shape[0],
-                        raw.shape[1],
-                        dtype=torch.uint8,
-                    ),
-                ]
-            )
+            raw = torch.cat([raw, torch.zeros((last - first) * 16 - raw.shape[0], raw.shape[1], dtype=torch.uint8)])
         file = raw.contiguous().view(last - first, 16, blocks, size)
         head = 4 if kind == Q4_1 else 2
         scale = file[..., :head].reshape(last - first, 16, blocks, head // 2, 2)
@@ -132,8 +118,7 @@ def _pack_blocks(weight: Quantized, shift: npt.NDArray[Any], panels: int, arena:
             low, high = file[..., head:] & 15, file[..., head:] >> 4
             flat = torch.cat([low, high], dim=-1).view(last - first, 16, blocks, 4, 8)
             pairs = torch.stack(
-                [flat[..., NIBBLES[2 * i]] | (flat[..., NIBBLES[2 * i + 1]] << 4) for i in range(4)],
-                dim=-1,
+                [flat[..., NIBBLES[2 * i]] | (flat[..., NIBBLES[2 * i + 1]] << 4) for i in range(4)], dim=-1
             )
             codes.view(last - first, blocks, 4, 16, 4).copy_(pairs.permute(0, 2, 3, 1, 4))
         place = torch.from_numpy(lines[first:last, code_bytes : code_bytes + scale_bytes])

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from planaria.kernels.cpu.collective import op_meet, op_receive, op_reduce, op_send
 from planaria.kernels.cpu.layout import (
+    ACC,
     ARRIVED,
     ATTEND,
     BIG,
+    CODES,
     COUNTS,
+    CURSOR,
     EMBED,
+    FETCH,
     FEW_ROWS,
     FUSED_PANELS,
     GENERATION,
@@ -26,6 +30,7 @@ from planaria.kernels.cpu.layout import (
     NORM,
     OPS,
     PHASE,
+    PLAN,
     POINTERS,
     QUERY_ROWS,
     RECEIVE,
@@ -50,7 +55,9 @@ from planaria.kernels.cpu.layout import (
     THREADS,
     TICKET_BYTES,
     TICKETS,
+    TRACE,
     WHOLE_ROWS,
+    WIDE_ROWS,
     ZERO_BYTES,
     ZEROS,
 )  # fmt: skip
@@ -60,19 +67,19 @@ from planaria.kernels.cpu.native import (
     atomic_add,
     atomic_get,
     atomic_put,
+    clock,
     get,
     get32,
     pl_block_sums,
     pl_copy,
     pl_divide,
     pl_embed,
-    pl_expand,
-    pl_expanded_rows,
     pl_inline_rows,
     pl_item,
     pl_norm,
     pl_packed,
     pl_rotate,
+    pl_settle,
     pl_silu,
     pl_softmax,
     pl_store_key,
@@ -90,6 +97,10 @@ from planaria.kernels.cpu.native import (
     relax,
     syscall,
 )  # fmt: skip
+
+EXTRA = 0
+ROPEF = 1
+OL = 1
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 
@@ -160,6 +171,12 @@ def share(n: int, tid: int, threads: int) -> int:
 # Operations
 
 
+def bring(address: int, size: int) -> None:
+    """Ask for what another core may have written last."""
+    for line in range(address, address + size, 64):
+        prefetch(line)
+
+
 def op_embed(c: int, row: int, tid: int) -> None:
     # 1 kind, 2 w, 3 panel bytes, 4 offset of scales, 5 steps or blocks, 6 out, 7 ldo, 8 tokens, 9 its tokens,
     # 10 the first of them, 11 are the others elsewhere (zeros for them)
@@ -172,14 +189,7 @@ def op_embed(c: int, row: int, tid: int) -> None:
                 continue
             token = 0  # callers check; this only keeps a mistake from reading foreign memory
         panel = get(row, 2) + (token >> 4) * get(row, 3)
-        pl_embed(
-            get(row, 1),
-            panel,
-            panel + get(row, 4),
-            token & 15,
-            get(row, 5),
-            get(row, 6) + t * get(row, 7),
-        )
+        pl_embed(get(row, 1), panel, panel + get(row, 4), token & 15, get(row, 5), get(row, 6) + t * get(row, 7))
 
 
 def clear(c: int, place: int, size: int) -> None:
@@ -195,6 +205,7 @@ def op_norm(c: int, row: int, tid: int) -> None:
     n, threads = get(get(c, COUNTS), get(row, 9)), get(c, THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
         x, out = get(row, 1) + r * get(row, 2), get(row, 4) + r * get(row, 5)
+        bring(x + get(row, 2), get(row, 2))
         pl_norm(x, get(row, 3), out, get(row, 6), get(row, 7), get(row, 8))
 
 
@@ -214,17 +225,46 @@ def op_take(c: int, row: int, tid: int) -> None:
         pl_copy(get(row, 3) + r * get(row, 2), source, get(row, 2))
 
 
+def foresee(c: int, row: int, mine: int, most: int) -> int:
+    """Choose up to `most` lines of keys and values of the next attention to come into the cache now: how many, their
+    address in PLAN. Each thread walks over every so many-th sequence; attention sets it back to the start."""
+    attend, s = get(row, 16), get(mine + CURSOR, 0)
+    if attend == 0 or s >= get(get(c, COUNTS), 1):
+        return 0
+    at, line = get(mine + CURSOR, 1), get(mine + CURSOR, 2)
+    table = get(attend, 17) + get32(get(attend, 16), s) * get(attend, 18)
+    lines = get(attend, 6) >> 6  # of a block
+    count = min(lines - line, most)
+    put(mine + PLAN, 2, get(attend, 5) + get32(table, at) * get(attend, 6) + line * 64)
+    line += count
+    if line == lines:
+        line = 0
+        at += 1
+        if at * get(attend, 8) >= get32(get(attend, 15), s):
+            at = 0
+            s += get(c, THREADS)
+    put(mine + CURSOR, 0, s)
+    put(mine + CURSOR, 1, at)
+    put(mine + CURSOR, 2, line)
+    return count
+
+
+def foresee_list(c: int, row: int, mine: int, count: int, useless: int) -> None:
+    """Addresses of 8 lines each for pl_wide to fetch; where there are no more, one of what is there already."""
+    i = 0
+    while i < count:
+        lines = foresee(c, row, mine, 8 * (count - i)) if useless == 0 else 0
+        if lines < 8:
+            for k in range(i, count):
+                put(mine + FETCH, k, mine + ACC)
+            return
+        for line in range(0, lines, 8):
+            put(mine + FETCH, i, get(mine + PLAN, 2) + line * 64)
+            i += 1
+
+
 def product(
-    row: int,
-    mine: int,
-    sums: int,
-    first: int,
-    last: int,
-    panel: int,
-    end: int,
-    out: int,
-    ldo: int,
-    mode: int,
+    c: int, row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int, out: int, ldo: int, mode: int
 ) -> None:
     """Rows [first, last) x panels [panel, end) into out, where row `first`, panel `panel` begin."""
     kind, stride, length = get(row, 1), get(row, 3), get(row, 5)
@@ -235,47 +275,49 @@ def product(
     lds = length * 4
     while panel < end:
         w, bias = get(row, 2) + panel * stride, get(row, 11) + panel * 64
-        panels = 1
+        if kind != DENSE and n <= pl_inline_rows():
+            pl_packed(n * 4 + kind, x, ldx, w, w + get(row, 4), length, out, ldo, mode, bias, sums, lds)
+            panel += 1
+            out += wide
+            continue
+        panels = pl_tile_panels() if n > STREAM_ROWS and end - panel >= pl_tile_panels() else 1
         if kind != DENSE:
-            if n <= pl_inline_rows():
-                pl_packed(
-                    n * 4 + kind, x, ldx, w, w + get(row, 4), length, out, ldo, mode, bias, sums, lds
+            for r in range(0, n, WIDE_ROWS):
+                rows = min(WIDE_ROWS, n - r)
+                foresee_list(c, row, mine, rows // pl_tile_rows() * length, n > WHOLE_ROWS)
+                pl_wide(
+                    panels * 4 + kind, rows, x + r * ldx, ldx, w, w + get(row, 4), length, stride, mine + ACC,
+                    sums + r * lds, lds, mine + CODES, mine + FETCH,
                 )  # fmt: skip
-            else:
-                pl_expand(kind, w, length, stride, mine + BIG)
-                for r in range(0, n, pl_expanded_rows()):
-                    rows = min(pl_expanded_rows(), n - r)
-                    pl_wide(
-                        rows * 4 + kind, x + r * ldx, ldx, mine + BIG, w + get(row, 4), length, out + r * ldo, ldo,
-                        mode, bias, sums + r * lds, lds,
-                    )  # fmt: skip
+                pl_settle(panels, rows, mine + ACC, out + r * ldo, ldo, mode, bias)
         else:
-            if n > STREAM_ROWS and end - panel >= pl_tile_panels():
-                panels = pl_tile_panels()
             for v in range(panels):
                 put(mine + POINTERS, v, w + v * stride)
             for r in range(0, n, pl_tile_rows()):
                 rows = min(pl_tile_rows(), n - r)
                 # while these panels are used the next come into the cache, a part with each of the first tiles
                 turn = r // pl_tile_rows()
-                limit = length * 4 if turn < panels else 0
-                ahead = w + (panels + turn) * stride
+                put(mine + PLAN, 0, w + (panels + turn) * stride)
+                put(mine + PLAN, 1, length * 4 if turn < panels else 0)
+                put(mine + PLAN, 3, 0)
+                if panels > 1 and n <= WHOLE_ROWS:
+                    put(mine + PLAN, 3, 8 * foresee(c, row, mine, length >> 1))
                 pl_tile(
                     rows * 4 + panels, x + r * ldx, ldx, mine + POINTERS, length, out + r * ldo, ldo, mode, bias,
-                    ahead, limit,
+                    mine + PLAN,
                 )  # fmt: skip
         panel += panels
         out += panels * wide
 
 
-def block(row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int) -> None:
+def block(c: int, row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int) -> None:
     """Rows [first, last) x panels [panel, end) of a linear operation."""
     half, out, ldo, mode = get(row, 13), get(row, 8), get(row, 9), get(row, 10)
     out += first * ldo
     wide = 16 * (pl_item() if mode == STORE_ACT else 4)
     my_sums = sums + first * get(row, 5) * 4
     if half == 0:
-        product(row, mine, my_sums, first, last, panel, end, out + panel * wide, ldo, mode)
+        product(c, row, mine, my_sums, first, last, panel, end, out + panel * wide, ldo, mode)
         return
     # 14: offset in scratch of two tiles [ROW_BLOCK][FUSED_PANELS * 16], gate and up; a few rows take all panels of
     # a tile from one place, then from the other, so that memory is read in long runs
@@ -285,19 +327,8 @@ def block(row: int, mine: int, sums: int, first: int, last: int, panel: int, end
     most = FUSED_PANELS if last - first <= WHOLE_ROWS else pl_tile_panels()
     while panel < end:
         stop = min(end, panel + most)
-        product(row, mine, my_sums, first, last, panel, stop, gate, ld, STORE_ACT)
-        product(
-            row,
-            mine,
-            my_sums,
-            first,
-            last,
-            panel + half,
-            stop + half,
-            up,
-            ld,
-            STORE_ACT,
-        )
+        product(c, row, mine, my_sums, first, last, panel, stop, gate, ld, STORE_ACT)
+        product(c, row, mine, my_sums, first, last, panel + half, stop + half, up, ld, STORE_ACT)
         count = (stop - panel) * 16
         for r in range(last - first):
             pl_silu(gate + r * ld, up + r * ld, out + r * ldo + panel * wide, count, count)
@@ -311,6 +342,8 @@ def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
     if n == 0:
         return
     mine = scratch(c, tid)
+    if n <= WHOLE_ROWS:
+        bring(get(row, 6), n * get(row, 7))
     sums = mine + SUMS
     if get(row, 1) == Q4_1:
         blocks = get(row, 5)
@@ -330,7 +363,7 @@ def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
             taken = grab(ticket, panels, threads)
             if taken == 0:
                 return
-            block(row, mine, sums, 0, n, taken >> 32, taken & 0xFFFFFFFF)
+            block(c, row, mine, sums, 0, n, taken >> 32, taken & 0xFFFFFFFF)
     most = pl_tile_panels()
     groups = (panels + most - 1) // most
     units = groups * ((n + ROW_BLOCK - 1) // ROW_BLOCK)
@@ -340,15 +373,7 @@ def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
             return
         for u in range(taken >> 32, taken & 0xFFFFFFFF):
             first, group = (u // groups) * ROW_BLOCK, (u % groups) * most
-            block(
-                row,
-                mine,
-                sums,
-                first,
-                min(n, first + ROW_BLOCK),
-                group,
-                min(panels, group + most),
-            )
+            block(c, row, mine, sums, first, min(n, first + ROW_BLOCK), group, min(panels, group + most))
 
 
 def op_rope(c: int, row: int, tid: int) -> None:
@@ -372,10 +397,8 @@ def op_rope(c: int, row: int, tid: int) -> None:
         x = get(row, 1) + t * get(row, 2)
         q = get(row, 3) + t * get(row, 4)
         position = get32(get(row, 19), t)
-        cos, sin = (
-            get(row, 12) + position * half * 4,
-            get(row, 13) + position * half * 4,
-        )
+        cos, sin = (get(row, 12) + position * half * 4, get(row, 13) + position * half * 4)
+        bring(x + get(row, 2), get(row, 2))
         for h in range(heads):
             pl_rotate(x + h * head, q + h * head, temp, cos, sin, half, dim, get(row, 15), eps)
         slot = get(slots, t)
@@ -440,7 +463,7 @@ def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: 
                 some = min(pl_tile_rows(), rows - r)
                 pl_tile(
                     some * 4 + panels, q + r * head, head, kp + 8 * i, head >> 2, scores + (r * KEY_TILE + 16 * i) * 4,
-                    KEY_TILE * 4, STORE_F32, get(c, ZEROS), 0, 0,
+                    KEY_TILE * 4, STORE_F32, get(c, ZEROS), get(c, ZEROS),
                 )  # fmt: skip
                 r += some
             i += panels
@@ -488,6 +511,9 @@ def op_attend(c: int, row: int, tid: int, ticket: int) -> None:
     group = get(row, 9) // kv_heads
     tokens = max(1, QUERY_ROWS // group)
     mine = scratch(c, tid)
+    put(mine + CURSOR, 0, tid)
+    put(mine + CURSOR, 1, 0)
+    put(mine + CURSOR, 2, 0)
     s, passed = 0, 0  # units of the sequences before s
     unit = atomic_add(ticket, 0, 1)
     while s < sequences:
@@ -531,6 +557,8 @@ def execute(c: int, tid: int) -> None:
         elif code == RECEIVE:
             op_receive(row, tid)
         barrier(c)
+        if tid == 0 and get(c, TRACE):
+            put(get(c, TRACE), i, clock())
 
 
 def lead(c: int, tid: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planaria.kernels.cpu.layout import LINEAR, ROW_WORDS, SILU
+from planaria.kernels.cpu.layout import ATTEND, FORESIGHT_BYTES, LINEAR, ROW_WORDS, SILU
 from planaria.kernels.cpu.memory import ALIGN, Region
 
 
@@ -103,7 +103,18 @@ class Tape:
                     line[word] = value.address or memory.address + value.offset
                 else:
                     line[word] = value
+        self._foresee(out)
         return out
+
+    def _foresee(self, rows: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> None:
+        """Tell each linear operation the attention that follows soon enough for its keys to stay in the cache."""
+        following, distance = 0, 0
+        for index in range(len(rows) - 1, -1, -1):
+            if rows[index, 0] == ATTEND:
+                following, distance = int(rows.ctypes.data) + index * ROW_WORDS * 8, 0
+            elif rows[index, 0] == LINEAR:
+                distance += int(rows[index, 3] * rows[index, 15])  # bytes of its weight
+                rows[index, 16] = following if distance <= FORESIGHT_BYTES else 0
 
 
 def buffer(rows: int, row_bytes: int) -> Buffer:

@@ -57,7 +57,3 @@ class Target:
     def inline_rows(self) -> int:
         """Rows up to which packed weights are unpacked in registers; above, a panel is unpacked to memory once."""
         return 4 if self.wide else 2
-
-    @property
-    def expanded_rows(self) -> int:
-        return 8 if self.wide else 2

@@ -14,6 +14,11 @@ SPIN_CROWDED = 20  # where there are more threads than cores
 SPIN_IDLE = 200  # between runs
 
 
+def _help(entry: Any, control: Region, index: int) -> None:
+    """A helper's life. It holds the control block, which must not go while a thread sleeps on it."""
+    entry(control.address, index)
+
+
 class Team:
     """`threads` threads, the caller's own included. Not for two callers at once: `run` is guarded by a lock."""
 
@@ -32,12 +37,7 @@ class Team:
         self.control[layout.SPIN] = SPIN_CROWDED if crowded else SPIN
         self.control[layout.IDLE_SPIN] = 0 if crowded else SPIN_IDLE
         self._helpers = [
-            threading.Thread(
-                target=entry,
-                args=(self._memory.address, i),
-                name=f"planaria-kernel-{i}",
-                daemon=True,
-            )
+            threading.Thread(target=_help, args=(entry, self._memory, i), name=f"planaria-kernel-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for helper in self._helpers:
@@ -69,6 +69,10 @@ class Team:
                 self._wake()
         for helper in self._helpers:
             helper.join()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_helpers"):
+            self.close()
 
     def _wake(self) -> None:
         # thread 0 would wait in no barrier: a tape of no operations only announces the generation

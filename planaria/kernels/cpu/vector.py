@@ -26,13 +26,7 @@ def exp(f: Function, x: str) -> str:
     r = f.fma(n, f.const_f32(-0.693359375), c)
     r = f.fma(n, f.const_f32(2.12194440e-4), r)
     p = f.const_f32(1.9875691500e-4)
-    for c_k in (
-        1.3981999507e-3,
-        8.3334519073e-3,
-        4.1665795894e-2,
-        1.6666665459e-1,
-        5.0000001201e-1,
-    ):
+    for c_k in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = f.fma(p, r, f.const_f32(c_k))
     p = f.fma(p, f.vec("fmul", r, r), f.vec("fadd", r, f.const_f32(1.0)))
     bits = f.op(f"bitcast {F32} {shifted} to {I32}")
@@ -67,16 +61,8 @@ def inverse_rms(f: Function, squares: str, count: str, eps: str) -> str:
 
 
 def norm(target: Target) -> str:
-    f, act = (
-        Function("pl_norm", ("x", "weight", "out", "padded", "count", "eps")),
-        Act(target),
-    )
-    x, weight, out, eps = (
-        f.ptr("%x"),
-        f.ptr("%weight"),
-        f.ptr("%out"),
-        f.float_of("%eps"),
-    )
+    f, act = Function("pl_norm", ("x", "weight", "out", "padded", "count", "eps")), Act(target)
+    x, weight, out, eps = f.ptr("%x"), f.ptr("%weight"), f.ptr("%out"), f.float_of("%eps")
 
     def square(i: str, acc: list[str]) -> list[str]:
         v = f.load(F32, f.at(x, f.shl(i, 2)), 4)
@@ -192,10 +178,7 @@ def divide(target: Target) -> str:
 
 def rotate(target: Target) -> str:
     """One head: RMS norm where `weight` is not 0, then the first 2 * half elements rotated. temp: float32 [dim]."""
-    f = Function(
-        "pl_rotate",
-        ("src", "dst", "temp", "cos", "sin", "half", "dim", "weight", "eps"),
-    )
+    f = Function("pl_rotate", ("src", "dst", "temp", "cos", "sin", "half", "dim", "weight", "eps"))
     act = Act(target)
     src, dst, temp, cos, sin = (f.ptr(f"%{a}") for a in ("src", "dst", "temp", "cos", "sin"))
 
@@ -213,12 +196,7 @@ def rotate(target: Target) -> str:
         def body(i: str, _: list[str]) -> list[str]:
             place = f.at(temp, f.shl(i, 2))
             v = f.vec("fmul", f.load(F32, place, 4), scale)
-            f.store(
-                F32,
-                f.vec("fmul", v, f.load(F32, f.at(weight, f.shl(i, 2)), 4)),
-                place,
-                4,
-            )
+            f.store(F32, f.vec("fmul", v, f.load(F32, f.at(weight, f.shl(i, 2)), 4)), place, 4)
             return []
 
         f.loop(0, "%dim", 16, [], body)
@@ -282,12 +260,7 @@ def store_value(target: Target) -> str:
     def body(i: str, _: list[str]) -> list[str]:
         panel = f.at(dst, f.mul(i, 16 * target.item))
         if target.item == 4:
-            f.store(
-                F32,
-                f.load(F32, f.at(src, f.shl(i, 2)), 4),
-                f.at(panel, f.shl("%token", 6)),
-                4,
-            )
+            f.store(F32, f.load(F32, f.at(src, f.shl(i, 2)), 4), f.at(panel, f.shl("%token", 6)), 4)
             return []
         place = f.at(panel, f.shl(f.op("lshr i64 %token, 1"), 6))
         new = f.op(f"zext <16 x i16> {f.load('<16 x i16>', f.at(src, f.shl(i, 1)), 2)} to {I32}")
@@ -329,10 +302,7 @@ def embed_packed(kind: int) -> str:
     """Column `column` of a packed panel of `count` blocks, to float32."""
     f = Function(f"pl_embed_{kind}", EMBED_ARGS)
     w, scales, out = f.ptr("%w"), f.ptr("%scales"), f.ptr("%out")
-    scale_bytes, block_bytes = (
-        (64 if kind == Q4_1 else 32),
-        (512 if kind == Q8_0 else 256),
-    )
+    scale_bytes, block_bytes = (64 if kind == Q4_1 else 32), (512 if kind == Q8_0 else 256)
 
     def half(pointer: str) -> str:
         return f.op(f"fpext half {f.load('half', pointer, 2)} to float")
@@ -420,12 +390,5 @@ def vector_module(target: Target) -> str:
         else "define void @pl_relax() nounwind alwaysinline { ret void }\n"
     )
     parts += [embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)]
-    parts.append(
-        dispatcher(
-            "pl_embed",
-            EMBED_ARGS,
-            "kind",
-            {k: f"pl_embed_{k}" for k in (Q8_0, Q4_0, Q4_1, DENSE)},
-        )
-    )
+    parts.append(dispatcher("pl_embed", EMBED_ARGS, "kind", {k: f"pl_embed_{k}" for k in (Q8_0, Q4_0, Q4_1, DENSE)}))
     return "\n".join(parts)

@@ -1,0 +1,78 @@
+"""Who may use a TCP link: CurveZMQ keys of one deployment, one pair for the driver and one for each rank.
+
+A connection is encrypted and both ends are known by their keys; a key that isn't on the list gets no further than the
+handshake, and a rank's key speaks for that rank only. Secrets are handed to ranks through a pipe or a private file,
+never on a command line or in the environment of another user's process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from planaria.executor.link.faults import LinkError
+
+MIN_SECRET = 32
+
+
+class Pair(msgspec.Struct, frozen=True, array_like=True):
+    """A key pair in Z85 text, 40 characters each."""
+
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"Pair(public={self.public!r})"
+
+
+class Keys(msgspec.Struct, frozen=True, array_like=True):
+    """All pairs of a deployment: the driver's side of it."""
+
+    driver: Pair
+    ranks: tuple[Pair, ...]
+
+    @classmethod
+    def generate(cls, num_ranks: int) -> Keys:
+        """Fresh random keys."""
+        pairs = [Pair(*(key.decode() for key in zmq.curve_keypair())) for _ in range(num_ranks + 1)]
+        return cls(pairs[0], tuple(pairs[1:]))
+
+    @classmethod
+    def derive(cls, secret: bytes, num_ranks: int) -> Keys:
+        """The same keys on every node that knows `secret` (at least 32 random bytes). Raises LinkError if shorter."""
+        if len(secret) < MIN_SECRET:
+            raise LinkError(f"the deployment's secret has {len(secret)} bytes; give at least {MIN_SECRET} random ones")
+        pairs = [_derived(secret, f"planaria link {place}") for place in range(-1, num_ranks)]
+        return cls(pairs[0], tuple(pairs[1:]))
+
+
+class Invitation(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank needs to join: where, and as whom. Contains a secret."""
+
+    address: str
+    driver_key: str
+    pair: Pair
+    rank: int
+    epoch: int
+    chunk_bytes: int
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Invitation:
+        """Raises LinkError."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise LinkError(f"not an invitation to a link: {e}") from None
+
+
+def _derived(secret: bytes, label: str) -> Pair:
+    # Any 32 bytes are a Curve25519 secret key; a keyed hash makes them unrelated for different labels.
+    key = hashlib.blake2b(label.encode(), key=hashlib.blake2b(secret).digest(), digest_size=32).digest()
+    own = z85.encode(key)
+    return Pair(zmq.curve_public(own).decode(), own.decode())

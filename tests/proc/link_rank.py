@@ -1,0 +1,93 @@
+"""A rank for the tests of links: a process that carries out `Call`s by name.
+
+python -m tests.proc.link_rank shm FD RANK      or      ... tcp   (the invitation comes through standard input)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import zlib
+from typing import Any
+
+from planaria.executor.link.faults import Fenced, LinkClosed, MessageLost, PeerLost, Port
+from planaria.executor.link.keys import Invitation
+from planaria.executor.link.shm import ShmLink, ShmPort
+from planaria.executor.link.tcp import TcpPort
+from planaria.protocol import Call, Command, Done, Exit, LaneResult, Reply, StepPlan, StepResult
+
+ENDED = {Fenced: 10, LinkClosed: 11, PeerLost: 12, MessageLost: 13}  # exit codes
+
+
+def do(rank: int, command: Command) -> Reply:
+    if isinstance(command, StepPlan):
+        rows = [row.row for lane in command.lanes for row in lane]
+        return StepResult(command.epoch, command.step, (LaneResult(rows, rows),))
+    assert isinstance(command, Call), command
+    args: tuple[Any, ...] = command.args
+    match command.method:
+        case "echo":
+            return Done(rank, args[0])
+        case "check":  # of bytes: length and checksum
+            return Done(rank, [len(args[0]), zlib.crc32(args[0])])
+        case "make":  # bytes of this length
+            return Done(rank, bytes(args[0]))
+        case "jitter":  # sleep for the seconds given for this rank
+            time.sleep(args[0][rank])
+            return Done(rank, None)
+        case "die":
+            if rank in args[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return Done(rank, None)
+        case "stop":
+            if rank in args[0]:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return Done(rank, None)
+        case "object":
+            return Done(rank, object())
+        case "cpu":  # seconds of CPU time used so far
+            return Done(rank, time.process_time())
+        case "descriptors":
+            return Done(rank, sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]))
+    raise AssertionError(command.method)
+
+
+def lose(end: Any) -> None:
+    """A message of this end (a port's, or a link's to its first rank) is counted as sent, but never arrives."""
+    if isinstance(end, ShmLink | ShmPort):
+        outlet = end._outlet
+        outlet.head += 1
+        outlet.words[outlet.head_word] = outlet.head
+        end._ring()
+    else:
+        stream = end._stream if isinstance(end, TcpPort) else end._peers[0].stream
+        stream.sent += 1
+
+
+def main() -> None:
+    port: Port
+    if sys.argv[1] == "shm":
+        port = ShmPort.attach(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        port = TcpPort.connect(Invitation.decode(sys.stdin.buffer.read()), timeout=20, heartbeat=2.0)
+    try:
+        while (got := port.receive(60.0)) is not None:
+            number, command = got
+            if isinstance(command, Exit):
+                port.reply(number, Done(port.rank))
+                port.close()
+                return
+            if isinstance(command, Call) and command.method == "lose":
+                lose(port)
+            else:
+                port.reply(number, do(port.rank, command))
+    except tuple(ENDED) as e:
+        port.close()
+        sys.exit(ENDED[type(e)])
+    sys.exit(14)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Ranks in processes of their own (`mp`): the same answers, and what a rank's death looks like."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx2
+import openai
+import psutil
+import pytest
+
+from planaria import LLM, SamplingParams
+from planaria.errors import EngineDead
+from tests.proc.servers import SMALL, Server, alive, needs_smollm2, planaria, wait_until
+
+pytestmark = needs_smollm2
+
+MP = ["--distributed-executor-backend", "mp"]
+OPTIONS = {"distributed_executor_backend": "mp", "kv_cache_memory": "128MiB", "max_model_len": 1024}
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Pids of the ranks below a process."""
+    return [p.pid for p in psutil.Process(pid).children(recursive=True) if "planaria.worker.main" in p.cmdline()]
+
+
+def test_the_same_answers_as_uni() -> None:
+    args = ["generate", "smollm2", *SMALL, "--prompt", "The capital of France is", "--max-tokens", "24", "--json"]
+    lines = [json.loads(planaria(*args, *more).stdout) for more in ([], MP)]
+    assert lines[0]["token_ids"] == lines[1]["token_ids"]
+    assert (lines[1]["executor"], lines[1]["link"]) == ("mp", "shm") and len(lines[1]["ranks"]) == 1
+
+
+def test_a_killed_rank_is_named_at_once() -> None:
+    """In the middle of a step: one error that names rank and phase, within a second; nothing is left."""
+    llm = LLM("smollm2", **OPTIONS)
+    (rank,) = llm.facts.ranks
+    killed = 0.0
+
+    def kill(done: int, tokens: int) -> None:
+        nonlocal killed
+        if tokens and not killed:
+            killed = time.monotonic()
+            os.kill(rank, signal.SIGKILL)
+
+    params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+    with pytest.raises(EngineDead, match=r"rank 0 failed in step: its process was killed by signal 9"):
+        llm.generate(["Once upon a time"], params, on_tokens=kill)
+    assert time.monotonic() - killed < 1.0
+    llm.close()
+    assert not alive(rank)
+
+
+def test_close_ends_the_rank() -> None:
+    with LLM("smollm2", **OPTIONS) as llm:
+        (rank,) = llm.facts.ranks
+        assert alive(rank)
+    assert not alive(rank)
+
+
+def test_a_rank_killed_while_idle() -> None:
+    """The server learns of it without a request, says why and ends with 1."""
+    with Server("smollm2", *SMALL, *MP) as server:
+        (rank,) = ranks_of(server.pid)
+        os.kill(rank, signal.SIGKILL)
+        assert server.process.wait(5) == 1
+        wait_until("the log says why", lambda: "killed by signal 9" in "".join(server.log), limit=2)
+
+
+def test_a_rank_killed_under_load_answers_every_stream() -> None:
+    with Server("smollm2", *SMALL, *MP) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        streams = [
+            iter(
+                client.completions.create(
+                    model="smollm2", prompt=f"{i}", max_tokens=1900, temperature=0, stream=True,
+                    extra_body={"ignore_eos": True},
+                )  # fmt: skip
+            )
+            for i in range(4)
+        ]
+        for stream in streams:
+            next(stream)
+        os.kill(ranks_of(server.pid)[0], signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="rank 0"):
+                for _ in stream:
+                    pass
+        assert server.process.wait(10) == 1
+
+
+@pytest.mark.parametrize("victim", ["server", "engine"])
+def test_nothing_is_left_behind(victim: str) -> None:
+    """SIGKILL of the server or of the engine: engine and rank end within 2 s, no shared memory stays."""
+    before = set(Path("/dev/shm").iterdir())
+    with Server("smollm2", *SMALL, *MP) as server:
+        assert httpx2.get(server.url + "/health").status_code == 200
+        (rank,) = ranks_of(server.pid)
+        engine = server.engine_pid()
+        os.kill(server.pid if victim == "server" else engine, signal.SIGKILL)
+        wait_until("the rank ends", lambda: not alive(rank), limit=2.0)
+        wait_until("the engine ends", lambda: not alive(engine), limit=2.0)
+        assert server.process.wait(10) != 0
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_a_rank_that_cannot_start_says_so() -> None:
+    """The reason reaches the user's terminal in one line, from another process."""
+    result = planaria("serve", "smollm2", "--port", "0", "--kv-cache-memory", "1MiB", *MP)
+    assert result.returncode == 1
+    assert "--max-model-len" in result.stderr and "Traceback" not in result.stderr
