@@ -1,8 +1,9 @@
 """A group over torch's gloo: any nodes, any platform. The plain way, where shared memory isn't there.
 
 Rule: a message sent stays referenced until it has gone; a wait ends at the deadline, at `abort`, or with the peer's
-connection. Gloo itself doesn't let go of an operation before its deadline, so waits look up in between, and what an
-abort leaves behind ends in a thread of its own.
+connection. Gloo itself doesn't let go of an operation before its deadline, so a wait for a sum looks up in between, and
+what an abort leaves behind ends in a thread of its own. `receive` can't look up (a wait that gives up closes the
+connection): an abort ends it only with the peer or at the deadline.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GlooComm:
             what = f"did not come within {self.deadline:g} s" if late else "is gone: its connection closed"
             raise PeerLost(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
 
-    def _finish(self, work: Any, peer: int | None = None) -> None:
+    def _finish(self, work: Any) -> None:
         while True:
             try:
                 work.wait(LOOK)
@@ -61,7 +62,7 @@ class GlooComm:
             except RuntimeError:
                 if not work.is_completed() and not self._reason:
                     continue
-                self._try(lambda: work.wait(LOOK), peer)  # raises what it ended with
+                self._try(lambda: work.wait(LOOK))  # raises what it ended with
                 return
 
     def all_reduce(self, x: torch.Tensor) -> None:
@@ -91,11 +92,11 @@ class GlooComm:
         self._sent.append((self._try(lambda: self._group.send([copy], to, 0), to), copy))
         while len(self._sent) > IN_FLIGHT:
             work, _ = self._sent.popleft()
-            self._finish(work, to)
+            self._try(work.wait, to)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
         if x.numel():
-            self._finish(self._try(lambda: self._group.recv([flat(x)], source, 0), source), source)
+            self._try(lambda: self._group.recv([flat(x)], source, 0).wait(), source)
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
         if self.rank != source:
