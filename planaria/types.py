@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any
 
 import msgspec
 
@@ -163,11 +162,3 @@ class Delta(msgspec.Struct, array_like=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached: int = 0  # prompt tokens that came from the prefix cache (known at the first delta)
     error: str | None = None
-
-
-def params_from(values: dict[str, Any]) -> SamplingParams:
-    """SamplingParams from plain values (JSON), converting lists; raises RequestError naming the field."""
-    try:
-        return msgspec.convert(values, SamplingParams, strict=False)
-    except msgspec.ValidationError as e:
-        raise RequestError(str(e), code="invalid_type") from None

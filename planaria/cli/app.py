@@ -13,9 +13,12 @@ from planaria.cli.options import engine_command
 
 app = typer.Typer(
     name="planaria", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes cut the names of options off on an 80-column terminal
     help="Serve large language models, and keep serving when parts die.",
 )  # fmt: skip
-bench_app = typer.Typer(no_args_is_help=True, help="Measure: one stream, many at once, or a running server.")
+bench_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure: one stream, many at once, or a running server."
+)
 app.add_typer(bench_app, name="bench")
 
 Model = Annotated[

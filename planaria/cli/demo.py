@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -29,12 +30,20 @@ def start(model: str, engine: dict[str, Any]) -> tuple[subprocess.Popen[str], st
             command += [f"--{name.replace('_', '-')}", str(value)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    for line in process.stdout:
-        sys.stdout.write(line)
-        sys.stdout.flush()
-        if " at http" in line:
-            return process, line.split(" at ", 1)[1].split()[0]
-    raise EngineDead(f"the server ended with exit code {process.wait()} before it was ready")
+    limit = threading.Timer(START_LIMIT, process.kill)
+    limit.start()
+    try:
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            if " at http" in line:
+                return process, line.split(" at ", 1)[1].split()[0]
+    finally:
+        limit.cancel()
+    code = process.wait()
+    if code == -signal.SIGKILL:
+        raise EngineDead(f"the server was not ready in {START_LIMIT:.0f} s")
+    raise EngineDead(f"the server ended with exit code {code} before it was ready")
 
 
 def ask(address: str, model: str, question: str) -> tuple[int, float, float]:

@@ -34,7 +34,9 @@ def run(
     config = resolve(
         engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init)
     )
-    settings = ServerConfig(model_path=str(config.checkpoint["path"]), eos_ids=config.model.eos_ids, **server)
+    settings = ServerConfig(
+        model_path=str(config.checkpoint["path"]), eos_ids=config.model.eos_ids, seed=engine["seed"], **server
+    )
     settings.verify()
     code = asyncio.run(_serve(config, settings, started, skip_tokenizer_init))
     if code:

@@ -8,7 +8,6 @@ import msgspec
 
 from planaria.config.model import ModelConfig
 
-DTypeName = Literal["auto", "float32", "bfloat16"]
 QUANTIZATIONS = ("auto", "none", "q8_0", "q4_1")
 
 
@@ -30,7 +29,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory: int | str | None = None  # bytes, or "2GiB"
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
-    seed: int | None = None  # of requests that bring none (LLM, AsyncLLM, generate); None: drawn
+    seed: int | None = None  # of requests that bring none; None: drawn
     skip_tokenizer_init: bool = False
     null_worker: bool = False
     distributed_executor_backend: str | None = None

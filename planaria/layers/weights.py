@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from planaria.kernels.ops import Ops, Quantized, Weight
 from planaria.loader.quant import BLOCK, PACKED_KINDS, dequantise, quantise
-
-if TYPE_CHECKING:
-    pass
 
 Progress = Callable[[int, int], None]  # (weights read, weights in all)
 QUANTIZATIONS = ("keep", "none", "q8_0", "q4_1")

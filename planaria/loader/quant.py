@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from planaria.checkpoint.gguf_file import NEEDS_GGUF
 from planaria.errors import ModelError
 from planaria.kernels.ops import Quantized
 
@@ -49,9 +50,11 @@ def quantise(tensor: torch.Tensor, kind: str) -> Quantized:
 
 def dequantise_with_gguf(data: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     """Rows of bytes [N, bytes per row] of any GGUF kind -> float32 [N, K]."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise ModelError(f"tensor {name}: element type {kind} {NEEDS_GGUF}") from None
     try:
         return torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[kind.upper()]))
     except (KeyError, NotImplementedError):

@@ -24,17 +24,12 @@ DTYPES = {
 
 
 class WeightSource:
-    """Weights of one checkpoint. Files are mapped when first used and let go with the last tensor that views them.
-
-    `bytes_read` counts the stored bytes handed out so far, `total_bytes` those there are: for a progress bar.
-    """
+    """Weights of one checkpoint. Files are mapped when first used and let go with the last tensor that views them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._infos = {t.name: t for t in checkpoint.tensors}
         self._maps: dict[int, tuple[mmap.mmap, torch.Tensor]] = {}
-        self.bytes_read = 0
-        self.total_bytes = checkpoint.weight_bytes
 
     def names(self) -> list[str]:
         return list(self._infos)
@@ -78,17 +73,14 @@ class WeightSource:
         raw = self._rows(info, row_range)
         if info.kind in DTYPES:
             values = raw if raw.ndim < 2 else raw[:, col_range.start : col_range.stop]
-            self.bytes_read += values.numel() * values.element_size()
             return values.to(torch.float32) if dequantise else values
         packed = info.kind in PACKED_KINDS
         num_rows, num_columns = len(row_range), info.shape[1]
         if not packed:
-            self.bytes_read += raw.numel()
             whole = dequantise_with_gguf(raw, info.kind, name) if num_rows else torch.empty(0, num_columns)
             return whole[:, col_range.start : col_range.stop]
         per_block = raw.shape[1] * BLOCK // num_columns
         data = raw[:, col_range.start // BLOCK * per_block : col_range.stop // BLOCK * per_block]
-        self.bytes_read += data.numel()
         weight = Quantized(info.kind, data, (num_rows, len(col_range)))
         return _dequantise(weight) if dequantise else weight
 

@@ -63,8 +63,8 @@ async def create_chat_completion(request: Request) -> Response:
     tokenizer = service.need_tokenizer("messages")
     submits = submissions(
         f"chatcmpl-{info.uid}", ids, params, facts,
-        eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, priority=body.priority or 0,
-        param="messages",
+        eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, seed=service.next_seed(),
+        priority=body.priority or 0, param="messages",
     )  # fmt: skip
     stream = RequestStream(ids, submits, tokenizer)
     generation = Generation(service, info, [stream], stream=bool(body.stream))

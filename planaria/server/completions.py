@@ -63,7 +63,7 @@ async def create_completion(request: Request) -> Response:
     for index, (ids, _) in enumerate(prompts):
         submits = submissions(
             f"cmpl-{info.uid}-{index}", ids, params, facts,
-            eos_ids=eos, tokenizer=tokenizer, priority=body.priority or 0,
+            eos_ids=eos, tokenizer=tokenizer, seed=service.next_seed(), priority=body.priority or 0,
         )  # fmt: skip
         streams.append(RequestStream(ids, submits, tokenizer, index * n))
     generation = Generation(service, info, streams, stream=bool(body.stream))

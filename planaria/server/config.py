@@ -18,6 +18,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000  # 0: any free one
     served_model_names: tuple[str, ...] = ()  # the first is what answers carry; empty: the engine's own name
     eos_ids: tuple[int, ...] = ()  # for a server without a tokenizer; else the tokenizer's count
+    seed: int | None = None  # from which requests that bring none get theirs, in the order they come; None: drawn
     model_path: str = ""  # `root` in /v1/models
     api_keys: tuple[str, ...] = ()  # empty: open
     admin_key: str | None = None  # for /admin routes; None: those are open on loopback only

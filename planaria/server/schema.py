@@ -3,7 +3,7 @@
 The rule for fields: one that would change the answer and isn't supported is refused by name, unless it carries
 the value that means "off" (`NEUTRAL`); a name nobody knows is refused too, with the nearest known one, because
 a mistyped `max_token` that is silently dropped costs its user more than an error does. Answers are not built from these
-models at run time; `sse.py`, `completions.py` and `chat.py` write JSON directly.
+models at run time; `completions.py` and `chat.py` write JSON directly.
 """
 
 from __future__ import annotations

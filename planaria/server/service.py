@@ -6,6 +6,7 @@ The rule kept here: from the moment of `drain` nothing new is admitted, and `idl
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from planaria.errors import RequestError
 from planaria.server.config import ServerConfig
+from planaria.server.inputs import child_seed
 from planaria.server.metrics import Metrics
 from planaria.server.tokenise import Tokenizer
 from planaria.wire import EngineClient, EngineFacts
@@ -41,6 +43,7 @@ class Service:
         self.reading: dict[asyncio.Timeout, None] = {}  # of requests whose body is still coming
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty
         self.requests = 0  # HTTP requests being answered
+        self._numbers = itertools.count()
         self._longest_token: int | None = None  # characters
         self._texts = ThreadPoolExecutor(1, "planaria-text")
         self.idle = asyncio.Event()
@@ -77,6 +80,11 @@ class Service:
                 param="model", code="model_not_found", status=404,
             )  # fmt: skip
         return facts
+
+    def next_seed(self) -> int | None:
+        """For a prompt whose request brings no seed; None: draw one."""
+        seed = self.config.seed
+        return None if seed is None else child_seed(seed, next(self._numbers))
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:

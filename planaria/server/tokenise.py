@@ -209,7 +209,12 @@ def _from_transformers(folder: str, special: dict[str, str]) -> tuple[tokenizers
     """tokenizer.model and other files, converted by transformers: seconds, hence only without a tokenizer.json."""
     try:
         from transformers import AutoTokenizer
-
+    except ImportError:
+        raise ModelError(
+            f"{folder}: no tokenizer.json, and what is there needs transformers: "
+            'pip install "planaria[transformers]", or add the model\'s tokenizer.json'
+        ) from None
+    try:
         slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         backend = slow.backend_tokenizer
     except Exception as e:  # whatever transformers, sentencepiece or a missing package raise

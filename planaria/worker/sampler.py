@@ -187,10 +187,6 @@ class Sampler:
         self._rows.pop(row, None)
         self._drawing.discard(row)
 
-    def pending(self, row: int) -> int:
-        """The last token of the row's history: what the model reads next."""
-        return self._rows[row].history[-1]
-
     def history(self, row: int) -> Sequence[int]:
         """Prompt and output so far. Not to be changed."""
         return self._rows[row].history

