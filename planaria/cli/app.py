@@ -103,7 +103,9 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option()] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this string; may be repeated.")] = None,
     n: Annotated[int, typer.Option(help="Continuations of each prompt.")] = 1,
-    logprobs: Annotated[int | None, typer.Option(help="Give the likeliest tokens of each position.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities, and so many of the likeliest tokens.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
     skip_tokenizer_init: Annotated[
         bool, typer.Option("--skip-tokenizer-init", help="Token ids in and out, no text.")
@@ -164,9 +166,9 @@ def demo(model: Model = "smollm2", *, engine: dict[str, Any]) -> None:
     command.run(model, engine, began=time.perf_counter())
 
 
-InputLen = Annotated[int, typer.Option(help="Prompt tokens of a request.")]
-OutputLen = Annotated[int, typer.Option(help="Tokens to generate for a request.")]
-Repeat = Annotated[int, typer.Option(help="Repetitions; medians are printed.")]
+InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens of a request.")]
+OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate for a request.")]
+Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; medians are printed.")]
 
 
 @bench_app.command("latency")
@@ -190,7 +192,7 @@ def bench_latency(
 @engine_command
 def bench_throughput(
     model: Model,
-    num_prompts: Annotated[int, typer.Option(help="Requests, all at once.")] = 32,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all at once.")] = 32,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
     repeat: Repeat = 3,
@@ -211,9 +213,11 @@ def bench_serve(
     base_url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model name; default: the server's first.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key.")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Requests in all.")] = 32,
-    concurrency: Annotated[int, typer.Option(help="Most requests open at a time.")] = 32,
-    request_rate: Annotated[float, typer.Option(help="Arrivals per second (Poisson); 0: as fast as allowed.")] = 0.0,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Most requests open at a time.")] = 32,
+    request_rate: Annotated[
+        float, typer.Option(min=0, help="Arrivals per second (Poisson); 0: as fast as allowed.")
+    ] = 0.0,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,

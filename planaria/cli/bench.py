@@ -17,6 +17,8 @@ from planaria.cli.look import console, generating, loading, summary
 from planaria.errors import EngineDead
 from planaria.types import SamplingParams
 
+SILENCE_LIMIT = 600.0  # seconds without a byte after which a request counts as failed
+
 
 def spread(values: list[float], digits: int = 1) -> dict[str, float]:
     """Median, lowest and highest."""
@@ -73,16 +75,18 @@ def latency(
         vocab = llm.facts.vocab_size
         llm.generate([random_prompt(source, input_len, vocab)], params(8))
         first, rate = [], []
-        for _ in range(repeat):
-            stamps: list[float] = []
-            since = time.perf_counter()
-            llm.generate(
-                [random_prompt(source, input_len, vocab)], params(output_len),
-                on_tokens=lambda done, tokens, s=stamps: s.append(time.perf_counter()) if tokens else None,
-            )  # fmt: skip
-            first.append(1e3 * (stamps[0] - since))
-            if len(stamps) > 1:
-                rate.append((len(stamps) - 1) / (stamps[-1] - stamps[0]))
+        with generating(repeat, show=not as_json) as progress:
+            for done in range(1, repeat + 1):
+                stamps: list[float] = []
+                since = time.perf_counter()
+                llm.generate(
+                    [random_prompt(source, input_len, vocab)], params(output_len),
+                    on_tokens=lambda _, tokens, s=stamps: s.append(time.perf_counter()) if tokens else None,
+                )  # fmt: skip
+                first.append(1e3 * (stamps[0] - since))
+                if len(stamps) > 1:
+                    rate.append((len(stamps) - 1) / (stamps[-1] - stamps[0]))
+                progress(done, output_len)
         result: dict[str, Any] = {
             "input_len": input_len, "output_len": output_len, "ttft_ms": spread(first),
             "decode_tokens_per_s": spread(rate) if rate else None, "weights": llm.facts.quantization,
@@ -163,7 +167,7 @@ async def _drive(
 
     gate = asyncio.Semaphore(concurrency)
     limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(headers=headers, timeout=None, limits=limits) as client:
+    async with httpx2.AsyncClient(headers=headers, timeout=SILENCE_LIMIT, limits=limits) as client:
         done = 0
 
         async def one(body: dict[str, Any], delay: float) -> Sample:
@@ -201,9 +205,11 @@ def serve(
     try:
         answer = httpx2.get(f"{base_url}/v1/models", headers=headers, timeout=10)
         answer.raise_for_status()
+        name = model or answer.json()["data"][0]["id"]
     except httpx2.HTTPError as e:
         raise EngineDead(f"no server answers at {base_url}: {e}") from None
-    name = model or answer.json()["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        raise EngineDead(f"what answers at {base_url}/v1/models is no OpenAI server") from None
     source = random.Random(seed)
     bodies = [
         {"model": name, "prompt": random_prompt(source, input_len, 30_000), "max_tokens": output_len,

@@ -17,9 +17,12 @@ from planaria.types import SamplingParams
 
 def parse_ids(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.replace(",", " ").split()]
+        ids = [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise ConfigError("--prompt-token-ids", text, "is not a list of token ids", "write 1,2,3") from None
+        ids = []
+    if not ids:
+        raise ConfigError("--prompt-token-ids", repr(text), "is not a list of token ids", "write 1,2,3")
+    return ids
 
 
 def read_prompts(path: Path | None) -> list[str]:
@@ -70,7 +73,11 @@ def run(
                     "executor": facts.executor, "link": facts.link, "layout": facts.layout, "ranks": facts.ranks,
                 }  # fmt: skip
                 if choice.logprobs is not None:
-                    line["logprobs"] = choice.logprobs
+                    line["logprobs"] = [
+                        {"token": p.token, "logprob": p.logprob, "rank": p.rank,
+                         "top": [{"token": token, "logprob": logprob} for token, logprob in p.top]}
+                        for p in choice.logprobs
+                    ]  # fmt: skip
                 if choice.error:
                     line["error"] = choice.error
                 sys.stdout.write(msgspec.json.encode(line).decode() + "\n")

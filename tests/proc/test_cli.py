@@ -144,3 +144,27 @@ def test_help_names_every_option() -> None:
     result = planaria("serve", "--help", env={"COLUMNS": "60"})
     for option in ("--max-num-batched-tokens", "--tensor-parallel-size", "--no-enable-prefix-caching", "--log-level"):
         assert option in result.stdout
+
+
+def test_generate_logprobs_and_choices() -> None:
+    result = planaria(
+        "generate", "smollm2", *SMALL, "--prompt", "The capital of France is", "--n", "2", "--logprobs", "2",
+        "--max-tokens", "2", "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(lines) == 2 and lines[0]["text"] == lines[1]["text"]  # greedy
+    for position, token in zip(lines[0]["logprobs"], lines[0]["token_ids"], strict=True):
+        assert position["token"] == token and position["rank"] == 1 and len(position["top"]) == 2
+        assert position["top"][0] == {"token": token, "logprob": position["logprob"]}
+
+
+def test_bench_json() -> None:
+    result = planaria(
+        "bench", "latency", "smollm2", *SMALL, "--input-len", "4", "--output-len", "3", "--repeat", "1", "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert figures["ttft_ms"]["median"] > 0 and figures["decode_tokens_per_s"]["median"] > 0
+    result = planaria("bench", "latency", "smollm2", "--repeat", "0")
+    assert result.returncode == 2 and "--repeat" in result.stderr and "Traceback" not in result.stderr
