@@ -6,7 +6,7 @@ that go on by themselves. A step costs a few array operations for those and a li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,7 +43,7 @@ class Runner:
         self.last = np.zeros(rows, np.int32)
         self.turn = np.full(rows, -1, np.int32)  # step % micro_steps in which a row goes on by itself; -1: none
         self.num_blocks = np.zeros(rows, np.int32)
-        self.prompts: dict[int, tuple[int, ...]] = {}  # histories of rows that are not through them yet
+        self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
 
