@@ -6,10 +6,11 @@ import asyncio
 import atexit
 import itertools
 import logging
+import operator
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +105,12 @@ class _Front:
 
     def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            try:
+                return [operator.index(token) for token in prompt]
+            except TypeError:
+                raise RequestError(
+                    f"a prompt is a text or a list of token ids, got {prompt!r:.60}", param="prompt"
+                ) from None
         if self.tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; give token ids, or leave out skip_tokenizer_init")
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -177,7 +183,8 @@ class LLM(_Front):
         `on_tokens(finished requests, new tokens)` is called after each step. Raises RequestError for a bad prompt or
         parameter before any of them runs, EngineDead if the engine ends.
         """
-        batch: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+        single = isinstance(prompts, str) or not isinstance(prompts, Iterable) or _is_ids(prompts)
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
         params = sampling_params or SamplingParams()
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(batch):

@@ -56,6 +56,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     skip_special_tokens: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):  # one string is one, not one for each of its letters
+            value = getattr(self, name)
+            if isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, (value,))
+
     def verify(self, vocab_size: int | None = None) -> None:
         """Raise RequestError for the first field that is out of range."""
 

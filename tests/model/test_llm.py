@@ -199,3 +199,17 @@ def test_a_stream_whose_event_loop_is_closed_costs_nobody(folder: str) -> None:
     assert asyncio.run(asyncio.wait_for(whole(), 30)) == 120
     engine.close()
     del stream
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1.5]], [["a"]], [None], 7, [[10**6]], [[-1]], [[1] * 500]])
+def test_wrong_prompts_are_refused_before_anything_runs(llm: LLM, prompts: object) -> None:
+    if prompts == []:
+        assert llm.generate([]) == []
+        return
+    with pytest.raises(RequestError):
+        llm.generate([IDS, *prompts] if isinstance(prompts, list) else prompts)  # type: ignore[arg-type]
+    assert llm._loop.core is not None and not llm._loop.core.has_requests()
+
+
+def test_one_stop_string_is_one() -> None:
+    assert SamplingParams(stop="abc", bad_words="de").stop == ("abc",)  # type: ignore[arg-type]
