@@ -7,17 +7,25 @@ on the worker); plans and workers check each other by `step`, which counts up by
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from planaria.types import SamplingParams, TokenLogprobs
 
+# Token ids, array("i"). A prompt is the one thing here that is long: as an array it travels as its bytes, where a tuple
+# would be made of one object per token on every rank. Nobody changes one that is in a message.
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:
+    Tokens = array
+
 
 class Fresh(msgspec.Struct, frozen=True, array_like=True):
     """A request (re)entering a row: first run, resume and recovery are the same thing."""
 
-    tokens: tuple[int, ...]  # the whole history: prompt, then what was already generated
+    tokens: Tokens  # the whole history: prompt, then what was already generated
     num_prompt: int
     params: SamplingParams
     seed: int

@@ -45,6 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     policy: Literal["fcfs", "priority"] = "fcfs"
     depth: int = 2  # plans in flight
+    micro_steps: int = 1  # a row goes on every so many steps; the steps in flight are of other rows
     max_logit_rows: int = 256  # positions of one step whose logits are wanted (prompt logprobs are chunked by it)
 
 
@@ -69,6 +70,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    pp_layer_partition: tuple[int, ...] | None = None  # layers of each stage; None: evenly
     distributed_executor_backend: str = "uni"
 
     @property

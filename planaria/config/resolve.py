@@ -56,7 +56,20 @@ def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(option, value, "is unknown", f"choose one of {', '.join(choices)}")
 
 
-def _device(options: EngineOptions, checkpoint_dtype: str, packed: bool) -> DeviceConfig:
+def _parallel(options: EngineOptions) -> ParallelConfig:
+    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
+    backend = options.distributed_executor_backend or ("uni" if tp * pp == 1 else "mp")
+    _one_of("--distributed-executor-backend", backend, ("uni", "mp"))
+    if backend == "uni" and tp * pp > 1:
+        raise ConfigError(
+            "--distributed-executor-backend", "uni", f"runs one rank, and -tp {tp} -pp {pp} are {tp * pp}", "use mp"
+        )
+    return ParallelConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, distributed_executor_backend=backend
+    )  # fmt: skip
+
+
+def _device(options: EngineOptions, checkpoint_dtype: str, packed: bool, ranks: int) -> DeviceConfig:
     _one_of("--device", options.device, ("auto", "cpu", "cuda"))
     _one_of("--dtype", options.dtype, ("auto", "float32", "bfloat16"))
     _one_of("--quantization", options.quantization, QUANTIZATIONS)
@@ -78,7 +91,8 @@ def _device(options: EngineOptions, checkpoint_dtype: str, packed: bool) -> Devi
     if options.kernels == "native" and device != "cpu":
         raise ConfigError("--kernels", "native", f"are for the CPU, and the device is {device}", "use --kernels torch")
     return DeviceConfig(
-        device=device, dtype=dtype, quantization=quantization, threads=options.threads or usable_cores(),
+        device=device, dtype=dtype, quantization=quantization,
+        threads=options.threads or max(1, usable_cores() // ranks),
         kernels="torch" if device != "cpu" or options.kernels == "torch" else "native",
     )  # fmt: skip
 
@@ -110,14 +124,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             f"must be at least --max-num-seqs ({options.max_num_seqs}): each running request may add a token to a step",
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
-    backend = options.distributed_executor_backend or "uni"
-    _one_of("--distributed-executor-backend", backend, ("uni", "mp"))
-    if options.tensor_parallel_size * options.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "--tensor-parallel-size, --pipeline-parallel-size",
-            f"{options.tensor_parallel_size}, {options.pipeline_parallel_size}",
-            "this version runs one rank", "leave both at 1",
-        )  # fmt: skip
+    parallel = _parallel(options)
     memory = None
     if options.kv_cache_memory is not None:
         memory = parse_bytes(options.kv_cache_memory, "--kv-cache-memory")
@@ -131,7 +138,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             "--max-model-len", max_model_len, f"the model's positions end at {model.max_position}",
             f"use at most {model.max_position}",
         )  # fmt: skip
-    device = _device(options, model.dtype, packed=checkpoint.format == "gguf")
+    device = _device(options, model.dtype, packed=checkpoint.format == "gguf", ranks=parallel.world_size)
     ahead = options.async_scheduling if options.async_scheduling is not None else device.device != "cpu"
     depth = 2 if ahead else 1
     return EngineConfig(
@@ -150,6 +157,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
             block_size=options.block_size, memory=memory, enable_prefix_caching=options.enable_prefix_caching
         ),
         device=device,
-        parallel=ParallelConfig(distributed_executor_backend=backend),
+        parallel=parallel,
         null_worker=options.null_worker,
     )

@@ -14,6 +14,7 @@ Rules it keeps
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import deque
 
 from planaria.config.options import CacheConfig, SchedulerConfig
@@ -231,7 +232,7 @@ class Lane:
             self.at_row[entry.row] = entry
             self.prefilling.append(entry)
             request = entry.request
-            fresh = Fresh(tuple(history), len(request.prompt), request.params, request.seed, request.eos_ids)
+            fresh = Fresh(array("i", history), len(request.prompt), request.params, request.seed, request.eos_ids)
             used, logits = self._chunk(entry, step, tokens, logits, changes, confirm, fresh)
             tokens -= used
         for item in passed:

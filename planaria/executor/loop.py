@@ -69,9 +69,11 @@ class EngineLoop:
     thread when a rank's process ends: whoever sleeps outside `turn` then calls `check`."""
 
     def __init__(
-        self, config: EngineConfig, launcher: Launcher, link_for: Callable[[Any], Link], emit: Emit
-    ) -> None:
+        self, config: EngineConfig, launcher: Launcher, link_for: Callable[[Any], Link], emit: Emit,
+        answering: int = 0,
+    ) -> None:  # fmt: skip
         self.config, self.launcher, self.link_for, self.emit = config, launcher, link_for, emit
+        self.answering = answering  # the rank whose step results have tokens
         self.on_loss: Callable[[], None] = lambda: None
         launcher.on_exit = self._on_exit
         self.group = WorkerGroup(config.parallel.world_size)
@@ -253,7 +255,7 @@ class EngineLoop:
         if ticket.failed is not None:
             self._die(ticket.failed)
             return
-        result = ticket.replies[0]
+        result = ticket.replies[self.answering]
         if isinstance(result, StepResult):
             self._emit(self.core.commit(result), stepped=True)
 

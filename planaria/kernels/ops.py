@@ -53,6 +53,7 @@ class Batch:
     seq_row      int32 [max_seqs]          its row in block_table
     block_table  int32 [max_seqs, max_blocks]
     sample_index int32 [max_samples]       token indices whose logits are wanted
+    hidden       float32 [max_tokens, >= H] the previous stage's residual; only where `make_hidden` was called
     """
 
     def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, max_samples: int) -> None:
@@ -66,11 +67,23 @@ class Batch:
         self.seq_row: npt.NDArray[np.int32] = np.zeros(max_seqs, np.int32)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_seqs, max_blocks), np.int32)
         self.sample_index: npt.NDArray[np.int32] = np.zeros(max_samples, np.int32)
+        self.hidden: npt.NDArray[np.float32] | None = None
         self.counting: npt.NDArray[np.int32] = np.arange(max(max_samples, max_seqs) + 1, dtype=np.int32)
+
+    def make_hidden(self, columns: int) -> npt.NDArray[np.float32]:
+        """The previous stage's residual, rows padded to 16 columns with zeros; made when first asked for."""
+        if self.hidden is None:
+            self.hidden = np.zeros((self.max_tokens, -(-columns // 16) * 16), np.float32)
+        return self.hidden
 
 
 class Ops(Protocol):
-    """One back end. Loading: `pack`, `vector`, `rope_table`, `kv_layer`. The rest is forward."""
+    """One back end. Loading: `pack`, `vector`, `rope_table`, `kv_layer`. The rest is forward.
+
+    Tensor ranks: a back end is made with its group's `Comm` (planaria.mesh). The partial sums of `embed` and of
+    `linear(reduce=True)` are added over the group, in one order on all ranks, so the residual is the same on all of
+    them to the last bit; `logits` brings the columns together on rank 0. A group of one does nothing of this.
+    """
 
     def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Weight:
         """A weight [N, K] (and bias [N]) in the layout its kernels read. The argument may be freed afterwards.
@@ -95,16 +108,22 @@ class Ops(Protocol):
         """Bytes of one block of one layer, keys and values."""
         ...
 
-    def embed(self, table: Weight) -> Act:
-        """[T, H] float32: rows of the table for the batch's tokens. The table may be the packed output head."""
+    def embed(self, table: Weight, vocab: range | None = None) -> Act:
+        """[T, H] float32: rows of the table for the batch's tokens. The table may be the packed output head. vocab: the
+        token ids of its rows, where other ranks of the group hold the others."""
+        ...
+
+    def hidden(self, columns: int) -> Act:
+        """[T, H] float32: the batch's `hidden`, instead of `embed` on a stage that isn't the first."""
         ...
 
     def rms_norm(self, x: Act, weight: Any, eps: float) -> Act:
         """x / sqrt(mean(x^2) + eps) * weight, in the activation dtype."""
         ...
 
-    def linear(self, x: Act, weight: Weight, residual: Act | None = None) -> Act:
-        """x W^T + bias, in the activation dtype; with `residual` (float32): adds that to it and returns it."""
+    def linear(self, x: Act, weight: Weight, residual: Act | None = None, *, reduce: bool = False) -> Act:
+        """x W^T + bias, in the activation dtype; with `residual` (float32): adds that to it and returns it. With
+        `reduce` (and a residual) each rank of the group has some of K, and what is added is the sum over the ranks."""
         ...
 
     def rope_store(
@@ -131,13 +150,15 @@ class Ops(Protocol):
         """Rows of x at the batch's sample_index: [S, H]."""
         ...
 
-    def logits(self, x: Act, weight: Weight) -> Act:
-        """x W^T in float32, [S, vocabulary]."""
+    def logits(self, x: Act, weight: Weight, vocab: range | None = None, size: int | None = None) -> Act:
+        """x W^T in float32, [S, vocabulary]. vocab, size: the token ids of the weight's rows, of how many in all; then
+        rank 0 of the group gets the whole, and what the others get means nothing."""
         ...
 
     def compile(self, forward: Callable[[Ops], Act], batch: Batch) -> Callable[[], torch.Tensor]:
         """A function that runs `forward` on what `batch` holds at that moment and returns its result as a tensor
-        [S, vocabulary] float32, valid until the next run. Called with S = 0 it runs and returns an empty tensor."""
+        [S, vocabulary] (or [T, H]) float32, valid until the next run. Called with S = 0 it runs and returns an empty
+        tensor. Raises PeerLost when a rank of the group is gone."""
         ...
 
     def close(self) -> None:

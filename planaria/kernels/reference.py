@@ -19,6 +19,7 @@ from torch import Tensor
 
 from planaria.kernels.ops import Batch, Quantized
 from planaria.loader.quant import dequantise
+from planaria.mesh.comm import Comm, Solo
 
 LOGIT_ROWS = (
     16384  # rows of the output head taken to float32 at a time, so that no float32 copy of it ever exists
@@ -72,11 +73,18 @@ class Step:
         self.positions = self._put(batch.positions[:tokens])
         self.slots = self._put(batch.slots[:tokens])
         self.sample_index = self._put(batch.sample_index[:samples])
+        self._hidden = batch.hidden
         self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
         self._lengths = batch.seq_len[:sequences].astype(np.int64)
         self._tables = batch.block_table[batch.seq_row[:sequences]].astype(np.int64)
         self._groups: dict[int, list[Group]] = {}
         self._masks: dict[tuple[int, int | None], list[Tensor]] = {}
+
+    @property
+    def hidden(self) -> Tensor:
+        """The previous stage's residual."""
+        assert self._hidden is not None
+        return torch.from_numpy(self._hidden[: len(self.tokens)]).to(self.device, copy=True)
 
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
@@ -105,10 +113,12 @@ class Step:
 
 
 class TorchOps:
-    """`Ops` in eager torch. dtype: of activations, weights and cache; the residual stream is float32."""
+    """`Ops` in eager torch. dtype: of activations, weights and cache; the residual stream is float32. tp: the tensor
+    ranks that hold the other parts."""
 
-    def __init__(self, device: str = "cpu", dtype: str = "float32") -> None:
+    def __init__(self, device: str = "cpu", dtype: str = "float32", tp: Comm | None = None) -> None:
         self.device = torch.device(device)
+        self.tp = tp or Solo()
         self.dtype: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._step: Step | None = None
 
@@ -145,8 +155,17 @@ class TorchOps:
 
     # Forward
 
-    def embed(self, table: Linear) -> Tensor:
-        return F.embedding(self.step.tokens, table.weight).float()
+    def embed(self, table: Linear, vocab: range | None = None) -> Tensor:
+        if self.tp.size == 1 or vocab is None:
+            return F.embedding(self.step.tokens, table.weight).float()
+        ids = self.step.tokens - vocab.start
+        here = (ids >= 0) & (ids < len(vocab))
+        h = F.embedding(ids.where(here, 0), table.weight).float() * here[:, None]
+        self.tp.all_reduce(h)
+        return h
+
+    def hidden(self, columns: int) -> Tensor:
+        return self.step.hidden[:, :columns].contiguous()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, weight, eps).to(self.dtype)
@@ -156,8 +175,11 @@ class TorchOps:
         x = x.float()
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
-    def linear(self, x: Tensor, weight: Linear, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Linear, residual: Tensor | None = None, *, reduce: bool = False) -> Tensor:
         y = F.linear(x, weight.weight, weight.bias)
+        if reduce and self.tp.size > 1:
+            y = y.float()
+            self.tp.all_reduce(y)
         return y if residual is None else residual.add_(y)
 
     def rope_store(
@@ -205,9 +227,13 @@ class TorchOps:
     def take(self, x: Tensor) -> Tensor:
         return x[self.step.sample_index]
 
-    def logits(self, x: Tensor, weight: Linear) -> Tensor:
+    def logits(self, x: Tensor, weight: Linear, vocab: range | None = None, size: int | None = None) -> Tensor:
         x = x.float()
-        return torch.cat([x @ rows.float().T for rows in torch.split(weight.weight, LOGIT_ROWS)], dim=-1)
+        out = torch.cat([x @ rows.float().T for rows in torch.split(weight.weight, LOGIT_ROWS)], dim=-1)
+        if self.tp.size == 1 or vocab is None:
+            return out
+        assert size is not None
+        return self.tp.gather_columns(out, vocab, size)
 
     def compile(self, forward: Callable[[Any], Tensor], batch: Batch) -> Callable[[], Tensor]:
         @torch.inference_mode()

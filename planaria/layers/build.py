@@ -20,10 +20,14 @@ def build_model(
 ) -> Model:  # fmt: skip
     """See `planaria.models.build`."""
     shard = shard or Shard.full(config)
-    # First with a loader that only checks, so that a damaged checkpoint fails before minutes of reading.
+    # First with a loader that only checks, the whole model, so that a damaged checkpoint fails on every rank before
+    # minutes of reading.
     checked = WeightLoader(weights, None, quantization)
-    Model(config, checked, shard, None, None)
+    Model(config, checked, Shard.full(config), None, None)
     _warn_of_unused(config, checked)
+    if shard != Shard.full(config):
+        checked = WeightLoader(weights, None, quantization)
+        Model(config, checked, shard, None, None)
     cos, sin = rope_tables(config.rope, config.head_dim, max_positions or config.max_position)
     load = WeightLoader(weights, ops, quantization, progress, checked.num_weights)
     return Model(config, load, shard, ops.rope_table(cos, sin), ops)

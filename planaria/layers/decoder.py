@@ -2,7 +2,8 @@
 
 Rule: forward code calls operations and looks at no value. Constructors load: each block asks the loader for
 its own rows and columns, given by a `Shard`. The residual `h` is float32 and updated in place by the two
-projections that end a block.
+projections that end a block. On a rank that holds a part, those two and the embedding give partial sums, which the
+operations reduce over the tensor ranks; a pipeline stage has only its layers.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ class Attention:
     kv: KVLayer
 
     def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard, rope: RopeTable) -> None:
-        name, dim, group = f"model.layers.{layer}.self_attn", c.head_dim, c.num_heads // c.num_kv_heads
-        queries, keys = scaled(shard.kv_heads, group * dim), scaled(shard.kv_heads, dim)
-        self.num_kv_heads, self.head_dim = len(shard.kv_heads), dim
-        self.num_heads = self.num_kv_heads * group
+        name, dim = f"model.layers.{layer}.self_attn", c.head_dim
+        queries, keys = scaled(shard.heads, dim), scaled(shard.kv_heads, dim)
+        self.num_heads, self.num_kv_heads, self.head_dim = len(shard.heads), len(shard.kv_heads), dim
         self.rope, self.eps, self.scale, self.window = rope, c.norm_eps, dim**-0.5, c.window(layer)
         self.qkv: Weight = load.linear(
             [
@@ -42,7 +42,7 @@ class Attention:
         )  # fmt: skip
         self.output: Weight = load.linear(
             [Part(f"{name}.o_proj", c.hidden_size, range(c.hidden_size))],
-            queries, c.num_heads * dim, bias=c.output_bias,
+            queries, c.num_heads * dim, bias=c.output_bias and shard.leads,
         )  # fmt: skip
         self.q_norm = load.vector(f"{name}.q_norm.weight", dim) if c.qk_norm else None
         self.k_norm = load.vector(f"{name}.k_norm.weight", dim) if c.qk_norm else None
@@ -54,7 +54,7 @@ class Attention:
             self.q_norm, self.k_norm, self.eps,
         )  # fmt: skip
         x = ops.attend(q, self.kv, self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window)
-        return ops.linear(x, self.output, h)
+        return ops.linear(x, self.output, h, reduce=True)
 
 
 class MLP:
@@ -65,10 +65,10 @@ class MLP:
         gate, up = (Part(f"{name}.{part}_proj", c.intermediate_size, columns) for part in ("gate", "up"))
         down = Part(f"{name}.down_proj", c.hidden_size, hidden)
         self.gate_up: Weight = load.linear([gate, up], hidden, c.hidden_size, bias=c.mlp_bias)
-        self.down: Weight = load.linear([down], columns, c.intermediate_size, bias=c.mlp_bias)
+        self.down: Weight = load.linear([down], columns, c.intermediate_size, bias=c.mlp_bias and shard.leads)
 
     def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
-        return ops.linear(ops.silu_mul(ops.linear(x, self.gate_up)), self.down, h)
+        return ops.linear(ops.silu_mul(ops.linear(x, self.gate_up)), self.down, h, reduce=True)
 
 
 class DecoderLayer:
@@ -85,24 +85,27 @@ class DecoderLayer:
 
 
 class Model:
-    """A decoder with its weights. `layers` is in order; call `make_kv` before the first step."""
+    """A decoder, or a stage of one, with its weights. `layers` is in order; call `make_kv` before the first step."""
 
     def __init__(self, c: ModelConfig, load: WeightLoader, shard: Shard, rope: RopeTable, ops: Ops | None) -> None:
-        self.config, self._ops = c, ops
-        self.embedding = load.table("model.embed_tokens", shard.vocab, c.vocab_size, c.hidden_size)
-        self.layers = [DecoderLayer(c, layer, load, shard, rope) for layer in range(c.num_layers)]
-        self.norm = RMSNorm(load, "model.norm", c.hidden_size, c.norm_eps)
-        self.head = (
-            self.embedding if c.tie_word_embeddings else load.table("lm_head", shard.vocab, c.vocab_size, c.hidden_size)
-        )
+        self.config, self.shard, self._ops = c, shard, ops
+        self.first, self.last = shard.first(), shard.last(c)  # does it embed tokens, does it end in logits
+        tied, table = c.tie_word_embeddings, (shard.vocab, c.vocab_size, c.hidden_size)
+        self.embedding = load.table("model.embed_tokens", *table) if self.first or (tied and self.last) else None
+        self.layers = [DecoderLayer(c, layer, load, shard, rope) for layer in shard.layers]
+        self.norm = RMSNorm(load, "model.norm", c.hidden_size, c.norm_eps) if self.last else None
+        self.head = self.embedding if tied else load.table("lm_head", *table) if self.last else None
         self.weight_bytes = load.num_bytes  # as packed, a tied table counted once
 
     def forward(self, ops: Ops) -> Act:
-        """Logits [S, vocabulary] of the positions the batch wants them for."""
-        h = ops.embed(self.embedding)
+        """Logits [S, vocabulary] of the positions the batch wants them for; of a stage that isn't the last, the
+        residual [T, H]."""
+        h = ops.embed(self.embedding, self.shard.vocab) if self.first else ops.hidden(self.config.hidden_size)
         for layer in self.layers:
             h = layer(ops, h)
-        return ops.logits(self.norm(ops, ops.take(h)), self.head)
+        if self.norm is None:
+            return h
+        return ops.logits(self.norm(ops, ops.take(h)), self.head, self.shard.vocab, self.config.vocab_size)
 
     def make_kv(self, num_blocks: int, block_size: int) -> None:
         """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one goes."""

@@ -1,7 +1,8 @@
 """Which part of a model a rank holds. Layers take their heads and columns from it and load only those rows.
 
-Rule: heads are dealt by KV group (a KV head with all query heads that read it), MLP columns by blocks of 32,
-so that packed weights can be cut along either side.
+Rule: heads are dealt by KV group (a KV head with all query heads that read it; only where ranks outnumber KV heads
+is a KV head held by several ranks, each with some of its query heads), MLP columns by blocks of 32, so that packed
+weights can be cut along either side. `planaria.layers.deal` makes shards.
 """
 
 from __future__ import annotations
@@ -13,18 +14,37 @@ from planaria.config import ModelConfig
 
 @dataclass(frozen=True)
 class Shard:
-    """kv_heads, mlp_columns, vocab: contiguous ranges of the whole model's."""
+    """Contiguous ranges of the whole model's.
 
+    heads: query heads; they read only `kv_heads`. layers: of this pipeline stage; the stage with layer 0 has the
+    embedding, the one with the last layer the norm and the output head. leads: this rank adds the biases of
+    products that are summed over ranks.
+    """
+
+    heads: range
     kv_heads: range
     mlp_columns: range
     vocab: range
+    layers: range
+    leads: bool = True
 
     @staticmethod
     def full(config: ModelConfig) -> Shard:
         """The whole model on one rank."""
-        return Shard(range(config.num_kv_heads), range(config.intermediate_size), range(config.vocab_size))
+        return Shard(
+            range(config.num_heads), range(config.num_kv_heads), range(config.intermediate_size),
+            range(config.vocab_size), range(config.num_layers),
+        )  # fmt: skip
+
+    def first(self) -> bool:
+        """Does this stage embed tokens?"""
+        return self.layers.start == 0
+
+    def last(self, config: ModelConfig) -> bool:
+        """Does this stage end in logits?"""
+        return self.layers.stop == config.num_layers
 
 
 def scaled(part: range, by: int) -> range:
-    """Rows of a weight for units of `by` rows each: KV heads to rows of k, KV groups to rows of q."""
+    """Rows of a weight for units of `by` rows each: heads to rows of q, k, v."""
     return range(part.start * by, part.stop * by)

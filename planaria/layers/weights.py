@@ -91,7 +91,7 @@ class WeightLoader:
                 self._expect(f"{part.name}.bias", (part.size,), len(part.rows))
         if self._ops is None:
             return None
-        weight = stack([self._matrix(part, cut(columns, size), self._quantization) for part in parts])
+        weight = stack([self._matrix(part, columns, size, self._quantization) for part in parts])
         biases = [self._float(f"{part.name}.bias", cut(part.rows, part.size)) for part in parts if bias]
         names = [f"{part.name}.weight" for part in parts]
         return self._pack(names, weight, torch.cat(biases) if biases else None)
@@ -103,7 +103,7 @@ class WeightLoader:
         if self._ops is None:
             return None
         kind = "q8_0" if self._quantization == "q4_1" else self._quantization
-        return self._pack([f"{name}.weight"], self._matrix(part, None, kind))
+        return self._pack([f"{name}.weight"], self._matrix(part, range(width), width, kind))
 
     def unused(self, ignored: Callable[[str], bool]) -> list[str]:
         """Tensors of the checkpoint that the model did not ask for."""
@@ -133,9 +133,13 @@ class WeightLoader:
         assert isinstance(values, Tensor)
         return values
 
-    def _matrix(self, part: Part, columns: slice | None, kind: str) -> Tensor | Quantized:
+    def _matrix(self, part: Part, columns: range, size: int, kind: str) -> Tensor | Quantized:
         """One tensor's part as `kind` wants it; one whose K is no multiple of a block stays plain."""
-        weight = self._source.get(f"{part.name}.weight", rows=cut(part.rows, part.size), cols=columns)
+        blocks = range(columns.start // BLOCK * BLOCK, min(size, -(-columns.stop // BLOCK) * BLOCK))
+        weight = self._source.get(f"{part.name}.weight", rows=cut(part.rows, part.size), cols=cut(blocks, size))
+        if blocks != columns:  # heads of a size that cuts through a block of a packed weight
+            plain = dequantise(weight) if isinstance(weight, Quantized) else weight
+            weight = plain[:, columns.start - blocks.start : columns.stop - blocks.start]
         if isinstance(weight, Quantized):
             if kind in ("keep", weight.kind) or (self._quantization == "q4_1" and weight.kind.startswith("q4")):
                 return weight

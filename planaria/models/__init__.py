@@ -15,6 +15,7 @@ from planaria.models import llama, mistral, qwen2, qwen3
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.layers.decoder import Model
+    from planaria.layers.shard import Shard
     from planaria.layers.weights import Source
 
 FAMILIES = {family.ARCHITECTURE: family for family in (llama, mistral, qwen2, qwen3)}
@@ -40,19 +41,20 @@ def model_config(hf: dict[str, Any], generation: dict[str, Any] | None = None) -
 def build(
     config: ModelConfig, weights: Source, ops: Ops, *, quantization: str,
     progress: Callable[[int, int], None] | None = None, max_positions: int | None = None,
+    shard: Shard | None = None,
 ) -> Model:  # fmt: skip
     """Read a checkpoint into `ops`. The source is not kept.
 
     quantization: "keep" leaves weights that the file packs as they are; "none" unpacks them to the
     activation dtype; "q8_0", "q4_1" pack every matrix now (the embedding and the output head at q8_0 at
     least), never norms and biases. progress(read, all) counts weights. max_positions: length of the rotary
-    tables (the longest text served), default the model's longest. Raises ModelError, one line, for a
-    missing tensor or one of another shape, before anything is read.
+    tables (the longest text served), default the model's longest. shard: the part to read, default all.
+    Raises ModelError, one line, for a missing tensor or one of another shape, before anything is read.
     """
     from planaria.layers.build import build_model
 
     return build_model(
-        config, weights, ops, quantization=quantization, progress=progress, max_positions=max_positions
+        config, weights, ops, quantization=quantization, progress=progress, max_positions=max_positions, shard=shard,
     )  # fmt: skip
 
 

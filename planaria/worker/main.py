@@ -16,6 +16,7 @@ from planaria.env import log_level
 from planaria.executor.link.faults import LinkError
 from planaria.executor.link.shm import ShmPort
 from planaria.logs import setup_logging
+from planaria.mesh.boot import MeshBoot
 from planaria.processes import die_with_parent, leave_signals_to_parent
 from planaria.protocol import Exit
 from planaria.worker.worker import make_rank
@@ -29,9 +30,9 @@ def main() -> int:
     die_with_parent(parent)
     leave_signals_to_parent()
     setup_logging(log_level())
-    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    config, boot = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[EngineConfig, MeshBoot])
     port = ShmPort.attach(fd, rank)
-    worker = make_rank(config, rank)
+    worker = make_rank(config, rank, boot=boot)
     try:
         while True:
             item = port.receive(None)

@@ -6,7 +6,7 @@ that go on by themselves. A step costs a few array operations for those and a li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,29 +15,35 @@ from planaria.config.options import SchedulerConfig
 from planaria.kernels.ops import Batch
 from planaria.protocol import LanePlan, LaneResult, Row
 from planaria.types import TokenLogprobs
+from planaria.worker.sampler import Follower, Sampler
+from planaria.worker.stage import Stage
 
 if TYPE_CHECKING:
     import torch
 
-    from planaria.worker.sampler import Sampler
-
 
 class Runner:
-    """`forward` runs the model on what `batch` holds and returns logits [S, vocabulary] float32."""
+    """`forward` runs the model on what `batch` holds and returns logits [S, vocabulary] float32.
+
+    On a rank with a part of the model `stage` runs that part, and only the rank that draws tokens has a result; the
+    others keep the same rows. A row that drew in a step goes on `scheduler.micro_steps` steps later.
+    """
 
     def __init__(
-        self, batch: Batch, forward: Callable[[], torch.Tensor], sampler: Sampler, scheduler: SchedulerConfig,
-        block_size: int,
+        self, batch: Batch, forward: Callable[[], torch.Tensor], sampler: Sampler | Follower,
+        scheduler: SchedulerConfig, block_size: int, stage: Stage | None = None,
     ) -> None:  # fmt: skip
-        self.batch, self.forward, self.sampler = batch, forward, sampler
+        self.batch, self.sampler = batch, sampler
+        self.stage = stage or Stage(batch, forward, micro_steps=scheduler.micro_steps)
+        self.micro_steps = scheduler.micro_steps
         self.block_size = block_size
         rows = scheduler.max_num_seqs
         self.step_number = 0
         self.cursor = np.zeros(rows, np.int32)
         self.last = np.zeros(rows, np.int32)
-        self.auto = np.zeros(rows, np.bool_)
+        self.turn = np.full(rows, -1, np.int32)  # step % micro_steps in which a row goes on by itself; -1: none
         self.num_blocks = np.zeros(rows, np.int32)
-        self.prompts: dict[int, tuple[int, ...]] = {}  # histories of rows that are not through them yet
+        self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
 
@@ -50,7 +56,9 @@ class Runner:
             self._leave(row)
         chunks = [change for change in plan if self._enter(change)]
         refused = {change.row: self.refused[change.row] for change in plan if change.row in self.refused}
-        rows = np.flatnonzero(self.auto)
+        self.stage.take_tokens(step, self.last)
+        turn = step % self.micro_steps
+        rows = np.flatnonzero(self.turn == turn)
         samples: list[int] = rows.tolist()
         num_samples = self._fill_auto(rows)
         prompt_parts: list[tuple[Row, int]] = []  # (chunk, first of its logits rows)
@@ -74,26 +82,34 @@ class Runner:
         self.batch.counts[:3] = (num_tokens, num_seqs, num_samples)
         if not num_tokens:
             return LaneResult([], [], errors=refused)
-        logits = self.forward()
-        prompt_logprobs = {chunk.row: self._prompt_logprobs(chunk, logits, line) for chunk, line in prompt_parts}
+        logits = self.stage.run(num_tokens)
+        sampler = self.sampler if isinstance(self.sampler, Sampler) else None
+        prompt_logprobs = {}
+        if logits is not None and sampler is not None:
+            for chunk, line in prompt_parts:
+                prompt_logprobs[chunk.row] = self._prompt_logprobs(sampler, chunk, logits, line)
         for chunk in chunks:
             if chunk.sample:
-                self.auto[chunk.row] = True
+                self.turn[chunk.row] = turn
                 self.prompts.pop(chunk.row, None)
                 self.logprobs_wanted.pop(chunk.row, None)
         if not samples:
             return LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused)
+        if logits is None or sampler is None:
+            self.stage.drew(step, samples, None)
+            return LaneResult([], [], errors=refused)
         if prompt_parts:
             logits = logits[lines]
-        tokens, logprobs, errors = self.sampler.sample(logits, samples)
+        tokens, logprobs, errors = sampler.sample(logits, samples)
         self.last[samples] = tokens
+        self.stage.drew(step, samples, tokens)
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
         return LaneResult(samples, tokens, logprobs, prompt_logprobs, {**refused, **errors})
 
     def _leave(self, row: int) -> None:
-        self.auto[row] = False
+        self.turn[row] = -1
         self.prompts.pop(row, None)
         self.logprobs_wanted.pop(row, None)
         self.refused.pop(row, None)
@@ -105,7 +121,7 @@ class Runner:
         if row in self.refused and fresh is None:
             return False
         if fresh is not None:
-            self.auto[row] = False
+            self.turn[row] = -1
             self.num_blocks[row] = 0
             self.prompts[row] = fresh.tokens
             if fresh.params.prompt_logprobs is not None:
@@ -120,7 +136,7 @@ class Runner:
             have = int(self.num_blocks[row])
             self.batch.block_table[row, have : have + len(change.blocks)] = change.blocks
             self.num_blocks[row] = have + len(change.blocks)
-        if not self.auto[row]:
+        if self.turn[row] < 0:
             return True
         if change.start != self.cursor[row]:
             raise ValueError(f"row {row} is at {self.cursor[row]}, the plan says {change.start}")
@@ -155,9 +171,9 @@ class Runner:
         self.cursor[chunk.row] = chunk.start + chunk.count
         return end
 
-    def _prompt_logprobs(self, chunk: Row, logits: torch.Tensor, line: int) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, sampler: Sampler, chunk: Row, logits: torch.Tensor, line: int) -> list[TokenLogprobs]:
         """Of the history's tokens after this chunk's positions, as far as they are the prompt's."""
         history = self.prompts[chunk.row]
         targets = history[chunk.start + 1 : chunk.start + chunk.count + 1]
         k = self.logprobs_wanted[chunk.row]
-        return self.sampler.prompt_logprobs(logits[line : line + len(targets)], targets, k)
+        return sampler.prompt_logprobs(logits[line : line + len(targets)], targets, k)

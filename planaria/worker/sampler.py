@@ -276,6 +276,26 @@ class Sampler:
         return logits.contiguous()
 
 
+class Follower:
+    """The sampler of ranks that draw nothing: it refuses exactly the requests that `Sampler` refuses, so
+    that all ranks go on with the same rows, and keeps nothing."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.max_rows, self.vocab_size = max_rows, vocab_size
+
+    def enter(self, row: int, fresh: Fresh) -> None:
+        """ValueError when the request can't enter."""
+        if not 0 <= row < self.max_rows:
+            raise ValueError(f"row {row} of {self.max_rows}")
+        _Row(fresh, self.vocab_size)
+
+    def leave(self, row: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def _greedy(lines: npt.NDArray[np.float32]) -> tuple[list[int], dict[int, str]]:
     """`sampling.choose` where every row takes its greatest logit. A NaN counts as the greatest."""
     tokens: list[int] = lines.argmax(axis=1).tolist()

@@ -14,6 +14,10 @@ from planaria.checkpoint import Checkpoint
 from planaria.config.options import EngineConfig
 from planaria.env import cache_dir
 from planaria.errors import CapacityError, ModelError
+from planaria.layers.deal import deal
+from planaria.mesh.boot import MeshBoot, open_mesh
+from planaria.mesh.comm import Comm
+from planaria.mesh.mesh import Mesh
 from planaria.protocol import (
     Allocate,
     Call,
@@ -34,7 +38,7 @@ from planaria.protocol import (
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.worker.runner import Runner
-    from planaria.worker.sampler import Sampler
+    from planaria.worker.sampler import Follower, Sampler
 
 logger = logging.getLogger("planaria.worker")
 
@@ -54,16 +58,24 @@ def guard(rank: int, phase: str, run: Callable[[], Reply]) -> Reply:
 
 
 class Worker:
-    """One rank with a model. `progress(part, fraction)` is told how loading goes."""
+    """One rank with a model, or with its part of one. `progress(part, fraction)` is told how loading goes.
 
-    def __init__(self, config: EngineConfig, rank: int = 0, progress: Progress | None = None) -> None:
+    boot: how to reach the other ranks; they are met in Load. Only the rank that draws tokens (`mesh.samples`) answers a
+    step with rows; the others' results have none. A rank that fails tells the others, which then fail by its name.
+    """
+
+    def __init__(
+        self, config: EngineConfig, rank: int = 0, progress: Progress | None = None, boot: MeshBoot | None = None
+    ) -> None:
         self.config, self.rank = config, rank
+        self.boot = boot or MeshBoot(rank)
+        self.mesh = Mesh(rank)
         self.progress = progress or (lambda part, fraction: None)
         self.seconds: dict[str, float] = {}
         self.ops: Ops | None = None
         self.model: Any = None
         self.runner: Runner | None = None
-        self.sampler: Sampler | None = None
+        self.sampler: Sampler | Follower | None = None
 
     def handle(self, command: Command) -> Reply:
         """Carry out a command; never raises."""
@@ -95,15 +107,20 @@ class Worker:
         torch.set_num_threads(device.threads)
         self._timed("import torch", since)
         since = time.perf_counter()
-        self.ops = make_ops(self.config)
+        if self.boot.tp * self.boot.pp > 1:
+            self.mesh = open_mesh(self.boot, lambda: _kernels(self.config))
+        self.ops = make_ops(self.config, self.mesh.tp)
         self._timed("kernels", since)
         since = time.perf_counter()
+        shards = deal(
+            self.config.model, self.boot.tp, self.boot.pp, self.config.parallel.pp_layer_partition
+        )  # fmt: skip
         weights = open_weights(msgspec.convert(self.config.checkpoint, Checkpoint))
         with torch.inference_mode():
             self.model = build(
                 self.config.model, weights, self.ops, quantization=device.quantization,
                 max_positions=self.config.scheduler.max_model_len,
-                progress=lambda done, total: self.progress("weights", done / total),
+                progress=lambda done, total: self.progress("weights", done / total), shard=shards[self.boot.rank],
             )  # fmt: skip
         self._timed("weights", since)
         return Ready(self.rank, self.seconds)
@@ -115,10 +132,13 @@ class Worker:
     def _allocate(self, num_blocks: int) -> Reply:
         from planaria.kernels.ops import Batch
         from planaria.worker.runner import Runner
-        from planaria.worker.sampler import Sampler
+        from planaria.worker.sampler import Follower, Sampler
+        from planaria.worker.stage import Stage
 
         assert self.ops is not None
         since = time.perf_counter()
+        if self.runner is not None:
+            self.runner.stage.drain(self.runner.last)
         scheduler, size = self.config.scheduler, self.config.cache.block_size
         try:
             self.model.make_kv(num_blocks, size)
@@ -129,11 +149,13 @@ class Worker:
             scheduler.max_logit_rows,
         )  # fmt: skip
         forward = self.ops.compile(self.model.forward, batch)
-        self.sampler = Sampler(
-            scheduler.max_num_seqs, self.config.model.vocab_size, cache_dir() / "numba",
-            threads=self.config.device.threads,
-        )  # fmt: skip
-        self.runner = Runner(batch, forward, self.sampler, scheduler, size)
+        rows, model = scheduler.max_num_seqs, self.config.model
+        if self.mesh.samples:
+            self.sampler = Sampler(rows, model.vocab_size, cache_dir() / "numba", threads=self.config.device.threads)
+        else:
+            self.sampler = Follower(rows, model.vocab_size)
+        stage = Stage(batch, forward, self.mesh, model.hidden_size, scheduler.micro_steps)
+        self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage)
         self._timed("kv", since)
         return Ready(self.rank, self.seconds)
 
@@ -142,8 +164,12 @@ class Worker:
 
         assert self.runner is not None
         since = time.perf_counter()
-        with torch.inference_mode():
-            lane = self.runner.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+        try:
+            with torch.inference_mode():
+                lane = self.runner.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+        except Exception as e:
+            self.mesh.abort(f"rank {self.rank} failed in step {plan.step}: {e}")  # the others wait for it
+            raise
         return StepResult(plan.epoch, plan.step, (lane,), time.perf_counter() - since)
 
     def _call(self, command: Call) -> Reply:
@@ -154,6 +180,7 @@ class Worker:
             self.sampler.close()
         if self.ops is not None:
             self.ops.close()
+        self.mesh.close()
         self.ops = self.model = self.runner = self.sampler = None
         return Done(self.rank)
 
@@ -182,16 +209,22 @@ class NullRank:
         return StepResult(plan.epoch, plan.step, (lane,))
 
 
-def make_ops(config: EngineConfig) -> Ops:
-    """The kernels of the configured device."""
+def _kernels(config: EngineConfig) -> Any:
+    from planaria.kernels.cpu.build import load, target_for
+
+    return load(target_for(config.device.dtype), cache_dir() / "kernels")
+
+
+def make_ops(config: EngineConfig, tp: Comm | None = None) -> Ops:
+    """The kernels of the configured device, for a rank of a tensor group."""
     device = config.device
     if device.kernels == "native":
         from planaria.kernels.cpu import CpuOps
 
-        return CpuOps(device.dtype, device.threads, cache_dir() / "kernels")
+        return CpuOps(device.dtype, device.threads, cache_dir() / "kernels", tp=tp)
     from planaria.kernels.reference import TorchOps
 
-    return TorchOps(device.device, device.dtype)
+    return TorchOps(device.device, device.dtype, tp)
 
 
 def available_bytes(config: EngineConfig) -> int:
@@ -206,5 +239,7 @@ def available_bytes(config: EngineConfig) -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def make_rank(config: EngineConfig, rank: int = 0, progress: Progress | None = None) -> Worker | NullRank:
-    return NullRank(config, rank) if config.null_worker else Worker(config, rank, progress)
+def make_rank(
+    config: EngineConfig, rank: int = 0, progress: Progress | None = None, boot: MeshBoot | None = None
+) -> Worker | NullRank:
+    return NullRank(config, rank) if config.null_worker else Worker(config, rank, progress, boot)

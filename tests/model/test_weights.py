@@ -233,8 +233,8 @@ def test_shards_hold_their_heads_and_columns(pack: bool) -> None:
     values = packed("q8_0") if pack else tensors()
     whole = load(values, "keep")
     shards = [
-        Shard(range(1), range(32), range(20)),
-        Shard(range(1, 2), range(32, 128), range(20, 50)),
+        Shard(range(2), range(1), range(32), range(20), range(2)),
+        Shard(range(2, 4), range(1, 2), range(32, 128), range(20, 50), range(2)),
     ]
     found = []
     for shard in shards:

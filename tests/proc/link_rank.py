@@ -60,7 +60,7 @@ def lose(end: Any) -> None:
         outlet = end._outlet
         outlet.head += 1
         outlet.words[outlet.head_word] = outlet.head
-        end._ring()
+        outlet.ring()
     else:
         stream = end._stream if isinstance(end, TcpPort) else end._peers[0].stream
         stream.sent += 1

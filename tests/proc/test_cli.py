@@ -64,7 +64,7 @@ def test_generate_without_tokenizer() -> None:
         (["generate", "smollm2", "--block-size", "7", "--prompt", "x"], "--block-size 7"),
         (["generate", "smollm2", "--max-model-len", "100000", "--prompt", "x"], "--max-model-len 100000"),
         (["generate", "smollm2", "--kv-cache-memory", "lots", "--prompt", "x"], "--kv-cache-memory lots"),
-        (["generate", "smollm2", "-tp", "2", "--prompt", "x"], "--tensor-parallel-size"),
+        (["generate", "smollm2", "-tp", "0", "--prompt", "x"], "--tensor-parallel-size"),
         (["generate", "smollm2", *SMALL, "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["generate", "/no/such/model", "--prompt", "x"], "/no/such/model"),
         (["generate", "smollm2"], "--prompt"),

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from planaria import LLM, SamplingParams
-from planaria.errors import EngineDead
+from planaria.errors import ConfigError, EngineDead
 from tests.proc.servers import SMALL, Server, alive, needs_smollm2, planaria, wait_until
 
 pytestmark = needs_smollm2
@@ -33,6 +33,44 @@ def test_the_same_answers_as_uni() -> None:
     lines = [json.loads(planaria(*args, *more).stdout) for more in ([], MP)]
     assert lines[0]["token_ids"] == lines[1]["token_ids"]
     assert (lines[1]["executor"], lines[1]["link"]) == ("mp", "shm") and len(lines[1]["ranks"]) == 1
+
+
+@pytest.mark.parametrize("layout", [["-tp", "2"], ["-tp", "3"], ["-pp", "2"], ["-tp", "2", "-pp", "2"]], ids=" ".join)
+def test_layouts_give_the_same_tokens(layout: list[str]) -> None:
+    """In float32, unpacked: uneven heads (3 KV heads on 2 ranks), stages, and both."""
+    args = ["generate", "smollm2", *SMALL, "--dtype", "float32", "--max-tokens", "24", "--ignore-eos", "--json"]
+    for prompt in ("The capital of France is", "def fibonacci(n):", "1 2 3 4 5 6"):
+        args += ["--prompt", prompt]
+    one, many = planaria(*args), planaria(*args, *layout)
+    assert many.returncode == 0, many.stderr
+    lines = [[json.loads(line) for line in run.stdout.splitlines()] for run in (one, many)]
+    assert [line["token_ids"] for line in lines[0]] == [line["token_ids"] for line in lines[1]]
+    ranks = int(layout[1]) * (int(layout[3]) if len(layout) > 2 else 1)
+    assert lines[1][0]["executor"] == "mp" and len(set(lines[1][0]["ranks"])) == ranks
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_either_rank_of_two_is_named(victim: int) -> None:
+    llm = LLM("smollm2", tensor_parallel_size=2, kv_cache_memory="128MiB", max_model_len=1024)
+    pids, killed = llm.facts.ranks, 0.0
+
+    def kill(done: int, tokens: int) -> None:
+        nonlocal killed
+        if tokens and not killed:
+            killed = time.monotonic()
+            os.kill(pids[victim], signal.SIGKILL)
+
+    params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+    with pytest.raises(EngineDead, match=rf"rank {victim}"):
+        llm.generate(["Once upon a time"], params, on_tokens=kill)
+    assert time.monotonic() - killed < 1.0
+    llm.close()
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_uni_refuses_two_ranks() -> None:
+    with pytest.raises(ConfigError, match="use mp"):
+        LLM("smollm2", tensor_parallel_size=2, distributed_executor_backend="uni")
 
 
 def test_a_killed_rank_is_named_at_once() -> None:

@@ -20,15 +20,16 @@ def how_it_ended(code: int) -> str:
 
 
 class ProcessLauncher:
-    """Starts `world_size` times `python -m MODULE FD RANK PARENT` with `boot` on standard input.
+    """Starts `python -m MODULE FD RANK PARENT` for each of `boots`, which it gets on standard input.
 
-    `fd` (of the link's memory) stays the caller's. `on_exit`, set by the owner, is called from a watcher's thread.
+    `fd` (of the link's memory) and `fds` (more for each rank) stay the caller's.
+    `on_exit`, set by the owner, is called from a watcher's thread.
     """
 
     name = "mp"
 
-    def __init__(self, module: str, boot: bytes, world_size: int, fd: int) -> None:
-        self.module, self.boot, self.world_size, self.fd = module, boot, world_size, fd
+    def __init__(self, module: str, boots: Sequence[bytes], fd: int, fds: Sequence[Sequence[int]]) -> None:
+        self.module, self.boots, self.fd, self.fds = module, boots, fd, fds
         self.on_exit: Callable[[], None] = lambda: None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._ended: dict[int, int] = {}
@@ -36,15 +37,15 @@ class ProcessLauncher:
 
     def launch(self) -> Sequence[int]:
         """Start all ranks; their pids. Called from a thread that outlives them."""
-        for rank in range(self.world_size):
+        for rank, fds in enumerate(self.fds):
             command = [sys.executable, "-m", self.module, str(self.fd), str(rank), str(os.getpid())]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(self.fd,))
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(self.fd, *fds))
             self.processes.append(process)
         for rank, process in enumerate(self.processes):
             threading.Thread(target=self._watch, args=(rank, process), name=f"watch-{rank}", daemon=True).start()
             assert process.stdin is not None
             try:
-                process.stdin.write(self.boot)
+                process.stdin.write(self.boots[rank])
                 process.stdin.close()
             except BrokenPipeError:  # it ended already: its watcher says so
                 pass

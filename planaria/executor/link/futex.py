@@ -20,42 +20,44 @@ import sys
 from collections.abc import Callable
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98}
-_WAIT, _WAKE = 0, 1  # not the private kind: the word is shared between processes
-_ALL = 0x7FFFFFFF
+_NUMBER = _NUMBERS.get(platform.machine(), -1)
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-_NUMBER = _NUMBERS.get(platform.machine(), -1)
-
-
-def _function(library: ctypes.CDLL) -> Callable[..., int]:
-    call = library.syscall
-    call.restype = ctypes.c_long
-    call.argtypes = [
-        ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p,
-        ctypes.c_uint32,
-    ]  # fmt: skip
-    return call
-
-
+# Arguments are made once: converting them costs more than the call.
+_FUTEX, _WAIT, _WAKE, _ALL = ctypes.c_long(_NUMBER), ctypes.c_int(0), ctypes.c_int(1), ctypes.c_int(0x7FFFFFFF)
 if sys.platform == "linux":
-    _sleeping = _function(ctypes.CDLL(None, use_errno=True))  # lets other threads run meanwhile
-    _quick = _function(ctypes.PyDLL(None))  # returns at once: handing over the interpreter would cost more
+    _sleeping = ctypes.CDLL(None, use_errno=True).syscall  # lets other threads run meanwhile
+    _quick = ctypes.PyDLL(None).syscall  # returns at once: handing over the interpreter would cost more
+    _quick.restype = None
 
 
-def wait(address: int, value: int, seconds: float) -> None:
-    """Sleep while the word at `address` is `value`, at most `seconds`. May return early (also for a signal)."""
-    whole = int(seconds)
-    limit = _Timespec(whole, int((seconds - whole) * 1e9))
-    _sleeping(_NUMBER, address, _WAIT, value, ctypes.addressof(limit), None, 0)
+class Word:
+    """A word that processes sleep on. One thread of a process waits on it; any wakes.
 
+    `wake()` wakes all that sleep on it. (Made once with its arguments: in a process whose caches are cold every line of
+    Python on the way costs microseconds.)
+    """
 
-def wake(address: int) -> None:
-    """Wake all that sleep on the word."""
-    _quick(_NUMBER, address, _WAKE, _ALL, None, None, 0)
+    __slots__ = ("_address", "_limit", "_pointer", "wake")
+
+    def __init__(self, address: int) -> None:
+        self._address = ctypes.c_void_p(address)
+        self._limit = _Timespec(0, 0)
+        self._pointer = ctypes.byref(self._limit)
+        self.wake: Callable[[], None] = functools.partial(_quick, _FUTEX, self._address, _WAKE, _ALL)
+
+    def wait(self, value: int, seconds: float) -> None:
+        """Sleep while the word is `value`, at most `seconds`. May return early (also for a signal)."""
+        if seconds <= 0:
+            return
+        whole = int(seconds)
+        self._limit.seconds = whole
+        self._limit.nanoseconds = int((seconds - whole) * 1e9)
+        _sleeping(_FUTEX, self._address, _WAIT, ctypes.c_uint32(value), self._pointer)
 
 
 def _barrier() -> Callable[[], None] | None:
@@ -87,7 +89,6 @@ def available() -> str:
         return _missing
     word = ctypes.c_uint32(1)
     ctypes.set_errno(0)
-    limit = _Timespec(0, 0)
-    _sleeping(_NUMBER, ctypes.addressof(word), _WAIT, 0, ctypes.addressof(limit), None, 0)
+    Word(ctypes.addressof(word)).wait(0, 1.0)
     code = ctypes.get_errno()  # the value differs, so a working call says "try again"
     return "" if code == errno.EAGAIN else f"the system refuses futex calls ({errno.errorcode.get(code, code)})"

@@ -19,16 +19,17 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from planaria.executor.link import futex
-from planaria.executor.link.codec import MAX_MESSAGE
+from planaria.executor.link.codec import BAD_BYTES, MAX_MESSAGE
 from planaria.executor.link.faults import LinkError, MessageLost
 
 _MAGIC = 0x504C4E31
 _LINE = 32  # words in 128 bytes: two cache lines, since processors fetch them in pairs
 _MASK = 0xFFFFFFFF
+COUNT = 0xFFFFF  # of the value of a bell; the bits above tell who rang
 _CHUNK = struct.Struct("<IIQQ")  # count, length, bytes of the message from here on, the command's number
 _CHUNK_ROOM = 32
 _FLOCK = struct.Struct("hhqqi")  # struct flock on 64-bit Linux
@@ -40,6 +41,8 @@ BELL = 2 * _LINE  # changed by the driver; ranks sleep on it
 HEAD = BELL + 1  # of the ring from driver to ranks
 DOORBELL = 3 * _LINE  # changed by any rank; the driver sleeps on it
 _RANK_LINES = 4 * _LINE
+
+_fence = futex.fence
 
 T = TypeVar("T")
 
@@ -121,8 +124,8 @@ class Segment:
     def address(self, word: int) -> int:
         return self.base + 4 * word
 
-    def wake(self, word: int) -> None:
-        futex.wake(self.base + 4 * word)
+    def futex(self, word: int) -> futex.Word:
+        return futex.Word(self.base + 4 * word)
 
     # -- who is alive: byte 0 is the driver's, byte 1 + rank a rank's
 
@@ -147,89 +150,123 @@ class Segment:
 
 
 class Outlet:
-    """The writing end of a ring. One thread."""
+    """The writing end of a ring, and the bell of its readers. One thread.
 
-    def __init__(self, segment: Segment, ring: tuple[int, int, int], head: int, tails: list[int]) -> None:
-        self.segment, self.words, self.head_word, self.tails = segment, segment.words, head, tails
+    Each value that `bell` gets is `tag` and a count from `rings`: no other process stores such a value, and this one
+    never the same twice, so the word always changes.
+    """
+
+    __slots__ = (
+        "bell", "free", "head", "head_word", "map", "rings", "room", "slots", "start", "stride", "tag", "tails", "wake",
+        "words",
+    )  # fmt: skip
+
+    def __init__(
+        self, segment: Segment, ring: tuple[int, int, int], head: int, tails: list[int], bell: int, tag: int,
+        rings: Iterator[int],
+    ) -> None:  # fmt: skip
+        self.map, self.words, self.head_word, self.tails = segment.map, segment.words, head, tails
+        self.bell, self.tag, self.rings, self.wake = bell, tag, rings, segment.futex(bell).wake
         self.start, self.slots, self.stride = ring
         self.room = self.stride - _CHUNK_ROOM
-        self.head = self.limit = segment.words[head]  # `limit`: where the slowest reader was when last looked at
+        self.head = segment.words[head]
+        self.free = 0  # slots known to be free
 
     def full(self) -> bool:
-        if (self.head - self.limit) & _MASK < self.slots:
+        """Look at the readers when no slot is known to be free. False: `write` may be called once."""
+        if self.free > 0:
             return False
-        self.limit = self.head - max((self.head - self.words[tail]) & _MASK for tail in self.tails)
-        return (self.head - self.limit) & _MASK >= self.slots
+        self.free = self.slots - max((self.head - self.words[tail]) & _MASK for tail in self.tails)
+        return self.free <= 0
 
     def behind(self) -> list[int]:
         """Which readers (places in `tails`) the ring is full for."""
         return [i for i, tail in enumerate(self.tails) if (self.head - self.words[tail]) & _MASK >= self.slots]
 
     def write(self, number: int, chunk: bytes | memoryview, left: int) -> None:
-        """There must be a free slot. `left`: bytes of the message from this chunk's first on."""
-        head = self.head
+        """Store a chunk, announce it, wake who waits. `left`: bytes of the message from this chunk's first on."""
+        head, size = self.head, len(chunk)
         at = self.start + head % self.slots * self.stride
-        size = len(chunk)
-        _CHUNK.pack_into(self.segment.map, at, head, size, left, number)
+        _CHUNK.pack_into(self.map, at, head, size, left, number)
         at += _CHUNK_ROOM
-        self.segment.map[at : at + size] = chunk
-        self.head = (head + 1) & _MASK
-        if futex.fence is not None:
-            futex.fence()
-        self.words[self.head_word] = self.head
+        self.map[at : at + size] = chunk
+        self.free -= 1
+        self.head = head = (head + 1) & _MASK
+        if _fence is not None:
+            _fence()
+        words = self.words
+        words[self.head_word] = head
+        words[self.bell] = self.tag | next(self.rings) & COUNT
+        self.wake()
+
+    def ring(self) -> None:
+        """Wake the readers for another reason."""
+        self.words[self.bell] = self.tag | next(self.rings) & COUNT
+        self.wake()
 
 
 class Inlet(Generic[T]):
-    """One reader's end of a ring. `decode` gets a whole message and keeps nothing of it. One thread."""
+    """One reader's end of a ring. One thread.
+
+    `read` gets a whole message and keeps nothing of it; where it raises one of BAD_BYTES, `unreadable` makes the value.
+    """
+
+    __slots__ = (
+        "filled", "head_word", "map", "parts", "pressed", "read", "slots", "source", "start", "stride", "tail",
+        "tail_word", "unreadable", "view", "words",
+    )  # fmt: skip
 
     def __init__(
         self, segment: Segment, ring: tuple[int, int, int], head: int, tail: int, source: str,
-        decode: Callable[[memoryview], T],
+        read: Callable[[memoryview], T], unreadable: Callable[[BaseException], T],
     ) -> None:  # fmt: skip
-        self.segment, self.words, self.head_word, self.tail_word = segment, segment.words, head, tail
+        self.map, self.view, self.words = segment.map, segment.view, segment.words
+        self.head_word, self.tail_word = head, tail
         self.start, self.slots, self.stride = ring
-        self.source, self.decode = source, decode
+        self.source, self.read, self.unreadable = source, read, unreadable
         self.tail = segment.words[tail]
         self.parts: bytearray | None = None  # of a message of several chunks
         self.filled = 0
         self.pressed = False  # after `take`: the writer may be waiting for room
 
-    def ready(self) -> bool:
-        return self.words[self.head_word] != self.tail
-
     def take(self) -> tuple[int, T] | None:
-        """Take one chunk (there must be one); number and value when it ended a message. Raises MessageLost, and what
-        `decode` raises, having taken the message."""
-        tail, segment = self.tail, self.segment
-        if futex.fence is not None:
-            futex.fence()
+        """Take one chunk (there must be one); number and value when it ended a message. Raises MessageLost."""
+        tail, words = self.tail, self.words
+        if _fence is not None:
+            _fence()
         at = self.start + tail % self.slots * self.stride
-        count, size, left, number = _CHUNK.unpack_from(segment.map, at)
-        if count != tail or not 0 < size <= min(left, self.stride - _CHUNK_ROOM) or left > MAX_MESSAGE:
+        count, size, left, number = _CHUNK.unpack_from(self.map, at)
+        if count != tail or not 0 < size <= left <= MAX_MESSAGE or size > self.stride - _CHUNK_ROOM:
             raise MessageLost(f"message from {self.source} lost: found chunk {count} of {size} bytes, expected {tail}")
         at += _CHUNK_ROOM
-        try:
-            if size == left and self.parts is None:
-                return number, self.decode(segment.view[at : at + size])
-            return self._gather(number, at, size, left)
-        finally:
-            self.tail = (tail + 1) & _MASK
-            if futex.fence is not None:
-                futex.fence()
-            self.words[self.tail_word] = self.tail
-            self.pressed = 2 * ((self.words[self.head_word] - tail) & _MASK) >= self.slots
+        found: tuple[int, T] | None
+        if size == left and self.parts is None:
+            try:
+                found = number, self.read(self.view[at : at + size])
+            except BAD_BYTES as e:
+                found = number, self.unreadable(e)
+        else:
+            found = self._gather(number, at, size, left)
+        if _fence is not None:
+            _fence()
+        words[self.tail_word] = self.tail = (tail + 1) & _MASK
+        self.pressed = 2 * ((words[self.head_word] - tail) & _MASK) >= self.slots
+        return found
 
     def _gather(self, number: int, at: int, size: int, left: int) -> tuple[int, T] | None:
         if self.parts is None:
             self.parts, self.filled = bytearray(left), 0
         if len(self.parts) - self.filled != left:
             raise MessageLost(f"message from {self.source} lost: {left} bytes announced in the middle of another")
-        self.parts[self.filled : self.filled + size] = self.segment.view[at : at + size]
+        self.parts[self.filled : self.filled + size] = self.view[at : at + size]
         self.filled += size
         if size < left:
             return None
         whole, self.parts = self.parts, None
-        return number, self.decode(memoryview(whole))
+        try:
+            return number, self.read(memoryview(whole))
+        except BAD_BYTES as e:
+            return number, self.unreadable(e)
 
 
 def _ring_start(num_ranks: int) -> int:

@@ -18,11 +18,20 @@ import time
 from collections import deque
 
 from planaria.executor.link import futex
-from planaria.executor.link.codec import CodecError, answer, decode_command, encode_command, heard
+from planaria.executor.link.codec import (
+    CodecError,
+    answer,
+    encode_command,
+    read_command,
+    read_reply,
+    unreadable_command,
+    unreadable_reply,
+)
 from planaria.executor.link.faults import DRIVER, Fenced, LinkClosed, LinkError, PeerLags, PeerLost
 from planaria.executor.link.segment import (
     ATTACHED,
     BELL,
+    COUNT,
     DOORBELL,
     DRIVER_PID,
     EPOCH,
@@ -45,7 +54,8 @@ SLOTS = 16
 ALIVE_CHECK = 0.5  # seconds between looks at the peers' locks while waiting
 ROOM_CHECK = 0.05  # the same while waiting for room; also the longest delay of a fence there
 _OVER = 0xFFFFFFFF  # value of FENCE: the driver closed the link
-_DRIVER_TOKEN = 0xFFF
+_DRIVER_TAG = 0xFFF << 20
+_FENCE_TAG = 1 << 20  # of the bell
 MAX_RANKS = 4000
 
 
@@ -63,17 +73,20 @@ class ShmLink:
         self.epoch = segment.words[EPOCH]
         self._words = segment.words
         ranks = range(self.num_ranks)
-        self._outlet = Outlet(segment, segment.ring(), HEAD, [rank_word(rank) + TAIL for rank in ranks])
+        tails = [rank_word(rank) + TAIL for rank in ranks]
+        self._outlet = Outlet(segment, segment.ring(), HEAD, tails, BELL, 0, itertools.count(1))
         self._inlets = [
             Inlet(
                 segment, segment.reply_ring(rank), rank_word(rank) + REPLY_HEAD, rank_word(rank) + REPLY_TAIL,
-                f"rank {rank}", functools.partial(heard, rank=rank),
+                f"rank {rank}", read_reply, functools.partial(unreadable_reply, rank=rank),
             )
             for rank in ranks
         ]  # fmt: skip
+        self._bell, self._doorbell = segment.futex(BELL), segment.futex(DOORBELL)
+        self._freed = [segment.futex(rank_word(rank) + REPLY_TAIL) for rank in ranks]
         self._next = 0  # where the next look at the ranks begins, so that none is served last always
         self._heard: deque[tuple[int, int, Reply]] = deque()
-        self._bells, self._rings = itertools.count(1), itertools.count(1)
+        self._rings = itertools.count(1)
         self._woken = False
         self._check = time.monotonic() + ALIVE_CHECK  # when to look for dead ranks
         self._broken: LinkError | None = None
@@ -122,6 +135,9 @@ class ShmLink:
             raise self._why()
         outlet = self._outlet
         size, room, at = len(data), outlet.room, 0
+        if size <= room and outlet.free > 0:
+            outlet.write(number, data, size)
+            return
         view: bytes | memoryview = data if size <= room else memoryview(data)
         while at < size:
             if outlet.full():
@@ -132,7 +148,6 @@ class ShmLink:
                         self._broken = e
                     raise
             outlet.write(number, view[at : at + room] if size > room else view, size - at)
-            self._ring()
             at += room
 
     def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None:
@@ -144,26 +159,28 @@ class ShmLink:
             return self._heard.popleft()
         if self._closed:
             raise self._why()
-        words, doorbell = self._words, self.segment.address(DOORBELL)
-        now = time.monotonic()
-        deadline = None if timeout is None else now + timeout
+        words, epoch = self._words, self.epoch
+        deadline = -1.0 if timeout is None else time.monotonic() + timeout
         while True:
             seen = words[DOORBELL]
-            if words[FENCE] != self.epoch:
+            if words[FENCE] != epoch:
                 raise self._why()
             if (found := self._look()) is not None:
                 return found
             if self._woken:
                 self._woken = False
                 return None
+            now = time.monotonic()
             if now >= self._check:
                 self._check = now + ALIVE_CHECK
-                if (dead := self.dead()) and not any(inlet.ready() for inlet in self._inlets):
+                if (dead := self.dead()) and not any(words[i.head_word] != i.tail for i in self._inlets):
                     raise _lost(dead)
-            if deadline is not None and now >= deadline:
+            if timeout is None:
+                self._doorbell.wait(seen, self._check - now)
+            elif now >= deadline:
                 return None
-            futex.wait(doorbell, seen, (self._check if deadline is None else min(deadline, self._check)) - now)
-            now = time.monotonic()
+            else:
+                self._doorbell.wait(seen, min(deadline, self._check) - now)
 
     def wake(self) -> None:
         """Make `receive` (this one, or the next) return None. Any thread."""
@@ -186,37 +203,33 @@ class ShmLink:
 
     # -- inside
 
-    def _ring(self) -> None:
-        self._words[BELL] = next(self._bells) & 0x7FFFFFFF
-        self.segment.wake(BELL)
-
     def _ring_own(self) -> None:
-        self._words[DOORBELL] = _DRIVER_TOKEN << 20 | next(self._rings) & 0xFFFFF
-        self.segment.wake(DOORBELL)
+        self._words[DOORBELL] = _DRIVER_TAG | next(self._rings) & COUNT
+        self._doorbell.wake()
 
     def _end(self, fence: int) -> None:
         words = self._words
         words[FENCE] = fence
-        words[BELL] = _OVER - (words[BELL] == _OVER)  # unlike any value that a rank read before the fence
-        self.segment.wake(BELL)
-        for rank in range(self.num_ranks):
-            self.segment.wake(rank_word(rank) + REPLY_TAIL)
+        words[BELL] = _FENCE_TAG | next(self._rings) & COUNT
+        self._bell.wake()
+        for freed in self._freed:
+            freed.wake()
         self._ring_own()
 
     def _look(self) -> tuple[int, int, Reply] | None:
         """Take chunks that are there, until one ends a reply."""
-        inlets, count = self._inlets, self.num_ranks
-        quiet, rank = 0, self._next
+        words, count, rank = self._words, self.num_ranks, self._next
+        quiet = 0
         while quiet < count:
             rank = rank + 1 if rank + 1 < count else 0
-            inlet = inlets[rank]
-            if not inlet.ready():
+            inlet = self._inlets[rank]
+            if words[inlet.head_word] == inlet.tail:
                 quiet += 1
                 continue
             quiet = 0
             found = inlet.take()
             if inlet.pressed:
-                self.segment.wake(inlet.tail_word)
+                self._freed[rank].wake()
             if found is not None:
                 self._next = rank
                 return rank, found[0], found[1]
@@ -225,7 +238,6 @@ class ShmLink:
     def _wait_for_room(self) -> None:
         """Until no rank is a whole ring behind. Replies are taken in meanwhile, for a rank may wait for that."""
         words, outlet = self._words, self._outlet
-        doorbell = self.segment.address(DOORBELL)
         began = time.monotonic()
         while True:
             seen = words[DOORBELL]
@@ -243,7 +255,7 @@ class ShmLink:
                     f"{_names(behind)} took no command for {waited:.1f} s and the ring is full: stopped, stuck or busy",
                     *behind,
                 )
-            futex.wait(doorbell, seen, min(ROOM_CHECK, self.send_timeout - waited))
+            self._doorbell.wait(seen, min(ROOM_CHECK, self.send_timeout - waited))
             if gone := [rank for rank in self.dead() if rank in behind]:
                 raise _lost(gone)
             if gone := [rank for rank in behind if words[rank_word(rank) + STATE] == LEFT]:
@@ -265,9 +277,14 @@ class ShmPort:
         self.segment, self.rank, self.reply_timeout = segment, rank, reply_timeout
         self._words, self._at = segment.words, rank_word(rank)
         self.epoch = segment.words[EPOCH]
-        self._inlet = Inlet(segment, segment.ring(), HEAD, self._at + TAIL, "the driver", _either)
-        self._outlet = Outlet(segment, segment.reply_ring(rank), self._at + REPLY_HEAD, [self._at + REPLY_TAIL])
-        self._rings = itertools.count(1)
+        self._inlet = Inlet(
+            segment, segment.ring(), HEAD, self._at + TAIL, "the driver", read_command, unreadable_command
+        )
+        self._outlet = Outlet(
+            segment, segment.reply_ring(rank), self._at + REPLY_HEAD, [self._at + REPLY_TAIL], DOORBELL,
+            rank + 1 << 20, itertools.count(1),
+        )  # fmt: skip
+        self._bell, self._freed = segment.futex(BELL), segment.futex(self._at + REPLY_TAIL)
         self._check = time.monotonic() + ALIVE_CHECK  # when to look whether the driver lives
         self._closed = False
 
@@ -284,7 +301,7 @@ class ShmPort:
         segment.hold(1 + rank)
         words[rank_word(rank) + STATE] = ATTACHED
         port = cls(segment, rank, reply_timeout=reply_timeout)
-        port._ring()
+        port._outlet.ring()
         return port
 
     @property
@@ -300,31 +317,32 @@ class ShmPort:
         """
         if self._closed:
             raise LinkClosed(f"rank {self.rank} closed its end", self.rank)
-        words, bell, inlet = self._words, self.segment.address(BELL), self._inlet
-        now = time.monotonic()
-        deadline = None if timeout is None else now + timeout
+        words, inlet, epoch = self._words, self._inlet, self.epoch
+        deadline = -1.0 if timeout is None else time.monotonic() + timeout
         while True:
             seen = words[BELL]
-            if words[FENCE] != self.epoch:
+            if words[FENCE] != epoch:
                 raise self._why()
-            if inlet.ready():
+            if words[HEAD] != inlet.tail:
                 found = inlet.take()
                 if inlet.pressed:
-                    self._ring()
+                    self._outlet.ring()
                 if found is not None:
-                    number, command = found
-                    if not isinstance(command, CodecError):
-                        return number, command
-                    self.reply(number, Failed(self.rank, "receive", str(command), ""))
+                    if not isinstance(found[1], CodecError):
+                        return found  # type: ignore[return-value]  # mypy doesn't narrow inside a tuple
+                    self.reply(found[0], Failed(self.rank, "receive", str(found[1]), ""))
                 continue
+            now = time.monotonic()
             if now >= self._check:
                 self._check = now + ALIVE_CHECK
-                if not self.segment.held(0, DRIVER_PID) and not inlet.ready():
+                if not self.segment.held(0, DRIVER_PID) and words[HEAD] == inlet.tail:
                     raise PeerLost("the driver's process has ended", DRIVER)
-            if deadline is not None and now >= deadline:
+            if timeout is None:
+                self._bell.wait(seen, self._check - now)
+            elif now >= deadline:
                 return None
-            futex.wait(bell, seen, (self._check if deadline is None else min(deadline, self._check)) - now)
-            now = time.monotonic()
+            else:
+                self._bell.wait(seen, min(deadline, self._check) - now)
 
     def reply(self, number: int, reply: Reply) -> None:
         """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or PeerLost when the
@@ -336,12 +354,14 @@ class ShmPort:
             raise self._why()
         outlet = self._outlet
         size, room, at = len(data), outlet.room, 0
+        if size <= room and outlet.free > 0:
+            outlet.write(number, data, size)
+            return
         view: bytes | memoryview = data if size <= room else memoryview(data)
         while at < size:
             if outlet.full():
                 self._wait_for_room()
             outlet.write(number, view[at : at + room] if size > room else view, size - at)
-            self._ring()
             at += room
 
     def close(self) -> None:
@@ -350,15 +370,10 @@ class ShmPort:
             return
         self._closed = True
         self._words[self._at + STATE] = LEFT
-        self._ring()
+        self._outlet.ring()
         self.segment.close()
 
     # -- inside
-
-    def _ring(self) -> None:
-        # No other process stores these values, and this one never the same twice: so the word always changes.
-        self._words[DOORBELL] = (self.rank + 1) << 20 | next(self._rings) & 0xFFFFF
-        self.segment.wake(DOORBELL)
 
     def _wait_for_room(self) -> None:
         words, outlet, tail = self._words, self._outlet, self._at + REPLY_TAIL
@@ -372,7 +387,7 @@ class ShmPort:
             waited = time.monotonic() - began
             if waited >= self.reply_timeout:
                 raise PeerLags(f"the driver took no reply of rank {self.rank} for {waited:.1f} s", DRIVER)
-            futex.wait(self.segment.address(tail), seen, min(ROOM_CHECK, self.reply_timeout - waited))
+            self._freed.wait(seen, min(ROOM_CHECK, self.reply_timeout - waited))
             if not self.segment.held(0, DRIVER_PID):
                 raise PeerLost("the driver's process has ended", DRIVER)
 
@@ -380,13 +395,6 @@ class ShmPort:
         if self._words[FENCE] == _OVER:
             return LinkClosed("the driver closed the link", DRIVER)
         return Fenced(f"epoch {self.epoch} is over")
-
-
-def _either(data: memoryview) -> Command | CodecError:
-    try:
-        return decode_command(data)
-    except CodecError as e:
-        return e
 
 
 def _names(ranks: list[int]) -> str:

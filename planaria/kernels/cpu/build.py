@@ -17,7 +17,7 @@ from typing import Any
 
 from planaria.kernels.cpu.target import ISAS, Target
 
-SOURCES = ("build", "compiler", "emit", "layout", "micro", "native", "program", "target", "vector")
+SOURCES = ("build", "collective", "compiler", "emit", "layout", "micro", "native", "program", "target", "vector")
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 DIGEST = 32  # bytes of the checksum in front of a kept object
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
@@ -81,7 +81,7 @@ def cache_file(target: Target, folder: Path) -> Path:
 
 def _program() -> str:
     """IR of the interpreter."""
-    from planaria.kernels.cpu import native, program
+    from planaria.kernels.cpu import collective, native, program
     from planaria.kernels.cpu.compiler import Module
 
     kernels = {
@@ -89,8 +89,10 @@ def _program() -> str:
         for name, value in vars(native).items()
         if name.startswith("pl_")
     }
-    source = Path(program.__file__).read_text(encoding="utf-8")
-    return Module(source, vars(program), kernels, "entry", "planaria_run").text()
+    folder = Path(__file__).parent
+    source = "\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in ("collective", "program"))
+    source = source.replace("from __future__ import annotations\n", "")  # allowed at the top of a file only
+    return Module(source, {**vars(collective), **vars(program)}, kernels, "entry", "planaria_run").text()
 
 
 def compile_object(target: Target) -> bytes:

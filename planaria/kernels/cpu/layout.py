@@ -13,9 +13,20 @@ CONTROL_WORDS = 64
 
 # Operations, and the words of a tape row; word 0 is the operation. The fields are listed where they are written.
 ROW_WORDS = 24
-EMBED, NORM, LINEAR, ROPE, ATTEND, SILU, TAKE = range(1, 8)
+EMBED, NORM, LINEAR, ROPE, ATTEND, SILU, TAKE, REDUCE, MEET, SEND, RECEIVE = range(1, 12)
 ROWS_TOKENS, ROWS_SAMPLES = 0, 2  # index into Batch.counts
 TICKET_BYTES = 128  # two counters for each operation, a cache line each
+
+# A rank's port (int64 words): where the memory it shares with other ranks is, and how it waits (collective.py)
+PORT_SEGMENT, PORT_RANK, PORT_SIZE, PORT_LANES, PORT_SPIN, PORT_DEADLINE, PORT_FAILED = range(7)
+PORT_SLOTS, PORT_SLOT, PORT_CHANNELS, PORT_RING = range(7, 11)  # address, bytes; address, slots of a ring
+PORT_NAP = 12  # seconds, nanoseconds: longest sleep before a look around
+PORT_CLOCKS = 16  # seconds, nanoseconds of each lane
+MAX_LANES, MAX_RANKS = 64, 256
+PORT_WORDS = PORT_CLOCKS + 2 * MAX_LANES
+# The shared segment, byte offsets: the fence word (0, or 1 + a rank), process ids, then flags
+PIDS, FLAGS, FLAG_BYTES, CHANNEL_BYTES = 64, 4096, 128, 256
+SUM_PIECE = 4096  # bytes added up at a time, so that they stay in the nearest cache
 
 # A thread's scratch memory, byte offsets
 POINTERS = 0  # addresses of chunks: keys, then values
@@ -29,6 +40,7 @@ ACC = BIG  # totals of up to WIDE_ROWS rows of 3 panels
 CODES = ACC + 64 * 3 * 64  # one block of 3 panels, unpacked
 FETCH = CODES + 32 * 3 * 64  # what to ask for with each tile of each block
 
+ZERO_BYTES = 1024  # of the zeros that ZEROS points to
 FEW_ROWS = 4  # rows up to which each thread sums blocks for itself
 WHOLE_ROWS = 64  # rows up to which a panel is taken over all rows at once
 ROW_BLOCK = 128

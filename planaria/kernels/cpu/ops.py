@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from planaria.kernels.cpu.pack import Packed, pack, up
 from planaria.kernels.cpu.tape import Buffer, Tape
 from planaria.kernels.cpu.team import Team
 from planaria.kernels.ops import Batch, Quantized
+from planaria.mesh.comm import Comm, NativeComm, Solo
 
 MAX_HEAD_DIM = 256
 
@@ -86,10 +87,14 @@ class CpuOps:
 
     threads: all that work, the caller's own included. cache_dir: where compiled kernels are kept (default
     ~/.cache/planaria). isa: an instruction level below the machine's own, for tests. One step at a time; `close`
-    ends its threads.
+    ends its threads. tp: the tensor ranks that hold the other parts; where they share memory
+    (`planaria.mesh.shared`), all that passes between them happens inside the native call, otherwise the recording is
+    run in pieces.
     """
 
-    def __init__(self, dtype: str, threads: int, cache_dir: Path | None = None, *, isa: str | None = None) -> None:
+    def __init__(
+        self, dtype: str, threads: int, cache_dir: Path | None = None, *, isa: str | None = None, tp: Comm | None = None
+    ) -> None:
         if dtype not in ("bfloat16", "float32"):
             raise ConfigError("--dtype", dtype, "the CPU kernels compute in bfloat16 or float32")
         if threads < 1:
@@ -103,7 +108,14 @@ class CpuOps:
         self._owners: list[object] = []  # what the tape being recorded names by address
         self._scratch = 0
         self._shared = 0
-        self._zeros = self._arena.take(1024)
+        self.tp: Comm = tp or Solo()
+        self._native_tp = cast(NativeComm, self.tp) if self.tp.port else None
+        self._port = self.tp.port
+        if self._native_tp is not None and self._native_tp.lanes > threads:
+            raise ValueError(f"{self._native_tp.lanes} lanes of a shared group for {threads} threads")
+        self._gathers: list[tuple[Act, Act, range]] = []  # where Python brings columns together
+        self._external: dict[int, npt.NDArray[Any]] = {}  # memory of buffers that are not the recording's, by address
+        self._zeros = self._arena.take(layout.ZERO_BYTES)
 
     # Loading
 
@@ -162,15 +174,24 @@ class CpuOps:
             raise RuntimeError("an operation was called outside compile(); pass the forward function to it")
         return self._batch
 
-    def embed(self, table: Packed) -> Act:
+    def embed(self, table: Packed, vocab: range | None = None) -> Act:
         batch = self._recording()
+        whole = self.tp.size == 1 or vocab is None
         out = self._new(layout.ROWS_TOKENS, table.columns, "float32")
         self._owners.append(table)
         self._record(
             layout.EMBED, table.kind, table.address, table.stride, table.scales, table.length, out.buffer, out.ld,
-            batch.tokens.ctypes.data, table.rows,
+            batch.tokens.ctypes.data, table.rows, 0 if whole or vocab is None else vocab.start, 0 if whole else 1,
         )  # fmt: skip
+        if not whole:
+            self._record(layout.REDUCE, self._port, out.buffer, out.buffer, out.ld, out.rows, 0)
         return out
+
+    def hidden(self, columns: int) -> Act:
+        array = self._recording().make_hidden(columns)
+        address, ld = int(array.ctypes.data), int(array.strides[0])
+        self._external[address] = array.view(np.uint8)
+        return Act(Buffer(array.nbytes, address=address), layout.ROWS_TOKENS, columns, ld, "float32")
 
     def rms_norm(self, x: Act, weight: Vector, eps: float) -> Act:
         self._recording()
@@ -185,7 +206,7 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def linear(self, x: Act, weight: Packed, residual: Act | None = None) -> Act:
+    def linear(self, x: Act, weight: Packed, residual: Act | None = None, *, reduce: bool = False) -> Act:
         """x W^T + bias; added to `residual` in float32, unrounded, where one is given."""
         self._recording()
         if residual is None:
@@ -193,11 +214,37 @@ class CpuOps:
         self._expect(residual, "float32", "the residual of linear")
         if residual.columns != weight.rows or residual.rows != x.rows:
             raise ValueError(f"linear: a residual of {residual.columns} columns for {weight.rows} outputs")
-        return self._linear(x, weight, residual, ADD_RESIDUAL)
+        if not reduce or self.tp.size == 1:
+            return self._linear(x, weight, residual, ADD_RESIDUAL)
+        part = self._linear(x, weight, self._new(x.rows, weight.rows, "float32"), STORE_F32)
+        self._record(layout.REDUCE, self._port, part.buffer, residual.buffer, part.ld, part.rows, 1)
+        return residual
 
-    def logits(self, x: Act, weight: Packed) -> Act:
-        self._recording()
+    def logits(self, x: Act, weight: Packed, vocab: range | None = None, size: int | None = None) -> Act:
+        batch = self._recording()
+        if self.tp.size > 1 and vocab is not None and size is not None:
+            return self._gathered(x, weight, vocab, size, batch)
         return self._linear(x, weight, self._new(x.rows, weight.rows, "float32"), STORE_F32)
+
+    def _gathered(self, x: Act, weight: Packed, vocab: range, size: int, batch: Batch) -> Act:
+        """Each rank writes its columns of one array that all see. The reductions of the next step keep it as it is
+        until rank 0, which takes part in them, is done with it."""
+        if vocab.start % 16:
+            raise ValueError(f"logits from token {vocab.start}, which is no multiple of 16")
+        if self._native_tp is None:
+            part = self._linear(x, weight, self._new(x.rows, weight.rows, "float32"), STORE_F32)
+            out = self._new(x.rows, size, "float32")
+            self._record(layout.MEET, 0, part.buffer, out.buffer)
+            self._gathers.append((part, out, vocab))
+            return out
+        ld = up(size, 16) * 4
+        memory = self._native_tp.window((batch.max_samples if x.rows == layout.ROWS_SAMPLES else batch.max_tokens) * ld)
+        address = int(memory.ctypes.data)
+        self._external[address] = memory
+        columns = Act(Buffer(memory.nbytes, address=address + 4 * vocab.start), x.rows, weight.rows, ld, "float32")
+        self._linear(x, weight, columns, STORE_F32)
+        self._record(layout.MEET, self._port)
+        return Act(Buffer(memory.nbytes, address=address), x.rows, size, ld, "float32")
 
     def _linear(self, x: Act, w: Packed, out: Act, mode: int) -> Act:
         self._expect(x, self.dtype, "linear")
@@ -305,12 +352,12 @@ class CpuOps:
         if self._tape is not None:
             raise RuntimeError("compile() called from inside a forward function")
         self._tape, self._batch, self._scratch, self._shared = (Tape(), batch, layout.BIG, 0)
-        self._owners = [batch, self._zeros]
+        self._owners, self._external, self._gathers = [batch, self._zeros], {}, []
         try:
             result = forward(self)
             return self._finish(self._tape, batch, result)
         finally:
-            self._tape, self._batch, self._owners = None, None, []
+            self._tape, self._batch, self._owners, self._external, self._gathers = None, None, [], {}, []
 
     def _finish(self, recorded: Tape, batch: Batch, result: Act) -> Callable[[], torch.Tensor]:
         recorded.fuse(result.buffer)
@@ -330,14 +377,22 @@ class CpuOps:
             layout.COUNTS: int(batch.counts.ctypes.data),
             layout.ZEROS: int(self._zeros.ctypes.data),
         }
-        kind, item = (np.float32, 4) if result.dtype == "float32" else (np.int16, 2)
-        most = batch.max_tokens if result.rows == layout.ROWS_TOKENS else batch.max_samples
-        out = torch.from_numpy(memory.array(result.buffer.offset, kind, (most, result.ld // item)))
-        if result.dtype == "bfloat16":
-            out = out.view(torch.bfloat16)
-        out = out[:, : result.columns]
-        counts, team = batch.counts, self._team
-        owners = (memory, scratch, shared, tickets, rows, *self._owners)
+        external = self._external
+
+        def view(buffer: Buffer, ld: int, row_kind: int, dtype: str = "float32") -> torch.Tensor:
+            kind, item = (np.float32, 4) if dtype == "float32" else (np.int16, 2)
+            most = batch.max_tokens if row_kind == layout.ROWS_TOKENS else batch.max_samples
+            if buffer.address:
+                array = external[buffer.address].reshape(-1)[: most * ld].view(kind).reshape(most, ld // item)
+            else:
+                array = memory.array(buffer.offset, kind, (most, ld // item))
+            values = torch.from_numpy(array)
+            return values.view(torch.bfloat16) if dtype == "bfloat16" else values
+
+        out = view(result.buffer, result.ld, result.rows, result.dtype)[:, : result.columns]
+        counts, team, native_tp = batch.counts, self._team, self._native_tp
+        owners = (memory, scratch, shared, tickets, rows, external, *self._owners)
+        pieces = self._pieces(recorded, words, view, batch)
 
         def run() -> torch.Tensor:
             tokens, sequences, samples, _ = counts.tolist()
@@ -346,8 +401,61 @@ class CpuOps:
                     f"a step of {tokens} tokens, {sequences} sequences, {samples} samples; this recording takes "
                     f"{batch.max_tokens}, {batch.max_seqs}, {batch.max_samples}"
                 )
-            team.run(words, owners)
+            for part, after in pieces:
+                team.run(part, owners)
+                if after is not None:
+                    after()
+            if native_tp is not None:
+                native_tp.check()
             return out[: samples if result.rows == layout.ROWS_SAMPLES else tokens]
+
+        return run
+
+    def _pieces(
+        self, recorded: Tape, words: dict[int, int], view: Callable[..., torch.Tensor], batch: Batch
+    ) -> list[tuple[dict[int, int], Callable[[], None] | None]]:
+        """The recording in one piece, or cut where Python must reach the other ranks; what it does after each."""
+        pieces: list[tuple[dict[int, int], Callable[[], None] | None]] = []
+        start, tape_address, gathers = 0, words[layout.TAPE], list(self._gathers)
+
+        def cut(end: int, after: Callable[[], None] | None) -> None:
+            nonlocal start
+            place = {
+                layout.TAPE: tape_address + start * layout.ROW_WORDS * 8, layout.OPS: end - start,
+                layout.TICKETS: words[layout.TICKETS] + start * layout.TICKET_BYTES,
+            }  # fmt: skip
+            pieces.append(({**words, **place}, after))
+            start = end + 1
+
+        for index, row in enumerate(recorded.rows):
+            if row.code == layout.REDUCE and not row.fields[1]:
+                part, target, ld, kind, add = (row.fields[i] for i in (2, 3, 4, 5, 6))
+                cut(index, self._reduction(view(part, ld, kind), view(target, ld, kind), batch.counts, kind, add))  # type: ignore[arg-type]
+            elif row.code == layout.MEET and not row.fields[1]:
+                source, whole, vocab = gathers.pop(0)
+                cut(index, self._gathering(view(source.buffer, source.ld, source.rows)[:, : source.columns],
+                                           view(whole.buffer, whole.ld, whole.rows)[:, : whole.columns],
+                                           vocab, batch.counts, source.rows))  # fmt: skip
+        cut(len(recorded.rows), None)
+        return pieces
+
+    def _reduction(
+        self, part: torch.Tensor, target: torch.Tensor, counts: npt.NDArray[np.int64], kind: int, add: int
+    ) -> Callable[[], None]:
+        def run() -> None:
+            rows = int(counts[kind])
+            self.tp.all_reduce(part[:rows])
+            if add:
+                target[:rows] += part[:rows]
+
+        return run
+
+    def _gathering(
+        self, part: torch.Tensor, whole: torch.Tensor, vocab: range, counts: npt.NDArray[np.int64], kind: int
+    ) -> Callable[[], None]:
+        def run() -> None:
+            rows = int(counts[kind])
+            whole[:rows] = self.tp.gather_columns(part[:rows].contiguous(), vocab, whole.shape[1])
 
         return run
 

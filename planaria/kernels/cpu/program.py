@@ -8,6 +8,7 @@ The rule: how work is cut depends on row counts only where the result does not (
 
 from __future__ import annotations
 
+from planaria.kernels.cpu.collective import op_meet, op_receive, op_reduce, op_send
 from planaria.kernels.cpu.layout import (
     ACC,
     ARRIVED,
@@ -25,17 +26,21 @@ from planaria.kernels.cpu.layout import (
     IDLE_SPIN,
     KEY_TILE,
     LINEAR,
+    MEET,
     NORM,
     OPS,
     PHASE,
     PLAN,
     POINTERS,
     QUERY_ROWS,
+    RECEIVE,
+    REDUCE,
     ROPE,
     ROW_BLOCK,
     ROW_WORDS,
     SCRATCH,
     SCRATCH_BYTES,
+    SEND,
     SHARED,
     SILU,
     SLEEPING,
@@ -53,6 +58,7 @@ from planaria.kernels.cpu.layout import (
     TRACE,
     WHOLE_ROWS,
     WIDE_ROWS,
+    ZERO_BYTES,
     ZEROS,
 )  # fmt: skip
 from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT, STORE_F32
@@ -172,14 +178,26 @@ def bring(address: int, size: int) -> None:
 
 
 def op_embed(c: int, row: int, tid: int) -> None:
-    # 1 kind, 2 w, 3 panel bytes, 4 offset of scales, 5 steps or blocks, 6 out, 7 ldo, 8 tokens, 9 vocabulary
+    # 1 kind, 2 w, 3 panel bytes, 4 offset of scales, 5 steps or blocks, 6 out, 7 ldo, 8 tokens, 9 its tokens,
+    # 10 the first of them, 11 are the others elsewhere (zeros for them)
     n, threads = get(get(c, COUNTS), 0), get(c, THREADS)
     for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
-        token = get32(get(row, 8), t)
+        token = get32(get(row, 8), t) - get(row, 10)
         if token < 0 or token >= get(row, 9):
+            if get(row, 11):
+                clear(c, get(row, 6) + t * get(row, 7), get(row, 7))
+                continue
             token = 0  # callers check; this only keeps a mistake from reading foreign memory
         panel = get(row, 2) + (token >> 4) * get(row, 3)
         pl_embed(get(row, 1), panel, panel + get(row, 4), token & 15, get(row, 5), get(row, 6) + t * get(row, 7))
+
+
+def clear(c: int, place: int, size: int) -> None:
+    """Zeros over `size` bytes."""
+    done = 0
+    while done < size:
+        pl_copy(place + done, get(c, ZEROS), min(ZERO_BYTES, size - done))
+        done += ZERO_BYTES
 
 
 def op_norm(c: int, row: int, tid: int) -> None:
@@ -530,6 +548,14 @@ def execute(c: int, tid: int) -> None:
             op_take(c, row, tid)
         elif code == SILU:
             op_silu(c, row, tid)
+        elif code == REDUCE:
+            op_reduce(c, row, tid, scratch(c, tid) + TEMP)
+        elif code == MEET:
+            op_meet(row, tid)
+        elif code == SEND:
+            op_send(row, tid)
+        elif code == RECEIVE:
+            op_receive(row, tid)
         barrier(c)
         if tid == 0 and get(c, TRACE):
             put(get(c, TRACE), i, clock())

@@ -15,10 +15,11 @@ from planaria.kernels.cpu.memory import ALIGN, Region
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of one activation; `offset` is set by `Tape.place`."""
+    """Memory of one activation; `offset` is set by `Tape.place`. One with an `address` has its memory elsewhere."""
 
     size: int
     offset: int = -1
+    address: int = 0
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Tape:
         total = 0
         for index, row in enumerate(self.rows):
             for buffer in row.buffers():
-                if buffer.offset >= 0:
+                if buffer.offset >= 0 or buffer.address:
                     continue
                 offset = 0
                 for other in sorted(alive, key=lambda b: b.offset):
@@ -98,7 +99,10 @@ class Tape:
         for line, row in zip(out, self.rows, strict=True):
             line[0] = row.code
             for word, value in row.fields.items():
-                line[word] = memory.address + value.offset if isinstance(value, Buffer) else value
+                if isinstance(value, Buffer):
+                    line[word] = value.address or memory.address + value.offset
+                else:
+                    line[word] = value
         self._foresee(out)
         return out
 

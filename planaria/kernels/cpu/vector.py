@@ -363,11 +363,25 @@ def copy() -> str:
     return f.text()
 
 
+def add() -> str:
+    f = Function("pl_sum", ("out", "a", "b", "count"))
+    out, a, b = f.ptr("%out"), f.ptr("%a"), f.ptr("%b")
+
+    def body(i: str, _: list[str]) -> list[str]:
+        place = f.shl(i, 2)
+        f.store(F32, f.vec("fadd", f.load(F32, f.at(a, place), 4), f.load(F32, f.at(b, place), 4)), f.at(out, place), 4)
+        return []
+
+    f.loop(0, "%count", 16, [], body)
+    f.ret()
+    return f.text()
+
+
 def vector_module(target: Target) -> str:
     """IR of all row operations."""
     parts = [
         norm(target), silu(target), softmax(target), divide(target), rotate(target), store_key(target),
-        store_value(target), embed_dense(target), block_sums(target), copy(),
+        store_value(target), embed_dense(target), block_sums(target), copy(), add(),
     ]  # fmt: skip
     parts.append(
         "declare void @llvm.x86.sse2.pause()\n"

@@ -1,0 +1,359 @@
+"""What it costs to bring a step to all ranks and an answer back from each: our links beside other carriers.
+
+    python -m benchmarks.control_plane [--vllm-python P] [--ray-python P] [--iceoryx2-python P] [--quick]
+                                       [--markdown docs/adr/0007-links.md]
+
+A step of 2 KB (a prompt of 560 tokens enters, 23 rows get a block) goes to 1, 2 and 4 workers; each answers with 32
+tokens. Encoding and decoding are included, the same values travel with every carrier. Three rhythms: back to back,
+20 ms before each round trip (a real step), and after 1.5 s of rest. All carriers are started, then measured in turn,
+round after round; a figure is the median of the rounds' p50 (or p99), with the lowest and highest. Then CPU time of the
+workers: at rest, and in the first second after work.
+
+vLLM: its MessageQueue as its executor uses it. Ray: actor calls. iceoryx2: publish and subscribe with an event, our
+msgpack. Pipe and pyzmq (PUSH and PULL over ipc): our msgpack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import machine, proc, report
+from benchmarks.peers import round_trips
+from planaria.executor.link.codec import decode_command, decode_reply, encode_command, encode_reply
+from planaria.executor.link.faults import LinkClosed, Port
+from planaria.executor.link.keys import Invitation
+from planaria.executor.link.shm import ShmLink, ShmPort
+from planaria.executor.link.tcp import TcpLink, TcpPort
+from planaria.protocol import StepPlan, StepResult
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "benchmarks" / "out" / "control_plane.json"
+WORKERS = (1, 2, 4)
+RHYTHMS = {  # name: seconds before each round trip, round trips of one round
+    "back to back": (0.0, 2000),
+    "20 ms between": (0.02, 40),
+    "after 1.5 s": (1.5, 3),
+}
+LIMIT = 60.0
+Trip = Callable[[], None]
+PLAN = msgspec.convert(["step", *round_trips.step()], StepPlan)
+RESULT = msgspec.convert(["step_result", *round_trips.result()], StepResult)
+
+
+# -- carriers of this process. Each: (one round trip, close)
+
+
+def rank_main(kind: str, *args: str) -> None:
+    """A worker of one of our links."""
+    port: Port
+    if kind == "shm":
+        port = ShmPort.attach(int(args[0]), int(args[1]))
+    else:
+        port = TcpPort.connect(Invitation.decode(sys.stdin.buffer.read()))
+    try:
+        while (got := port.receive(None)) is not None:
+            port.reply(got[0], RESULT)
+    except LinkClosed:
+        port.close()
+
+
+def linked(kind: str, workers: int) -> tuple[Trip, Trip]:
+    link: ShmLink | TcpLink = ShmLink.create(workers) if kind == "shm" else TcpLink.create(workers)
+    command = [sys.executable, "-m", "benchmarks.control_plane", "--rank", kind]
+    processes = []
+    for rank in range(workers):
+        if isinstance(link, ShmLink):
+            (fd,) = link.fds_to_pass()
+            processes.append(subprocess.Popen([*command, str(fd), str(rank)], pass_fds=(fd,)))
+        else:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            assert process.stdin is not None
+            process.stdin.write(link.invitation(rank).encode())
+            process.stdin.close()
+            processes.append(process)
+    number = 0
+
+    def trip() -> None:
+        nonlocal number
+        number += 1
+        link.send(number, PLAN)
+        for _ in range(workers):
+            got = link.receive(LIMIT)
+            assert got is not None and got[1] == number
+
+    def close() -> None:
+        link.close()
+        for process in processes:
+            process.wait(LIMIT)
+
+    return trip, close
+
+
+def pipe_worker(connection: Any) -> None:
+    while data := connection.recv_bytes():
+        decode_command(data)
+        connection.send_bytes(encode_reply(RESULT))
+
+
+def pipe(workers: int) -> tuple[Trip, Trip]:
+    spawn = multiprocessing.get_context("spawn")
+    ends, processes = [], []
+    for _ in range(workers):
+        own, theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=pipe_worker, args=(theirs,)))
+        processes[-1].start()
+        ends.append(own)
+
+    def trip() -> None:
+        data = encode_command(PLAN)
+        for end in ends:
+            end.send_bytes(data)
+        for end in ends:
+            decode_reply(end.recv_bytes())
+
+    def close() -> None:
+        for end in ends:
+            end.send_bytes(b"")
+        for process in processes:
+            process.join(LIMIT)
+
+    return trip, close
+
+
+def zmq_worker(folder: str, rank: int) -> None:
+    import zmq
+
+    context = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull.connect(f"ipc://{folder}/{rank}")
+    push.connect(f"ipc://{folder}/back")
+    while data := pull.recv():
+        decode_command(data)
+        push.send(encode_reply(RESULT))
+
+
+def pyzmq(workers: int) -> tuple[Trip, Trip]:
+    import zmq
+
+    spawn, folder, context = multiprocessing.get_context("spawn"), tempfile.TemporaryDirectory(), zmq.Context()
+    back = context.socket(zmq.PULL)
+    back.bind(f"ipc://{folder.name}/back")
+    outs, processes = [], []
+    for rank in range(workers):
+        outs.append(context.socket(zmq.PUSH))
+        outs[-1].bind(f"ipc://{folder.name}/{rank}")
+        processes.append(spawn.Process(target=zmq_worker, args=(folder.name, rank)))
+        processes[-1].start()
+
+    def trip() -> None:
+        data = encode_command(PLAN)
+        for out in outs:
+            out.send(data)
+        for _ in range(workers):
+            decode_reply(back.recv())
+
+    def close() -> None:
+        for out in outs:
+            out.send(b"")
+        for process in processes:
+            process.join(LIMIT)
+        context.destroy(0)
+        folder.cleanup()
+
+    return trip, close
+
+
+OURS: dict[str, Callable[[int], tuple[Trip, Trip]]] = {
+    "shm": lambda workers: linked("shm", workers),
+    "tcp": lambda workers: linked("tcp", workers),
+    "pipe": pipe,
+    "pyzmq": pyzmq,
+}
+TITLES = {
+    "shm": "planaria, shm link", "tcp": "planaria, tcp link (encrypted)", "pipe": "multiprocessing Pipe",
+    "pyzmq": "pyzmq PUSH/PULL, ipc", "vllm": "vLLM MessageQueue", "ray": "Ray actor call", "iceoryx2": "iceoryx2",
+}  # fmt: skip
+
+
+# -- measuring
+
+
+class Carrier:
+    """A process that makes round trips when asked."""
+
+    def __init__(self, name: str, workers: int, python: str) -> None:
+        self.name = name
+        if name in OURS:
+            command = [python, "-m", "benchmarks.control_plane", "--carrier", name, str(workers)]
+        else:
+            command = [python, str(ROOT / "benchmarks" / "peers" / "carriers.py"), name, str(workers)]
+        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        self.log = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, cwd=ROOT,
+            env={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    def hear(self) -> dict[str, Any]:
+        """Its next answer. Raises RuntimeError when it has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            raise RuntimeError(f"{self.name} ended: {self.log.read()[-2000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+    def times(self, rhythm: str, scale: float) -> list[float]:
+        gap, count = RHYTHMS[rhythm]
+        times: list[float] = self.ask(do="run", count=max(1, round(count * scale)), gap=gap)["us"]
+        return times
+
+    def cpu(self) -> float:
+        """CPU seconds of its workers (and helpers) so far."""
+        return proc.cpu_seconds(self.process.pid)
+
+    def close(self) -> None:
+        self.ask(do="exit")
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.log.close()
+
+
+def percentile(times: list[float], share: float) -> float:
+    ordered = sorted(times)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def measure(pythons: dict[str, str], workers: int, rounds: int, scale: float, rest: float) -> dict[str, Any]:
+    """{carrier: {rhythm: {p50: [...], p99: [...]}, "rest": %, "after work": %}}."""
+    carriers: dict[str, Carrier] = {}
+    found: dict[str, Any] = {}
+    for name, python in pythons.items():
+        carrier = Carrier(name, workers, python)
+        try:
+            carrier.hear()
+            carriers[name] = carrier
+            found[name] = {rhythm: {"p50": [], "p99": []} for rhythm in RHYTHMS} | {"rest": [], "after work": []}
+        except RuntimeError as e:
+            print(e, file=sys.stderr)
+    for turn in range(rounds + 1):
+        for rhythm in RHYTHMS:
+            for name, carrier in carriers.items():
+                if turn == 0:  # warm up
+                    carrier.ask(do="run", count=50, gap=0)
+                    continue
+                times = carrier.times(rhythm, scale)
+                found[name][rhythm]["p50"].append(statistics.median(times))
+                found[name][rhythm]["p99"].append(percentile(times, 0.99))
+    for name, carrier in carriers.items():
+        carrier.ask(do="run", count=50, gap=0)
+        for part, seconds in (("after work", 1.0), ("rest", rest)):
+            before, since = carrier.cpu(), time.perf_counter()
+            time.sleep(seconds)  # the quantity measured is a rate over time
+            used = (carrier.cpu() - before) / (time.perf_counter() - since)
+            found[name][part].append(100 * used / (workers + 1))
+    for carrier in carriers.values():
+        carrier.close()
+    return found
+
+
+def tables(result: dict[str, Any]) -> list[report.Table]:
+    made = []
+    names = [name for name in TITLES if any(name in found for found in result["workers"].values())]
+    for rhythm in RHYTHMS:
+        head = [f"{rhythm}, us: p50 / p99", *(f"{w} worker{'s' * (w != '1')}" for w in result["workers"])]
+        rows = []
+        for name in names:
+            cells = []
+            for found in result["workers"].values():
+                cell = found.get(name, {}).get(rhythm)
+                cells.append(f"{report.spread(cell['p50'], 0)} / {statistics.median(cell['p99']):,.0f}" if cell else "-")
+            rows.append([TITLES[name], *cells])
+        if "vllm" in names:
+            ratios = []
+            for found in result["workers"].values():
+                one, other = (found.get(name, {}).get(rhythm) for name in ("vllm", "shm"))
+                both = one and other
+                pairs = [a / b for a, b in zip(one["p50"], other["p50"], strict=True)] if both else []
+                ratios.append(report.spread(pairs, 1))
+            rows.append(["vLLM / shm link, rounds compared", *ratios])
+        made.append(report.Table(f"Round trip, {rhythm}", head, rows))
+    rows = []
+    for name in names:
+        for part, label in (("rest", "at rest"), ("after work", "first second after work")):
+            cells = []
+            for found in result["workers"].values():
+                cells.append(report.spread(found.get(name, {}).get(part, []), 2))
+            rows.append([f"{TITLES[name]}, {label}", *cells])
+    head = ["% of a core for each process", *(f"{w} worker{'s' * (w != '1')}" for w in result["workers"])]
+    made.append(report.Table("CPU time", head, rows))
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm-python")
+    parser.add_argument("--ray-python", default=sys.executable if importlib.util.find_spec("ray") else None)
+    parser.add_argument("--iceoryx2-python", default=sys.executable if importlib.util.find_spec("iceoryx2") else None)
+    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
+    parser.add_argument("--only", nargs="+", choices=TITLES)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="2 rounds of a few round trips")
+    parser.add_argument("--json", type=Path, default=OUT)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    pythons = dict.fromkeys(OURS, sys.executable)
+    for name in ("vllm", "ray", "iceoryx2"):
+        if python := getattr(options, f"{name}_python"):
+            pythons[name] = python
+    pythons = {name: python for name, python in pythons.items() if not options.only or name in options.only}
+    result: dict[str, Any] = {
+        "cores": os.cpu_count(), "machine": machine.describe() if hasattr(machine, "describe") else {},
+        "step_bytes": len(encode_command(PLAN)), "answer_bytes": len(encode_reply(RESULT)), "workers": {},
+    }  # fmt: skip
+    rounds, scale, rest = (2, 0.2, 2.0) if options.quick else (options.rounds, 1.0, 5.0)
+    for workers in options.workers:
+        result["workers"][str(workers)] = measure(pythons, workers, rounds, scale, rest)
+    options.json.parent.mkdir(exist_ok=True)
+    options.json.write_text(json.dumps(result, indent=1))
+    lines = [
+        f"Step {result['step_bytes']} bytes, answer {result['answer_bytes']} bytes, {result['cores']} cores. Medians "
+        "(lowest-highest) of the rounds."
+    ]
+    print(report.as_text(tables(result), lines))
+    if options.markdown:
+        report.write_between(options.markdown, "control_plane", report.as_markdown(tables(result), lines))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--carrier"]:
+        trip_, close_ = OURS[sys.argv[2]](int(sys.argv[3]))
+        round_trips.serve(trip_)
+        close_()
+    else:
+        main()

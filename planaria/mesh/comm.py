@@ -1,0 +1,106 @@
+"""What a rank can do with the other ranks of one axis, and the axis of one rank, which does nothing.
+
+Rule: every rank of a group calls the same operations in the same order. Each wait ends: with the data, or with
+PeerLost, which names the rank that did not come. After a PeerLost the group is of no more use; a new epoch makes new
+ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from planaria.errors import PlanariaError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+DEADLINE = 60.0  # seconds a rank waits for another
+
+
+class PeerLost(PlanariaError):
+    """A rank of a group did not come. `ranks` are world ranks; empty when the group was fenced for another reason."""
+
+    def __init__(self, ranks: tuple[int, ...], what: str) -> None:
+        self.ranks = ranks
+        super().__init__(what)
+
+
+class Comm(Protocol):
+    """One axis's group as one of its ranks sees it. Tensors are contiguous, in main memory unless said otherwise."""
+
+    rank: int
+    size: int
+    members: tuple[int, ...]  # world ranks, by rank in the group
+    port: int  # what native code needs to know to do these itself (see SharedComm), or 0
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Add up float32 `x` over the group, in place: the same bits on every rank."""
+
+    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
+        """Float32 [n, len(columns)] of each rank, side by side: [n, size] on rank 0, valid until the next gather; on
+        others anything of that shape."""
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Hand `x` on; returns when it may be overwritten, not when it was received (see each group for its limit)."""
+
+    def receive(self, x: torch.Tensor, source: int) -> None:
+        """The next message from `source` into `x`, which has its size."""
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+        """`x` of `source` into `x` of all others."""
+
+    def abort(self, reason: str) -> None:
+        """End all waits of this rank, from another thread, and where it can be done those of the others."""
+
+    def close(self) -> None: ...
+
+
+class NativeComm(Comm, Protocol):
+    """A `Comm` with a port: native code takes part in it by itself."""
+
+    lanes: int  # threads of each rank that take part
+
+    def window(self, size: int) -> npt.NDArray[np.uint8]:
+        """Memory of `size` bytes or more that all ranks see. All call it together."""
+
+    def check(self) -> None:
+        """Raise PeerLost if native code gave up."""
+
+
+class Solo:
+    """The group of one rank."""
+
+    rank, size, port = 0, 1, 0
+
+    def __init__(self, member: int = 0) -> None:
+        self.members: tuple[int, ...] = (member,)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        pass
+
+    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        raise ValueError("a group of one has nobody to send to")
+
+    def receive(self, x: torch.Tensor, source: int) -> None:
+        raise ValueError("a group of one has nobody to receive from")
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def flat(x: Any) -> Any:
+    """A tensor as one row; it must be contiguous."""
+    if not x.is_contiguous():
+        raise ValueError("a tensor sent over a mesh must be contiguous")
+    return x.view(-1)

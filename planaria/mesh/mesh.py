@@ -1,0 +1,52 @@
+"""A rank's place in its layout: one `Comm` for each axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planaria.mesh.comm import Comm, Solo
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """`rank` is the world rank: TP fastest, then PP. An axis of size 1 is a no-op."""
+
+    rank: int = 0
+    tp: Comm = field(default_factory=Solo)
+    pp: Comm = field(default_factory=Solo)
+
+    @property
+    def samples(self) -> bool:
+        """Does this rank draw the tokens? Tensor rank 0 of the last stage does."""
+        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Is this rank of the stage that embeds tokens?"""
+        return self.pp.rank == 0
+
+    def abort(self, reason: str) -> None:
+        """End every wait of this rank with PeerLost; safe from any thread."""
+        self.tp.abort(reason)
+        self.pp.abort(reason)
+
+    def close(self) -> None:
+        """Let go of all groups."""
+        self.tp.close()
+        self.pp.close()
+
+
+def coordinates(rank: int, tp: int) -> tuple[int, int]:
+    """(tensor rank, stage) of a world rank."""
+    return rank % tp, rank // tp
+
+
+def tp_members(rank: int, tp: int) -> tuple[int, ...]:
+    """World ranks of the tensor group of `rank`."""
+    first = rank // tp * tp
+    return tuple(range(first, first + tp))
+
+
+def pp_members(rank: int, tp: int, pp: int) -> tuple[int, ...]:
+    """World ranks of the pipeline of `rank`, by stage."""
+    return tuple(rank % tp + stage * tp for stage in range(pp))

@@ -1,0 +1,103 @@
+"""A rank's place in a step: hidden states from the stage before and to the one after, drawn tokens to whom embeds them.
+
+Rule: sending waits for nobody, receiving waits until what it needs is there, and both happen in the order of the
+steps on every rank. So a stage that has its plans runs ahead of the next one by as many steps as the plans allow: a
+row goes on only every `micro_steps` steps, and its token is asked for when the row goes on, not before.
+
+Tokens go from the rank that draws them to the tensor ranks of the first stage: along the pipeline to tensor rank 0,
+from there along the tensor axis. Every rank knows from the plan which rows draw in a step, so tokens go alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from planaria.mesh.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
+
+    from planaria.kernels.ops import Batch
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Stage:
+    """`forward` runs this stage's layers on what `batch` holds. hidden_size: columns of what passes between stages."""
+
+    def __init__(
+        self, batch: Batch, forward: Callable[[], torch.Tensor], mesh: Mesh | None = None, hidden_size: int = 0,
+        micro_steps: int = 1,
+    ) -> None:  # fmt: skip
+        self.batch, self.forward = batch, forward
+        self.mesh = mesh or Mesh()
+        self.hidden_size, self.micro_steps = hidden_size, micro_steps
+        self.samples = self.mesh.samples
+        self._waits = self.mesh.reads_tokens and not self.samples
+        self._open: deque[tuple[int, list[int]]] = deque()  # steps whose tokens have not come: (step, rows)
+
+    def take_tokens(self, step: int, last: Tokens) -> None:
+        """Put the tokens that rows of this step go on with into `last`."""
+        while self._open and self._open[0][0] <= step - self.micro_steps:
+            _, rows = self._open.popleft()
+            last[rows] = self._receive_tokens(len(rows))
+
+    def drain(self, last: Tokens) -> None:
+        """Take in what is still on its way, before another stage uses the same mesh."""
+        if self._open:
+            self.take_tokens(self._open[-1][0] + self.micro_steps, last)
+
+    def run(self, num_tokens: int) -> torch.Tensor | None:
+        """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others."""
+        pp = self.mesh.pp
+        if pp.size == 1:
+            return self.forward()
+        if pp.rank > 0:
+            self._receive_hidden(num_tokens)
+        out = self.forward()
+        if pp.rank == pp.size - 1:
+            return out
+        pp.send(out.cpu().contiguous(), pp.rank + 1)
+        return None
+
+    def drew(self, step: int, rows: list[int], tokens: list[int] | None) -> None:
+        """The rows that draw in this step, in order; the tokens where this rank drew them."""
+        if tokens is None:
+            if self._waits:
+                self._open.append((step, rows))
+            return
+        tp, pp = self.mesh.tp, self.mesh.pp
+        if pp.size > 1:
+            pp.send(_tensor(np.array(tokens, np.int32)), 0)
+        elif tp.size > 1:
+            tp.broadcast(_tensor(np.array(tokens, np.int32)))
+
+    def _receive_tokens(self, count: int) -> Tokens:
+        tp, pp = self.mesh.tp, self.mesh.pp
+        tokens = np.empty(count, np.int32)
+        if pp.size > 1 and tp.rank == 0:
+            pp.receive(_tensor(tokens), pp.size - 1)
+        if tp.size > 1:
+            tp.broadcast(_tensor(tokens))
+        return tokens
+
+    def _receive_hidden(self, num_tokens: int) -> None:
+        hidden = self.batch.make_hidden(self.hidden_size)[:num_tokens]
+        pp = self.mesh.pp
+        if hidden.shape[1] == self.hidden_size:
+            pp.receive(_tensor(hidden), pp.rank - 1)
+            return
+        unpadded = np.empty((num_tokens, self.hidden_size), np.float32)
+        pp.receive(_tensor(unpadded), pp.rank - 1)
+        hidden[:, : self.hidden_size] = unpadded
+
+
+def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(array)

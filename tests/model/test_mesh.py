@@ -1,0 +1,212 @@
+"""Groups of ranks: the same operations over shared memory and gloo. Ranks are threads here; waits hold no lock."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from planaria.kernels.cpu.build import load, target_for
+from planaria.mesh.boot import MeshBoot, open_mesh
+from planaria.mesh.comm import Comm, PeerLost, Solo
+from planaria.mesh.gloo import GlooComm
+from planaria.mesh.mesh import Mesh, coordinates, pp_members, tp_members
+from planaria.mesh.shared import RING, SLOT, SharedComm, create_segment, fence_segment
+
+Together = Callable[[Callable[[Comm], Any]], list[Any]]
+
+
+class Group:
+    """`size` ranks of one kind, each in a thread of its own. World ranks are 10, 11, ..."""
+
+    def __init__(self, kind: str, size: int, deadline: float = 20.0) -> None:
+        self.kind, self.size = kind, size
+        self.fd = create_segment()
+        self.pool = ThreadPoolExecutor(size)
+        members = tuple(range(10, 10 + size))
+        store = HashStore()
+        entry = load(target_for("float32"))
+
+        def make(rank: int) -> Comm:
+            if kind == "gloo":
+                return GlooComm(store, "group", rank, members, deadline=deadline)
+            return SharedComm(self.fd, rank, members, entry, deadline=deadline, crowded=True)
+
+        self.comms: list[Comm] = list(self.pool.map(make, range(size)))
+
+    def run(self, work: Callable[[Comm], Any]) -> list[Any]:
+        """`work(comm)` on all ranks at once; results by rank."""
+        return list(self.pool.map(work, self.comms))
+
+    def close(self) -> None:
+        for comm in self.comms:
+            comm.close()
+        self.pool.shutdown()
+        os.close(self.fd)
+
+
+@pytest.fixture(params=[("shared", 2), ("shared", 3), ("gloo", 2), ("gloo", 3)], ids=lambda p: f"{p[0]}-{p[1]}")
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    made = Group(*request.param)
+    yield made
+    made.close()
+
+
+def values(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(shape, generator=generator) * 10.0 ** (3 * rank)
+
+
+@pytest.mark.parametrize("count", [1, 16, 576, 4100, 3 * SLOT // 4 + 5])
+def test_all_ranks_get_the_same_sum(group: Group, count: int) -> None:
+    def work(comm: Comm) -> list[torch.Tensor]:
+        out = []
+        for _ in range(3):  # one exchange after the other: slots alternate
+            x = values(comm.rank, (count,))
+            comm.all_reduce(x)
+            out.append(x)
+        return out
+
+    found = group.run(work)
+    expected = values(0, (count,))
+    for rank in range(1, group.size):
+        expected = expected + values(rank, (count,))
+    for results in found:
+        for x in results:
+            assert torch.equal(x, found[0][0])
+            assert torch.equal(x, expected) if group.kind == "shared" else torch.allclose(x, expected)
+
+
+def test_columns_come_together_on_rank_0(group: Group) -> None:
+    bounds = [*[0, 48, 64, 99][: group.size], 99]
+
+    def work(comm: Comm) -> list[torch.Tensor]:
+        columns, out = range(bounds[comm.rank], bounds[comm.rank + 1]), []
+        for rows in (2, 7, 1):
+            whole = values(rows, (rows, 99))
+            got = comm.gather_columns(whole[:, columns.start : columns.stop].contiguous(), columns, 99)
+            if comm.rank == 0:
+                out.append(torch.equal(got, whole))
+        return out
+
+    assert group.run(work)[0] == [True] * 3
+
+
+def test_broadcast(group: Group) -> None:
+    def work(comm: Comm) -> list[int]:
+        out = []
+        for source in range(group.size):
+            x = torch.tensor([comm.rank * 7 + source], dtype=torch.int32)
+            comm.broadcast(x, source)
+            out.append(int(x))
+        return out
+
+    assert group.run(work) == [[source * 8 for source in range(group.size)]] * group.size
+
+
+def test_messages_come_in_order_and_senders_run_ahead(group: Group) -> None:
+    sizes = [1, 5, SLOT // 4, SLOT // 4 + 3, 2, 0, 77]
+    sent = threading.Event()
+
+    def work(comm: Comm) -> bool:
+        if comm.rank == 0:
+            for i, size in enumerate(sizes):
+                comm.send(torch.full((size,), float(i)), group.size - 1)
+            sent.set()
+        elif comm.rank == group.size - 1:
+            assert sent.wait(20), "send waits for the receiver"
+            for i, size in enumerate(sizes):
+                x = torch.zeros(size)
+                comm.receive(x, 0)
+                assert bool((x == i).all())
+        return True
+
+    assert all(group.run(work))
+
+
+def test_a_message_larger_than_the_ring() -> None:
+    group = Group("shared", 2)
+    count = (RING + 5) * SLOT // 4 + 9
+
+    def work(comm: Comm) -> bool:
+        x = torch.arange(count, dtype=torch.int32) if comm.rank else torch.zeros(count, dtype=torch.int32)
+        if comm.rank:
+            comm.send(x, 0)
+        else:
+            comm.receive(x, 1)
+        return torch.equal(x, torch.arange(count, dtype=torch.int32))
+
+    assert group.run(work) == [True, True]
+    group.close()
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
+    group = Group(kind, 2, deadline=1.0)
+    since = time.monotonic()
+    with pytest.raises(PeerLost, match=r"rank 11 .*did not come within 1 s") as lost:
+        group.comms[0].all_reduce(torch.zeros(32))
+    assert lost.value.ranks == (11,) and 0.9 < time.monotonic() - since < 5
+    group.close()
+
+
+def test_all_waiting_ranks_name_the_same_one() -> None:
+    group = Group("shared", 3, deadline=1.0)
+
+    def work(comm: Comm) -> str:
+        if comm.rank == 1:
+            return ""
+        try:
+            comm.all_reduce(torch.zeros(32))
+        except PeerLost as e:
+            return str(e)
+        return "no error"
+
+    found = group.run(work)
+    assert "rank 11 " in found[0] and "rank 11 " in found[2]
+    with pytest.raises(PeerLost):  # and nothing works from then on
+        group.comms[0].send(torch.zeros(1), 1)
+    group.close()
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+@pytest.mark.parametrize("by", ["abort", "fence"])
+def test_a_wait_ends_when_it_is_told_to(kind: str, by: str) -> None:
+    if (kind, by) == ("gloo", "fence"):
+        pytest.skip("gloo has no segment to fence")
+    group = Group(kind, 2)
+    waiting = group.pool.submit(group.comms[0].all_reduce, torch.zeros(32))
+    with pytest.raises(TimeoutError):
+        waiting.result(0.2)
+    since = time.monotonic()
+    if by == "abort":
+        group.comms[0].abort("told to end")
+    else:
+        fence_segment(group.fd)
+    with pytest.raises(PeerLost, match="told to end" if by == "abort" else "fenced"):
+        waiting.result(5)
+    assert time.monotonic() - since < 1
+    group.close()
+
+
+def test_coordinates() -> None:
+    assert [coordinates(rank, 2) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert tp_members(3, 2) == (2, 3) and pp_members(3, 2, 3) == (1, 3, 5)
+    mesh = open_mesh(MeshBoot(), lambda: None)
+    assert isinstance(mesh.tp, Solo) and mesh.samples and mesh.reads_tokens
+    assert not Mesh(0, pp=_axis(0, 2)).samples and Mesh(1, pp=_axis(1, 2)).samples
+    with pytest.raises(ValueError, match="neither a segment nor a store"):
+        open_mesh(MeshBoot(0, 2, 1), lambda: None)
+
+
+def _axis(rank: int, size: int) -> Comm:
+    solo = Solo()
+    solo.rank, solo.size = rank, size
+    return solo

@@ -1,0 +1,114 @@
+"""How a model is dealt to ranks: everything once, evenly, the same every time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.config import ModelConfig
+from planaria.config.model import RopeConfig
+from planaria.errors import ConfigError
+from planaria.layers.deal import MLP_BLOCK, VOCAB_BLOCK, attention_bytes, deal, deal_layers, deal_tensor
+from planaria.layers.shard import Shard
+
+
+def model(heads: int, kv_heads: int, head_dim: int, hidden: int, mlp: int, vocab: int, layers: int) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM", family="llama", hidden_size=hidden, intermediate_size=mlp, num_layers=layers,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, vocab_size=vocab, max_position=128, norm_eps=1e-5,
+        rope=RopeConfig(),
+    )  # fmt: skip
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    kv, group = draw(st.integers(1, 12)), draw(st.integers(1, 9))
+    return model(
+        kv * group, kv, draw(st.sampled_from([16, 64, 80, 128])), draw(st.sampled_from([64, 576, 4096])),
+        draw(st.integers(1, 400)) * 32 + draw(st.sampled_from([0, 0, 4])), draw(st.integers(200, 50000)),
+        draw(st.integers(1, 40)),
+    )  # fmt: skip
+
+
+SMOLLM2 = model(9, 3, 64, 576, 1536, 49152, 30)
+
+
+def size(config: ModelConfig, shard: Shard) -> int:
+    """Elements of one layer."""
+    return attention_bytes(config, shard.heads, shard.kv_heads) + 3 * config.hidden_size * len(shard.mlp_columns)
+
+
+@given(models(), st.integers(1, 12))
+def test_everything_is_held_once_and_by_everybody_some(config: ModelConfig, ranks: int) -> None:
+    try:
+        shards = deal_tensor(config, ranks)
+    except ConfigError as e:
+        assert ranks > min(config.num_heads, -(-config.intermediate_size // MLP_BLOCK)), e
+        return
+    assert shards == deal_tensor(config, ranks) and len(shards) == ranks
+    group = config.num_heads // config.num_kv_heads
+    assert [h for s in shards for h in s.heads] == list(range(config.num_heads))
+    assert [c for s in shards for c in s.mlp_columns] == list(range(config.intermediate_size))
+    assert [t for s in shards for t in s.vocab] == list(range(config.vocab_size))
+    assert {h for s in shards for h in s.kv_heads} == set(range(config.num_kv_heads))
+    assert [s.leads for s in shards] == [True] + [False] * (ranks - 1)
+    for s in shards:
+        assert s.heads and s.kv_heads and s.mlp_columns and s.vocab
+        assert {h // group for h in s.heads} == set(s.kv_heads)  # each reads what is there, and all that is there
+        assert len(s.kv_heads) == 1 or len(s.heads) == group * len(s.kv_heads)
+        assert s.mlp_columns.start % MLP_BLOCK == 0 and s.vocab.start % VOCAB_BLOCK == 0
+    if ranks <= config.num_kv_heads:
+        assert sum(len(s.kv_heads) for s in shards) == config.num_kv_heads
+
+
+@given(models(), st.integers(2, 12))
+def test_bytes_are_even_within_one_block(config: ModelConfig, ranks: int) -> None:
+    try:
+        shards = deal_tensor(config, ranks)
+    except ConfigError:
+        return
+    sizes = [size(config, s) for s in shards]
+    block = 3 * config.hidden_size * MLP_BLOCK
+    # a rank that has more than one block got its last one while it was the least
+    for s, mine in zip(shards, sizes, strict=True):
+        if len(s.mlp_columns) > MLP_BLOCK:
+            assert mine - block <= min(sizes) + block
+    held = [len(s.vocab) for s in shards]
+    assert max(held) - min(held) <= 2 * VOCAB_BLOCK
+
+
+def test_three_kv_heads_on_two_ranks() -> None:
+    first, second = deal_tensor(SMOLLM2, 2)
+    assert (len(first.heads), len(second.heads)) == (6, 3) and (len(first.kv_heads), len(second.kv_heads)) == (2, 1)
+    assert len(second.mlp_columns) > len(first.mlp_columns)
+    assert abs(size(SMOLLM2, first) - size(SMOLLM2, second)) <= 3 * 576 * MLP_BLOCK
+
+
+def test_kv_heads_are_held_by_several_where_ranks_outnumber_them() -> None:
+    shards = deal_tensor(SMOLLM2, 5)
+    assert [(list(s.heads), list(s.kv_heads)) for s in shards] == [
+        ([0, 1], [0]), ([2], [0]), ([3, 4], [1]), ([5], [1]), ([6, 7, 8], [2]),
+    ]  # fmt: skip
+
+
+def test_layers() -> None:
+    assert [len(part) for part in deal_layers(30, 4)] == [8, 8, 7, 7]
+    assert deal_layers(6, 3, (1, 3, 2)) == [range(1), range(1, 4), range(4, 6)]
+    for partition in ((3, 3), (0, 3, 3), (2, 2, 3)):
+        with pytest.raises(ConfigError, match="3 positive numbers that sum to 6"):
+            deal_layers(6, 3, partition)
+    with pytest.raises(ConfigError, match="use at most 6"):
+        deal_layers(6, 7)
+
+
+def test_ranks_are_ordered_tensor_first() -> None:
+    shards = deal(SMOLLM2, 2, 2)
+    assert [s.layers for s in shards] == [range(15), range(15), range(15, 30), range(15, 30)]
+    assert shards[0].heads == shards[2].heads != shards[1].heads == shards[3].heads
+    assert [(s.first(), s.last(SMOLLM2)) for s in shards] == [(True, False)] * 2 + [(False, True)] * 2
+
+
+def test_too_many_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="only 9 query heads; use at most 9"):
+        deal_tensor(SMOLLM2, 10)
