@@ -48,11 +48,11 @@ T = TypeVar("T")
 
 
 def rank_word(rank: int) -> int:
-    """First of the rank's words: STATE, PID, TAIL, REPLY_HEAD; the driver writes REPLY_TAIL, a line further."""
+    """First of the rank's words: STATE, PID, TAIL, REPLY_HEAD, PULSE; the driver writes REPLY_TAIL, a line further."""
     return _RANK_LINES + 2 * _LINE * rank
 
 
-STATE, PID, TAIL, REPLY_HEAD, REPLY_TAIL = 0, 1, 2, 3, _LINE
+STATE, PID, TAIL, REPLY_HEAD, PULSE, REPLY_TAIL = 0, 1, 2, 3, 4, _LINE
 ATTACHED, LEFT = 1, 2  # values of STATE; 0: not there yet
 
 

@@ -39,6 +39,7 @@ from planaria.executor.link.segment import (
     HEAD,
     LEFT,
     PID,
+    PULSE,
     REPLY_HEAD,
     REPLY_TAIL,
     STATE,
@@ -48,6 +49,7 @@ from planaria.executor.link.segment import (
     Segment,
     rank_word,
 )
+from planaria.executor.node import Shared
 from planaria.protocol import Command, Failed, Reply
 
 SLOTS = 16
@@ -110,6 +112,10 @@ class ShmLink:
         """The descriptor that a rank attaches to. It stays the link's: don't close it."""
         return (self.segment.fd,)
 
+    def address(self, rank: int) -> Shared:
+        """Where this rank attaches, if its process is of the same node and user."""
+        return Shared.of(self.segment.fd)
+
     @property
     def fence_address(self) -> int:
         """Address of the word that differs from `epoch` (4 bytes, unsigned) once the epoch is fenced."""
@@ -118,6 +124,11 @@ class ShmLink:
     def attached(self) -> list[int]:
         """Ranks that have been at the link (and may have left)."""
         return [rank for rank in range(self.num_ranks) if self._words[rank_word(rank) + STATE]]
+
+    def pulses(self) -> list[tuple[int, int]]:
+        """By rank: its pid and how often it has said that it lives; (0, 0) before it attaches."""
+        words = self._words
+        return [(words[rank_word(rank) + PID], words[rank_word(rank) + PULSE]) for rank in range(self.num_ranks)]
 
     def dead(self) -> list[int]:
         """Ranks that were attached and ended without `close`."""
@@ -286,6 +297,7 @@ class ShmPort:
         )  # fmt: skip
         self._bell, self._freed = segment.futex(BELL), segment.futex(self._at + REPLY_TAIL)
         self._check = time.monotonic() + ALIVE_CHECK  # when to look whether the driver lives
+        self._beats = 0
         self._closed = False
 
     @classmethod
@@ -343,6 +355,11 @@ class ShmPort:
                 return None
             else:
                 self._bell.wait(seen, min(deadline, self._check) - now)
+
+    def beat(self) -> None:
+        """Say that this process lives. Any thread, but one."""
+        if not self._closed:
+            self._words[self._at + PULSE] = self._beats = (self._beats + 1) & 0xFFFFFFFF
 
     def reply(self, number: int, reply: Reply) -> None:
         """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or PeerLost when the

@@ -1,0 +1,80 @@
+"""What a process knows of the node it runs on, and how processes of one node share memory.
+
+Two processes with the same `home()` see each other's memory files: same kernel, same process numbers, same user. A
+memory file has no name; others open it through its owner's entry under /proc, so that nobody has to inherit it and
+nothing is left behind when the last user ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import socket
+import sys
+
+import msgspec
+
+from planaria.errors import PlanariaError
+
+
+class Gone(PlanariaError):
+    """A memory file's owner has ended, or belongs to another user."""
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
+    """A memory file: its owner's pid and descriptor there, and the inode that the descriptor must show."""
+
+    pid: int
+    fd: int
+    inode: int
+
+    @classmethod
+    def of(cls, fd: int) -> Shared:
+        """Of this process's own memory file."""
+        return cls(os.getpid(), fd, os.fstat(fd).st_ino)
+
+    def open(self) -> int:
+        """A descriptor of one's own. Raises Gone."""
+        try:
+            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as e:
+            raise Gone(f"can't open the memory that process {self.pid} shares: {e.strerror}") from None
+        if os.fstat(fd).st_ino != self.inode:
+            os.close(fd)
+            raise Gone(f"the memory that process {self.pid} shared is gone")
+        return fd
+
+
+@functools.cache
+def home() -> str:
+    """Equal in two processes that can share memory; differs on every other machine, boot, container and user."""
+    if sys.platform != "linux":
+        return f"{platform.node()}/{os.getuid()}"
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        boot = f.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}"
+
+
+@functools.cache
+def node_name() -> str:
+    """For people."""
+    return socket.gethostname()
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process of this node: R, S, D, T (stopped), t (traced), Z (ended) ...; "" if gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            return f.read().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return ""
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process of this node; 0 if gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as f:
+            return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
