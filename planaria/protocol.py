@@ -78,6 +78,45 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="step_result"
 # Commands and replies. Every rank answers every command.
 
 
+class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+    """Say who you are and what you bring to the groups of `epoch`, in a layout of `pp` stages of `tp` ranks.
+
+    `apart`: ranks are on several nodes, so some groups can't share memory.
+    """
+
+    epoch: int
+    tp: int
+    pp: int
+    apart: bool = False
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """Answer to Join. `segments[axis]`: (descriptor, inode) of a memory file of process `pid`, from the first rank of
+    a group along that axis; ranks with the same `home` can open it. `store`: where rank 0 hosts the store that groups
+    across nodes meet at. `door`: a port that accepts connections, for checking who reaches whom.
+    """
+
+    rank: int
+    pid: int
+    home: str
+    node: str
+    address: str
+    versions: dict[str, str] = {}
+    hashes: dict[str, str] = {}
+    segments: dict[str, tuple[int, int]] = {}
+    store: tuple[str, int] | None = None
+    door: int = 0
+
+
+class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):
+    """Make the groups of `epoch` with these ranks, in rank order. Everybody has joined it."""
+
+    epoch: int
+    tp: int
+    pp: int
+    members: tuple[Hello, ...]
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Read the weights."""
 
@@ -105,7 +144,7 @@ class Exit(msgspec.Struct, frozen=True, array_like=True, tag="exit"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Load, Allocate are done. `seconds` by part, for the start-up summary."""
+    """Regroup, Load, Allocate are done. `seconds` by part, for the start-up summary."""
 
     rank: int
     seconds: dict[str, float] = {}
@@ -127,14 +166,14 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """A rank's exception: phase, one line, the whole traceback."""
+    """A rank's exception: phase, one line, the whole traceback. A failure of kind "peer" is another rank's doing."""
 
     rank: int
     phase: str
     message: str
     traceback: str
-    kind: str = "error"  # "model": ModelError, "capacity": CapacityError, "error": anything else
+    kind: str = "error"  # "model": ModelError, "capacity": CapacityError, "config": ConfigError, "peer", "error"
 
 
-Command = Load | Probe | Allocate | StepPlan | Call | Exit
-Reply = Ready | Facts | Done | StepResult | Failed
+Command = Join | Regroup | Load | Probe | Allocate | StepPlan | Call | Exit
+Reply = Hello | Ready | Facts | Done | StepResult | Failed

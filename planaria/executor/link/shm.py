@@ -18,6 +18,7 @@ import time
 from collections import deque
 
 from planaria.executor.link import futex
+from planaria.executor.link.address import At
 from planaria.executor.link.codec import (
     CodecError,
     answer,
@@ -49,7 +50,7 @@ from planaria.executor.link.segment import (
     Segment,
     rank_word,
 )
-from planaria.executor.node import Shared
+from planaria.node import Shared
 from planaria.protocol import Command, Failed, Reply
 
 SLOTS = 16
@@ -112,9 +113,9 @@ class ShmLink:
         """The descriptor that a rank attaches to. It stays the link's: don't close it."""
         return (self.segment.fd,)
 
-    def address(self, rank: int) -> Shared:
-        """Where this rank attaches, if its process is of the same node and user."""
-        return Shared.of(self.segment.fd)
+    def address_of(self, rank: int) -> At:
+        """Where this rank attaches, if its process has the same `planaria.node.home`."""
+        return At(Shared.of(self.segment.fd), rank)
 
     @property
     def fence_address(self) -> int:

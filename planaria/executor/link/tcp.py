@@ -24,6 +24,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from planaria.executor.link.address import Tcp
 from planaria.executor.link.codec import Bytes, CodecError, answer, decode_command, encode_command, heard
 from planaria.executor.link.faults import DRIVER, Fenced, LinkClosed, LinkError, PeerLags, PeerLost
 from planaria.executor.link.keys import Invitation, Keys
@@ -193,6 +194,14 @@ class TcpLink:
         if not zmq.has("curve"):
             raise LinkError("this ZeroMQ has no CurveZMQ; install pyzmq from its wheel")
         return cls(keys or Keys.generate(num_ranks), host, port, advertise, epoch, chunk_bytes, heartbeat, send_timeout)
+
+    def address_of(self, rank: int) -> Tcp:
+        """For this rank alone: it contains its secret key."""
+        return Tcp(self.invitation(rank).encode())
+
+    def pulses(self) -> list[tuple[int, int]]:
+        """None are needed: ZeroMQ's own heartbeats notice a silent rank."""
+        return [(0, 0)] * self.num_ranks
 
     def invitation(self, rank: int) -> Invitation:
         """For this rank alone: it contains its secret key."""
@@ -452,6 +461,9 @@ class TcpPort:
             if left is not None and left <= 0:
                 return None
             self._end.wait(left)
+
+    def beat(self) -> None:
+        """Nothing: ZeroMQ's own thread answers heartbeats while this process runs."""
 
     def reply(self, number: int, reply: Reply) -> None:
         """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or PeerLost when the

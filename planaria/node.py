@@ -1,6 +1,7 @@
 """What a process knows of the node it runs on, and how processes of one node share memory.
 
-Two processes with the same `home()` see each other's memory files: same kernel, same process numbers, same user. A
+Two processes with the same `home()` see each other's memory files: same kernel, same process numbers, same
+network (so that a container with an address of its own counts as a node), same user. A
 memory file has no name; others open it through its owner's entry under /proc, so that nobody has to inherit it and
 nothing is left behind when the last user ends.
 """
@@ -53,7 +54,8 @@ def home() -> str:
         return f"{platform.node()}/{os.getuid()}"
     with open("/proc/sys/kernel/random/boot_id") as f:
         boot = f.read().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}"
+    spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net"))
+    return "/".join([boot, *map(str, spaces), str(os.geteuid())])
 
 
 @functools.cache

@@ -1,0 +1,34 @@
+"""Which link carries what: shared memory to ranks of the driver's node, TCP to others, both joined where there are both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from planaria.executor.link import futex
+
+
+def make_link(here: Sequence[bool], *, host: str = "127.0.0.1", epoch: int = 0, heartbeat: float = 10.0) -> Any:
+    """A link to one rank for each of `here`, which says whether it is of this node.
+
+    host: this node's address, where others come to; used when some rank isn't here. heartbeat: seconds of silence after
+    which a connection between nodes is dead. Raises LinkError.
+    """
+    near = [rank for rank, is_here in enumerate(here) if is_here]
+    far = [rank for rank, is_here in enumerate(here) if not is_here]
+    if futex.available():  # why they can't be used
+        near, far = [], list(range(len(here)))
+    parts: list[tuple[Any, list[int]]] = []
+    if near:
+        from planaria.executor.link.shm import ShmLink
+
+        parts.append((ShmLink.create(len(near), epoch=epoch), near))
+    if far:
+        from planaria.executor.link.tcp import TcpLink
+
+        parts.append((TcpLink.create(len(far), host=host, epoch=epoch, heartbeat=heartbeat), far))
+    if len(parts) == 1:
+        return parts[0][0]
+    from planaria.executor.link.joined import JoinedLink
+
+    return JoinedLink(parts)

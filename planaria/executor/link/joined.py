@@ -1,0 +1,139 @@
+"""Several links as one: ranks of the driver's node over one, those of other nodes over another.
+
+The first part is served by the driver's thread; every other part by a thread of its own, which hands on what it hears
+and wakes the driver. Order is kept within each part, and every rank is in one part.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from planaria.executor.link.codec import encode_command
+from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, MessageLost, PeerLags, PeerLost
+from planaria.protocol import Command, Reply
+
+Answer = tuple[int, int, Reply]
+_CLOSE_TIMEOUT = 5.0
+
+_PHRASES: list[tuple[type[LinkError], str]] = [
+    (PeerLost, "ended, or its connection broke"),
+    (PeerLags, "took nothing for too long: stopped, stuck or busy"),
+    (MessageLost, "lost a message"),
+    (Fenced, "is of an epoch that is over"),
+    (LinkClosed, "left the link"),
+]
+
+
+class _Part(threading.Thread):
+    """A link in a thread. `inbox` takes commands, `outbox` has answers and the error that ended it."""
+
+    def __init__(self, link: Any, heard: deque[Answer | LinkError], wake: Any) -> None:
+        super().__init__(name=f"link-{link.name}", daemon=True)
+        self.link, self.heard, self.wake = link, heard, wake
+        self.inbox: queue.SimpleQueue[tuple[int, Command]] = queue.SimpleQueue()
+        self.ended = False
+
+    def run(self) -> None:
+        try:
+            while not self.ended:
+                while not self.inbox.empty():
+                    self.link.send(*self.inbox.get())
+                if (answer := self.link.receive(None)) is not None:
+                    self.heard.append(answer)
+                    self.wake()
+        except LinkError as e:
+            self.heard.append(e)
+            self.wake()
+        finally:
+            self.link.close()
+
+
+class JoinedLink:
+    """`parts`: (link, the world ranks of its ranks 0, 1, ...). The first link is the one that waits."""
+
+    def __init__(self, parts: Sequence[tuple[Any, Sequence[int]]]) -> None:
+        (self.first, self.own), *others = parts
+        self.name = "+".join(link.name for link, _ in parts)
+        self.place = {rank: (link, i) for link, ranks in parts for i, rank in enumerate(ranks)}
+        self._heard: list[tuple[deque[Answer | LinkError], Sequence[int]]] = []
+        self._parts: list[_Part] = []
+        for link, ranks in others:
+            heard: deque[Answer | LinkError] = deque()
+            part = _Part(link, heard, self.first.wake)
+            self._heard.append((heard, ranks))
+            self._parts.append(part)
+            part.start()
+
+    def address_of(self, rank: int) -> Any:
+        link, i = self.place[rank]
+        return link.address_of(i)
+
+    def pulses(self) -> list[tuple[int, int]]:
+        """By world rank; (0, 0) where the link itself notices silence."""
+        found = [(0, 0)] * len(self.place)
+        for rank, pulse in zip(self.own, self.first.pulses(), strict=True):
+            found[rank] = pulse
+        return found
+
+    def send(self, number: int, command: Command) -> None:
+        """As the parts' own. What can't be encoded reaches nobody."""
+        encode_command(command)
+        for part in self._parts:
+            part.inbox.put((number, command))
+            part.link.wake()
+        try:
+            self.first.send(number, command)
+        except LinkError as e:
+            raise _renamed(e, self.own) from None
+
+    def receive(self, timeout: float | None) -> Answer | None:
+        """As the parts' own."""
+        if (found := self._others()) is not None:
+            return found
+        try:
+            answer = self.first.receive(timeout)
+        except LinkError as e:
+            raise _renamed(e, self.own) from None
+        if answer is None:
+            return self._others()
+        rank, number, reply = answer
+        return self.own[rank], number, reply
+
+    def _others(self) -> Answer | None:
+        for heard, ranks in self._heard:
+            if heard:
+                item = heard[0]
+                if isinstance(item, LinkError):  # stays: this part is over
+                    raise _renamed(item, ranks)
+                heard.popleft()
+                return ranks[item[0]], item[1], item[2]
+        return None
+
+    def wake(self) -> None:
+        self.first.wake()
+
+    def fence(self) -> None:
+        self.first.fence()
+        for part in self._parts:
+            part.link.fence()
+
+    def close(self) -> None:
+        """Idempotent."""
+        for part in self._parts:
+            part.ended = True
+            part.link.wake()
+        for part in self._parts:
+            part.join(_CLOSE_TIMEOUT)
+        self.first.close()
+
+
+def _renamed(error: LinkError, ranks: Sequence[int]) -> LinkError:
+    """The same error, naming world ranks."""
+    world = [ranks[rank] if 0 <= rank < len(ranks) else rank for rank in error.ranks]
+    kind, phrase = next(((k, p) for k, p in _PHRASES if isinstance(error, k)), (LinkError, str(error)))
+    names = ", ".join(map(str, world))
+    return kind(f"rank{'s' if len(world) > 1 else ''} {names} {phrase}" if names else str(error), *world)
