@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
+
+from planaria.config.options import OuterLauncher
+from planaria.errors import ConfigError
+
 
 def cache_dir() -> Path:
     """What was converted or compiled: $PLANARIA_CACHE, else $XDG_CACHE_HOME/planaria, else ~/.cache/planaria."""
@@ -23,3 +28,67 @@ def log_level() -> str:
 def api_keys() -> tuple[str, ...]:
     """$PLANARIA_API_KEY: keys separated by commas, used where --api-key isn't given."""
     return tuple(key for key in os.environ.get("PLANARIA_API_KEY", "").split(",") if key)
+
+
+def _number(name: str, least: int) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise ConfigError(f"${name}", repr(text), f"must be a whole number of at least {least}")
+    return int(text)
+
+
+def visible_cuda_devices() -> list[str] | None:
+    """$CUDA_VISIBLE_DEVICES as a list; None where it isn't set."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    return [part for part in text.split(",") if part.strip() not in ("", "-1")]
+
+
+def outer_launcher() -> OuterLauncher | None:
+    """What torchrun sets: $RANK, $WORLD_SIZE, $LOCAL_RANK, $LOCAL_WORLD_SIZE, $MASTER_ADDR, $MASTER_PORT.
+
+    None without $RANK. Raises ConfigError for one that is not a number.
+    """
+    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if rank is None:
+        return None
+    world_size = world_size or 1
+    return OuterLauncher(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number("LOCAL_RANK", 0) or 0,
+        local_world_size=_number("LOCAL_WORLD_SIZE", 1) or world_size,
+        master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_number("MASTER_PORT", 1) or 29500,
+    )
+
+
+class SpmdDataParallel(msgspec.Struct, frozen=True, kw_only=True):
+    """Offline data parallel: the user starts one process per replica and numbers them."""
+
+    size: int
+    rank: int
+    rank_local: int
+    master_ip: str
+    master_port: int
+
+
+def spmd_data_parallel() -> SpmdDataParallel | None:
+    """$PLANARIA_DP_SIZE, _RANK, _RANK_LOCAL (default: _RANK), _MASTER_IP and _MASTER_PORT; None without a size.
+
+    Raises ConfigError for one that is not a number.
+    """
+    size, rank = _number("PLANARIA_DP_SIZE", 1), _number("PLANARIA_DP_RANK", 0) or 0
+    if size is None:
+        return None
+    local = _number("PLANARIA_DP_RANK_LOCAL", 0)
+    return SpmdDataParallel(
+        size=size,
+        rank=rank,
+        rank_local=rank if local is None else local,
+        master_ip=os.environ.get("PLANARIA_DP_MASTER_IP", "127.0.0.1"),
+        master_port=_number("PLANARIA_DP_MASTER_PORT", 1) or 29500,
+    )

@@ -69,6 +69,11 @@ def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
     for name in options:
         if name not in known:
             raise ConfigError(name, options[name], "is not an option of an engine", f"known: {', '.join(known)}")
+    backend, group = options.get("distributed_executor_backend"), options.get("placement_group")
+    if isinstance(backend, type):
+        options = {**options, "distributed_executor_backend": f"{backend.__module__}.{backend.__qualname__}"}
+    if group is not None and hasattr(group, "bundle_specs"):  # Ray's own object
+        options = {**options, "placement_group": group.id.hex()}
     try:
         return msgspec.convert({"model": model, **options}, EngineOptions)
     except msgspec.ValidationError as e:

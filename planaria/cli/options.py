@@ -36,12 +36,31 @@ _ENGINE: dict[str, tuple[Any, list[str], str]] = {
     ),
     "seed": (int | None, ["--seed"], "Of requests that bring none; default: drawn."),
     "null_worker": (bool, ["--null-worker"], "Compute nothing: measures the engine alone."),
-    "distributed_executor_backend": (
-        str | None, ["--distributed-executor-backend"],
-        "How ranks are started: uni (in the engine) or mp (processes).",
-    ),
     "tensor_parallel_size": (int, ["--tensor-parallel-size", "-tp"], "Ranks that share each layer."),
     "pipeline_parallel_size": (int, ["--pipeline-parallel-size", "-pp"], "Stages that share the layers."),
+    "pp_layer_partition": (str | None, ["--pp-layer-partition"], "Layers of each stage, e.g. 10,20; default: evenly."),
+    "distributed_executor_backend": (
+        str | None, ["--distributed-executor-backend"],
+        "How ranks are started: uni (in the engine), mp (processes), ray, external_launcher (torchrun), or "
+        "package.module.LauncherClass; default: chosen.",
+    ),
+    "ray_link": (str, ["--ray-link"], "How steps reach Ray workers: queue or compiled-graph."),
+    "ray_runtime_env": (str | None, ["--ray-runtime-env"], "Runtime environment of Ray workers, as JSON."),
+    "ray_workers_use_nsight": (bool, ["--ray-workers-use-nsight"], "Profile Ray workers with nsight."),
+    "placement_group": (str | None, ["--placement-group"], "Ray placement group to use, by name or id."),
+    "nnodes": (int, ["--nnodes"], "Nodes, without Ray: run the same command on each with its --node-rank."),
+    "node_rank": (int, ["--node-rank"], "This node's number, 0 to --nnodes - 1."),
+    "master_addr": (str, ["--master-addr"], "Address of the node with --node-rank 0."),
+    "master_port": (int, ["--master-port"], "Port it listens on for the other nodes."),
+    "max_parallel_loading_workers": (
+        int | None, ["--max-parallel-loading-workers"], "Ranks that read weights at a time; default: all.",
+    ),
+    "disable_custom_all_reduce": (bool, ["--disable-custom-all-reduce"], "Use the plain collective (gloo, NCCL)."),
+    "worker_cls": (str, ["--worker-cls"], "package.module.Class in place of the worker; auto: Planaria's."),
+    "worker_extension_cls": (str, ["--worker-extension-cls"], "package.module.Class whose methods join the worker's."),
+    "heartbeat_timeout": (
+        float, ["--heartbeat-timeout"], "Seconds without a sign of life after which a rank counts as lost.",
+    ),
 }  # fmt: skip
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineOptions)}

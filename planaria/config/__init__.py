@@ -6,6 +6,7 @@ from planaria.config.options import (
     DeviceConfig,
     EngineConfig,
     EngineOptions,
+    OuterLauncher,
     ParallelConfig,
     SchedulerConfig,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "EngineConfig",
     "EngineOptions",
     "ModelConfig",
+    "OuterLauncher",
     "ParallelConfig",
     "RopeConfig",
     "SchedulerConfig",

@@ -32,9 +32,24 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None  # of requests that bring none; None: drawn
     skip_tokenizer_init: bool = False
     null_worker: bool = False
-    distributed_executor_backend: str | None = None
+    # parallel: see ParallelConfig; `planaria.config.parallel` has the rules
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    pp_layer_partition: str | tuple[int, ...] | None = None  # "10,20"
+    distributed_executor_backend: str | None = None  # None: chosen
+    ray_link: str = "queue"
+    ray_runtime_env: str | dict[str, Any] | None = None  # JSON, or what it says
+    ray_workers_use_nsight: bool = False
+    placement_group: str | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    max_parallel_loading_workers: int | None = None
+    disable_custom_all_reduce: bool = False
+    worker_cls: str = "auto"
+    worker_extension_cls: str = ""
+    heartbeat_timeout: float = 10.0
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,17 +80,51 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "native"
 
 
+class OuterLauncher(msgspec.Struct, frozen=True, kw_only=True):
+    """What an outer launcher (torchrun) says of this process in its environment."""
+
+    rank: int
+    world_size: int
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+
+
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for; what is in force travels in placements."""
+    """What was asked for; what is in force travels in placements and `Regroup`.
+
+    Rank order: tensor ranks fastest, then stages: rank = stage x tensor_parallel_size + tensor rank.
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     pp_layer_partition: tuple[int, ...] | None = None  # layers of each stage; None: evenly
-    distributed_executor_backend: str = "uni"
+    distributed_executor_backend: str = "uni"  # uni | mp | ray | external_launcher | package.module.LauncherClass
+    ray_link: Literal["queue", "compiled-graph"] = "queue"  # how steps reach Ray workers
+    ray_runtime_env: dict[str, Any] | None = None  # of Ray workers
+    ray_workers_use_nsight: bool = False
+    placement_group: str | None = None  # a Ray placement group to use, by name or hexadecimal id; None: one is made
+    nnodes: int = 1  # without Ray: each runs the same command with its own node_rank
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"  # of the node with node_rank 0
+    master_port: int = 29501
+    max_parallel_loading_workers: int | None = None  # ranks that read weights at a time; None: all
+    disable_custom_all_reduce: bool = False  # use the plain collective
+    worker_cls: str = "auto"  # package.module.Class in place of planaria.worker.worker.Worker
+    worker_extension_cls: str = ""  # package.module.Class mixed into the worker, for collective_rpc
+    heartbeat_timeout: float = 10.0  # seconds without a sign of life after which a rank or node counts as lost
+    outer: OuterLauncher | None = None  # only with external_launcher
 
     @property
     def world_size(self) -> int:
+        """The ranks of one lane."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks on each of `nnodes` nodes (Ray places its own)."""
+        return self.world_size // self.nnodes
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import logging
 import re
-from pathlib import Path
 
 import msgspec
 
 from planaria.checkpoint import resolve_checkpoint
+from planaria.config.machine import cuda_available, look, usable_cores
 from planaria.config.options import (
     QUANTIZATIONS,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
     EngineOptions,
-    ParallelConfig,
     SchedulerConfig,
 )
+from planaria.config.parallel import ranks_here, resolve_parallel
 from planaria.core.policy import POLICIES
 from planaria.errors import ConfigError
+from planaria.layers.deal import deal
 from planaria.models import model_config
+
+__all__ = ["parse_bytes", "resolve", "usable_cores"]
+
+logger = logging.getLogger("planaria.config")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 LOGIT_ROWS = 256  # beyond one per row: positions of prompt logprobs in one step
@@ -41,11 +45,6 @@ def parse_bytes(value: int | str, option: str) -> int:
     return int(number)
 
 
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _at_least(option: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(option, value, f"must be at least {least}")
@@ -56,29 +55,19 @@ def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(option, value, "is unknown", f"choose one of {', '.join(choices)}")
 
 
-def _parallel(options: EngineOptions) -> ParallelConfig:
-    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
-    backend = options.distributed_executor_backend or ("uni" if tp * pp == 1 else "mp")
-    _one_of("--distributed-executor-backend", backend, ("uni", "mp"))
-    if backend == "uni" and tp * pp > 1:
-        raise ConfigError(
-            "--distributed-executor-backend", "uni", f"runs one rank, and -tp {tp} -pp {pp} are {tp * pp}", "use mp"
-        )
-    return ParallelConfig(
-        tensor_parallel_size=tp, pipeline_parallel_size=pp, distributed_executor_backend=backend
-    )  # fmt: skip
+def _device_name(asked: str) -> str:
+    _one_of("--device", asked, ("auto", "cpu", "cuda"))
+    if asked == "cpu":
+        return "cpu"
+    cuda = cuda_available()
+    if asked == "cuda" and not cuda:
+        raise ConfigError("--device", "cuda", "no CUDA device is visible to torch", "use --device cpu")
+    return "cuda" if cuda else "cpu"
 
 
-def _device(options: EngineOptions, checkpoint_dtype: str, packed: bool, ranks: int) -> DeviceConfig:
-    _one_of("--device", options.device, ("auto", "cpu", "cuda"))
+def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: bool, ranks: int) -> DeviceConfig:
     _one_of("--dtype", options.dtype, ("auto", "float32", "bfloat16"))
     _one_of("--quantization", options.quantization, QUANTIZATIONS)
-    device = options.device
-    if device != "cpu":
-        cuda = cuda_available()
-        if device == "cuda" and not cuda:
-            raise ConfigError("--device", "cuda", "no CUDA device is visible to torch", "use --device cpu")
-        device = "cuda" if cuda else "cpu"
     dtype = options.dtype
     if dtype == "auto":
         dtype = "float32" if checkpoint_dtype == "float32" and not packed else "bfloat16"
@@ -97,22 +86,11 @@ def _device(options: EngineOptions, checkpoint_dtype: str, packed: bool, ranks: 
     )  # fmt: skip
 
 
-def cuda_available() -> bool:
-    """Is there a CUDA device, and a torch built for it? Found without importing torch, which a server must not."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations or not os.path.exists("/dev/nvidia0"):
-        return False
-    version = Path(spec.submodule_search_locations[0]) / "version.py"
-    return re.search(r"^cuda\b.*=\s*['\"]", version.read_text(), re.MULTILINE) is not None
-
-
 def resolve(options: EngineOptions) -> EngineConfig:
     """Raises ConfigError for a refused option, ModelError for a model that can't be served."""
     for option, value in (
         ("--max-num-seqs", options.max_num_seqs),
         ("--max-num-batched-tokens", options.max_num_batched_tokens),
-        ("--tensor-parallel-size", options.tensor_parallel_size),
-        ("--pipeline-parallel-size", options.pipeline_parallel_size),
     ):
         _at_least(option, value, 1)
     _one_of("--scheduling-policy", options.policy, tuple(POLICIES))
@@ -124,7 +102,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
             f"must be at least --max-num-seqs ({options.max_num_seqs}): each running request may add a token to a step",
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
-    parallel = _parallel(options)
+    device_name = _device_name(options.device)
+    parallel, notes = resolve_parallel(options, look(options.distributed_executor_backend), device_name)
     memory = None
     if options.kv_cache_memory is not None:
         memory = parse_bytes(options.kv_cache_memory, "--kv-cache-memory")
@@ -138,9 +117,14 @@ def resolve(options: EngineOptions) -> EngineConfig:
             "--max-model-len", max_model_len, f"the model's positions end at {model.max_position}",
             f"use at most {model.max_position}",
         )  # fmt: skip
-    device = _device(options, model.dtype, packed=checkpoint.format == "gguf", ranks=parallel.world_size)
+    deal(model, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
+    for level, line in notes:
+        logger.log(level, line)
+    device = _device(
+        options, device_name, model.dtype, packed=checkpoint.format == "gguf", ranks=ranks_here(parallel)
+    )  # fmt: skip
     ahead = options.async_scheduling if options.async_scheduling is not None else device.device != "cpu"
-    depth = 2 if ahead else 1
+    depth = max(parallel.pipeline_parallel_size, 2 if ahead else 1)
     return EngineConfig(
         model=model,
         checkpoint=msgspec.to_builtins(checkpoint),
