@@ -1,13 +1,15 @@
-"""A group over torch's gloo: any nodes, any platform. The plain way, where shared memory isn't there.
+"""Groups over torch's gloo: any nodes, any platform. The plain way, where shared memory isn't there.
 
-Rule: a message sent stays referenced until it has gone; a wait ends at the deadline, at `abort`, or with the peer's
-connection. Gloo itself doesn't let go of an operation before its deadline, so a wait for a sum looks up in between, and
-what an abort leaves behind ends in a thread of its own. `receive` can't look up (a wait that gives up closes the
-connection): an abort ends it only with the peer or at the deadline.
+Rule: nothing listens but on the address given; a wait ends at the deadline, with the peer's connection, or at `abort`.
+torch 2.13 has no abort for gloo: `ProcessGroupGloo.abort` and `shutdown` return at once and a wait goes on (measured:
+on a stopped peer until the group's time-out). So `abort` hangs up the group's connections; gloo then takes its peers
+for dead and ends every operation, within a millisecond. Which connections those are is known from the ports that the
+members' groups listen on.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,33 +17,82 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from planaria.mesh.comm import DEADLINE, PeerLost, flat
+from planaria.mesh.sockets import Address, hang_up, listening
 
-LOOK = timedelta(milliseconds=50)  # how often a wait sees whether it was aborted
 IN_FLIGHT = 64  # messages that `send` leaves on their way
+BACKLOG = 1024
+
+_listens = threading.Lock()  # held while a group begins to listen, so that it is known where
+
+
+def open_store(host: str, *, deadline: float = DEADLINE) -> tuple[TCPStore, int]:
+    """Serve a rendezvous on `host`, an address of this node, and nowhere else. The store, and its port, which is bound
+    by now. Raises OSError when the address isn't this node's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, backlog=BACKLOG) as server:
+        port = int(server.getsockname()[1])
+        store = TCPStore(
+            host, port, is_master=True, timeout=timedelta(seconds=deadline), wait_for_workers=False,
+            master_listen_fd=server.fileno(),
+        )  # fmt: skip
+        server.detach()  # it is the store's now
+    return store, port
+
+
+def join_store(host: str, port: int, *, deadline: float = DEADLINE) -> TCPStore:
+    """The store that another rank serves. Raises PeerLost when it can't be reached by the deadline."""
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline), wait_for_workers=False)
+    except RuntimeError as e:
+        raise PeerLost((), f"no connection to the groups' store at {host} port {port}: {_line(e)}") from e
+
+
+def leave_store(store: TCPStore) -> None:
+    """End all waits of this process on the store, also of groups that are being made: from another thread, when the
+    epoch is over. The store is of no more use."""
+    hang_up(set(), {(host, store.port) for host in _numeric(store.host)})
 
 
 class GlooComm:
-    """store: the deployment's rendezvous. name: of the group and its epoch, so that no two meet by mistake."""
+    """store: the deployment's rendezvous. name: of the group and its epoch, so that no two meet by mistake. host: this
+    rank's address, which the others connect to. deadline: seconds to wait for a rank. Returns when all are there."""
 
     def __init__(
-        self, store: Store, name: str, rank: int, members: Sequence[int], *, deadline: float = DEADLINE
-    ) -> None:
+        self, store: Store, name: str, rank: int, members: Sequence[int], *, host: str = "127.0.0.1",
+        deadline: float = DEADLINE,
+    ) -> None:  # fmt: skip
         self.rank, self.size, self.members = rank, len(members), tuple(members)
         self.deadline = deadline
         self.port = 0
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._reason = ""
+        self._own: set[Address] = set()
+        self._theirs: set[Address] = set()
         self._group: Any = None
-        # the group's constructor meets the others
-        self._group = self._try(
-            lambda: ProcessGroupGloo(PrefixStore(name, store), rank, self.size, timedelta(seconds=deadline))
-        )
+        self._group = self._try(lambda: self._meet(PrefixStore(name, store), host))
+
+    def _meet(self, store: Store, host: str) -> ProcessGroupGloo:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
+        options._timeout = timedelta(seconds=self.deadline)
+        with _listens:
+            before = listening()
+            options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+            self._own = {address for address in listening() - before if address[0] in _numeric(host)}
+        group = ProcessGroupGloo(store, self.rank, self.size, options)
+        store.set(f"listens/{self.rank}", " ".join(f"{host} {port}" for host, port in self._own))
+        for rank in range(self.size):
+            if rank != self.rank:
+                words = store.get(f"listens/{rank}").decode().split()
+                self._theirs.update(zip(words[::2], map(int, words[1::2]), strict=True))
+        return group
 
     def _try(self, run: Callable[[], Any], peer: int | None = None) -> Any:
         """`run()`; its failure names `peer`, or the others: gloo does not say which of several it was."""
+        if self._reason:
+            raise PeerLost((), self._reason)
         try:
             return run()
         except RuntimeError as e:
@@ -54,19 +105,8 @@ class GlooComm:
             what = f"did not come within {self.deadline:g} s" if late else "is gone: its connection closed"
             raise PeerLost(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
 
-    def _finish(self, work: Any) -> None:
-        while True:
-            try:
-                work.wait(LOOK)
-                return
-            except RuntimeError:
-                if not work.is_completed() and not self._reason:
-                    continue
-                self._try(lambda: work.wait(LOOK))  # raises what it ended with
-                return
-
     def all_reduce(self, x: torch.Tensor) -> None:
-        self._finish(self._try(lambda: self._group.allreduce([x])))
+        self._try(lambda: self._group.allreduce([x]).wait())
 
     def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
         out = torch.empty(x.shape[0], size)
@@ -85,7 +125,7 @@ class GlooComm:
         return out
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Waits only where IN_FLIGHT messages are on their way."""
+        """Waits only where IN_FLIGHT messages are on their way. Each stays referenced until it has gone."""
         if x.numel() == 0:
             return
         copy = flat(x).clone()
@@ -95,6 +135,7 @@ class GlooComm:
             self._try(work.wait, to)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
+        # in one piece: a wait that gives up by itself closes the connection
         if x.numel():
             self._try(lambda: self._group.recv([flat(x)], source, 0).wait(), source)
 
@@ -107,10 +148,19 @@ class GlooComm:
                 self.send(x, rank)
 
     def abort(self, reason: str) -> None:
-        self._reason = reason
+        self._reason = self._reason or reason
+        hang_up(self._own, self._theirs)
 
     def close(self) -> None:
-        left, self._group = [self._group, *self._sent], None
+        """What was sent and nobody has received is dropped. Idempotent."""
+        self.abort("the group is closed")  # otherwise the group's end waits for what is under way
         self._sent.clear()
-        # letting go of a group waits for its operations, up to the deadline
-        threading.Thread(target=left.clear, name="planaria-gloo-close", daemon=True).start()
+        self._group = None
+
+
+def _numeric(host: str) -> set[str]:
+    return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+
+
+def _line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
