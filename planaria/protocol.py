@@ -1,7 +1,7 @@
 """The waist: what the deciding column says to the computing column, and what it hears back.
 
 Frozen msgspec structs, nothing else. A `StepPlan` carries changes only. A row that sampled a token in the
-last step and is named in no later plan goes on by one token by itself (its last sampled token is row state
+last step of its turn and is named in no later plan goes on by one token by itself (its last sampled token is row state
 on the worker); plans and workers check each other by `step`, which counts up by one within an epoch.
 """
 
@@ -50,12 +50,17 @@ LanePlan = tuple[Row, ...]
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """One step of every lane. `freed_rows[lane]` are rows that stop before this step."""
+    """One step of every lane. `freed_rows[lane]` are rows that stop before this step.
+
+    `turn`: a row that draws in a step is of its turn, and goes on by itself in the later steps of that turn. Steps of
+    several turns are in flight in a pipeline.
+    """
 
     epoch: int
     step: int
     lanes: tuple[LanePlan, ...]
     freed_rows: tuple[tuple[int, ...], ...]
+    turn: int = 0
 
 
 class LaneResult(msgspec.Struct, frozen=True, array_like=True):

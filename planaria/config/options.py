@@ -60,7 +60,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     policy: Literal["fcfs", "priority"] = "fcfs"
     depth: int = 2  # plans in flight
-    micro_steps: int = 1  # a row goes on every so many steps; the steps in flight are of other rows
+    micro_steps: int = 1  # turns that rows are dealt over, so that the steps in flight are of different rows
     max_logit_rows: int = 256  # positions of one step whose logits are wanted (prompt logprobs are chunked by it)
 
 

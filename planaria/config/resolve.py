@@ -135,6 +135,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             max_model_len=max_model_len,
             policy=options.policy,  # type: ignore[arg-type]
             depth=depth,
+            micro_steps=parallel.pipeline_parallel_size,
             max_logit_rows=options.max_num_seqs + LOGIT_ROWS,
         ),
         cache=CacheConfig(

@@ -1,7 +1,8 @@
 """EngineCore: the one place that decides. Requests in, plans out, results in, deltas out.
 
-`plan` may be called again before `commit` (async scheduling, pipeline); plans are committed in order. Tokens are
-emitted in `commit` and nowhere else; a result of another epoch is ignored.
+`plan` may be called again before `commit` (async scheduling, pipeline); plans are committed in order. In a pipeline
+the steps take turns (see scheduler.py), so that those in flight are of different rows. Tokens are emitted in `commit`
+and nowhere else; a result of another epoch is ignored.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class EngineCore:
         self.lane_of: dict[str, Lane] = {}
         self.epoch = 0
         self.planned = self.committed = 0  # step numbers
+        self.turn = 0  # where the search for the next step's turn begins
         self.prompt_tokens = self.generation_tokens = 0
 
     def admit(self, request: Request) -> list[Delta]:
@@ -62,14 +64,19 @@ class EngineCore:
         """
         if not any(lane.has_work() for lane in self.lanes):
             return None
-        step = self.planned + 1
-        parts = [lane.plan(step) for lane in self.lanes]
-        if not any(rows for rows, _ in parts) and not any(lane.num_auto for lane in self.lanes):
+        step, turns = self.planned + 1, self.config.micro_steps
+        for turn in [(self.turn + i) % turns for i in range(turns)]:
+            last_step = self.lanes[0].turns[turn].last_step
+            if turns > 1 and last_step > self.committed:
+                continue
+            parts = [lane.plan(step, turn) for lane in self.lanes]
+            if any(rows for rows, _ in parts) or any(lane.turns[turn].num_rows for lane in self.lanes):
+                self.planned, self.turn = step, (turn + 1) % turns
+                rows, freed = zip(*parts, strict=True)
+                return StepPlan(self.epoch, step, rows, freed, turn)
             for lane, (_, freed) in zip(self.lanes, parts, strict=True):
-                lane.unplan(step, freed)
-            return None
-        self.planned = step
-        return StepPlan(self.epoch, step, tuple(rows for rows, _ in parts), tuple(freed for _, freed in parts))
+                lane.unplan(step, turn, last_step, freed)
+        return None
 
     def commit(self, result: StepResult) -> list[Delta]:
         """Take in a step's result; returns what it added to each request."""
@@ -94,7 +101,7 @@ class EngineCore:
     def lost(self, epoch: int) -> None:
         """The workers' state is gone. Every cursor goes to 0, order is kept, uncommitted steps vanish."""
         self.epoch = epoch
-        self.planned = self.committed = 0
+        self.planned = self.committed = self.turn = 0
         for lane in self.lanes:
             lane.lost(0)
 

@@ -1,9 +1,12 @@
 """One lane: its rows, its blocks, and which tokens of which requests go into the next step.
 
 Rules it keeps
-- A row that sampled goes on by one token in every later step until it is freed. So a plan names only rows that
-  change, and planning costs nothing for the others: what a row will need, and when, is known when it starts
-  (`due`, a calendar by step).
+- A row that sampled goes on by one token in every later step of its turn until it is freed. So a plan names only rows
+  that change, and planning costs nothing for the others: what a row will need, and when, is known when it starts
+  (`Turn.due`, a calendar by the turn's own count of steps).
+- With several turns (micro-steps of a pipeline) a step is of one turn, and a turn is planned again only after its last
+  step is committed: so a row is in one step in flight at most, and the steps in flight are of different rows. Parts of
+  a history follow one another in any steps; the step of its last part says which turn the row is of.
 - Steps may be planned ahead of commits. A row or block is reused only after the last step planned with it is committed
   (`deferred`); a token that arrives for a request that already ended is dropped.
 - A request enters with blocks for its whole history, so only rows that generate ever ask for more. When there are none,
@@ -31,9 +34,9 @@ class Entry:
     """A request as its lane sees it. `row` is None while it waits; `last_step` is the last step planned with it."""
 
     __slots__ = (
-        "auto", "auto_from", "auto_start", "blocks", "end_step", "key", "keys", "last_step", "leaving", "next_event",
+        "auto", "auto_from", "auto_start", "blocks", "end_tick", "key", "keys", "last_step", "leaving", "next_event",
         "num_cached", "open", "owned", "planned", "prompt_logprobs", "remembered", "request", "row", "stops",
-        "target",
+        "target", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: Key) -> None:
@@ -46,8 +49,9 @@ class Entry:
         self.planned = 0  # cursor after all planned steps, while not `auto`
         self.target = 0  # history length to reach before sampling
         self.auto = False
-        self.auto_from = self.auto_start = 0  # first step by itself, and the cursor it began with
-        self.end_step = self.next_event = NEVER
+        self.turn = 0
+        self.auto_from = self.auto_start = 0  # first tick by itself, and the cursor it began with
+        self.end_tick = self.next_event = NEVER
         self.last_step = 0
         self.open = True  # no final delta yet
         self.leaving = False  # all its steps are planned; row and blocks are in `deferred`
@@ -57,6 +61,18 @@ class Entry:
         self.stops = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(request.eos_ids)
         )
+
+
+class Turn:
+    """The rows that go on together. `tick` counts its steps, `last_step` is the number of the last one planned."""
+
+    __slots__ = ("due", "last_step", "num_rows", "tick")
+
+    def __init__(self, last_step: int) -> None:
+        self.num_rows = 0  # that go on by themselves
+        self.tick = 0
+        self.last_step = last_step
+        self.due: dict[int, list[Entry]] = {}  # tick -> rows that need something then
 
 
 class Lane:
@@ -79,13 +95,12 @@ class Lane:
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self.at_row: list[Entry | None] = [None] * self.config.max_num_seqs
         self.prefilling: list[Entry] = []  # in order of admission
-        self.num_auto = 0
-        self.due: dict[int, list[Entry]] = {}
+        self.turns = [Turn(step) for _ in range(self.config.micro_steps)]
         self.freed: list[int] = []  # rows to be named as freed in the next plan
         self.deferred: deque[tuple[int, int, list[int]]] = deque()  # (after commit of step, row, blocks)
         self.chunks: dict[int, list[tuple[Entry, int]]] = {}  # step -> cursors its commit confirms
         self.computing: dict[BlockKey, Entry] = {}
-        self.committed = self.step = step
+        self.committed = step
 
     # -- requests come and go
 
@@ -131,47 +146,60 @@ class Lane:
 
     # -- planning
 
-    def plan(self, step: int) -> tuple[LanePlan, tuple[int, ...]]:
-        """Changes and freed rows of the step `step`. May be called before earlier steps are committed."""
-        self.step = step
+    def plan(self, step: int, number: int) -> tuple[LanePlan, tuple[int, ...]]:
+        """Changes and freed rows of the step `step`, which is of turn `number`. May be called before earlier steps are
+        committed, of a turn among several only after its own last one."""
+        turn = self.turns[number]
+        turn.tick += 1
         changes: dict[int, Row] = {}
-        pressed = self._go_on(step, changes)
-        tokens = self.config.max_num_batched_tokens - self.num_auto
+        pressed = self._go_on(turn, changes)
+        tokens = self.config.max_num_batched_tokens - turn.num_rows
         logits = self.config.max_logit_rows - self.config.max_num_seqs  # each row may need one to sample
         confirm: list[tuple[Entry, int]] = []
+        room = self._room(turn)
         for entry in list(self.prefilling):
             if tokens <= 0:
                 break
             if logits <= 0 and entry.prompt_logprobs is not None:
                 continue
-            used, logits = self._chunk(entry, step, tokens, logits, changes, confirm, None)
+            if turn.num_rows >= room and entry.target - entry.planned <= tokens:
+                continue  # another turn takes it
+            used, logits = self._chunk(entry, step, number, tokens, logits, changes, confirm, None)
             tokens -= used
         if not pressed:
-            self._admit(step, tokens, logits, changes, confirm)
+            self._admit(step, number, tokens, logits, room, changes, confirm)
         self.chunks[step] = confirm
+        turn.last_step = step
         freed = tuple(self.freed)
         self.freed = []
         return tuple(changes.values()), freed
 
-    def unplan(self, step: int, freed: tuple[int, ...]) -> None:
-        """The plan of `step` had nothing to compute and won't be sent: the number will be used again."""
-        self.step = step - 1
+    def unplan(self, step: int, number: int, last_step: int, freed: tuple[int, ...]) -> None:
+        """The plan of `step` had nothing to compute and won't be sent: the number will be used again. `last_step` is
+        the turn's before it."""
+        turn = self.turns[number]
+        turn.tick, turn.last_step = turn.tick - 1, last_step
         self.chunks.pop(step, None)
         self.freed = [*freed, *self.freed]
 
     def has_work(self) -> bool:
         """Would a plan compute anything now? (Requests that wait for a commit don't count.)"""
-        if self.num_auto or self.prefilling:
+        if self.prefilling or any(turn.num_rows for turn in self.turns):
             return True
         return any(entry.last_step <= self.committed for _, entry in self.waiting)
 
-    def _go_on(self, step: int, changes: dict[int, Row]) -> bool:
-        """Handle the rows that need something at this step. True when memory was short."""
+    def _room(self, turn: Turn) -> int:
+        """How many rows the turn may have: its part of all there could be, so that no turn is without."""
+        return -(-min(len(self.entries), self.config.max_num_seqs) // len(self.turns))
+
+    def _go_on(self, turn: Turn, changes: dict[int, Row]) -> bool:
+        """Handle the turn's rows that need something at this step. True when memory was short."""
         pressed = False
-        for entry in self.due.pop(step, ()):
-            if not entry.auto or entry.next_event != step:
+        tick = turn.tick
+        for entry in turn.due.pop(tick, ()):
+            if not entry.auto or entry.next_event != tick or self.turns[entry.turn] is not turn:
                 continue
-            if step >= entry.end_step:  # its last token is in a step before this one
+            if tick >= entry.end_tick:  # its last token is in a step before this one
                 self._leave(entry, keep_open=True)
                 continue
             while not self.pool.num_free and entry.auto:
@@ -182,16 +210,18 @@ class Lane:
             blocks = self.pool.take(1)
             entry.blocks += blocks
             assert entry.row is not None
-            position = entry.auto_start + step - entry.auto_from
+            position = entry.auto_start + tick - entry.auto_from
             changes[entry.row] = Row(entry.row, position, 1, tuple(blocks), True)
             self._schedule(entry)
         return pressed
 
     def _admit(
-        self, step: int, tokens: int, logits: int, changes: dict[int, Row], confirm: list[tuple[Entry, int]]
-    ) -> None:
+        self, step: int, number: int, tokens: int, logits: int, room: int, changes: dict[int, Row],
+        confirm: list[tuple[Entry, int]],
+    ) -> None:  # fmt: skip
+        turn = self.turns[number]
         passed: list[tuple[Key, Entry]] = []  # wait for a block that another row computes, or for a commit
-        while self.waiting and self.free_rows and tokens > 0:
+        while self.waiting and self.free_rows and tokens > 0 and turn.num_rows < room:
             item = heapq.heappop(self.waiting)
             entry = item[1]
             history = entry.request.prompt + entry.request.output
@@ -233,13 +263,13 @@ class Lane:
             self.prefilling.append(entry)
             request = entry.request
             fresh = Fresh(array("i", history), len(request.prompt), request.params, request.seed, request.eos_ids)
-            used, logits = self._chunk(entry, step, tokens, logits, changes, confirm, fresh)
+            used, logits = self._chunk(entry, step, number, tokens, logits, changes, confirm, fresh)
             tokens -= used
         for item in passed:
             heapq.heappush(self.waiting, item)
 
     def _chunk(
-        self, entry: Entry, step: int, tokens: int, logits: int, changes: dict[int, Row],
+        self, entry: Entry, step: int, number: int, tokens: int, logits: int, changes: dict[int, Row],
         confirm: list[tuple[Entry, int]], fresh: Fresh | None,
     ) -> tuple[int, int]:  # fmt: skip
         """Plan the next part of a history. Returns (tokens used, logit rows left)."""
@@ -255,10 +285,11 @@ class Lane:
         changes[row] = Row(row, start, count, tuple(entry.blocks) if fresh else (), done, fresh)
         if done:
             self.prefilling.remove(entry)
-            entry.auto = True
-            self.num_auto += 1
-            entry.auto_from, entry.auto_start = step + 1, entry.planned
-            entry.end_step = step + entry.request.max_tokens - len(entry.request.output)
+            turn = self.turns[number]
+            turn.num_rows += 1
+            entry.auto, entry.turn = True, number
+            entry.auto_from, entry.auto_start = turn.tick + 1, entry.planned
+            entry.end_tick = turn.tick + entry.request.max_tokens - len(entry.request.output)
             self._schedule(entry)
         else:
             confirm.append((entry, entry.planned))
@@ -267,8 +298,8 @@ class Lane:
     def _schedule(self, entry: Entry) -> None:
         """Note when this row next needs something: a block, or to end."""
         full = entry.auto_from + len(entry.blocks) * self.block_size - entry.auto_start
-        entry.next_event = min(full, entry.end_step)
-        self.due.setdefault(entry.next_event, []).append(entry)
+        entry.next_event = min(full, entry.end_tick)
+        self.turns[entry.turn].due.setdefault(entry.next_event, []).append(entry)
 
     # -- leaving a row
 
@@ -277,9 +308,10 @@ class Lane:
         owner's step comes later). `keep_open`: all is planned, the last token is still to come."""
         assert entry.row is not None
         if entry.auto:
-            self.num_auto -= 1
+            turn = self.turns[entry.turn]
+            turn.num_rows -= 1
             entry.auto = False
-            entry.last_step = self.step - 1 if keep_open or at_once else self.step
+            entry.last_step = turn.last_step
         elif entry in self.prefilling:
             self.prefilling.remove(entry)
         entry.leaving = True
@@ -326,7 +358,7 @@ class Lane:
         entry.row = None
         entry.auto = entry.leaving = False
         entry.blocks, entry.owned, entry.remembered = [], [], 0
-        entry.end_step = entry.next_event = NEVER
+        entry.end_tick = entry.next_event = NEVER
 
     def _collect(self) -> None:
         """Take back what no step in flight needs."""

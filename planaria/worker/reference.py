@@ -45,9 +45,9 @@ class HashWorker:
         self.cells: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.books = RowBooks()
 
-    def step(self, step: int, plan: LanePlan, freed: tuple[int, ...]) -> LaneResult:
+    def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
         rows, tokens = [], []
-        for work in self.books.apply(step, plan, freed):
+        for work in self.books.apply(step, plan, freed, turn):
             state = self.books.rows[work.row]
             for position in range(work.start, work.start + work.size):
                 before = self._cell(state.blocks, position - 1) if position else 0
@@ -75,13 +75,13 @@ class NullWorker:
 
     def __init__(self, token: int = 1000) -> None:
         self.token = token
-        self.rows: dict[int, None] = {}
+        self.rows: dict[int, int] = {}  # row -> turn
 
-    def step(self, step: int, plan: LanePlan, freed: tuple[int, ...]) -> LaneResult:
+    def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
         for row in freed:
             self.rows.pop(row, None)
         for change in plan:
             if change.sample:
-                self.rows[change.row] = None
-        rows = list(self.rows)
+                self.rows[change.row] = turn
+        rows = [row for row, own in self.rows.items() if own == turn]
         return LaneResult(rows, [self.token] * len(rows))

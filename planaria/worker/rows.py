@@ -30,36 +30,36 @@ class RowState:
 
 
 class RowBooks:
-    """Rows by number. `auto` keeps, in row order, those that go on by themselves."""
+    """Rows by number. `auto`: those that go on by themselves, with their turn."""
 
     def __init__(self) -> None:
         self.rows: dict[int, RowState] = {}
-        self.auto: set[int] = set()
+        self.auto: dict[int, int] = {}
         self.step = 0
 
-    def apply(self, step: int, plan: LanePlan, freed: tuple[int, ...]) -> list[Work]:
+    def apply(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> list[Work]:
         """This step's work in row order. Raises ValueError when the plan doesn't follow the last one."""
         if step != self.step + 1:
             raise ValueError(f"plan for step {step} after step {self.step}")
         self.step = step
         for row in freed:
             self.rows.pop(row, None)
-            self.auto.discard(row)
+            self.auto.pop(row, None)
         work: dict[int, Work] = {}
         for change in plan:
             if change.fresh is not None:
                 self.rows[change.row] = RowState(change.fresh)
-                self.auto.discard(change.row)
+                self.auto.pop(change.row, None)
             state = self.rows[change.row]
             state.blocks.extend(change.blocks)
             state.cursor = change.start + change.count
             work[change.row] = Work(change.row, change.start, change.count, change.sample)
-        for row in self.auto:
-            if row not in work:
+        for row, own in self.auto.items():
+            if own == turn and row not in work:
                 state = self.rows[row]
                 work[row] = Work(row, state.cursor, 1, True)
                 state.cursor += 1
         for change in plan:
             if change.sample:
-                self.auto.add(change.row)
+                self.auto[change.row] = turn
         return [work[row] for row in sorted(work)]

@@ -26,7 +26,7 @@ class Runner:
     """`forward` runs the model on what `batch` holds and returns logits [S, vocabulary] float32.
 
     On a rank with a part of the model `stage` runs that part, and only the rank that draws tokens has a result; the
-    others keep the same rows. A row that drew in a step goes on `scheduler.micro_steps` steps later.
+    others keep the same rows. A row that drew in a step goes on in the next step of its turn.
     """
 
     def __init__(
@@ -34,20 +34,19 @@ class Runner:
         scheduler: SchedulerConfig, block_size: int, stage: Stage | None = None,
     ) -> None:  # fmt: skip
         self.batch, self.sampler = batch, sampler
-        self.stage = stage or Stage(batch, forward, micro_steps=scheduler.micro_steps)
-        self.micro_steps = scheduler.micro_steps
+        self.stage = stage or Stage(batch, forward)
         self.block_size = block_size
         rows = scheduler.max_num_seqs
         self.step_number = 0
         self.cursor = np.zeros(rows, np.int32)
         self.last = np.zeros(rows, np.int32)
-        self.turn = np.full(rows, -1, np.int32)  # step % micro_steps in which a row goes on by itself; -1: none
+        self.turn = np.full(rows, -1, np.int32)  # in whose steps a row goes on by itself; -1: none
         self.num_blocks = np.zeros(rows, np.int32)
         self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
 
-    def step(self, step: int, plan: LanePlan, freed: tuple[int, ...]) -> LaneResult:
+    def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
         """Raises ValueError when the plan doesn't follow the last one."""
         if step != self.step_number + 1:
             raise ValueError(f"plan for step {step} after step {self.step_number}")
@@ -56,8 +55,7 @@ class Runner:
             self._leave(row)
         chunks = [change for change in plan if self._enter(change)]
         refused = {change.row: self.refused[change.row] for change in plan if change.row in self.refused}
-        self.stage.take_tokens(step, self.last)
-        turn = step % self.micro_steps
+        self.stage.take_tokens(turn, self.last)
         rows = np.flatnonzero(self.turn == turn)
         samples: list[int] = rows.tolist()
         num_samples = self._fill_auto(rows)
@@ -82,7 +80,7 @@ class Runner:
         self.batch.counts[:3] = (num_tokens, num_seqs, num_samples)
         if not num_tokens:
             return LaneResult([], [], errors=refused)
-        logits = self.stage.run(num_tokens)
+        logits = self.stage.run(step, num_tokens)
         sampler = self.sampler if isinstance(self.sampler, Sampler) else None
         prompt_logprobs = {}
         if logits is not None and sampler is not None:
@@ -96,13 +94,13 @@ class Runner:
         if not samples:
             return LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused)
         if logits is None or sampler is None:
-            self.stage.drew(step, samples, None)
+            self.stage.drew(turn, samples, None)
             return LaneResult([], [], errors=refused)
         if prompt_parts:
             logits = logits[lines]
         tokens, logprobs, errors = sampler.sample(logits, samples)
         self.last[samples] = tokens
-        self.stage.drew(step, samples, tokens)
+        self.stage.drew(turn, samples, tokens)
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]

@@ -1,8 +1,8 @@
 """A rank's place in a step: hidden states from the stage before and to the one after, drawn tokens to whom embeds them.
 
 Rule: sending waits for nobody, receiving waits until what it needs is there, and both happen in the order of the
-steps on every rank. So a stage that has its plans runs ahead of the next one by as many steps as the plans allow: a
-row goes on only every `micro_steps` steps, and its token is asked for when the row goes on, not before.
+steps on every rank. So a stage that has its plans runs ahead of the next one by as many steps as the plans allow:
+steps take turns, and a row's token is asked for when the row's turn comes again, not before.
 
 Tokens go from the rank that draws them to the tensor ranks of the first stage: along the pipeline to tensor rank 0,
 from there along the tensor axis. Every rank knows from the plan which rows draw in a step, so tokens go alone.
@@ -10,6 +10,7 @@ from there along the tensor axis. Every rank knows from the plan which rows draw
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,44 +33,48 @@ class Stage:
 
     def __init__(
         self, batch: Batch, forward: Callable[[], torch.Tensor], mesh: Mesh | None = None, hidden_size: int = 0,
-        micro_steps: int = 1,
     ) -> None:  # fmt: skip
         self.batch, self.forward = batch, forward
         self.mesh = mesh or Mesh()
-        self.hidden_size, self.micro_steps = hidden_size, micro_steps
+        self.hidden_size = hidden_size
         self.samples = self.mesh.samples
         self._waits = self.mesh.reads_tokens and not self.samples
-        self._open: deque[tuple[int, list[int]]] = deque()  # steps whose tokens have not come: (step, rows)
+        self._open: deque[tuple[int, list[int]]] = deque()  # steps whose tokens have not come: (turn, rows)
+        # (step, begin, end) of each forward pass in seconds of the node's monotonic clock, while it is a list
+        self.trace: list[tuple[int, float, float]] | None = None
 
-    def take_tokens(self, step: int, last: Tokens) -> None:
-        """Put the tokens that rows of this step go on with into `last`."""
-        while self._open and self._open[0][0] <= step - self.micro_steps:
+    def take_tokens(self, turn: int, last: Tokens) -> None:
+        """Put the tokens that rows of this turn go on with into `last`."""
+        while any(own == turn for own, _ in self._open):
             _, rows = self._open.popleft()
             last[rows] = self._receive_tokens(len(rows))
 
     def drain(self, last: Tokens) -> None:
         """Take in what is still on its way, before another stage uses the same mesh."""
-        if self._open:
-            self.take_tokens(self._open[-1][0] + self.micro_steps, last)
+        while self._open:
+            self.take_tokens(self._open[-1][0], last)
 
-    def run(self, num_tokens: int) -> torch.Tensor | None:
+    def run(self, step: int, num_tokens: int) -> torch.Tensor | None:
         """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others."""
         pp = self.mesh.pp
-        if pp.size == 1:
-            return self.forward()
         if pp.rank > 0:
             self._receive_hidden(num_tokens)
-        out = self.forward()
+        if self.trace is None:
+            out = self.forward()
+        else:
+            since = time.monotonic()
+            out = self.forward()
+            self.trace.append((step, since, time.monotonic()))
         if pp.rank == pp.size - 1:
             return out
         pp.send(out.cpu().contiguous(), pp.rank + 1)
         return None
 
-    def drew(self, step: int, rows: list[int], tokens: list[int] | None) -> None:
-        """The rows that draw in this step, in order; the tokens where this rank drew them."""
+    def drew(self, turn: int, rows: list[int], tokens: list[int] | None) -> None:
+        """The rows that draw in a step of this turn, in order; the tokens where this rank drew them."""
         if tokens is None:
             if self._waits:
-                self._open.append((step, rows))
+                self._open.append((turn, rows))
             return
         tp, pp = self.mesh.tp, self.mesh.pp
         if pp.size > 1:

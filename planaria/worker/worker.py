@@ -154,7 +154,7 @@ class Worker:
             self.sampler = Sampler(rows, model.vocab_size, cache_dir() / "numba", threads=self.config.device.threads)
         else:
             self.sampler = Follower(rows, model.vocab_size)
-        stage = Stage(batch, forward, self.mesh, model.hidden_size, scheduler.micro_steps)
+        stage = Stage(batch, forward, self.mesh, model.hidden_size)
         self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage)
         self._timed("kv", since)
         return Ready(self.rank, self.seconds)
@@ -166,7 +166,7 @@ class Worker:
         since = time.perf_counter()
         try:
             with torch.inference_mode():
-                lane = self.runner.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+                lane = self.runner.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
         except Exception as e:
             self.mesh.abort(f"rank {self.rank} failed in step {plan.step}: {e}")  # the others wait for it
             raise
@@ -205,7 +205,7 @@ class NullRank:
                 return Done(self.rank)
 
     def _step(self, plan: StepPlan) -> Reply:
-        lane: LaneResult = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+        lane: LaneResult = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
         return StepResult(plan.epoch, plan.step, (lane,))
 
 

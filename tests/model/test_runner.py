@@ -44,10 +44,13 @@ def definition(prompt: list[int], count: int) -> list[int]:
     return history[len(prompt) :]
 
 
-def make(num_blocks: int = 32, budget: int = 24, depth: int = 1) -> tuple[EngineCore, Runner]:
+def make(
+    num_blocks: int = 32, budget: int = 24, depth: int = 1, micro_steps: int = 1
+) -> tuple[EngineCore, Runner]:  # fmt: skip
     scheduler = SchedulerConfig(
-        max_num_seqs=ROWS, max_num_batched_tokens=budget, max_model_len=256, depth=depth, max_logit_rows=ROWS + 16
-    )
+        max_num_seqs=ROWS, max_num_batched_tokens=budget, max_model_len=256, depth=depth, micro_steps=micro_steps,
+        max_logit_rows=ROWS + 16,
+    )  # fmt: skip
     batch = Batch(budget, ROWS, 256 // SIZE + 1, ROWS + 16)
     runner = Runner(batch, FakeModel(batch, num_blocks), Sampler(ROWS, VOCAB, plain=True), scheduler, SIZE)
     return EngineCore(scheduler, CacheConfig(block_size=SIZE), num_blocks), runner
@@ -58,7 +61,7 @@ def run(core: EngineCore, runner: Runner, depth: int) -> list[Delta]:
     flight: list[StepResult] = []
     while True:
         while len(flight) < depth and (plan := core.plan(0.0)) is not None:
-            part = runner.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+            part = runner.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
             flight.append(StepResult(plan.epoch, plan.step, (part,)))
         if not flight:
             return deltas
@@ -74,9 +77,9 @@ def tokens_of(deltas: list[Delta], id: str) -> list[int]:
 
 
 def test_chunks_rows_and_blocks() -> None:
-    """Prompts cut into chunks beside rows that go on by themselves, at one and two steps in flight."""
-    for depth in (1, 2):
-        core, runner = make(depth=depth)
+    """Prompts cut into chunks beside rows that go on by themselves, with steps in flight, of one row or in turns."""
+    for depth, micro_steps in ((1, 1), (2, 1), (2, 2), (3, 3)):
+        core, runner = make(depth=depth, micro_steps=micro_steps)
         prompts = [[(i * 7 + j) % VOCAB for j in range(5 + 13 * i)] for i in range(6)]
         for i, prompt in enumerate(prompts):
             core.admit(request(f"r{i}", prompt, 20 + i))

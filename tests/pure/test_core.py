@@ -43,13 +43,21 @@ class Run:
     def step(self) -> bool:
         """Plan up to `depth` steps ahead, then commit one. False when there is nothing to do."""
         while len(self.flight) < self.depth and (plan := self.core.plan(0.0)) is not None:
-            part = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+            part = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
             self.flight.append((plan, StepResult(plan.epoch, plan.step, (part,))))
+            if self.core.config.micro_steps > 1:
+                self.check_turns()
         if not self.flight:
             return False
         self.take(self.core.commit(self.flight.popleft()[1]))
         self.core.lanes[0].pool.check()
         return True
+
+    def check_turns(self) -> None:
+        """The steps in flight are of different turns, and no row draws in two of them."""
+        turns = [plan.turn for plan, _ in self.flight]
+        drawing = [row for _, result in self.flight for row in result.lanes[0].rows]
+        assert len(set(turns)) == len(turns) and len(set(drawing)) == len(drawing)
 
     def run(self, limit: int = 10_000) -> None:
         for _ in range(limit):
@@ -60,11 +68,11 @@ class Run:
 
 def make(
     *, num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 64, depth: int = 2, caching: bool = True,
-    policy: str = "fcfs",
+    policy: str = "fcfs", micro_steps: int = 1,
 ) -> Run:  # fmt: skip
     scheduler = SchedulerConfig(
         max_num_seqs=seqs, max_num_batched_tokens=max(budget, seqs), max_model_len=num_blocks * block_size,
-        policy=policy, depth=depth, max_logit_rows=seqs + 8,
+        policy=policy, depth=depth, micro_steps=micro_steps, max_logit_rows=seqs + 8,
     )  # fmt: skip
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
     return Run(EngineCore(scheduler, cache, num_blocks), HashWorker(num_blocks, block_size, VOCAB), depth)
@@ -89,13 +97,16 @@ jobs = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 3), st.int
 @settings(max_examples=300, deadline=None)
 @given(
     jobs, st.integers(11, 40), st.sampled_from([1, 2, 4, 8]), st.integers(1, 6), st.integers(1, 40), st.integers(1, 4),
-    st.booleans(), st.sampled_from(["fcfs", "priority"]),
+    st.booleans(), st.sampled_from(["fcfs", "priority"]), st.integers(1, 3),
 )  # fmt: skip
-def test_no_schedule_changes_a_token(jobs, blocks, block_size, seqs, budget, depth, caching, policy):  # type: ignore[no-untyped-def]
-    """Pool size, block size, rows, budget, depth, caching and arrival times: the tokens are those of the definition."""
+def test_no_schedule_changes_a_token(  # type: ignore[no-untyped-def]
+    jobs, blocks, block_size, seqs, budget, depth, caching, policy, micro_steps
+):
+    """Pool size, block size, rows, budget, depth, caching, micro-steps and arrival times: the tokens are those of the
+    definition."""
     num_blocks = max(blocks, -(-42 // block_size))
     run = make(num_blocks=num_blocks, block_size=block_size, seqs=seqs, budget=budget, depth=depth, caching=caching,
-               policy=policy)  # fmt: skip
+               policy=policy, micro_steps=micro_steps)  # fmt: skip
     for i, (prompt, max_tokens, seed, wait) in enumerate(jobs):
         run.take(run.core.admit(request(f"r{i}", list(prompt), max_tokens, seed, priority=wait % 3)))
         for _ in range(wait):
@@ -108,10 +119,10 @@ def test_no_schedule_changes_a_token(jobs, blocks, block_size, seqs, budget, dep
 
 
 @settings(max_examples=200, deadline=None)
-@given(jobs, st.integers(11, 20), st.integers(1, 4), st.data())
-def test_cancel_and_loss_at_any_step(jobs, blocks, depth, data):  # type: ignore[no-untyped-def]
+@given(jobs, st.integers(11, 20), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_cancel_and_loss_at_any_step(jobs, blocks, depth, micro_steps, data):  # type: ignore[no-untyped-def]
     """Cancelled requests stop and free their blocks; after a loss everything open starts over with its tokens."""
-    run = make(num_blocks=blocks, block_size=4, seqs=4, budget=16, depth=depth)
+    run = make(num_blocks=blocks, block_size=4, seqs=4, budget=16, depth=depth, micro_steps=micro_steps)
     for i, (prompt, max_tokens, seed, _) in enumerate(jobs):
         run.take(run.core.admit(request(f"r{i}", list(prompt), max_tokens, seed)))
     cancelled = set()
@@ -142,10 +153,10 @@ def test_cancel_and_loss_at_any_step(jobs, blocks, depth, data):  # type: ignore
 
 
 @settings(max_examples=100, deadline=None)
-@given(prompts, st.integers(1, 30), st.integers(0, 3), st.integers(1, 4), st.integers(0, 40))
-def test_stop_tokens(prompt, max_tokens, min_tokens, depth, stop):  # type: ignore[no-untyped-def]
+@given(prompts, st.integers(1, 30), st.integers(0, 3), st.integers(1, 4), st.integers(0, 40), st.integers(1, 3))
+def test_stop_tokens(prompt, max_tokens, min_tokens, depth, stop, micro_steps):  # type: ignore[no-untyped-def]
     """It ends with the first stop token after `min_tokens`, and says which; the step in flight adds nothing."""
-    run = make(depth=depth)
+    run = make(depth=depth, micro_steps=micro_steps)
     run.take(run.core.admit(request("a", prompt, max_tokens, 1, stop_token_ids=(stop,), min_tokens=min_tokens)))
     run.run()
     full = hash_tokens(prompt, 1, max_tokens, VOCAB)
@@ -206,3 +217,34 @@ def test_plan_is_flat_in_unchanged_rows() -> None:
         assert plan is not None and plan.lanes == ((),) and plan.freed_rows == ((),)
         part = run.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0])
         run.take(run.core.commit(StepResult(plan.epoch, plan.step, (part,))))
+
+
+def test_micro_steps_take_turns() -> None:
+    """Rows that come together are dealt over the turns; a turn without rows is left out."""
+    run = make(num_blocks=512, block_size=16, seqs=64, budget=4096, depth=2, micro_steps=2)
+    for i in range(8):
+        run.take(run.core.admit(request(f"r{i}", [i], 20)))
+    while run.core.lanes[0].prefilling or run.core.lanes[0].waiting:
+        run.step()
+    assert [turn.num_rows for turn in run.core.lanes[0].turns] == [4, 4]
+    for _ in range(4):
+        run.step()
+        assert len(run.flight) == 1 or sorted(plan.turn for plan, _ in run.flight) == [0, 1]
+    run.run()
+    all_free(run)
+    run.take(run.core.admit(request("alone", [1], 5)))
+    steps = 0
+    while run.step():
+        steps += 1
+        assert len(run.flight) == 0
+    assert steps == 5 and run.tokens["alone"] == hash_tokens([1], 0, 5, VOCAB)
+
+
+def test_parts_of_a_prompt_pipeline() -> None:
+    """Two parts of one history are in flight at once; its row is of the turn of the last."""
+    run = make(num_blocks=64, block_size=4, seqs=4, budget=16, depth=2, micro_steps=2)
+    run.take(run.core.admit(request("a", [1] * 40, 3)))
+    plans = [run.core.plan(0.0), run.core.plan(0.0)]
+    rows = [plan.lanes[0][0] for plan in plans if plan is not None]
+    assert [(row.start, row.count, row.sample) for row in rows] == [(0, 16, False), (16, 16, False)]
+    assert run.core.plan(0.0) is None  # both turns are in flight
