@@ -1,0 +1,282 @@
+"""Parallel options: what is chosen, and every refusal with its value and its way out. No process is started."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+
+from planaria.checkpoint import Checkpoint
+from planaria.config import EngineConfig, EngineOptions, ParallelConfig
+from planaria.config.digest import NOT_HASHED, compared, compute_hash, hash_fields
+from planaria.config.machine import LauncherFacts, Machine, launcher_facts
+from planaria.config.options import CacheConfig, DeviceConfig, OuterLauncher, SchedulerConfig
+from planaria.config.parallel import ranks_here, refuse_outer_launcher, resolve_parallel
+from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel
+from planaria.errors import ConfigError
+from planaria.layers.deal import deal
+from tests.pure.test_deal import model
+
+MODEL = model(heads=6, kv_heads=2, head_dim=16, hidden=96, mlp=256, vocab=512, layers=4)
+LAPTOP = Machine(cores=2, ray_installed=True)
+BOX = Machine(cores=64, accelerators=4, ray_installed=True)
+RANK_1 = OuterLauncher(rank=1, world_size=2, local_rank=1, local_world_size=2)
+
+
+def replica(size: int, rank: int = 0, rank_local: int = 0) -> Machine:
+    said = SpmdDataParallel(size=size, rank=rank, rank_local=rank_local, master_ip="10.0.0.1", master_port=1234)
+    return msgspec.structs.replace(LAPTOP, data_parallel=said)
+
+
+def resolved(machine: Machine = LAPTOP, device: str = "cpu", **options: Any) -> ParallelConfig:
+    return resolve_parallel(EngineOptions(model="m", **options), machine, device)[0]
+
+
+def notes(machine: Machine, **options: Any) -> list[tuple[int, str]]:
+    return resolve_parallel(EngineOptions(model="m", **options), machine, "cpu")[1]
+
+
+TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
+RAY, MP, EXTERNAL = ({"distributed_executor_backend": name} for name in ("ray", "mp", "external_launcher"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "options", "backend"),
+    [
+        (LAPTOP, "cpu", {}, "uni"),
+        (LAPTOP, "cpu", TP2, "mp"),
+        (LAPTOP, "cpu", {"pipeline_parallel_size": 2}, "mp"),
+        (LAPTOP, "cpu", {"tensor_parallel_size": 3}, "mp"),  # ranks may outnumber cores
+        (BOX, "cuda", TP4, "mp"),
+        (BOX, "cuda", {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "nnodes": 2}, "mp"),
+        (LAPTOP, "cpu", {**TP2, "placement_group": "mine"}, "ray"),
+        (msgspec.structs.replace(LAPTOP, in_placement_group=True), "cpu", {}, "ray"),
+        (msgspec.structs.replace(LAPTOP, in_placement_group=True), "cpu", {**TP2, "nnodes": 2}, "mp"),  # the first rule
+        (BOX, "cuda", {"tensor_parallel_size": 8, **RAY}, "ray"),
+        (LAPTOP, "cpu", MP, "mp"),  # one rank, as asked
+    ],
+)
+def test_the_back_end_is_chosen(machine: Machine, device: str, options: dict[str, Any], backend: str) -> None:
+    assert resolved(machine, device, **options).distributed_executor_backend == backend
+
+
+REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
+    # what, machine, device, options, the value as it is named, the way out
+    ("no tensor ranks", LAPTOP, "cpu", {"tensor_parallel_size": 0}, "--tensor-parallel-size 0", "at least 1"),
+    ("no stages", LAPTOP, "cpu", {"pipeline_parallel_size": -1}, "--pipeline-parallel-size -1", "at least 1"),
+    ("no loaders", LAPTOP, "cpu", {"max_parallel_loading_workers": 0}, "--max-parallel-loading-workers 0", "at least"),
+    ("no nodes", LAPTOP, "cpu", {"nnodes": 0}, "--nnodes 0", "at least 1"),
+    ("node rank too high", LAPTOP, "cpu", {**TP2, "nnodes": 2, "node_rank": 2}, "--node-rank 2", "count nodes from 0"),
+    ("node rank below 0", LAPTOP, "cpu", {"node_rank": -1}, "--node-rank -1", "count nodes from 0"),
+    ("port", LAPTOP, "cpu", {"master_port": 0}, "--master-port 0", "1 to 65535"),
+    ("address", LAPTOP, "cpu", {"master_addr": ""}, "--master-addr ''", "--node-rank 0"),
+    ("heartbeat", LAPTOP, "cpu", {"heartbeat_timeout": 0.5}, "--heartbeat-timeout 0.5", "at least 2 seconds"),
+    ("heartbeat is nan", LAPTOP, "cpu", {"heartbeat_timeout": float("nan")}, "--heartbeat-timeout nan", "at least 2"),
+    ("uneven nodes", LAPTOP, "cpu", {"tensor_parallel_size": 3, "nnodes": 2}, "--nnodes 2", "a multiple of 2"),
+    ("nodes on Ray", LAPTOP, "cpu", {**TP2, **RAY, "nnodes": 2}, "--nnodes 2", "Ray knows its nodes"),
+    ("unknown word", LAPTOP, "cpu", {"distributed_executor_backend": "mpi"}, "mpi: is unknown",
+     "uni, mp, ray, external_launcher, or package.module.LauncherClass"),
+    ("two ranks in one", LAPTOP, "cpu", {**TP2, "distributed_executor_backend": "uni"}, "uni: runs one rank", "use mp"),
+    ("too few accelerators", BOX, "cuda", {"tensor_parallel_size": 8}, "need 8 accelerators on this node, and it has 4",
+     "ray to place ranks over a cluster, or --distributed-executor-backend mp with --nnodes"),
+    ("too few, mp asked", BOX, "cuda", {"tensor_parallel_size": 8, **MP}, "and it has 4", "--nnodes"),
+    ("too few on each node", BOX, "cuda", {"tensor_parallel_size": 16, "nnodes": 2}, "need 8 accelerators", "--nnodes"),
+    ("ray missing", Machine(), "cpu", RAY, "ray: needs the package ray", "pip install 'planaria[ray]'"),
+    ("nsight off Ray", LAPTOP, "cpu", {"ray_workers_use_nsight": True}, "the executor is uni", "backend ray"),
+    ("graph off Ray", LAPTOP, "cpu", {**TP2, "ray_link": "compiled-graph"}, "the executor is mp", "backend ray"),
+    ("environment off Ray", LAPTOP, "cpu", {"ray_runtime_env": "{}"}, "--ray-runtime-env {}", "backend ray"),
+    ("group off Ray", LAPTOP, "cpu", {**MP, "placement_group": "mine"}, "--placement-group mine", "backend ray"),
+    ("environment", LAPTOP, "cpu", {**RAY, "ray_runtime_env": "[1]"}, "--ray-runtime-env '[1]'", "env_vars"),
+    ("ray link", LAPTOP, "cpu", {**RAY, "ray_link": "dag"}, "--ray-link dag", "queue, compiled-graph"),
+    ("partition", LAPTOP, "cpu", {"pp_layer_partition": "10;20"}, "--pp-layer-partition '10;20'", "10,20"),
+    ("worker", LAPTOP, "cpu", {"worker_cls": "Mine"}, "--worker-cls 'Mine'", "package.module.Class"),
+    ("extension", LAPTOP, "cpu", {"worker_extension_cls": "a b.C"}, "--worker-extension-cls", "package.module.Class"),
+    ("no RANK", LAPTOP, "cpu", {**TP2, **EXTERNAL}, "RANK is not set", "torchrun --nproc-per-node 2 -m planaria"),
+    ("WORLD_SIZE", msgspec.structs.replace(LAPTOP, outer=RANK_1), "cpu", EXTERNAL,
+     "WORLD_SIZE is 2, and -tp 1 -pp 1 are 1 ranks", "--nproc-per-node 1"),
+    ("RANK too high", msgspec.structs.replace(LAPTOP, outer=OuterLauncher(rank=2, world_size=2)), "cpu",
+     {**TP2, **EXTERNAL}, "RANK is 2 of 2", "torchrun"),
+    ("replica's rank", replica(2, rank=2), "cpu", {}, "$PLANARIA_DP_RANK 2", "count from 0"),
+    ("replica's local rank", replica(2, rank_local=2), "cpu", {}, "$PLANARIA_DP_RANK_LOCAL 2", "count from 0"),
+    ("dense replicas", replica(2), "cpu", {}, "$PLANARIA_DP_SIZE 2: the model is dense", "unset it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_refused(case: tuple[str, Machine, str, dict[str, Any], str, str]) -> None:
+    _, machine, device, options, value, way_out = case
+    with pytest.raises(ConfigError) as e:
+        resolved(machine, device, **options)
+    assert value in str(e.value) and way_out in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "partition", "value"),
+    [
+        (1, 5, None, "--pipeline-parallel-size 5"),
+        (1, 2, (3, 2), "--pp-layer-partition 3,2"),
+        (1, 2, (4,), "--pp-layer-partition 4"),
+        (1, 2, (4, 0), "--pp-layer-partition 4,0"),
+        (99, 1, None, "--tensor-parallel-size 99"),
+    ],
+)
+def test_a_layout_that_cannot_be_dealt_is_refused(
+    tp: int, pp: int, partition: tuple[int, ...] | None, value: str
+) -> None:
+    """`resolve` calls `deal` for this."""
+    with pytest.raises(ConfigError, match=value):
+        deal(MODEL, tp, pp, partition)
+
+
+def test_ranks_and_nodes() -> None:
+    config = resolved(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3)
+    assert (config.world_size, config.local_world_size, ranks_here(config)) == (6, 2, 2)
+    assert not config.disable_custom_all_reduce  # each tensor group is on one node
+    assert resolved(tensor_parallel_size=2, nnodes=2).disable_custom_all_reduce  # and this one isn't
+    outer = resolved(msgspec.structs.replace(LAPTOP, outer=RANK_1), **TP2, **EXTERNAL)
+    assert outer.outer == RANK_1 and ranks_here(outer) == 2
+
+
+def test_the_partition_and_the_environment_as_text() -> None:
+    config = resolved(**RAY, pipeline_parallel_size=2, pp_layer_partition="10, 20", ray_runtime_env='{"env_vars": {}}')
+    assert config.pp_layer_partition == (10, 20) and config.ray_runtime_env == {"env_vars": {}}
+
+
+def test_more_ranks_than_cores_is_said() -> None:
+    ((level, line),) = notes(LAPTOP, tensor_parallel_size=3)
+    assert level == logging.WARNING and "3 ranks share 2 cores" in line
+    assert not notes(LAPTOP, **TP2)
+    ((level, line),) = notes(LAPTOP, nnodes=2, **TP2)
+    assert level == logging.DEBUG and "plain collective" in line
+
+
+def test_an_outer_launcher_serves_nobody() -> None:
+    config = resolved(msgspec.structs.replace(LAPTOP, outer=RANK_1), **TP2, **EXTERNAL)
+    with pytest.raises(ConfigError, match=r"serve is not.*planaria generate"):
+        refuse_outer_launcher(config, "planaria serve")
+    refuse_outer_launcher(resolved(**TP2), "planaria serve")
+
+
+class Launcher:
+    link, uses_ray = "queue", True
+
+
+class Undeclared:
+    link = "queue"
+
+
+def test_a_custom_launcher_says_how_its_ranks_are_reached() -> None:
+    facts = launcher_facts(f"{__name__}.Launcher")
+    assert facts == LauncherFacts("queue", True)
+    own = msgspec.structs.replace(LAPTOP, launcher=facts)
+    config = resolved(own, distributed_executor_backend=f"{__name__}.Launcher", ray_workers_use_nsight=True, **TP4)
+    assert config.distributed_executor_backend == f"{__name__}.Launcher" and config.ray_workers_use_nsight
+    for path, rule in (("Undeclared", "must declare"), ("Nobody", "no attribute"), ("LAPTOP", "is not a class")):
+        with pytest.raises(ConfigError, match=rule):
+            launcher_facts(f"{__name__}.{path}")
+    with pytest.raises(ConfigError, match="can't be imported"):
+        launcher_facts("nowhere.at.all")
+
+
+def test_the_environment_of_an_outer_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert outer_launcher() is None
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    assert outer_launcher() == OuterLauncher(
+        rank=3, world_size=4, local_rank=1, local_world_size=2, master_addr="10.0.0.1", master_port=1234
+    )
+    monkeypatch.setenv("RANK", "three")
+    with pytest.raises(ConfigError, match=r"\$RANK 'three'"):
+        outer_launcher()
+
+
+def test_the_environment_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spmd_data_parallel() is None
+    monkeypatch.setenv("PLANARIA_DP_SIZE", "4")
+    monkeypatch.setenv("PLANARIA_DP_RANK", "3")
+    assert spmd_data_parallel() == SpmdDataParallel(
+        size=4, rank=3, rank_local=3, master_ip="127.0.0.1", master_port=29500
+    )
+    monkeypatch.setenv("PLANARIA_DP_RANK_LOCAL", "1")
+    monkeypatch.setenv("PLANARIA_DP_MASTER_IP", "10.0.0.1")
+    monkeypatch.setenv("PLANARIA_DP_MASTER_PORT", "1234")
+    assert spmd_data_parallel() == SpmdDataParallel(
+        size=4, rank=3, rank_local=1, master_ip="10.0.0.1", master_port=1234
+    )
+    monkeypatch.setenv("PLANARIA_DP_SIZE", "0")
+    with pytest.raises(ConfigError, match=r"\$PLANARIA_DP_SIZE '0'"):
+        spmd_data_parallel()
+
+
+# -- hashes
+
+
+CONFIG = EngineConfig(
+    model=MODEL,
+    checkpoint={"name": "m", "path": "/here/m", "format": "gguf", "files": ["a"], "tensors": [["w", "f32"]],
+                "tokenizer_dir": None, "chat_template": None},
+    served_model_name="m",
+    scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128),
+    cache=CacheConfig(),
+    device=DeviceConfig(device="cpu", dtype="float32", quantization="none", threads=1),
+    parallel=ParallelConfig(),
+)  # fmt: skip
+
+
+def changed(name: str) -> EngineConfig:
+    """CONFIG with another value in the field of this dotted name."""
+    part, _, field = name.partition(".")
+    whole = getattr(CONFIG, part)
+    if not field:
+        return msgspec.structs.replace(CONFIG, **{part: f"other {whole}"})
+    if isinstance(whole, dict):
+        return msgspec.structs.replace(CONFIG, **{part: {**whole, field: "other"}})
+    return msgspec.structs.replace(CONFIG, **{part: msgspec.structs.replace(whole, **{field: "other"})})
+
+
+@pytest.mark.parametrize("name", sorted(hash_fields(CONFIG)))
+def test_a_field_that_shapes_the_computation_changes_the_hash(name: str) -> None:
+    other = changed(name)
+    assert compute_hash(other) != compute_hash(CONFIG)
+    mine, theirs = hash_fields(CONFIG), hash_fields(other)
+    assert {field for field in mine if mine[field] != theirs[field]} == {name}
+
+
+def test_what_is_not_hashed_exists() -> None:
+    parts = {"parallel": ParallelConfig, "device": DeviceConfig, "checkpoint": Checkpoint}
+    for name in NOT_HASHED - {"served_model_name"}:
+        part, field = name.split(".")
+        assert field in parts[part].__struct_fields__
+
+
+@pytest.mark.parametrize("name", sorted(NOT_HASHED))
+def test_a_field_that_does_not_leaves_it(name: str) -> None:
+    assert compute_hash(changed(name)) == compute_hash(CONFIG)
+
+
+def test_the_layout_in_force_is_joined() -> None:
+    assert compute_hash(CONFIG, "tp=2 pp=1") == compute_hash(CONFIG, "tp=2 pp=1")
+    assert compute_hash(CONFIG, "tp=2 pp=1") != compute_hash(CONFIG, "tp=1 pp=2")
+
+
+def test_the_hash_is_the_same_in_another_process_and_order() -> None:
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(CONFIG), type=EngineConfig)
+    turned = msgspec.structs.replace(again, checkpoint=dict(reversed(again.checkpoint.items())))
+    assert compute_hash(turned) == compute_hash(CONFIG)
+    assert {"parallel.pp_layer_partition", "model.num_layers", "cache.block_size"} <= set(hash_fields(CONFIG))
+
+
+def test_what_else_is_compared() -> None:
+    mine = compared(CONFIG)
+    assert mine["all-reduce"] == "fast" and mine["worker class"] == "auto" and mine["torch"] != "not installed"
+    plain = msgspec.structs.replace(CONFIG, parallel=ParallelConfig(disable_custom_all_reduce=True))
+    assert {key for key in mine if compared(plain)[key] != mine[key]} == {"all-reduce"}
