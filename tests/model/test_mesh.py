@@ -1,23 +1,30 @@
-"""Groups of ranks: the same operations over shared memory and gloo. Ranks are threads here; waits hold no lock."""
+"""Groups of ranks: the same operations over shared memory and gloo. Ranks are threads here, for waits hold no lock;
+processes where one has to stop."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from planaria.kernels.cpu.build import load, target_for
-from planaria.mesh.boot import MeshBoot, open_mesh
+from planaria.mesh.boot import open_mesh
 from planaria.mesh.comm import Comm, PeerLost, Solo
-from planaria.mesh.gloo import GlooComm
+from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
 from planaria.mesh.mesh import Mesh, coordinates, pp_members, tp_members
+from planaria.protocol import Hello
 from planaria.mesh.shared import RING, SLOT, SharedComm, create_segment, fence_segment
 
 Together = Callable[[Callable[[Comm], Any]], list[Any]]
@@ -176,13 +183,18 @@ def test_all_waiting_ranks_name_the_same_one() -> None:
     group.close()
 
 
-@pytest.mark.parametrize("kind", ["shared", "gloo"])
-@pytest.mark.parametrize("by", ["abort", "fence"])
-def test_a_wait_ends_when_it_is_told_to(kind: str, by: str) -> None:
-    if (kind, by) == ("gloo", "fence"):
-        pytest.skip("gloo has no segment to fence")
+WAITS: dict[str, Callable[[Comm], Any]] = {
+    "sum": lambda comm: comm.all_reduce(torch.zeros(32)),
+    "receive": lambda comm: comm.receive(torch.zeros(32), 1),
+    "send": lambda comm: [comm.send(torch.zeros(SLOT), 1) for _ in range(100)],  # more than may be on its way
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize(("kind", "by"), [("shared", "abort"), ("shared", "fence"), ("gloo", "abort")])
+def test_a_wait_ends_when_it_is_told_to(kind: str, by: str, wait: str) -> None:
     group = Group(kind, 2)
-    waiting = group.pool.submit(group.comms[0].all_reduce, torch.zeros(32))
+    waiting = group.pool.submit(WAITS[wait], group.comms[0])
     with pytest.raises(TimeoutError):
         waiting.result(0.2)
     since = time.monotonic()
@@ -193,17 +205,104 @@ def test_a_wait_ends_when_it_is_told_to(kind: str, by: str) -> None:
     with pytest.raises(PeerLost, match="told to end" if by == "abort" else "fenced"):
         waiting.result(5)
     assert time.monotonic() - since < 1
+    with pytest.raises(PeerLost):
+        group.comms[0].all_reduce(torch.zeros(32))
     group.close()
+
+
+STOPPED = """
+import os, signal, sys
+from planaria.mesh.gloo import GlooComm, join_store
+comm = GlooComm(join_store("127.0.0.1", int(sys.argv[1])), "group", 1, (10, 11))
+print("there", flush=True)
+os.kill(os.getpid(), signal.{signal})
+"""
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_gloo_ends_a_wait_for_a_stopped_process(wait: str) -> None:
+    """Nothing of a stopped process answers, and its connections stay."""
+    store, port = open_store("127.0.0.1")
+    peer = subprocess.Popen([sys.executable, "-c", STOPPED.format(signal="SIGSTOP"), str(port)], stdout=subprocess.PIPE)
+    try:
+        comm = GlooComm(store, "group", 0, (10, 11))
+        os.waitid(os.P_PID, peer.pid, os.WSTOPPED)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(WAITS[wait], comm)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+            since = time.monotonic()
+            comm.abort("rank 11 is stopped")
+            with pytest.raises(PeerLost, match="rank 11 is stopped"):
+                waiting.result(5)
+            comm.close()
+            assert time.monotonic() - since < 0.5
+    finally:
+        peer.kill()
+        peer.wait()
+
+
+def test_gloo_names_a_killed_process() -> None:
+    store, port = open_store("127.0.0.1")
+    peer = subprocess.Popen([sys.executable, "-c", STOPPED.format(signal="SIGKILL"), str(port)], stdout=subprocess.PIPE)
+    comm = GlooComm(store, "group", 0, (10, 11))
+    peer.wait()
+    since = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 11 is gone") as lost:
+        comm.receive(torch.zeros(32), 1)
+    assert lost.value.ranks == (11,) and time.monotonic() - since < 0.5
+    comm.close()
+
+
+def test_a_group_that_is_being_made_ends_with_its_store() -> None:
+    store, _ = open_store("127.0.0.1")
+    with ThreadPoolExecutor(1) as pool:
+        making = pool.submit(GlooComm, store, "group", 0, (10, 11))
+        with pytest.raises(TimeoutError):
+            making.result(0.2)
+        since = time.monotonic()
+        leave_store(store)
+        with pytest.raises(PeerLost):
+            making.result(5)
+        assert time.monotonic() - since < 0.5
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_gloo_listens_only_where_it_is_told(host: str) -> None:
+    if host == "::1" and not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
+
+    def found() -> set[Any]:
+        return {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+    before = found()
+    store, port = open_store(host)
+    assert (host, port) in found()
+    with ThreadPoolExecutor(2) as pool:
+        stores = [store, join_store(host, port)]  # a store's client does one thing at a time
+        comms = list(pool.map(lambda rank: GlooComm(stores[rank], "group", rank, (0, 1), host=host), range(2)))
+        mine = found() - before
+        assert len(mine) == 3 and {address.ip for address in mine} == {host}
+        assert list(pool.map(lambda comm: comm.all_reduce(torch.ones(4)), comms)) == [None, None]
+    for comm in comms:
+        comm.close()
+    stores.clear()
+    del store
+    assert found() <= before
 
 
 def test_coordinates() -> None:
     assert [coordinates(rank, 2) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert tp_members(3, 2) == (2, 3) and pp_members(3, 2, 3) == (1, 3, 5)
-    mesh = open_mesh(MeshBoot(), lambda: None)
+    mesh = open_mesh(0, 1, 1, 0, [hello(0)], fast=True, kernels=lambda: None)
     assert isinstance(mesh.tp, Solo) and mesh.samples and mesh.reads_tokens
     assert not Mesh(0, pp=_axis(0, 2)).samples and Mesh(1, pp=_axis(1, 2)).samples
-    with pytest.raises(ValueError, match="neither a segment nor a store"):
-        open_mesh(MeshBoot(0, 2, 1), lambda: None)
+    with pytest.raises(ValueError, match="neither shared memory nor a store"):
+        open_mesh(0, 2, 1, 0, [hello(0), hello(1)], fast=False, kernels=lambda: None)
+
+
+def hello(rank: int) -> Hello:
+    return Hello(rank, os.getpid(), "home", "node", "127.0.0.1")
 
 
 def _axis(rank: int, size: int) -> Comm:
