@@ -33,8 +33,8 @@ names = st.sampled_from(["head", "node1", "node2", "node10", "a", "b7", "b70", "
 
 
 @st.composite
-def clusters(draw: st.DrawFn, most: int = 6) -> Cluster:
-    ids = draw(st.lists(names, unique=True, max_size=5))
+def clusters(draw: st.DrawFn, num_nodes: int = 5, most: int = 6) -> Cluster:
+    ids = draw(st.lists(names, unique=True, max_size=num_nodes))
     nodes = [Node.of(id, draw(st.sets(st.integers(0, 9), max_size=most))) for id in ids]
     return Cluster(tuple(nodes), draw(st.sampled_from([*ids, "elsewhere"])))
 
@@ -50,6 +50,7 @@ def lone_groups(placement: Placement) -> int:
     return sum(len({slot.node for slot in group}) == 1 for group in placement.group("tp"))
 
 
+@settings(deadline=None)
 @given(clusters(), layouts, st.booleans(), st.randoms(use_true_random=False))
 def test_a_placement_uses_each_device_once_and_depends_on_no_order(cluster, layout, span, random) -> None:
     placement = attempt(cluster, layout, span=span)
@@ -67,6 +68,7 @@ def test_a_placement_uses_each_device_once_and_depends_on_no_order(cluster, layo
         assert not placement.spanning()
 
 
+@settings(deadline=None)
 @given(clusters(), layouts)
 def test_nodes_come_in_order_the_drivers_first(cluster, layout) -> None:
     placement = attempt(cluster, layout)
@@ -86,6 +88,7 @@ def test_natural_order() -> None:
     assert place(cluster, Layout(pp=6)).nodes == ("b", "01", "1", "node2", "node9", "node10")
 
 
+@settings(deadline=None)
 @given(layouts, st.sets(st.sampled_from(AXES)))
 def test_every_axis_partitions_the_world(layout, axes) -> None:
     groups = layout.groups(*axes)
@@ -100,6 +103,7 @@ def test_every_axis_partitions_the_world(layout, axes) -> None:
     assert [layout.coords(rank) for rank in range(layout.size)] == sorted(layout.coords(r) for r in range(layout.size))
 
 
+@settings(deadline=None)
 @given(clusters(), layouts, layouts, st.booleans(), st.data())
 def test_keep_moves_nobody_whose_slot_is_still_there(cluster, before, layout, span, data) -> None:
     old = attempt(cluster, before, span=span)
@@ -120,6 +124,7 @@ def test_keep_moves_nobody_whose_slot_is_still_there(cluster, before, layout, sp
     assert len({(s.node, s.device) for s in new.slots}) == layout.size
 
 
+@settings(deadline=None)
 @given(clusters(), layouts, st.booleans(), names, st.sets(st.integers(0, 9)))
 def test_what_fits_fits_on_any_larger_cluster(cluster, layout, span, name, more) -> None:
     nodes = {node.id: {device.id for device in node.devices} for node in cluster.nodes}
@@ -132,8 +137,8 @@ def test_what_fits_fits_on_any_larger_cluster(cluster, layout, span, name, more)
 small = st.builds(Layout, pp=st.integers(1, 2), tp=st.integers(1, 3)).filter(lambda layout: layout.size <= 4)
 
 
-@settings(max_examples=500)
-@given(clusters(most=3), small, small, st.booleans(), st.integers(0, 3))
+@settings(deadline=None, max_examples=300)
+@given(clusters(num_nodes=3, most=3), small, small, st.booleans(), st.integers(0, 3))
 def test_feasible_exactly_when_trying_everything_finds_one(cluster, layout, before, span, lost) -> None:
     """Also with kept ranks; and where tensor groups may spread, as few as possible do."""
     devices = sorted((node.id, device.id) for node in cluster.nodes for device in node.devices)
@@ -155,6 +160,7 @@ def test_feasible_exactly_when_trying_everything_finds_one(cluster, layout, befo
         assert lone_groups(placement) == best
 
 
+@settings(deadline=None)
 @given(clusters(), layouts, st.booleans())
 def test_shrink_is_the_largest_that_fits(cluster, layout, span) -> None:
     fits = [
