@@ -6,6 +6,7 @@ PlanariaError
 │   ├── ModelError        a model folder or file: missing, corrupt, unsupported
 │   └── RequestError      one request: HTTP 400 with the field; no other request notices
 ├── CapacityError         the machine has not what was asked (memory for KV, devices); exits with 1
+├── RanksDiffer           ranks of one group don't agree on configuration or versions; exits with 1
 ├── WorkersLost           ranks died or stopped; handled in one place, by a new epoch
 └── EngineDead            the engine gave up; every open request was answered
 """
@@ -49,6 +50,10 @@ class RequestError(UserError):
 
 class CapacityError(PlanariaError):
     """The machine lacks what was asked for; the message gives both numbers."""
+
+
+class RanksDiffer(PlanariaError):
+    """Ranks that would step together have different configurations or versions; the message names rank and field."""
 
 
 class WorkersLost(PlanariaError):

@@ -123,7 +123,9 @@ class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Read the weights."""
+    """Read the weights. `ranks`: only these; empty: all. The others answer at once."""
+
+    ranks: tuple[int, ...] = ()
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):

@@ -34,6 +34,10 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """End now; open requests are answered with finish "abort"."""
 
 
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """Say which processes there are; answered with `Processes`."""
+
+
 class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
     """Said once, when the engine can admit. Sizes in tokens and bytes; `seconds` by start-up part."""
 
@@ -83,6 +87,15 @@ class Dead(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
     detail: str = ""
 
 
+class Phase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):
+    """Start-up, for people: a rank begins a phase (launch, connect, groups, load, probe KV, warm-up, ready), or ended
+    it after `seconds`."""
+
+    rank: int
+    phase: str
+    seconds: float | None = None
+
+
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """Start-up, for people: part name and fraction done (0..1)."""
 
@@ -90,8 +103,28 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     fraction: float
 
 
-ToEngine = Submit | Cancel | Shutdown
-FromEngine = EngineFacts | Output | Dead | Progress
+class ProcessInfo(msgspec.Struct, frozen=True):
+    """One process of a deployment. role: server, engine, worker or spare. coordinates: by axis, those of a worker.
+    state: what it does, in a word or two. resident: bytes of memory, as the kernel counts them (shared ones too)."""
+
+    role: str
+    rank: int | None
+    coordinates: dict[str, int]
+    pid: int
+    node: str
+    epoch: int | None
+    state: str
+    resident: int
+
+
+class Processes(msgspec.Struct, frozen=True, array_like=True, tag="processes"):
+    """The engine's own process, then its ranks in order, then spares."""
+
+    processes: list[ProcessInfo]
+
+
+ToEngine = Submit | Cancel | Report | Shutdown
+FromEngine = EngineFacts | Output | Dead | Phase | Processes | Progress
 
 Sink = Callable[[Delta], None]
 
@@ -114,6 +147,10 @@ class EngineClient(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """Stop a sequence; its sink hears nothing more. Unknown ids are ignored."""
+        ...
+
+    async def report(self) -> list[ProcessInfo]:
+        """The engine's processes; what can be said without the engine where it doesn't answer."""
         ...
 
     async def close(self) -> None:

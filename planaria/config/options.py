@@ -76,7 +76,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # cpu | cuda
     dtype: str  # float32 | bfloat16
     quantization: str
-    threads: int
+    threads: int  # of a rank
+    auto_threads: bool = False  # nobody asked for a number: a rank takes its share of its node's cores
     kernels: str = "native"
 
 

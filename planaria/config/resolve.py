@@ -81,7 +81,7 @@ def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: 
         raise ConfigError("--kernels", "native", f"are for the CPU, and the device is {device}", "use --kernels torch")
     return DeviceConfig(
         device=device, dtype=dtype, quantization=quantization,
-        threads=options.threads or max(1, usable_cores() // ranks),
+        threads=options.threads or max(1, usable_cores() // ranks), auto_threads=options.threads is None,
         kernels="torch" if device != "cpu" or options.kernels == "torch" else "native",
     )  # fmt: skip
 

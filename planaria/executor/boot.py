@@ -1,12 +1,17 @@
-"""What launchers and ranks say to each other before there is a link: where a rank came up, and all it needs to begin."""
+"""Before there is a link: where a rank came up, and all that it needs to begin."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from planaria.config.options import EngineConfig
 from planaria.errors import PlanariaError
 from planaria.executor.link.address import Address
+from planaria.logs import current_level
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -51,3 +56,21 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
             return msgspec.msgpack.decode(data, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise PlanariaError(f"not what a rank is started with: {e}") from None
+
+
+class Addresses(Protocol):
+    def address_of(self, rank: int) -> Address: ...
+
+
+def boots_for(config: EngineConfig, places: Sequence[Place], link: Addresses) -> list[RankBoot]:
+    """One for each place. Threads are dealt by node: those that were asked for, or the node's cores over its ranks."""
+    given = None if config.device.auto_threads else config.device.threads
+    ranks_at = Counter(place.home for place in places)
+    threads = [given or max(1, place.cores // ranks_at[place.home]) for place in places]
+    return [
+        RankBoot(
+            config, place, link.address_of(place.rank), own, min(threads), own * ranks_at[place.home] > place.cores,
+            current_level(),
+        )
+        for place, own in zip(places, threads, strict=True)
+    ]  # fmt: skip

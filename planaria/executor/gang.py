@@ -1,13 +1,15 @@
 """The ranks that step together, as one state machine. Pure: the loop sends what `start` and `on_done` ask for.
 
-launched -> loading -> probing -> allocating -> ready; any failure -> failed.
+launched -> joining -> grouping -> loading -> probing -> allocating -> ready; any failure -> failed.
 """
 
 from __future__ import annotations
 
-from planaria.config.options import CacheConfig, SchedulerConfig
+from collections.abc import Sequence
+
+from planaria.config.options import CacheConfig, ParallelConfig, SchedulerConfig
 from planaria.errors import CapacityError
-from planaria.protocol import Allocate, Command, Facts, Failed, Load, Probe, Ready
+from planaria.protocol import Allocate, Command, Facts, Failed, Hello, Join, Load, Probe, Ready, Regroup, Reply
 
 KV_SHARE = 0.5  # of available memory, where no size is given on a CPU
 KV_CPU_LIMIT = 2 << 30
@@ -38,43 +40,87 @@ def kv_blocks(facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig
     return min(blocks, most)
 
 
+PHASES = {Join: "connect", Regroup: "groups", Load: "load", Probe: "probe KV", Allocate: "warm-up"}
+
+
+def differences(members: Sequence[Hello]) -> str:
+    """What rank 0 and the first rank that differs from it don't agree on; empty if all agree. P24."""
+    first = members[0]
+    for other in members[1:]:
+        for what, mine, theirs in (
+            ("configuration", first.hashes, other.hashes), ("version of", first.versions, other.versions),
+        ):  # fmt: skip
+            for name in sorted(mine.keys() | theirs.keys()):
+                if mine.get(name) != theirs.get(name):
+                    values = f"{theirs.get(name, 'nothing')}, rank 0 has {mine.get(name, 'nothing')}"
+                    return f"rank {other.rank} on {other.node} differs in {what} {name}: it has {values}"
+    return ""
+
+
 class Gang:
     """Brings ranks from launched to ready. `num_blocks` and `seconds` are known when `state` is "ready"."""
 
-    def __init__(self, cache: CacheConfig, scheduler: SchedulerConfig, *, cpu: bool) -> None:
-        self.cache, self.scheduler, self.cpu = cache, scheduler, cpu
+    def __init__(
+        self, cache: CacheConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, *, cpu: bool, epoch: int = 0,
+        apart: bool = False,
+    ) -> None:  # fmt: skip
+        self.cache, self.scheduler, self.parallel, self.cpu = cache, scheduler, parallel, cpu
+        self.epoch, self.apart = epoch, apart
         self.state = "launched"
+        self.members: tuple[Hello, ...] = ()
         self.num_blocks = 0
         self.weight_bytes = 0
         self.seconds: dict[str, float] = {}
         self.failure: Failed | None = None
+        self._to_load: list[tuple[int, ...]] = []
 
     def start(self) -> Command:
-        self.state = "loading"
-        return Load()
+        self.state = "joining"
+        return Join(self.epoch, *self._layout(), self.apart)
 
-    def on_done(self, replies: list[object]) -> Command | None:
-        """All ranks answered the last command; the next one, or None when ready or failed."""
+    def _layout(self) -> tuple[int, int]:
+        return self.parallel.tensor_parallel_size, self.parallel.pipeline_parallel_size
+
+    def on_done(self, replies: list[Reply]) -> Command | None:
+        """All ranks answered the last command, replies in rank order; the next one, or None when ready or failed."""
         failed = next((reply for reply in replies if isinstance(reply, Failed)), None)
         if failed is not None:
-            self.state, self.failure = "failed", failed
-            return None
-        if self.state == "loading":
-            self.state = "probing"
-            return Probe()
-        if self.state == "probing":
-            facts = [reply for reply in replies if isinstance(reply, Facts)]
-            try:
-                self.num_blocks = kv_blocks(facts, self.cache, self.scheduler, cpu=self.cpu)
-            except CapacityError as e:
-                self.state, self.failure = "failed", Failed(0, "probe", str(e), "", "capacity")
-                return None
-            self.weight_bytes = sum(f.weight_bytes for f in facts)
-            self.state = "allocating"
-            return Allocate(self.num_blocks)
-        self.state = "ready"
+            return self._fail(failed)
         for reply in replies:
             if isinstance(reply, Ready):
                 for part, seconds in reply.seconds.items():
                     self.seconds[part] = max(seconds, self.seconds.get(part, 0.0))
+        match self.state:
+            case "joining":
+                self.members = tuple(reply for reply in replies if isinstance(reply, Hello))
+                if found := differences(self.members):
+                    return self._fail(Failed(0, "connect", found, "", "config"))
+                self.state = "grouping"
+                return Regroup(self.epoch, *self._layout(), self.members)
+            case "grouping":
+                self.state = "loading"
+                world = range(self.parallel.world_size)
+                few = self.parallel.max_parallel_loading_workers or len(world)
+                self._to_load = [tuple(world[i : i + few]) for i in range(0, len(world), few)]
+                return Load(self._to_load.pop(0))
+            case "loading":
+                if self._to_load:
+                    return Load(self._to_load.pop(0))
+                self.state = "probing"
+                return Probe()
+            case "probing":
+                facts = [reply for reply in replies if isinstance(reply, Facts)]
+                try:
+                    self.num_blocks = kv_blocks(facts, self.cache, self.scheduler, cpu=self.cpu)
+                except CapacityError as e:
+                    return self._fail(Failed(0, "probe", str(e), "", "capacity"))
+                self.weight_bytes = sum(f.weight_bytes for f in facts)
+                self.state = "allocating"
+                return Allocate(self.num_blocks)
+            case _:
+                self.state = "ready"
+                return None
+
+    def _fail(self, failed: Failed) -> Command | None:
+        self.state, self.failure = "failed", failed
         return None

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
-from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, WorkersLost
-from planaria.executor.gang import Gang
+from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, WorkersLost
+from planaria.executor.boot import Place, RankBoot, boots_for
+from planaria.executor.gang import PHASES, Gang
+from planaria.executor.health import Health
+from planaria.executor.link.address import Address
 from planaria.executor.link.faults import LinkError
+from planaria.executor.startup import StartUp
 from planaria.executor.worker_group import Ticket, WorkerGroup
-from planaria.protocol import Call, Command, Exit, Failed, Reply, StepResult
+from planaria.node import process_state
+from planaria.protocol import Call, Command, Exit, Failed, Hello, Reply, StepResult
 from planaria.types import Delta, FinishReason, Request
 from planaria.wire import Cancel, Dead, EngineFacts, FromEngine, Output, Shutdown, Submit, ToEngine
 
@@ -25,14 +30,24 @@ logger = logging.getLogger("planaria.engine")
 
 Emit = Callable[[FromEngine], None]
 
+LOOK = 0.5  # seconds between looks at the ranks' health while waiting
+START_TIMEOUT = 1800.0  # seconds for one command of the start; loading from a slow disk is the longest
+CALL_TIMEOUT = 3600.0
+EXIT_TIMEOUT = 5.0
+LAST_WORDS = 1.0  # seconds a rank gets to say why another rank could not go on
+
 
 class Launcher(Protocol):
     name: str
     on_exit: Callable[[], None]  # called from any thread when a rank's process ends unasked
 
-    def launch(self) -> Any: ...
+    def start(self) -> list[Place]:
+        """Make all ranks' processes, without weight, and say where each is."""
+        ...
 
-    def pids(self) -> list[int]: ...
+    def run(self, boots: Sequence[RankBoot]) -> None:
+        """Give every rank what it begins with. It then comes to its link by itself."""
+        ...
 
     def lost(self) -> dict[int, str]: ...
 
@@ -50,6 +65,10 @@ class Link(Protocol):
 
     def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None: ...
 
+    def address_of(self, rank: int) -> Address: ...
+
+    def pulses(self) -> list[tuple[int, int]]: ...
+
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
@@ -61,22 +80,28 @@ def failure(failed: Failed) -> PlanariaError:
         return ModelError(failed.message)
     if failed.kind == "capacity":
         return CapacityError(failed.message)
+    if failed.kind == "config":
+        return RanksDiffer(failed.message)
     return EngineDead(f"rank {failed.rank} failed in {failed.phase}: {failed.message}")
 
 
 class EngineLoop:
-    """`link_for(ranks)` makes the link to what the launcher started. `on_loss`, where set, is called from another
+    """`link_for(places)` makes the link to what the launcher started. `on_loss`, where set, is called from another
     thread when a rank's process ends: whoever sleeps outside `turn` then calls `check`."""
 
     def __init__(
-        self, config: EngineConfig, launcher: Launcher, link_for: Callable[[Any], Link], emit: Emit,
-        answering: int = 0,
-    ) -> None:  # fmt: skip
+        self, config: EngineConfig, launcher: Launcher, link_for: Callable[[list[Place]], Link], emit: Emit
+    ) -> None:
         self.config, self.launcher, self.link_for, self.emit = config, launcher, link_for, emit
-        self.answering = answering  # the rank whose step results have tokens
+        parallel = config.parallel
+        # the rank whose step results have tokens: tensor rank 0 of the last stage
+        self.answering = parallel.tensor_parallel_size * (parallel.pipeline_parallel_size - 1)
         self.on_loss: Callable[[], None] = lambda: None
         launcher.on_exit = self._on_exit
-        self.group = WorkerGroup(config.parallel.world_size)
+        self.group = WorkerGroup(parallel.world_size)
+        self.health = Health(parallel.heartbeat_timeout)
+        self.places: list[Place] = []
+        self.members: tuple[Hello, ...] = ()
         self.link: Link | None = None
         self.core: EngineCore | None = None
         self.epoch = 0
@@ -87,23 +112,42 @@ class EngineLoop:
     # -- starting and ending
 
     def start(self) -> EngineFacts:
-        """Launch, load, allocate. Raises ModelError, CapacityError or EngineDead."""
+        """Launch, meet, load, allocate. Raises ModelError, CapacityError, RanksDiffer or EngineDead."""
         began = time.perf_counter()
-        self.link = self.link_for(self.launcher.launch())
         config = self.config
-        gang = Gang(config.cache, config.scheduler, cpu=config.device.device == "cpu")
-        command: Command | None = gang.start()
+        phases = StartUp(self.group.world_size, self.emit)
+        phases.enter("launch")
+        gang = None
         try:
+            self.places = self.launcher.start()
+            self.link = self.link_for(self.places)
+            link = self.link
+            self.launcher.run(boots_for(config, self.places, link))
+            gang = Gang(
+                config.cache, config.scheduler, config.parallel, cpu=config.device.device == "cpu", epoch=self.epoch,
+                apart=len({place.home for place in self.places}) > 1,
+            )  # fmt: skip
+            command: Command | None = gang.start()
             while command is not None:
-                command = gang.on_done(list(self._ask(command).replies.values()))
+                phases.enter(PHASES[type(command)])
+                command = gang.on_done(self._ask(command, START_TIMEOUT, phases).in_order())
+            failed = gang.failure
         except WorkersLost as e:
-            gang.failure = self._failed_by(e)
-        if gang.failure is not None:
-            error = failure(gang.failure)
-            if gang.failure.kind == "error" and gang.failure.traceback:
-                logger.error("%s\n%s", error, gang.failure.traceback)
+            failed = self._failed_by(e, phases.name)
+        except BaseException:
+            self.broken = True
+            self.close()
+            raise
+        if failed is not None or gang is None:
+            assert failed is not None
+            error = failure(failed)
+            if failed.kind in ("error", "peer") and failed.traceback:
+                logger.error("%s\n%s", error, failed.traceback)
+            self.broken = self.broken or self.group.world_size > 1
             self.close()
             raise error
+        phases.enter("ready")
+        self.members = gang.members
         self.core = EngineCore(config.scheduler, config.cache, gang.num_blocks)
         gang.seconds["engine"] = time.perf_counter() - began
         model = config.model
@@ -120,27 +164,32 @@ class EngineLoop:
             block_size=config.cache.block_size,
             weight_bytes=gang.weight_bytes,
             executor=self.launcher.name,
-            link=self.link.name,
+            link=link.name,
             layout=f"tp={config.parallel.tensor_parallel_size} pp={config.parallel.pipeline_parallel_size}",
-            ranks=self.launcher.pids(),
-            seconds=gang.seconds,
+            ranks=[member.pid for member in gang.members],
+            seconds=gang.seconds | phases.seconds,
         )
 
-    def _ask(self, command: Command) -> Ticket:
-        """Send a command with nothing else in flight and wait for all ranks."""
+    def _ask(self, command: Command, timeout: float, phases: StartUp | None = None) -> Ticket:
+        """Send a command with nothing else in flight and wait for all ranks. Raises WorkersLost."""
         assert self.link is not None
         ticket = self.group.submit(command, time.monotonic())
         self.link.send(ticket.number, command)
+        deadline = time.monotonic() + timeout
         while True:
-            if ticket in self.group.on_reply(*self._receive()):
+            answer = self._receive(deadline)
+            if phases is not None:
+                phases.done(answer[0])
+            if ticket in self.group.on_reply(*answer):
                 return ticket
 
-    def _receive(self) -> tuple[int, int, Reply]:
-        """The next answer. Raises WorkersLost when a rank's process has ended or its link is broken."""
+    def _receive(self, deadline: float | None = None) -> tuple[int, int, Reply]:
+        """The next answer. Raises WorkersLost when a rank's process has ended, is stopped or silent, its link is
+        broken, or nothing has come by the deadline."""
         assert self.link is not None
         while True:
             try:
-                answer = self.link.receive(None)
+                answer = self.link.receive(LOOK)
             except LinkError as e:
                 lost = self.launcher.lost()
                 cause = "; ".join(f"its process {how}" for how in lost.values()) or str(e)
@@ -148,9 +197,16 @@ class EngineLoop:
             if answer is not None:
                 return answer
             self._look_for_losses()
+            if deadline is not None and time.monotonic() > deadline:
+                owing = self.group.owing()
+                raise WorkersLost(self.epoch, tuple(owing), f"ranks {owing} did not answer in time")
 
     def _look_for_losses(self) -> None:
-        if lost := self.launcher.lost():
+        assert self.link is not None
+        lost = self.launcher.lost()
+        if not lost:
+            lost = self.health.look(self.link.pulses(), time.monotonic(), lambda pid: process_state(pid) in ("T", "t"))
+        if lost:
             raise WorkersLost(self.epoch, tuple(lost), "; ".join(f"its process {how}" for how in lost.values()))
 
     def _on_exit(self) -> None:
@@ -160,7 +216,9 @@ class EngineLoop:
         self.on_loss()
 
     def check(self) -> None:
-        """Look for ranks that ended while nothing was running."""
+        """Look for ranks that ended or fell silent while nothing was running; about once a second."""
+        if self.link is None:
+            return
         try:
             self._look_for_losses()
         except WorkersLost as e:
@@ -170,10 +228,11 @@ class EngineLoop:
         """The one place where lost ranks are dealt with."""
         self._die(self._failed_by(loss))
 
-    def _failed_by(self, loss: WorkersLost) -> Failed:
+    def _failed_by(self, loss: WorkersLost, phase: str = "") -> Failed:
         """What the first lost rank would have said itself."""
-        phase = type(self.group.open[0].command).__name__ if self.group.open else "idle"
-        phase = {"StepPlan": "step"}.get(phase, phase.lower())
+        if not phase:
+            phase = type(self.group.open[0].command).__name__ if self.group.open else "idle"
+            phase = {"StepPlan": "step"}.get(phase, phase.lower())
         self.broken = True
         return Failed(loss.ranks[0] if loss.ranks else 0, phase, loss.cause, "")
 
@@ -181,13 +240,16 @@ class EngineLoop:
         """Answer what is open, end the ranks. Idempotent."""
         if self.core is not None:
             self._abort_all(FinishReason.ABORT, None)
-        if self.link is not None:
-            self.launcher.closing()
+        self.launcher.closing()
+        if self.link is None:
+            self.launcher.kill()
+        else:
             if not self.broken:
                 try:
+                    deadline = time.monotonic() + EXIT_TIMEOUT
                     while self.group.open:
-                        self.group.on_reply(*self._receive())
-                    self._ask(Exit())
+                        self.group.on_reply(*self._receive(deadline))
+                    self._ask(Exit(), EXIT_TIMEOUT)
                 except (WorkersLost, LinkError) as e:
                     logger.warning("while ending: %s", e)
                     self.broken = True
@@ -245,19 +307,37 @@ class EngineLoop:
         """Run a worker's method on every rank between steps; answers in rank order. Raises EngineDead if one failed."""
         while self.group.open:
             self.turn()
-        ticket = self._ask(Call(method, args, kwargs))
+        if self.dead is not None:
+            raise EngineDead(self.dead.message)
+        try:
+            ticket = self._ask(Call(method, args, kwargs), CALL_TIMEOUT)
+        except WorkersLost as e:
+            self._lost(e)
+            raise failure(self._failed_by(e, f"call {method}")) from None
         if ticket.failed is not None:
             raise failure(ticket.failed)
-        return [getattr(ticket.replies[rank], "value", None) for rank in sorted(ticket.replies)]
+        return [getattr(reply, "value", None) for reply in ticket.in_order()]
 
     def _complete(self, ticket: Ticket) -> None:
         assert self.core is not None
         if ticket.failed is not None:
-            self._die(ticket.failed)
+            self._die(self._root_cause(ticket.failed))
             return
         result = ticket.replies[self.answering]
         if isinstance(result, StepResult):
             self._emit(self.core.commit(result), stepped=True)
+
+    def _root_cause(self, failed: Failed) -> Failed:
+        """A rank that only says that another did not come waits for what that one has to say, or for its end."""
+        deadline = time.monotonic() + LAST_WORDS
+        while failed.kind == "peer":
+            try:
+                _, _, reply = self._receive(deadline)
+            except WorkersLost as e:
+                return self._failed_by(e, failed.phase) if e.cause and self.launcher.lost() else failed
+            if isinstance(reply, Failed):
+                failed = reply
+        return failed
 
     def _emit(self, deltas: list[Delta], *, stepped: bool = False) -> None:
         if deltas or stepped:
@@ -276,6 +356,7 @@ class EngineLoop:
     def _die(self, failed: Failed) -> None:
         error = failure(failed)
         logger.error("the engine ends: %s\n%s", error, failed.traceback)
+        self.broken = self.broken or self.group.world_size > 1  # other ranks may wait for the one that failed
         self._abort_all(FinishReason.ERROR, str(error))
         self.dead = Dead(failed.kind, str(error), failed.traceback)
         self.stopping = True

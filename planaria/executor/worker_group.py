@@ -21,10 +21,15 @@ class Ticket:
     sent: float
     replies: dict[int, Reply] = field(default_factory=dict)
 
+    def in_order(self) -> list[Reply]:
+        """The replies that came, in rank order."""
+        return [self.replies[rank] for rank in sorted(self.replies)]
+
     @property
     def failed(self) -> Failed | None:
-        """The first rank's failure, if any."""
-        return next((reply for reply in self.replies.values() if isinstance(reply, Failed)), None)
+        """The first rank's failure, if any; one that is another rank's doing only if no rank says more."""
+        failures = [reply for reply in self.replies.values() if isinstance(reply, Failed)]
+        return next((failed for failed in failures if failed.kind != "peer"), failures[0] if failures else None)
 
 
 class WorkerGroup:

@@ -1,65 +1,67 @@
-"""From what a launcher hands a rank to its mesh. The launcher makes one `MeshBoot` per rank and epoch.
+"""What a rank brings to the groups of an epoch, and how it meets the others from what all of them brought.
 
-On one node: `create_segment()` (planaria.mesh.shared) once for every tensor group and every pipeline of more than one
-rank, its descriptor given to all members. Otherwise, or where the plain collective is asked for: one TCP store that
-all ranks reach.
+The first rank of a group makes its memory file; ranks of the same home open it. A group that spans nodes, that has no
+shared memory, or that was asked to do without (`disable_custom_all_reduce`) meets at a store that rank 0 hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from planaria.mesh.comm import DEADLINE, Comm, Solo
 from planaria.mesh.mesh import Mesh, pp_members, tp_members
+from planaria.node import Shared
+from planaria.protocol import Hello
 
 
-@dataclass(frozen=True)
-class MeshBoot:
-    """tp, pp: the sizes of the axes. tp_fd, pp_fd: segments of this rank's groups, None for gloo. store: host and port
-    of a torch TCPStore that somebody serves. lanes: threads of the rank with the least. crowded: the node has fewer
-    cores than its ranks have threads."""
-
-    rank: int = 0
-    tp: int = 1
-    pp: int = 1
-    epoch: int = 0
-    tp_fd: int | None = None
-    pp_fd: int | None = None
-    store: tuple[str, int] | None = None
-    lanes: int = 1
-    crowded: bool = False
-    deadline: float = DEADLINE
+def axes(rank: int, tp: int, pp: int) -> dict[str, tuple[int, ...]]:
+    """World ranks of the groups that `rank` is in, by axis."""
+    return {"tp": tp_members(rank, tp), "pp": pp_members(rank, tp, pp)}
 
 
-def open_mesh(boot: MeshBoot, kernels: Callable[[], Any]) -> Mesh:
-    """Meet the other ranks. kernels: gives the compiled kernels' entry; called only for shared memory. Raises PeerLost
-    when a rank does not come within the deadline."""
-    tp = _group(boot, "tp", tp_members(boot.rank, boot.tp), boot.tp_fd, boot.lanes, kernels)
-    pp = _group(boot, "pp", pp_members(boot.rank, boot.tp, boot.pp), boot.pp_fd, 1, kernels)
-    return Mesh(boot.rank, tp, pp)
+def create_segments(rank: int, tp: int, pp: int) -> dict[str, tuple[int, int]]:
+    """(descriptor, inode) of a new memory file for each group of several that this rank is the first of. They belong to
+    the caller, who closes them when the groups have met."""
+    found: dict[str, tuple[int, int]] = {}
+    for axis, members in axes(rank, tp, pp).items():
+        if sys.platform == "linux" and len(members) > 1 and members[0] == rank:
+            fd = os.memfd_create("planaria-mesh", os.MFD_CLOEXEC)  # takes no memory before it is used
+            found[axis] = fd, os.fstat(fd).st_ino
+    return found
 
 
-def _group(
-    boot: MeshBoot, axis: str, members: tuple[int, ...], fd: int | None, lanes: int, kernels: Callable[[], Any]
-) -> Comm:
-    rank = members.index(boot.rank)
-    if len(members) == 1:
-        return Solo(boot.rank)
-    if fd is not None:
-        from planaria.mesh.shared import SharedComm
+def open_mesh(
+    rank: int, tp: int, pp: int, epoch: int, members: Sequence[Hello], *, fast: bool, kernels: Callable[[], Any],
+    lanes: int = 1, crowded: bool = False, cuda: bool = False, deadline: float = DEADLINE,
+) -> Mesh:  # fmt: skip
+    """Meet the other ranks. fast: use shared memory where it can be. kernels: gives the compiled kernels' entry, called
+    only for shared memory; lanes, crowded: see RankBoot. Raises PeerLost when a rank does not come within the deadline,
+    Gone when one has ended already."""
 
-        return SharedComm(
-            fd, rank, members, kernels(), lanes=lanes, crowded=boot.crowded, deadline=boot.deadline
-        )  # fmt: skip
-    if boot.store is None:
-        raise ValueError(f"rank {boot.rank}: the {axis} group of ranks {members} has neither a segment nor a store")
-    from datetime import timedelta
+    def group(axis: str, ranks: tuple[int, ...]) -> Comm:
+        if len(ranks) == 1:
+            return Solo(rank)
+        own, first = members[rank], members[ranks[0]]
+        place = ranks.index(rank)
+        if fast and not cuda and axis in first.segments and all(members[r].home == own.home for r in ranks):
+            from planaria.mesh.shared import SharedComm
 
-    from torch._C._distributed_c10d import TCPStore
+            fd = Shared(first.pid, *first.segments[axis]).open()
+            try:
+                return SharedComm(
+                    fd, place, ranks, kernels(), lanes=lanes if axis == "tp" else 1, crowded=crowded, deadline=deadline
+                )  # fmt: skip
+            finally:
+                os.close(fd)
+        store = members[0].store
+        if store is None:
+            raise ValueError(f"rank {rank}: the {axis} group of ranks {ranks} has neither shared memory nor a store")
+        from planaria.mesh.gloo import GlooComm, join_store
 
-    from planaria.mesh.gloo import GlooComm
+        met = join_store(*store, deadline=deadline)
+        return GlooComm(met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=own.address, deadline=deadline)
 
-    store = TCPStore(*boot.store, is_master=False, timeout=timedelta(seconds=boot.deadline))
-    return GlooComm(store, f"{boot.epoch}/{axis}/{members[0]}", rank, members, deadline=boot.deadline)
+    return Mesh(rank, **{axis: group(axis, ranks) for axis, ranks in axes(rank, tp, pp).items()})

@@ -1,38 +1,36 @@
-"""A rank in a process of its own: `python -m planaria.worker.main FD RANK PARENT`, its configuration on standard input.
+"""A rank's life, in whatever process a launcher gave it: open its end of the link, answer every command, end.
 
-FD is the shared memory of its link. Every command is answered; the process ends with `Exit`, with its link or with
-its parent.
+As a process of its own: `python -m planaria.worker.main PARENT`, an encoded RankBoot on standard input after its length
+in 8 bytes. Standard input stays open as long as the parent lives: its end is the rank's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
+import threading
 
-import msgspec
-
-from planaria.config.options import EngineConfig
-from planaria.env import log_level
-from planaria.executor.link.faults import LinkError
-from planaria.executor.link.shm import ShmPort
+from planaria.executor.boot import RankBoot
+from planaria.executor.link.address import open_port
+from planaria.executor.link.faults import LinkError, Port
 from planaria.logs import setup_logging
-from planaria.mesh.boot import MeshBoot
 from planaria.processes import die_with_parent, leave_signals_to_parent
 from planaria.protocol import Exit
 from planaria.worker.worker import make_rank
 
 logger = logging.getLogger("planaria.worker")
 
+PULSE = 1.0  # seconds between signs of life
 
-def main() -> int:
-    """Exit code 0 after Exit, 1 when the link ended."""
-    fd, rank, parent = (int(text) for text in sys.argv[1:4])
-    die_with_parent(parent)
-    leave_signals_to_parent()
-    setup_logging(log_level())
-    config, boot = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[EngineConfig, MeshBoot])
-    port = ShmPort.attach(fd, rank)
-    worker = make_rank(config, rank, boot=boot)
+
+def run_rank(boot: RankBoot) -> int:
+    """Until Exit (0), or until the link ends (1). Raises LinkError or Gone when there is no link to begin with."""
+    port = open_port(boot.link)
+    ended = threading.Event()
+    threading.Thread(target=_pulse, args=(port, ended), name="planaria-pulse", daemon=True).start()
+    worker = make_rank(boot)
     try:
         while True:
             item = port.receive(None)
@@ -42,11 +40,39 @@ def main() -> int:
             if isinstance(command, Exit):
                 return 0
     except LinkError as e:
-        logger.debug("rank %d ends: %s", rank, e)
+        logger.debug("rank %d ends: %s", boot.rank, e)
         worker.handle(Exit())
         return 1
     finally:
+        ended.set()
         port.close()
+
+
+def _pulse(port: Port, ended: threading.Event) -> None:
+    with contextlib.suppress(LinkError, ValueError):  # closed meanwhile
+        while not ended.wait(PULSE):
+            port.beat()
+
+
+def _end_with_input() -> None:
+    """The parent's death, where its signal doesn't come (it is bound to one thread, and to Linux)."""
+    while os.read(0, 4096):  # not through sys.stdin, whose lock would be held when the interpreter ends
+        pass
+    os._exit(1)
+
+
+def main() -> int:
+    parent = int(sys.argv[1])
+    die_with_parent(parent)
+    leave_signals_to_parent()
+    size = sys.stdin.buffer.read(8)
+    data = sys.stdin.buffer.read(int.from_bytes(size, "little"))
+    if len(size) < 8 or len(data) < int.from_bytes(size, "little"):
+        return 1  # the parent ended before it said anything
+    threading.Thread(target=_end_with_input, name="planaria-parent", daemon=True).start()
+    boot = RankBoot.decode(data)
+    setup_logging(boot.log_level)
+    return run_rank(boot)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import time
 import traceback
 from collections.abc import Callable
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from planaria import __version__
 from planaria.checkpoint import Checkpoint
 from planaria.config.options import EngineConfig
 from planaria.env import cache_dir
 from planaria.errors import CapacityError, ModelError
+from planaria.executor.boot import RankBoot
 from planaria.layers.deal import deal
-from planaria.mesh.boot import MeshBoot, open_mesh
-from planaria.mesh.comm import Comm
+from planaria.mesh.boot import create_segments, open_mesh
+from planaria.mesh.comm import Comm, PeerLost
 from planaria.mesh.mesh import Mesh
 from planaria.protocol import (
     Allocate,
@@ -26,10 +31,13 @@ from planaria.protocol import (
     Exit,
     Facts,
     Failed,
+    Hello,
+    Join,
     LaneResult,
     Load,
     Probe,
     Ready,
+    Regroup,
     Reply,
     StepPlan,
     StepResult,
@@ -45,12 +53,15 @@ logger = logging.getLogger("planaria.worker")
 Progress = Callable[[str, float], None]
 
 
+_KINDS: list[tuple[type[Exception], str]] = [(ModelError, "model"), (CapacityError, "capacity"), (PeerLost, "peer")]
+
+
 def guard(rank: int, phase: str, run: Callable[[], Reply]) -> Reply:
     """`run()`, or Failed with the traceback: a rank never leaves a command without an answer."""
     try:
         return run()
     except Exception as e:
-        kind = "model" if isinstance(e, ModelError) else "capacity" if isinstance(e, CapacityError) else "error"
+        kind = next((kind for error, kind in _KINDS if isinstance(e, error)), "error")
         if isinstance(e, MemoryError):
             kind, e = "capacity", CapacityError(f"out of memory while {phase}")
         message = str(e) if kind != "error" else f"{type(e).__name__}: {e}"
@@ -60,30 +71,34 @@ def guard(rank: int, phase: str, run: Callable[[], Reply]) -> Reply:
 class Worker:
     """One rank with a model, or with its part of one. `progress(part, fraction)` is told how loading goes.
 
-    boot: how to reach the other ranks; they are met in Load. Only the rank that draws tokens (`mesh.samples`) answers a
+    The other ranks are met in Regroup. Only the rank that draws tokens (`mesh.samples`) answers a
     step with rows; the others' results have none. A rank that fails tells the others, which then fail by its name.
     """
 
-    def __init__(
-        self, config: EngineConfig, rank: int = 0, progress: Progress | None = None, boot: MeshBoot | None = None
-    ) -> None:
-        self.config, self.rank = config, rank
-        self.boot = boot or MeshBoot(rank)
-        self.mesh = Mesh(rank)
+    def __init__(self, boot: RankBoot, progress: Progress | None = None) -> None:
+        self.boot, self.config, self.rank = boot, boot.config, boot.rank
+        self.tp, self.pp = self.config.parallel.tensor_parallel_size, self.config.parallel.pipeline_parallel_size
+        self.mesh = Mesh(self.rank)
         self.progress = progress or (lambda part, fraction: None)
         self.seconds: dict[str, float] = {}
         self.ops: Ops | None = None
         self.model: Any = None
         self.runner: Runner | None = None
         self.sampler: Sampler | Follower | None = None
+        self._segments: dict[str, tuple[int, int]] = {}  # that this rank made for groups that are meeting
+        self._store: Any = None  # that groups across nodes meet at, on rank 0
 
     def handle(self, command: Command) -> Reply:
         """Carry out a command; never raises."""
         match command:
             case StepPlan():
                 return guard(self.rank, "step", lambda: self._step(command))
+            case Join():
+                return guard(self.rank, "connect", lambda: self._join(command))
+            case Regroup():
+                return guard(self.rank, "groups", lambda: self._regroup(command))
             case Load():
-                return guard(self.rank, "load", self._load)
+                return guard(self.rank, "load", lambda: self._load(command))
             case Probe():
                 return guard(self.rank, "probe", self._probe)
             case Allocate():
@@ -96,7 +111,53 @@ class Worker:
     def _timed(self, part: str, since: float) -> None:
         self.seconds[part] = time.perf_counter() - since
 
-    def _load(self) -> Reply:
+    def _join(self, command: Join) -> Reply:
+        """Leave the groups of before; say what this rank brings to those of the new epoch."""
+        self._leave_groups()
+        self.tp, self.pp = command.tp, command.pp
+        place = self.boot.place
+        self._segments = create_segments(self.rank, command.tp, command.pp)
+        store = None
+        if self.rank == 0 and command.tp * command.pp > 1 and (command.apart or not self._shares_memory):
+            from planaria.mesh.gloo import open_store
+
+            self._store, port = open_store(place.address)
+            store = place.address, port
+        return Hello(
+            self.rank, os.getpid(), place.home, place.node, place.address, versions(), {},
+            self._segments, store,
+        )  # fmt: skip
+
+    @property
+    def _shares_memory(self) -> bool:
+        """Where the nodes allow it."""
+        return self.config.device.device == "cpu" and not self.config.parallel.disable_custom_all_reduce
+
+    def _regroup(self, command: Regroup) -> Reply:
+        since = time.perf_counter()
+        self.mesh = open_mesh(
+            self.rank, command.tp, command.pp, command.epoch, command.members, fast=self._shares_memory,
+            kernels=lambda: _kernels(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
+            cuda=self.config.device.device == "cuda",
+        )  # fmt: skip
+        self._timed("groups", since)
+        return Ready(self.rank, self.seconds)
+
+    def _leave_groups(self) -> None:
+        self.mesh.close()
+        self.mesh = Mesh(self.rank)
+        self._close_segments()
+        self._store = None
+
+    def _close_segments(self) -> None:
+        for fd, _ in self._segments.values():
+            os.close(fd)
+        self._segments = {}
+
+    def _load(self, command: Load) -> Reply:
+        self._close_segments()  # all have met
+        if command.ranks and self.rank not in command.ranks:
+            return Ready(self.rank)
         since = time.perf_counter()
         device = self.config.device
         import torch
@@ -104,23 +165,19 @@ class Worker:
         from planaria.loader import open_weights
         from planaria.models import build
 
-        torch.set_num_threads(device.threads)
+        torch.set_num_threads(self.boot.threads)
         self._timed("import torch", since)
         since = time.perf_counter()
-        if self.boot.tp * self.boot.pp > 1:
-            self.mesh = open_mesh(self.boot, lambda: _kernels(self.config))
-        self.ops = make_ops(self.config, self.mesh.tp)
+        self.ops = make_ops(self.config, self.mesh.tp, self.boot.threads)
         self._timed("kernels", since)
         since = time.perf_counter()
-        shards = deal(
-            self.config.model, self.boot.tp, self.boot.pp, self.config.parallel.pp_layer_partition
-        )  # fmt: skip
+        shards = deal(self.config.model, self.tp, self.pp, self.config.parallel.pp_layer_partition)
         weights = open_weights(msgspec.convert(self.config.checkpoint, Checkpoint))
         with torch.inference_mode():
             self.model = build(
                 self.config.model, weights, self.ops, quantization=device.quantization,
                 max_positions=self.config.scheduler.max_model_len,
-                progress=lambda done, total: self.progress("weights", done / total), shard=shards[self.boot.rank],
+                progress=lambda done, total: self.progress("weights", done / total), shard=shards[self.rank],
             )  # fmt: skip
         self._timed("weights", since)
         return Ready(self.rank, self.seconds)
@@ -151,7 +208,7 @@ class Worker:
         forward = self.ops.compile(self.model.forward, batch)
         rows, model = scheduler.max_num_seqs, self.config.model
         if self.mesh.samples:
-            self.sampler = Sampler(rows, model.vocab_size, cache_dir() / "numba", threads=self.config.device.threads)
+            self.sampler = Sampler(rows, model.vocab_size, cache_dir() / "numba", threads=self.boot.threads)
         else:
             self.sampler = Follower(rows, model.vocab_size)
         stage = Stage(batch, forward, self.mesh, model.hidden_size)
@@ -180,7 +237,7 @@ class Worker:
             self.sampler.close()
         if self.ops is not None:
             self.ops.close()
-        self.mesh.close()
+        self._leave_groups()
         self.ops = self.model = self.runner = self.sampler = None
         return Done(self.rank)
 
@@ -188,18 +245,21 @@ class Worker:
 class NullRank:
     """Answers like `Worker`, computes nothing: for measuring the engine alone (`--null-worker`)."""
 
-    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+    def __init__(self, boot: RankBoot) -> None:
         from planaria.worker.reference import NullWorker
 
-        self.config, self.rank, self.worker = config, rank, NullWorker()
+        self.boot, self.rank, self.worker = boot, boot.rank, NullWorker()
 
     def handle(self, command: Command) -> Reply:
         match command:
             case StepPlan():
                 return guard(self.rank, "step", lambda: self._step(command))
+            case Join():
+                place = self.boot.place
+                return Hello(self.rank, os.getpid(), place.home, place.node, place.address)
             case Probe():
                 return Facts(self.rank, 1, 1 << 20, 0)
-            case Load() | Allocate():
+            case Regroup() | Load() | Allocate():
                 return Ready(self.rank)
             case _:
                 return Done(self.rank)
@@ -215,13 +275,13 @@ def _kernels(config: EngineConfig) -> Any:
     return load(target_for(config.device.dtype), cache_dir() / "kernels")
 
 
-def make_ops(config: EngineConfig, tp: Comm | None = None) -> Ops:
+def make_ops(config: EngineConfig, tp: Comm | None = None, threads: int | None = None) -> Ops:
     """The kernels of the configured device, for a rank of a tensor group."""
     device = config.device
     if device.kernels == "native":
         from planaria.kernels.cpu import CpuOps
 
-        return CpuOps(device.dtype, device.threads, cache_dir() / "kernels", tp=tp)
+        return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels", tp=tp)
     from planaria.kernels.reference import TorchOps
 
     return TorchOps(device.device, device.dtype, tp)
@@ -239,7 +299,11 @@ def available_bytes(config: EngineConfig) -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def make_rank(
-    config: EngineConfig, rank: int = 0, progress: Progress | None = None, boot: MeshBoot | None = None
-) -> Worker | NullRank:
-    return NullRank(config, rank) if config.null_worker else Worker(config, rank, progress, boot)
+def make_rank(boot: RankBoot, progress: Progress | None = None) -> Worker | NullRank:
+    return NullRank(boot) if boot.config.null_worker else Worker(boot, progress)
+
+
+def versions() -> dict[str, str]:
+    """Of what ranks of one group must have in common."""
+    found = {"python": platform.python_version(), "planaria": __version__}
+    return found | {name: metadata.version(name) for name in ("torch", "numpy", "msgspec")}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from planaria.config.machine import usable_cores
+from planaria.executor.boot import Place, RankBoot
+from planaria.node import home, node_name
 from planaria.protocol import Command, Reply
 
 
@@ -14,19 +17,20 @@ class Handler(Protocol):
 
 
 class InlineLauncher:
-    """Starts rank 0 by calling `factory`."""
+    """Makes rank 0 by calling `factory`; `ranks` has it from `run` on."""
 
     name = "uni"
 
-    def __init__(self, factory: Callable[[], Handler]) -> None:
+    def __init__(self, factory: Callable[[RankBoot], Handler]) -> None:
         self.factory = factory
         self.on_exit: Callable[[], None] = lambda: None
+        self.ranks: list[Handler] = []
 
-    def launch(self) -> list[Handler]:
-        return [self.factory()]
+    def start(self) -> list[Place]:
+        return [Place(0, home(), node_name(), pid=os.getpid(), cores=usable_cores())]
 
-    def pids(self) -> list[int]:
-        return [os.getpid()]
+    def run(self, boots: Sequence[RankBoot]) -> None:
+        self.ranks += [self.factory(boot) for boot in boots]
 
     def lost(self) -> dict[int, str]:
         """Nobody: these ranks live and die with this process."""

@@ -5,11 +5,16 @@ Each process has a thread that waits for its end, so that a death is known at on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+
+from planaria.config.machine import usable_cores
+from planaria.executor.boot import Place, RankBoot
+from planaria.node import home, node_name
 
 EXIT_TIMEOUT = 5.0  # seconds ranks get to end by themselves
 
@@ -20,45 +25,47 @@ def how_it_ended(code: int) -> str:
 
 
 class ProcessLauncher:
-    """Starts `python -m MODULE FD RANK PARENT` for each of `boots`, which it gets on standard input.
+    """Runs `python -m MODULE PARENT` for each of `ranks`; its boot goes to its standard input, which stays open.
 
-    `fd` (of the link's memory) and `fds` (more for each rank) stay the caller's.
-    `on_exit`, set by the owner, is called from a watcher's thread.
+    address: by which other nodes reach this one. `on_exit`, set by the owner, is called from a watcher's thread.
     """
 
     name = "mp"
 
-    def __init__(self, module: str, boots: Sequence[bytes], fd: int, fds: Sequence[Sequence[int]]) -> None:
-        self.module, self.boots, self.fd, self.fds = module, boots, fd, fds
+    def __init__(self, module: str, ranks: Sequence[int], address: str = "127.0.0.1") -> None:
+        self.module, self.ranks, self.address = module, tuple(ranks), address
         self.on_exit: Callable[[], None] = lambda: None
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: dict[int, int] = {}
         self._closing = False
 
-    def launch(self) -> Sequence[int]:
-        """Start all ranks; their pids. Called from a thread that outlives them."""
-        for rank, fds in enumerate(self.fds):
-            command = [sys.executable, "-m", self.module, str(self.fd), str(rank), str(os.getpid())]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(self.fd, *fds))
-            self.processes.append(process)
-        for rank, process in enumerate(self.processes):
+    def start(self) -> list[Place]:
+        """Start all processes. Called from a thread that outlives them."""
+        for rank in self.ranks:
+            command = [sys.executable, "-m", self.module, str(os.getpid())]
+            self.processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        for rank, process in self.processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name=f"watch-{rank}", daemon=True).start()
-            assert process.stdin is not None
-            try:
-                process.stdin.write(self.boots[rank])
-                process.stdin.close()
-            except BrokenPipeError:  # it ended already: its watcher says so
-                pass
-        return self.pids()
+        cores = usable_cores()
+        return [
+            Place(rank, home(), node_name(), self.address, process.pid, cores)
+            for rank, process in self.processes.items()
+        ]
+
+    def run(self, boots: Sequence[RankBoot]) -> None:
+        """Tell each rank what it is; those that ended already are found by their watchers."""
+        for boot in boots:
+            stdin = self.processes[boot.rank].stdin
+            assert stdin is not None
+            data = boot.encode()
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(len(data).to_bytes(8, "little") + data)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         self._ended[rank] = code
         if not self._closing:
             self.on_exit()
-
-    def pids(self) -> list[int]:
-        return [process.pid for process in self.processes]
 
     def lost(self) -> dict[int, str]:
         """Ranks whose process has ended though nobody asked, and how."""
@@ -71,17 +78,19 @@ class ProcessLauncher:
     def close(self) -> None:
         """Wait for the ranks' end; those that don't end are killed. Idempotent."""
         self._closing = True
-        for process in self.processes:
+        for process in self.processes.values():
             try:
                 process.wait(EXIT_TIMEOUT)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self.processes = []
+            assert process.stdin is not None
+            process.stdin.close()
+        self.processes = {}
 
     def kill(self) -> None:
         """End all ranks for certain, stopped ones too."""
         self._closing = True
-        for process in self.processes:
+        for process in self.processes.values():
             process.kill()
         self.close()

@@ -1,4 +1,4 @@
-"""Which link carries what: shared memory to ranks of the driver's node, TCP to others, both joined where there are both."""
+"""Which link carries what: shared memory to ranks of the driver's node, TCP to others, or both joined."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from planaria.executor.launcher.inline import Handler
+from planaria.executor.link.address import Address, Inside
 from planaria.protocol import Command, Reply
 
 Answer = tuple[int, int, Reply]  # rank, ticket number, reply
@@ -19,18 +20,28 @@ Answer = tuple[int, int, Reply]  # rank, ticket number, reply
 class DirectLink:
     name = "direct"
 
+    """`ranks` may be filled until the first command is sent."""
+
     def __init__(self, ranks: Sequence[Handler], *, threaded: bool = False) -> None:
-        self.ranks = list(ranks)
+        self.ranks, self.threaded = ranks, threaded
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.inboxes: list[queue.SimpleQueue[tuple[int, Command] | None]] = []
         self.threads: list[threading.Thread] = []
-        if threaded:
-            for rank, handler in enumerate(self.ranks):
-                inbox: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
-                thread = threading.Thread(target=self._serve, args=(rank, handler, inbox), daemon=True)
-                thread.start()
-                self.inboxes.append(inbox)
-                self.threads.append(thread)
+
+    def address_of(self, rank: int) -> Address:
+        return Inside()
+
+    def pulses(self) -> list[tuple[int, int]]:
+        """None: these ranks live and die with this process."""
+        return []
+
+    def _start(self) -> None:
+        for rank, handler in enumerate(self.ranks):
+            inbox: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._serve, args=(rank, handler, inbox), daemon=True)
+            thread.start()
+            self.inboxes.append(inbox)
+            self.threads.append(thread)
 
     def _serve(
         self, rank: int, handler: Handler, inbox: queue.SimpleQueue[tuple[int, Command] | None]
@@ -41,6 +52,8 @@ class DirectLink:
 
     def send(self, number: int, command: Command) -> None:
         """To every rank."""
+        if self.threaded and not self.inboxes:
+            self._start()
         if self.inboxes:
             for inbox in self.inboxes:
                 inbox.put((number, command))
