@@ -160,8 +160,27 @@ def test_feasible_exactly_when_trying_everything_finds_one(cluster, layout, befo
         assert lone_groups(placement) == best
 
 
-@settings(deadline=None)
-@given(clusters(), layouts, st.booleans())
+def test_what_is_left_of_a_node_goes_where_it_makes_a_group_whole() -> None:
+    """Two groups lack ranks of one node that has one device left: the group that lacks one gets it, the other spreads,
+    its own node first."""
+    layout = Layout(pp=2, tp=3)
+    old = place(Cluster((Node.of("a", 6),)), layout)
+    left = Cluster((Node.of("a", (0, 3, 4, 6)), Node.of("b", 3)), "b")
+    new = place(left, layout, keep=old, span=True)
+    assert [(s.node, s.device) for s in new.slots] == [("a", 0), ("b", 0), ("b", 1), ("a", 3), ("a", 4), ("a", 6)]
+    more = Cluster((Node.of("a", (0, 3, 4, 6, 7)), Node.of("b", 3)), "b")
+    new = place(more, layout, keep=old, span=True)
+    assert [(s.node, s.device) for s in new.slots][:3] == [("a", 0), ("a", 7), ("b", 0)]
+
+
+def test_shrink_takes_the_most_devices() -> None:
+    assert shrink(Cluster((Node.of("a", 3),)), Layout(dp=2, tp=3)) == Layout(tp=3)
+    assert shrink(Cluster((Node.of("a", 2), Node.of("b", 2))), Layout(pp=2, tp=3)) == Layout(pp=2, tp=2)
+    assert shrink(Cluster((Node.of("a", 3),)), Layout(pp=2, tp=2)) == Layout(pp=2)
+
+
+@settings(deadline=None, max_examples=300)
+@given(clusters(num_nodes=3, most=4), layouts, st.booleans())
 def test_shrink_is_the_largest_that_fits(cluster, layout, span) -> None:
     fits = [
         smaller
