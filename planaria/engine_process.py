@@ -20,7 +20,7 @@ from planaria.build import build_loop
 from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, ModelError, PlanariaError
 from planaria.logs import setup_logging
-from planaria.processes import die_with_parent, leave_signals_to_parent
+from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
 from planaria.types import Delta
 from planaria.wire import Dead, FromEngine, Output, Submit, ToEngine
 
@@ -107,6 +107,7 @@ def main() -> int:
     setup_logging(level)
     leave_signals_to_parent()
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    set_title("engine", server=parent, epoch=0)
     port = Port(address)
     port.hello()
     loop = build_loop(config, port.send)

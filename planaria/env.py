@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,11 @@ def log_level() -> str:
 def api_keys() -> tuple[str, ...]:
     """$PLANARIA_API_KEY: keys separated by commas, used where --api-key isn't given."""
     return tuple(key for key in os.environ.get("PLANARIA_API_KEY", "").split(",") if key)
+
+
+def admin_key() -> str | None:
+    """$PLANARIA_ADMIN_KEY, used where --admin-key isn't given."""
+    return os.environ.get("PLANARIA_ADMIN_KEY") or None
 
 
 def _number(name: str, least: int) -> int | None:
@@ -92,3 +98,59 @@ def spmd_data_parallel() -> SpmdDataParallel | None:
         master_ip=os.environ.get("PLANARIA_DP_MASTER_IP", "127.0.0.1"),
         master_port=_number("PLANARIA_DP_MASTER_PORT", 1) or 29500,
     )
+
+
+class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What only Ray needs to know and few users change.
+
+    address: of the cluster; "local" starts one; None takes Ray's own $RAY_ADDRESS, a cluster that runs here, or starts
+    one. wait: seconds to wait for a cluster that is too small now. fraction: of a device that a rank asks for (its
+    bundle reserves a whole one). bundle_indices: of the given placement group; rank i goes into the i-th. driver_inside:
+    the driver's node must hold a rank.
+    """
+
+    address: str | None = None
+    wait: float = 1800.0
+    fraction: float = 1.0
+    bundle_indices: tuple[int, ...] | None = None
+    driver_inside: bool = False
+
+
+def ray_settings() -> RaySettings:
+    """$PLANARIA_RAY_ADDRESS, _WAIT (seconds), _FRACTION, _BUNDLES ("2,0"), _DRIVER_INSIDE ("1"). Raises ConfigError."""
+    indices = os.environ.get("PLANARIA_RAY_BUNDLES")
+    if indices is not None and not re.fullmatch(r"\d+(,\d+)*", indices, re.ASCII):
+        raise ConfigError("$PLANARIA_RAY_BUNDLES", repr(indices), "is not a list of bundle numbers", "write 0,1")
+    fraction = _real("PLANARIA_RAY_FRACTION", 1.0)
+    if not 0 < fraction <= 1:
+        raise ConfigError("$PLANARIA_RAY_FRACTION", fraction, "must be more than 0 and at most 1: a rank has one device")
+    return RaySettings(
+        address=os.environ.get("PLANARIA_RAY_ADDRESS") or None,
+        wait=_real("PLANARIA_RAY_WAIT", 1800.0),
+        fraction=fraction,
+        bundle_indices=None if indices is None else tuple(map(int, indices.split(","))),
+        driver_inside=os.environ.get("PLANARIA_RAY_DRIVER_INSIDE", "") not in ("", "0"),
+    )
+
+
+def _real(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"${name}", repr(text), "must be a number of at least 0")
+    return value
+
+
+def host_ip() -> str | None:
+    """$PLANARIA_HOST_IP: the address by which other nodes reach this one, where the right one isn't found."""
+    return os.environ.get("PLANARIA_HOST_IP") or None
+
+
+def environment() -> dict[str, str]:
+    """All of this process's variables, for handing some of them on."""
+    return dict(os.environ)

@@ -1,4 +1,7 @@
-"""What every process of a deployment does first: end with its parent, leave signals to it, carry a readable name."""
+"""What every process of a deployment does first: end with its parent, leave signals to it, carry a readable name.
+
+Names are for `ps` and for `planaria ps`: "planaria: worker rank=1 tp=1 pp=0 epoch=0".
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
+_PREFIX = "planaria: "
 _PR_SET_PDEATHSIG = 1
 
 
@@ -25,3 +30,30 @@ def leave_signals_to_parent() -> None:
     """A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the root drains, then ends us."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def set_title(role: str, **facts: object) -> None:
+    """Name this process in `ps`. role: server, engine, worker or spare; facts: names and values without spaces."""
+    from setproctitle import setproctitle
+
+    setproctitle(_PREFIX + " ".join([role, *(f"{name}={value}" for name, value in facts.items())]))
+
+
+def read_title(title: str) -> tuple[str, dict[str, str]] | None:
+    """The role and facts of a title that `set_title` made; None for another."""
+    if not title.startswith(_PREFIX):
+        return None
+    role, *facts = title.removeprefix(_PREFIX).split()
+    return role, dict(fact.split("=", 1) for fact in facts if "=" in fact)
+
+
+def titled_processes() -> Iterator[tuple[int, str, dict[str, str]]]:
+    """(pid, role, facts) of every process of this machine that `set_title` named (Linux)."""
+    for name in sorted(filter(str.isdigit, os.listdir("/proc")), key=int):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as f:
+                found = read_title(f.read().rstrip(b"\0").decode(errors="replace"))
+        except OSError:  # ended meanwhile
+            continue
+        if found is not None:
+            yield int(name), *found

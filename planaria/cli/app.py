@@ -54,6 +54,10 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(help="Require this key; may be given more than once. Also $PLANARIA_API_KEY.")
     ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(help="Key of /admin routes; without one they are open to this machine. Also $PLANARIA_ADMIN_KEY."),
+    ] = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="Origin that may call from a browser; *: all.")] = None,
     cors_credentials: Annotated[bool, typer.Option(help="Let those origins send credentials.")] = False,
     ssl_certfile: Annotated[str | None, typer.Option(help="Serve TLS with this certificate.")] = None,
@@ -76,7 +80,8 @@ def serve(
 
     command.run(
         model, engine, host=host, port=port, served_model_names=tuple(served_model_name or ()),
-        api_keys=tuple(api_key or ()), cors_origins=tuple(cors_origin or ()), cors_credentials=cors_credentials,
+        api_keys=tuple(api_key or ()), admin_key=admin_key, cors_origins=tuple(cors_origin or ()),
+        cors_credentials=cors_credentials,
         ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile, ssl_keyfile_password=ssl_keyfile_password,
         ssl_ca_certs=ssl_ca_certs, max_body_bytes=max_body_bytes, shutdown_timeout=shutdown_timeout,
         skip_tokenizer_init=skip_tokenizer_init, log_level=log_level,
@@ -155,6 +160,19 @@ def models(json: Json = False) -> None:
     from planaria.cli import models as command
 
     command.run(as_json=json)
+
+
+@app.command()
+def ps(
+    port: Annotated[int | None, typer.Option(help="Of one server; default: all that run on this machine.")] = None,
+    admin_key: Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")] = None,
+    json: Json = False,
+) -> None:
+    """List the processes of running servers: server, engine, workers, what each does and the memory it holds."""
+    from planaria.cli import ps as command
+    from planaria.env import admin_key as admin_key_from_env
+
+    command.run(port=port, key=admin_key or admin_key_from_env(), as_json=json)
 
 
 @app.command(hidden=True)

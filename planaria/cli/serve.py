@@ -15,9 +15,12 @@ from planaria.checkpoint import Checkpoint
 from planaria.cli.look import console, loading, summary
 from planaria.cli.options import engine_options
 from planaria.config.options import EngineConfig
+from planaria.config.parallel import refuse_outer_launcher
 from planaria.config.resolve import resolve
+from planaria.env import admin_key as admin_key_from_env
 from planaria.env import api_keys as api_keys_from_env
 from planaria.logs import setup_logging
+from planaria.processes import set_title
 from planaria.server.config import ServerConfig
 
 
@@ -31,9 +34,11 @@ def run(
     names = server["served_model_names"] or (model,)
     server["served_model_names"] = names
     server["api_keys"] = server["api_keys"] or api_keys_from_env()
+    server["admin_key"] = server["admin_key"] or admin_key_from_env()
     config = resolve(
         engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init)
     )
+    refuse_outer_launcher(config.parallel, "planaria serve")
     settings = ServerConfig(
         model_path=str(config.checkpoint["path"]), eos_ids=config.model.eos_ids, seed=engine["seed"], **server
     )
@@ -54,6 +59,8 @@ async def _serve(config: EngineConfig, settings: ServerConfig, started: float, s
             from planaria.server.tokenise import load_tokenizer
 
             sock = bind(settings)
+            scheme = "https" if settings.ssl_certfile else "http"
+            set_title("server", port=sock.getsockname()[1], host=sock.getsockname()[0], scheme=scheme)
             tokenizer = None
             if not skip_tokenizer_init:
                 tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import planaria
 from planaria.errors import RequestError
-from planaria.server import chat, completions, health, schema, tokens
+from planaria.server import admin, chat, completions, health, schema, tokens
 from planaria.server.config import ServerConfig
 from planaria.server.failure import failure, refused
 from planaria.server.gate import OPEN_PATHS, Gate
@@ -26,6 +26,7 @@ from planaria.wire import EngineClient
 _ERRORS = {
     400: "Refused; the error names the field.",
     401: "No valid API key.",
+    403: "From this machine only, unless the server has an admin key.",
     404: "No such model or path.",
     405: "Not this method.",
     408: "The body did not come.",
@@ -140,6 +141,7 @@ def _routes(app: FastAPI) -> None:
     add("/detokenize", tokens.detokenize, schema.DetokenizeResponse, schema.DetokenizeRequest, errors=post)
     add("/v1/models", health.list_models, schema.ModelList, errors=(401, 503))
     add("/v1/models/{model:path}", health.get_model, schema.ModelCard, errors=(401, 404, 503))
+    add("/admin/processes", admin.list_processes, schema.ProcessList, errors=(401, 403))
     add("/health", health.health, schema.Health, errors=(503,))
     add("/version", health.version, schema.Version, errors=())
     add("/metrics", health.metrics, None, errors=(), content={"text/plain": {"schema": {"type": "string"}}})
@@ -148,7 +150,7 @@ def _routes(app: FastAPI) -> None:
 _MODELS: tuple[type[BaseModel], ...] = (
     schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
-    schema.ModelList, schema.ModelCard, schema.Health, schema.Version, schema.ErrorResponse,
+    schema.ModelList, schema.ModelCard, schema.Health, schema.Version, schema.ProcessList, schema.ErrorResponse,
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import zmq.asyncio
 from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError
 from planaria.logs import current_level
+from planaria.node import node_name, resident_bytes
 from planaria.types import Delta, FinishReason
 from planaria.wire import (
     Cancel,
@@ -30,7 +31,10 @@ from planaria.wire import (
     EngineStats,
     FromEngine,
     Output,
+    Processes,
+    ProcessInfo,
     Progress,
+    Report,
     Shutdown,
     Sink,
     Submit,
@@ -40,6 +44,7 @@ from planaria.wire import (
 logger = logging.getLogger("planaria.server")
 
 LAST_WORDS = 0.5  # seconds a message of an ended process may still take
+REPORT_TIMEOUT = 2.0  # seconds an engine gets to say which processes there are; between two steps it looks
 EXIT_TIMEOUT = 10.0  # seconds an engine gets to end by itself
 
 
@@ -63,6 +68,7 @@ class ProcessEngineClient:
         self._ready = asyncio.Event()
         self._died = asyncio.Event()
         self._closing = False
+        self._reports: list[asyncio.Future[list[ProcessInfo]]] = []  # who waits for the next one
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._folder = ""
@@ -113,6 +119,24 @@ class ProcessEngineClient:
         if self._sinks.pop(request_id, None) is not None and self.dead is None:
             self._send(Cancel(request_id))
 
+    async def report(self) -> list[ProcessInfo]:
+        """All of the engine's processes; only its own, and what it does, where it can't answer."""
+        assert self.process is not None
+        if self.dead is not None:
+            state = "ended"
+        elif self.facts is None:
+            state = "loading"  # it listens when it is ready
+        else:
+            waiting: asyncio.Future[list[ProcessInfo]] = asyncio.get_running_loop().create_future()
+            self._reports.append(waiting)
+            self._send(Report())
+            try:
+                return await asyncio.wait_for(waiting, REPORT_TIMEOUT)
+            except TimeoutError:
+                state = f"silent for {REPORT_TIMEOUT:g} s"
+        pid = self.process.pid
+        return [ProcessInfo("engine", None, {}, pid, node_name(), self.stats.epoch, state, resident_bytes(pid))]
+
     def _send(self, message: ToEngine) -> None:
         assert self._socket is not None
         # With no high-water mark a send never waits, so the future is done at once.
@@ -137,6 +161,11 @@ class ProcessEngineClient:
                 case Progress():
                     if self.on_progress is not None:
                         self.on_progress(message.part, message.fraction)
+                case Processes():
+                    for waiting in self._reports:
+                        if not waiting.done():
+                            waiting.set_result(message.processes)
+                    self._reports = []
                 case Dead():
                     self._die(message)
 

@@ -28,6 +28,8 @@ LINGER_BYTES = 64 << 20  # of a body that is too large, read and dropped so that
 LINGER_SECONDS = 10.0
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 _LOOPBACK = ("127.", "::1", "::ffff:127.")
+_LOOPBACK_HOST = re.compile(rb"(localhost|127\.[\d.]+|\[::1\])(:\d+)?\Z")
+_NOT_LOCAL = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin")
 
 
 class RequestInfo:
@@ -172,12 +174,13 @@ class Gate:
             if self.admin:
                 if not self.admin.accepts(authorization):
                     return _unauthorized("the admin key")
-            elif not (scope.get("client") or ("",))[0].startswith(_LOOPBACK):
+            elif not _is_local(scope, headers):
                 return failure(
                     "admin routes are open on loopback only, unless the server has an admin key", 403,
                     code="admin_only",
                 )  # fmt: skip
-        elif self.keys and not self.keys.accepts(authorization):
+            return None  # also while draining: it is then that one wants to know
+        if self.keys and not self.keys.accepts(authorization):
             return _unauthorized("an API key")
         return self._draining()
 
@@ -225,6 +228,13 @@ class Gate:
                 if too_large:
                     raise TooLarge
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
+    """From a program of this machine: not through a proxy here, and not from a page in a browser here."""
+    if not (scope.get("client") or ("",))[0].startswith(_LOOPBACK):
+        return False
+    return _LOOPBACK_HOST.match(headers.get(b"host", b"")) is not None and not any(h in headers for h in _NOT_LOCAL)
 
 
 def _unauthorized(what: str) -> ASGIApp:

@@ -276,6 +276,21 @@ class Version(Strict):
     version: str
 
 
+class ProcessEntry(Strict):
+    role: str  # server, engine, worker or spare
+    rank: int | None
+    coordinates: dict[str, int]
+    pid: int
+    node: str
+    epoch: int | None
+    state: str
+    resident: int  # bytes
+
+
+class ProcessList(Strict):
+    processes: list[ProcessEntry]
+
+
 # Reading a request.
 
 # Fields that exist elsewhere in the OpenAI API or in servers like it, and their values that ask for nothing.

@@ -14,7 +14,7 @@ import time
 import msgspec
 
 from planaria.types import Delta, FinishReason, TokenLogprobs
-from planaria.wire import Dead, EngineFacts, EngineStats, Sink, Submit
+from planaria.wire import Dead, EngineFacts, EngineStats, ProcessInfo, Sink, Submit
 
 TEXTS = (
     " the", " quick", " brown", " fox", ".", ",", "\n", " jumps", " STOP", " a", "é", "日本", "🙂", "👩‍👩‍👧", " 42",
@@ -97,6 +97,12 @@ class FakeEngine:
             self.cancelled.append(request_id)
             self._count()
             self._notify()
+
+    async def report(self) -> list[ProcessInfo]:
+        return [
+            ProcessInfo("engine", None, {}, 11, "here", 0, "ready", 1 << 20),
+            ProcessInfo("worker", 0, {"tp": 0, "pp": 0}, 12, "here", 0, "idle", 2 << 20),
+        ]
 
     async def close(self) -> None:
         if self._task is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import ssl
 import subprocess
@@ -11,7 +12,6 @@ import subprocess
 import httpx
 import openai
 import pytest
-from starlette.responses import PlainTextResponse
 
 from planaria.errors import ConfigError
 from planaria.server.app import create_app
@@ -53,22 +53,52 @@ def test_keys_are_compared_whole():
 
 
 async def test_admin_routes(tokenizer):
-    """None exist yet; the gate already knows who may see them."""
-
-    async def status(key, address, header=None):
+    async def status(key, address, header=None, host="127.0.0.1:8000", **headers):
         app = create_app(FakeEngine(tokenizer), tokenizer, ServerConfig(admin_key=key, api_keys=("user",)))
-        app.add_route("/admin/thing", lambda request: PlainTextResponse("seen"))
         transport = httpx.ASGITransport(app, client=(address, 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            headers = {"authorization": f"Bearer {header}"} if header else {}
-            return (await http.get("/admin/thing", headers=headers)).status_code
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
+            if header:
+                headers["authorization"] = f"Bearer {header}"
+            return (await http.get("/admin/processes", headers=headers)).status_code
 
     assert await status(None, "127.0.0.1") == 200
+    assert await status(None, "127.0.0.1", host="localhost") == 200
+    assert await status(None, "::1", host="[::1]:8000") == 200
     assert await status(None, "10.1.1.1") == 403
     assert await status(None, "10.1.1.1", "user") == 403
+    assert await status(None, "127.0.0.1", host="rebound.example") == 403  # a page whose name was made to lead here
+    assert await status(None, "127.0.0.1", host="localhost.example") == 403
+    assert await status(None, "127.0.0.1", origin="https://a.example") == 403
+    assert await status(None, "127.0.0.1", **{"x-forwarded-for": "10.1.1.1"}) == 403
     assert await status("root", "127.0.0.1") == 401
     assert await status("root", "127.0.0.1", "user") == 401
     assert await status("root", "10.1.1.1", "root") == 200
+
+
+async def test_the_list_of_processes(start):
+    async with start() as server, server.http() as http:
+        listed = (await http.get("/admin/processes")).json()["processes"]
+        assert [entry["role"] for entry in listed] == ["server", "engine", "worker"]
+        assert listed[0]["pid"] == os.getpid() and listed[0]["state"] == "ready" and listed[0]["resident"] > 1 << 20
+        assert listed[2] == {
+            "role": "worker", "rank": 0, "coordinates": {"tp": 0, "pp": 0}, "pid": 12, "node": "here", "epoch": 0,
+            "state": "idle", "resident": 2 << 20,
+        }  # fmt: skip
+
+
+async def test_processes_are_listed_while_draining(start):
+    """It is then that one wants to know what still runs."""
+    async with start() as server, server.http() as http:
+        server.engine.gate.clear()
+        request = asyncio.create_task(http.post(C, json=BODY))
+        await server.engine.until(lambda: server.engine.submitted)
+        server.stop.set()
+        while (await http.get("/v1/models")).status_code != 503:
+            await asyncio.sleep(0)
+        answer = await http.get("/admin/processes")
+        assert answer.status_code == 200 and answer.json()["processes"][0]["state"] == "draining"
+        server.engine.gate.set()
+        assert (await request).status_code == 200
 
 
 async def test_cors(start):

@@ -27,6 +27,7 @@ PLAIN = ("model", "messages", "prompt", "tokens", "max_tokens", "stream", "strea
 OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"), ("GET", "/version"), ("GET", "/metrics"),
+    ("GET", "/admin/processes"),
 ]  # fmt: skip
 
 

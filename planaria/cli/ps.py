@@ -1,0 +1,78 @@
+"""`planaria ps`: the processes of the servers that run on this machine, as each of them says."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import sys
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from planaria.errors import PlanariaError
+from planaria.processes import titled_processes
+
+TIMEOUT = 10.0  # seconds a server gets to answer; it gives its engine 2
+_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def running_servers() -> list[dict[str, str]]:
+    """host, port and scheme of every server of this machine, by their processes' titles."""
+    if sys.platform != "linux":
+        return []
+    return [facts for _, role, facts in titled_processes() if role == "server" and "port" in facts]
+
+
+def ask(server: dict[str, str], key: str | None) -> list[dict[str, Any]]:
+    """The server's processes. Raises PlanariaError."""
+    host, port = server.get("host", "127.0.0.1"), int(server["port"])
+    host = _LOCAL.get(host, host)
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT)
+    if server.get("scheme") == "https":
+        context = ssl.create_default_context()
+        if host in ("127.0.0.1", "::1"):  # its certificate has another name, and nobody is in between
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT, context=context)
+    try:
+        connection.request("GET", "/admin/processes", headers={"Authorization": f"Bearer {key}"} if key else {})
+        answer = connection.getresponse()
+        status, body = answer.status, answer.read()
+    except (OSError, http.client.HTTPException) as e:
+        raise PlanariaError(f"no server answers at {host} port {port}: {e}") from None
+    finally:
+        connection.close()
+    if status in (401, 403):
+        raise PlanariaError(f"the server at {host} port {port} wants its admin key: give --admin-key")
+    try:
+        if status == 200:
+            return msgspec.json.decode(body, type=dict[str, list[dict[str, Any]]])["processes"]
+    except (msgspec.DecodeError, msgspec.ValidationError, KeyError):
+        pass
+    raise PlanariaError(f"what answers at {host} port {port} is not a server of Planaria (status {status})")
+
+
+def run(*, port: int | None, key: str | None, as_json: bool) -> None:
+    """Raises PlanariaError when there is no server, or none that answers."""
+    servers = running_servers()
+    if port is not None:
+        servers = [server for server in servers if server["port"] == str(port)] or [{"port": str(port)}]
+    if not servers:
+        raise PlanariaError("no Planaria server runs on this machine")
+    rows = [{"port": int(server["port"]), **process} for server in servers for process in ask(server, key)]
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
+        return
+    table = Table("PORT", "ROLE", "RANK", "COORDINATES", "PID", "NODE", "EPOCH", "STATE", "RESIDENT", box=None)
+    for row in rows:
+        table.add_row(
+            str(row["port"]), row["role"], _text(row["rank"]),
+            " ".join(f"{axis}={number}" for axis, number in row["coordinates"].items()) or "-",
+            str(row["pid"]), row["node"], _text(row["epoch"]), row["state"], f"{row['resident'] / 2**20:,.0f} MiB",
+        )  # fmt: skip
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _text(number: int | None) -> str:
+    return "-" if number is None else str(number)
