@@ -37,7 +37,8 @@ from planaria.executor.link.codec import decode_command, decode_reply, encode_co
 from planaria.executor.link.faults import LinkClosed, Port
 from planaria.executor.link.keys import Invitation
 from planaria.executor.link.shm import ShmLink, ShmPort
-from planaria.executor.link.tcp import TcpLink, TcpPort
+from planaria.executor.link.tcp import TcpLink
+from planaria.executor.link.tcp_port import TcpPort
 from planaria.protocol import StepPlan, StepResult
 
 ROOT = Path(__file__).resolve().parent.parent

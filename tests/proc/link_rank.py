@@ -15,7 +15,7 @@ from typing import Any
 from planaria.executor.link.faults import Fenced, LinkClosed, MessageLost, PeerLost, Port
 from planaria.executor.link.keys import Invitation
 from planaria.executor.link.shm import ShmLink, ShmPort
-from planaria.executor.link.tcp import TcpPort
+from planaria.executor.link.tcp_port import TcpPort
 from planaria.protocol import Call, Command, Done, Exit, LaneResult, Reply, StepPlan, StepResult
 
 ENDED = {Fenced: 10, LinkClosed: 11, PeerLost: 12, MessageLost: 13}  # exit codes

@@ -19,7 +19,9 @@ from planaria.executor.link.codec import encode_reply
 from planaria.executor.link.faults import LinkError
 from planaria.executor.link.keys import Invitation, Keys, Pair
 from planaria.executor.link.stream import Kind, Stream
-from planaria.executor.link.tcp import CHUNK_BYTES, WINDOW, TcpLink, TcpPort
+from planaria.executor.link.tcp import TcpLink
+from planaria.executor.link.tcp_port import TcpPort
+from planaria.executor.link.tcp_socket import CHUNK_BYTES, WINDOW
 from planaria.protocol import Call, Done, Failed
 from tests.proc.links import LIMIT, start_rank
 

@@ -37,7 +37,7 @@ def open_port(address: Address) -> Port:
             return ShmPort.attach(address.memory.open(), address.rank)
         case Tcp():
             from planaria.executor.link.keys import Invitation
-            from planaria.executor.link.tcp import TcpPort
+            from planaria.executor.link.tcp_port import TcpPort
 
             return TcpPort.connect(Invitation.decode(address.invitation))
         case Inside():

@@ -1,0 +1,188 @@
+"""A rank's end of the TCP link: see planaria.executor.link.tcp."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+
+import zmq
+
+from planaria.executor.link.codec import Bytes, CodecError, answer, decode_command
+from planaria.executor.link.faults import DRIVER, Fenced, LinkClosed, LinkError, PeerLags, PeerLost
+from planaria.executor.link.keys import Invitation
+from planaria.executor.link.stream import Kind, Refused, Stream
+from planaria.executor.link.tcp_socket import HEARTBEAT, NOTHING, WINDOW, End
+from planaria.protocol import Command, Failed, Reply
+
+LOOK = 0.05  # seconds between looks for room
+
+
+class TcpPort:
+    """A rank's end. One thread receives, one (the same or another) replies.
+
+    `reply_timeout`: seconds without progress after which a driver that takes no replies is reported.
+    """
+
+    name = "tcp"
+
+    def __init__(self, invitation: Invitation, heartbeat: float, reply_timeout: float) -> None:
+        self.rank, self.epoch, self.reply_timeout = invitation.rank, invitation.epoch, reply_timeout
+        self.refused: Counter[str] = Counter()
+        self._stream = Stream(
+            invitation.epoch, "the driver", _either, chunk_bytes=invitation.chunk_bytes, window=WINDOW
+        )
+        self._heard: deque[tuple[int, Command | CodecError]] = deque()
+        self._fault: LinkError | None = None
+        self._connected = self._receiving = False
+        self._end = End(zmq.DEALER, invitation.chunk_bytes, heartbeat)
+        socket = self._end.socket
+        socket.setsockopt(zmq.CURVE_SERVERKEY, invitation.driver_key.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, invitation.pair.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, invitation.pair.secret.encode())
+        socket.setsockopt(zmq.IPV6, int("[" in invitation.address))
+        socket.connect(invitation.address)
+
+    @classmethod
+    def connect(
+        cls, invitation: Invitation, *, timeout: float = 60.0, heartbeat: float = HEARTBEAT, reply_timeout: float = 60.0
+    ) -> TcpPort:
+        """Raises LinkError when refused, or when there is no connection after `timeout` seconds."""
+        port = cls(invitation, heartbeat, reply_timeout)
+        began = time.monotonic()
+        try:
+            while not port._connected:
+                left = began + timeout - time.monotonic()
+                if left <= 0:
+                    raise LinkError(
+                        f"rank {invitation.rank} got no connection to {invitation.address} in {timeout:g} s: nobody "
+                        "listens there, or its key is another deployment's"
+                    )
+                port._end.wait(left)
+                port._take_in()
+                if port._fault is not None:
+                    raise port._fault
+        except BaseException:
+            port._end.close()
+            raise
+        port._put(port._stream.header(Kind.HELLO), NOTHING)
+        return port
+
+    def receive(self, timeout: float | None) -> tuple[int, Command] | None:
+        """The next command and its number. None after `timeout` seconds.
+
+        A command that can't be read is answered with Failed here, for every command is answered. Raises PeerLost when
+        the connection broke, MessageLost, Fenced, LinkClosed.
+        """
+        self._receiving = True
+        try:
+            return self._receive(None if timeout is None else time.monotonic() + timeout)
+        finally:
+            self._receiving = False
+
+    def _receive(self, deadline: float | None) -> tuple[int, Command] | None:
+        while True:
+            self._take_in()
+            if isinstance(self._fault, Fenced):
+                raise self._fault
+            if self._heard:
+                number, command = self._heard.popleft()
+                if not isinstance(command, CodecError):
+                    return number, command
+                self.reply(number, Failed(self.rank, "receive", str(command), ""))
+                continue
+            if self._fault is not None:
+                raise self._fault
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            self._end.wait(left)
+
+    def beat(self) -> None:
+        """Nothing: ZeroMQ's own thread answers heartbeats while this process runs."""
+
+    def reply(self, number: int, reply: Reply) -> None:
+        """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or PeerLost when the
+        driver takes nothing; Fenced, LinkClosed."""
+        data = answer(self.rank, reply)
+        if self._fault is not None:
+            raise self._fault
+        for chunk, left in self._stream.chunks(data):
+            if self._stream.full():
+                self._wait_for_room()
+            with self._end.lock:
+                self._put(self._stream.data_header(number, left), chunk)
+        if self._receiving:  # another thread may wait for what came while this one used the socket
+            self._end.ring()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._end.lock:
+            if not self._end.closed:
+                if self._fault is None:
+                    self._put(self._stream.header(Kind.BYE), NOTHING)
+                self._fault = LinkClosed(f"rank {self.rank} closed its end", self.rank)
+                self._end.close()
+
+    # -- inside
+
+    def _put(self, header: bytes, payload: memoryview) -> None:
+        try:
+            self._end.socket.send_multipart([header, payload], zmq.NOBLOCK, copy=len(payload) < 65536)
+        except zmq.ZMQError as e:
+            self._fault = self._fault or PeerLost(f"the connection to the driver broke: {e}", DRIVER)
+
+    def _take_in(self) -> None:
+        end = self._end
+        with end.lock:
+            if end.closed:
+                return
+            while (frames := end.frames()) is not None:
+                try:
+                    self._on(frames)
+                except Refused as e:
+                    self.refused[e.reason] += 1
+                except LinkError as e:
+                    self._fault = self._fault or e
+            for event in end.events():
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._connected = True
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    self._fault = LinkError(f"the driver refused the key of rank {self.rank}", self.rank)
+                elif event == zmq.EVENT_DISCONNECTED and self._connected and self._fault is None:
+                    self._fault = PeerLost("the connection to the driver broke", DRIVER)
+
+    def _on(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) != 2:
+            raise Refused("malformed")
+        header, payload = (frame.buffer for frame in frames)
+        kind, found = self._stream.take(header, payload)
+        if kind is Kind.FENCE:
+            raise Fenced(f"epoch {self.epoch} is over")
+        if kind is Kind.BYE:
+            raise LinkClosed("the driver closed the link", DRIVER)
+        if found is not None:
+            self._heard.append(found)
+        if self._stream.owes_credit():
+            self._put(self._stream.header(Kind.CREDIT), NOTHING)
+
+    def _wait_for_room(self) -> None:
+        began = time.monotonic()
+        while True:
+            self._take_in()
+            if self._fault is not None:
+                raise self._fault
+            if not self._stream.full():
+                return
+            waited = time.monotonic() - began
+            if waited >= self.reply_timeout:
+                raise PeerLags(f"the driver took no reply of rank {self.rank} for {waited:.1f} s", DRIVER)
+            if self._heard:
+                self._end.ring()
+            self._end.wait(min(LOOK, self.reply_timeout - waited))
+
+
+def _either(data: Bytes) -> Command | CodecError:
+    try:
+        return decode_command(data)
+    except CodecError as e:
+        return e
