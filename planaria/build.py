@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from planaria.config.options import EngineConfig
+from planaria.env import ray_settings
 from planaria.executor.boot import Place
 from planaria.executor.launcher.inline import InlineLauncher
 from planaria.executor.launcher.process import ProcessLauncher
@@ -18,13 +21,24 @@ def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
     parallel = config.parallel
     if parallel.distributed_executor_backend == "uni":
         return _inline(config, emit)
-    launcher = ProcessLauncher("planaria.worker.main", range(parallel.world_size))
+    launcher = _launcher(config)
 
     def link_for(places: list[Place]) -> Link:
-        link: Link = make_link([place.home == home() for place in places], heartbeat=parallel.heartbeat_timeout)
+        link: Link = make_link(
+            [place.home == home() for place in places], host=launcher.address, heartbeat=parallel.heartbeat_timeout
+        )
         return link
 
     return EngineLoop(config, launcher, link_for, emit)
+
+
+def _launcher(config: EngineConfig) -> Any:
+    parallel = config.parallel
+    if parallel.distributed_executor_backend == "ray":
+        from planaria.executor.ray.launcher import RayLauncher
+
+        return RayLauncher(parallel, config.device.device, "planaria.worker.main:run_rank", ray_settings())
+    return ProcessLauncher("planaria.worker.main", range(parallel.world_size))
 
 
 def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:

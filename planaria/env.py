@@ -105,8 +105,8 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     address: of the cluster; "local" starts one; None takes Ray's own $RAY_ADDRESS, a cluster that runs here, or starts
     one. wait: seconds to wait for a cluster that is too small now. fraction: of a device that a rank asks for (its
-    bundle reserves a whole one). bundle_indices: of the given placement group; rank i goes into the i-th. driver_inside:
-    the driver's node must hold a rank.
+    bundle reserves a whole one). bundle_indices: of the given placement group; rank i goes into the i-th.
+    driver_inside: the driver's node must hold a rank.
     """
 
     address: str | None = None
@@ -123,7 +123,7 @@ def ray_settings() -> RaySettings:
         raise ConfigError("$PLANARIA_RAY_BUNDLES", repr(indices), "is not a list of bundle numbers", "write 0,1")
     fraction = _real("PLANARIA_RAY_FRACTION", 1.0)
     if not 0 < fraction <= 1:
-        raise ConfigError("$PLANARIA_RAY_FRACTION", fraction, "must be more than 0 and at most 1: a rank has one device")
+        raise ConfigError("$PLANARIA_RAY_FRACTION", fraction, "must be more than 0 and at most 1, a rank's device")
     return RaySettings(
         address=os.environ.get("PLANARIA_RAY_ADDRESS") or None,
         wait=_real("PLANARIA_RAY_WAIT", 1800.0),

@@ -1,0 +1,101 @@
+"""The actor that a rank lives in. Light until `run`: it only says where it came up.
+
+`run` is carried out by a thread of its own concurrency group, so that the actor stays reachable: setting up a compiled
+graph calls other methods. Everything that goes in and out is plain data or bytes that we encoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from typing import Any
+
+import msgspec
+
+RANK_GROUP = "rank"  # concurrency group of `run`
+
+
+class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
+    """Where an actor came up. ray_node: Ray's id; born: the process's start time in the kernel's ticks, so that a pid
+    used again is noticed; own: what the node's environment says of the variables that were asked about."""
+
+    home: str
+    node: str
+    ray_node: str
+    address: str
+    pid: int
+    born: int
+    cores: int
+    devices: tuple[int, ...]
+    own: dict[str, str]
+
+
+class RankActor:
+    """One rank."""
+
+    def where(self, resource: str, names: list[str]) -> bytes:
+        """Encoded Whereabouts. names: variables to report."""
+        import ray
+
+        from planaria.config.machine import usable_cores
+        from planaria.env import environment, host_ip
+        from planaria.node import home, node_name
+
+        context = ray.get_runtime_context()
+        ids = context.get_accelerator_ids().get(resource, [])
+        own = environment()
+        return msgspec.msgpack.encode(
+            Whereabouts(
+                home(), node_name(), context.get_node_id(), host_ip() or ray.util.get_node_ip_address(), os.getpid(),
+                born(os.getpid()), usable_cores(), tuple(int(id) for id in ids),
+                {name: own[name] for name in names if name in own},
+            )
+        )  # fmt: skip
+
+    def run(self, entry: str, boot: bytes, environment: dict[str, str]) -> int:
+        """Be the rank until it ends: `entry` (package.module:function) gets the decoded boot. The environment is
+        complete before anything large is imported."""
+        os.environ.update(environment)
+        with contextlib.suppress(OSError):  # Ray's workers are niced as batch work; a rank serves
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        from planaria.executor.boot import RankBoot
+        from planaria.logs import setup_logging
+
+        decoded = RankBoot.decode(boot)
+        setup_logging(decoded.log_level)
+        module, _, function = entry.partition(":")
+        code: int = getattr(importlib.import_module(module), function)(decoded)
+        return code
+
+
+def report(names: list[str]) -> dict[str, str]:
+    """Carried out on a node: which of these variables its processes start with."""
+    with open("/proc/self/environ", "rb") as f:  # not os.environ, to which Ray adds
+        found = dict(item.split("=", 1) for item in os.fsdecode(f.read()).split("\0") if "=" in item)
+    return {name: found[name] for name in names if name in found}
+
+
+def born(pid: int) -> int:
+    """When a process of this node started, in the kernel's ticks; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            return int(f.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return 0
+
+
+def end_process(pid: int, started: int) -> bool:
+    """Carried out on the node of a process that must end, outside of it. False if it was gone already."""
+    import signal
+
+    if born(pid) != started or not started:
+        return False
+    os.kill(pid, signal.SIGKILL)
+    return True
+
+
+def remote_class(ray: Any) -> Any:
+    """RankActor for Ray, `run` in a group of its own."""
+    ray.method(concurrency_group=RANK_GROUP)(RankActor.run)  # marks the function
+    return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={RANK_GROUP: 1})(RankActor)

@@ -1,0 +1,20 @@
+"""Names of actors, for the dashboard. Pure.
+
+Ray refuses a name that a living actor has, and a replacement starts while the one it replaces dies: so a name has the
+epoch in it.
+"""
+
+from __future__ import annotations
+
+from planaria.topology import AXES, Layout
+
+_SHORT = {"dp": "lane"}
+
+
+def actor_name(instance: str, layout: Layout, rank: int, epoch: int) -> str:
+    """`planaria-<instance>-tp1-pp0-e0`: coordinates of the axes longer than 1 (of a single rank: none)."""
+    coords = layout.coords(rank)
+    parts = [
+        f"{_SHORT.get(axis, axis)}{getattr(coords, axis)}" for axis in reversed(AXES) if getattr(layout, axis) > 1
+    ]
+    return "-".join(["planaria", instance, *parts, f"e{epoch}"])
