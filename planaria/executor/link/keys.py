@@ -41,11 +41,12 @@ class Keys(msgspec.Struct, frozen=True, array_like=True):
         return cls(pairs[0], tuple(pairs[1:]))
 
     @classmethod
-    def derive(cls, secret: bytes, num_ranks: int) -> Keys:
-        """The same keys on every node that knows `secret` (at least 32 random bytes). Raises LinkError if shorter."""
+    def derive(cls, secret: bytes, num_ranks: int, purpose: str = "link") -> Keys:
+        """The same keys on every node that knows `secret` (at least 32 random bytes); others for each purpose. Raises
+        LinkError if it is shorter."""
         if len(secret) < MIN_SECRET:
             raise LinkError(f"the deployment's secret has {len(secret)} bytes; give at least {MIN_SECRET} random ones")
-        pairs = [_derived(secret, f"planaria link {place}") for place in range(-1, num_ranks)]
+        pairs = [_derived(secret, f"planaria {purpose} {place}") for place in range(-1, num_ranks)]
         return cls(pairs[0], tuple(pairs[1:]))
 
 

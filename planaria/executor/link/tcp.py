@@ -11,22 +11,21 @@ goes on.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
 from planaria.executor.link.address import Tcp
-from planaria.executor.link.codec import encode_command, heard
+from planaria.executor.link.codec import Bytes, encode_command, heard
 from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, PeerLags, PeerLost
 from planaria.executor.link.keys import Invitation, Keys
 from planaria.executor.link.stream import Kind, Refused, Stream
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, HEARTBEAT, NOTHING, WINDOW, End, bracketed
-from planaria.protocol import Command, Reply
 
 PROBE = 0.05  # seconds between looks for whose connection broke
 PROBES = 40
@@ -63,7 +62,7 @@ class _Gatekeeper(threading.Thread):
 class _Peer:
     """A rank as the driver sees it. Frames wait in `unsent` until it has said hello."""
 
-    def __init__(self, stream: Stream[Reply]) -> None:
+    def __init__(self, stream: Stream[Any]) -> None:
         self.stream = stream
         self.route: bytes | None = None
         self.unsent: list[tuple[bytes, memoryview]] = []
@@ -74,24 +73,22 @@ class TcpLink:
     """The driver's end. One thread sends and receives; `wake` and `fence` may be called from any.
 
     `address`: where ranks connect; `refused`: dropped frames and connections by reason. `send_timeout`: seconds without
-    progress after which a rank that takes nothing is reported.
+    progress after which a rank that takes nothing is reported. `encode` and `decode` are for other messages than
+    commands and replies; `decode(bytes, rank)` never raises.
     """
 
     name = "tcp"
 
     def __init__(
         self, keys: Keys, host: str, port: int, advertise: str, epoch: int, chunk_bytes: int, heartbeat: float,
-        send_timeout: float,
+        send_timeout: float, encode: Callable[[Any], bytes], decode: Callable[[Bytes, int], Any],
     ) -> None:  # fmt: skip
         self.keys, self.epoch, self.chunk_bytes, self.send_timeout = keys, epoch, chunk_bytes, send_timeout
         self.num_ranks = len(keys.ranks)
         self.refused: Counter[str] = Counter()
-        self._peers = [
-            _Peer(Stream(epoch, f"rank {rank}", functools.partial(heard, rank=rank), chunk_bytes=chunk_bytes,
-                         window=WINDOW))
-            for rank in range(self.num_ranks)
-        ]  # fmt: skip
-        self._heard: deque[tuple[int, int, Reply]] = deque()
+        self._encode, self._decode = encode, decode
+        self._peers = [self._new_peer(rank) for rank in range(self.num_ranks)]
+        self._heard: deque[tuple[int, int, Any]] = deque()
         self._woken = self._fenced = False
         self._broken: LinkError | None = None
         self._probes = 0  # looks left for the rank whose connection broke
@@ -116,11 +113,15 @@ class TcpLink:
     def create(
         cls, num_ranks: int, *, host: str = "127.0.0.1", port: int = 0, advertise: str = "", keys: Keys | None = None,
         epoch: int = 0, chunk_bytes: int = CHUNK_BYTES, heartbeat: float = HEARTBEAT, send_timeout: float = 30.0,
+        encode: Callable[[Any], bytes] = encode_command, decode: Callable[[Bytes, int], Any] = heard,
     ) -> TcpLink:  # fmt: skip
         """`host` is where to listen, `advertise` what ranks connect to if that differs. Raises LinkError."""
         if not zmq.has("curve"):
             raise LinkError("this ZeroMQ has no CurveZMQ; install pyzmq from its wheel")
-        return cls(keys or Keys.generate(num_ranks), host, port, advertise, epoch, chunk_bytes, heartbeat, send_timeout)
+        return cls(
+            keys or Keys.generate(num_ranks), host, port, advertise, epoch, chunk_bytes, heartbeat, send_timeout,
+            encode, decode,
+        )  # fmt: skip
 
     def address_of(self, rank: int) -> Tcp:
         """For this rank alone: it contains its secret key."""
@@ -146,24 +147,31 @@ class TcpLink:
         self._take_in()
         return [rank for rank, peer in enumerate(self._peers) if peer.state == "lost"]
 
-    def send(self, number: int, command: Command) -> None:
-        """To every rank. Raises CodecError; PeerLags or PeerLost when a rank takes nothing; Fenced, LinkClosed."""
-        data = encode_command(command)
+    def forget(self, rank: int) -> None:
+        """This rank's loss has been dealt with: another process may come in its place."""
+        with self._end.lock:
+            self._peers[rank] = self._new_peer(rank)
+
+    def send(self, number: int, command: Any, to: int | None = None) -> None:
+        """To every rank, or to one. Raises CodecError; PeerLags or PeerLost when a rank takes nothing; Fenced,
+        LinkClosed."""
+        data = self._encode(command)
         self._check()
-        first = self._peers[0].stream
-        for at, (chunk, left) in enumerate(first.chunks(data)):
-            if any(peer.stream.full() for peer in self._peers):
+        ranks = range(self.num_ranks) if to is None else (to,)
+        peers = [self._peers[rank] for rank in ranks]
+        for at, (chunk, left) in enumerate(peers[0].stream.chunks(data)):
+            if any(peer.stream.full() for peer in peers):
                 try:
-                    self._wait_for_room()
+                    self._wait_for_room(ranks)
                 except LinkError as e:
                     if at:  # ranks have half a message
                         self._broken = e
                     raise
             with self._end.lock:
-                for peer in self._peers:
+                for peer in peers:
                     self._put(peer, peer.stream.data_header(number, left), chunk)
 
-    def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None:
+    def receive(self, timeout: float | None) -> tuple[int, int, Any] | None:
         """The next reply: rank, number, reply. None after `timeout` seconds or a `wake`.
 
         Raises PeerLost when a rank's connection broke (what had left it by then comes first), MessageLost, Fenced,
@@ -212,6 +220,14 @@ class TcpLink:
                 self._end.close()
 
     # -- inside
+
+    def _new_peer(self, rank: int) -> _Peer:
+        return _Peer(
+            Stream(
+                self.epoch, f"rank {rank}", lambda data: self._decode(data, rank), chunk_bytes=self.chunk_bytes,
+                window=WINDOW,
+            )
+        )  # fmt: skip
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -287,13 +303,13 @@ class TcpLink:
         if stream.owes_credit():
             self._put(peer, stream.header(Kind.CREDIT), NOTHING)
 
-    def _wait_for_room(self) -> None:
-        """Until every rank may be sent a chunk. Replies are taken in meanwhile."""
+    def _wait_for_room(self, ranks: Sequence[int]) -> None:
+        """Until each of `ranks` may be sent a chunk. Replies are taken in meanwhile."""
         began = time.monotonic()
         while True:
             self._check()
             self._take_in()
-            behind = [rank for rank, peer in enumerate(self._peers) if peer.stream.full()]
+            behind = [rank for rank in ranks if self._peers[rank].stream.full()]
             if not behind:
                 return
             if gone := [rank for rank in behind if self._peers[rank].state == "lost"]:

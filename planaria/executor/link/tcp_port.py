@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -12,7 +14,7 @@ from planaria.executor.link.faults import DRIVER, Fenced, LinkClosed, LinkError,
 from planaria.executor.link.keys import Invitation
 from planaria.executor.link.stream import Kind, Refused, Stream
 from planaria.executor.link.tcp_socket import HEARTBEAT, NOTHING, WINDOW, End
-from planaria.protocol import Command, Failed, Reply
+from planaria.protocol import Command, Failed
 
 LOOK = 0.05  # seconds between looks for room
 
@@ -20,18 +22,22 @@ LOOK = 0.05  # seconds between looks for room
 class TcpPort:
     """A rank's end. One thread receives, one (the same or another) replies.
 
-    `reply_timeout`: seconds without progress after which a driver that takes no replies is reported.
+    `reply_timeout`: seconds without progress after which a driver that takes no replies is reported. `encode(rank,
+    value)` and `decode(bytes)` are for other messages than replies and commands; neither raises, `decode` returns a
+    CodecError.
     """
 
     name = "tcp"
 
-    def __init__(self, invitation: Invitation, heartbeat: float, reply_timeout: float) -> None:
+    def __init__(
+        self, invitation: Invitation, heartbeat: float, reply_timeout: float, encode: Callable[[int, Any], bytes],
+        decode: Callable[[Bytes], Any],
+    ) -> None:  # fmt: skip
         self.rank, self.epoch, self.reply_timeout = invitation.rank, invitation.epoch, reply_timeout
         self.refused: Counter[str] = Counter()
-        self._stream = Stream(
-            invitation.epoch, "the driver", _either, chunk_bytes=invitation.chunk_bytes, window=WINDOW
-        )
-        self._heard: deque[tuple[int, Command | CodecError]] = deque()
+        self._encode = encode
+        self._stream = Stream(invitation.epoch, "the driver", decode, chunk_bytes=invitation.chunk_bytes, window=WINDOW)
+        self._heard: deque[tuple[int, Any]] = deque()
         self._fault: LinkError | None = None
         self._connected = self._receiving = False
         self._end = End(zmq.DEALER, invitation.chunk_bytes, heartbeat)
@@ -44,10 +50,12 @@ class TcpPort:
 
     @classmethod
     def connect(
-        cls, invitation: Invitation, *, timeout: float = 60.0, heartbeat: float = HEARTBEAT, reply_timeout: float = 60.0
-    ) -> TcpPort:
+        cls, invitation: Invitation, *, timeout: float = 60.0, heartbeat: float = HEARTBEAT,
+        reply_timeout: float = 60.0, encode: Callable[[int, Any], bytes] = answer,
+        decode: Callable[[Bytes], Any] | None = None,
+    ) -> TcpPort:  # fmt: skip
         """Raises LinkError when refused, or when there is no connection after `timeout` seconds."""
-        port = cls(invitation, heartbeat, reply_timeout)
+        port = cls(invitation, heartbeat, reply_timeout, encode, decode or _either)
         began = time.monotonic()
         try:
             while not port._connected:
@@ -67,7 +75,7 @@ class TcpPort:
         port._put(port._stream.header(Kind.HELLO), NOTHING)
         return port
 
-    def receive(self, timeout: float | None) -> tuple[int, Command] | None:
+    def receive(self, timeout: float | None) -> tuple[int, Any] | None:
         """The next command and its number. None after `timeout` seconds.
 
         A command that can't be read is answered with Failed here, for every command is answered. Raises PeerLost when
@@ -79,7 +87,7 @@ class TcpPort:
         finally:
             self._receiving = False
 
-    def _receive(self, deadline: float | None) -> tuple[int, Command] | None:
+    def _receive(self, deadline: float | None) -> tuple[int, Any] | None:
         while True:
             self._take_in()
             if isinstance(self._fault, Fenced):
@@ -100,10 +108,10 @@ class TcpPort:
     def beat(self) -> None:
         """Nothing: ZeroMQ's own thread answers heartbeats while this process runs."""
 
-    def reply(self, number: int, reply: Reply) -> None:
+    def reply(self, number: int, reply: Any) -> None:
         """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or PeerLost when the
         driver takes nothing; Fenced, LinkClosed."""
-        data = answer(self.rank, reply)
+        data = self._encode(self.rank, reply)
         if self._fault is not None:
             raise self._fault
         for chunk, left in self._stream.chunks(data):
