@@ -18,7 +18,7 @@ import zmq
 
 from planaria.build import build_loop
 from planaria.config.options import EngineConfig
-from planaria.errors import CapacityError, ModelError, PlanariaError
+from planaria.errors import CapacityError, ModelError, PlanariaError, UserError
 from planaria.logs import setup_logging
 from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
 from planaria.types import Delta
@@ -115,12 +115,9 @@ def main() -> int:
     began = time.perf_counter()
     try:
         facts = loop.start()
-    except (ModelError, CapacityError) as e:
-        port.send(Dead("model" if isinstance(e, ModelError) else "capacity", str(e)))
-        port.close()
-        return 1
     except PlanariaError as e:
-        port.send(Dead("error", str(e)))
+        kinds = ((ModelError, "model"), (UserError, "user"), (CapacityError, "capacity"))
+        port.send(Dead(next((kind for error, kind in kinds if isinstance(e, error)), "error"), str(e)))
         port.close()
         return 1
     logger.debug("engine ready after %.2f s", time.perf_counter() - began)

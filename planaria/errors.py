@@ -7,6 +7,7 @@ PlanariaError
 │   └── RequestError      one request: HTTP 400 with the field; no other request notices
 ├── CapacityError         the machine has not what was asked (memory for KV, devices); exits with 1
 ├── RanksDiffer           ranks of one group don't agree on configuration or versions; exits with 1
+├── CallFailed            a method that collective_rpc called raised on a rank; the engine goes on
 ├── WorkersLost           ranks died or stopped; handled in one place, by a new epoch
 └── EngineDead            the engine gave up; every open request was answered
 """
@@ -54,6 +55,14 @@ class CapacityError(PlanariaError):
 
 class RanksDiffer(PlanariaError):
     """Ranks that would step together have different configurations or versions; the message names rank and field."""
+
+
+class CallFailed(PlanariaError):
+    """A worker's method raised. The message names method and rank; `traceback` is the rank's."""
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class WorkersLost(PlanariaError):

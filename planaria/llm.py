@@ -230,9 +230,16 @@ class LLM(_Front):
         output.prompt = text
         return output
 
-    def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run a worker's method on every rank; answers in rank order."""
-        return self._loop.call(method, *args, **kwargs)
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Run a worker's method on every rank, after the steps that are on their way; answers in rank order.
+
+        Arguments and answers are plain data: numbers, text, bytes, lists, dicts. `timeout`: seconds, None for ever.
+        Raises TimeoutError, CallFailed where the method raised (the engine goes on), UserError where the workers have
+        no such method (`worker_extension_cls` adds some), EngineDead.
+        """
+        return self._loop.call(method, tuple(args), kwargs).result(timeout)
 
     def close(self) -> None:
         """Free everything. Idempotent."""

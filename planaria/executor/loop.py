@@ -13,12 +13,14 @@ from typing import Any, Protocol
 
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
-from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, WorkersLost
+from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
 from planaria.executor.boot import Place, RankBoot, boots_for
 from planaria.executor.gang import PHASES, Gang
 from planaria.executor.health import Health
 from planaria.executor.link.address import Address
+from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
+from planaria.executor.pending import Pending
 from planaria.executor.startup import StartUp
 from planaria.executor.worker_group import Ticket, WorkerGroup
 from planaria.node import process_state
@@ -32,7 +34,6 @@ Emit = Callable[[FromEngine], None]
 
 LOOK = 0.5  # seconds between looks at the ranks' health while waiting
 START_TIMEOUT = 1800.0  # seconds for one command of the start; loading from a slow disk is the longest
-CALL_TIMEOUT = 3600.0
 EXIT_TIMEOUT = 5.0
 LAST_WORDS = 1.0  # seconds a rank gets to say why another rank could not go on
 
@@ -80,6 +81,8 @@ def failure(failed: Failed) -> PlanariaError:
         return ModelError(failed.message)
     if failed.kind == "capacity":
         return CapacityError(failed.message)
+    if failed.kind == "user":
+        return UserError(failed.message)
     if failed.kind == "config":
         return RanksDiffer(failed.message)
     return EngineDead(f"rank {failed.rank} failed in {failed.phase}: {failed.message}")
@@ -186,10 +189,19 @@ class EngineLoop:
     def _receive(self, deadline: float | None = None) -> tuple[int, int, Reply]:
         """The next answer. Raises WorkersLost when a rank's process has ended, is stopped or silent, its link is
         broken, or nothing has come by the deadline."""
+        answer = self._poll(deadline)
+        if answer is None:
+            owing = self.group.owing()
+            raise WorkersLost(self.epoch, tuple(owing), f"ranks {owing} did not answer in time")
+        return answer
+
+    def _poll(self, deadline: float | None) -> tuple[int, int, Reply] | None:
+        """As `_receive`, but None at the deadline."""
         assert self.link is not None
         while True:
+            left = LOOK if deadline is None else min(LOOK, max(0.0, deadline - time.monotonic()))
             try:
-                answer = self.link.receive(LOOK)
+                answer = self.link.receive(left)
             except LinkError as e:
                 lost = self.launcher.lost()
                 cause = "; ".join(f"its process {how}" for how in lost.values()) or str(e)
@@ -197,9 +209,8 @@ class EngineLoop:
             if answer is not None:
                 return answer
             self._look_for_losses()
-            if deadline is not None and time.monotonic() > deadline:
-                owing = self.group.owing()
-                raise WorkersLost(self.epoch, tuple(owing), f"ranks {owing} did not answer in time")
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
 
     def _look_for_losses(self) -> None:
         assert self.link is not None
@@ -303,23 +314,35 @@ class EngineLoop:
             self._lost(WorkersLost(self.epoch, e.ranks, str(e)))
         return True
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run a worker's method on every rank between steps; answers in rank order. Raises EngineDead if one failed."""
-        while self.group.open:
-            self.turn()
-        if self.dead is not None:
-            raise EngineDead(self.dead.message)
+    def call(self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Pending:
+        """Have every rank run a worker's method after the steps that are on their way. Raises CodecError for arguments
+        that can't travel, EngineDead."""
+        if self.dead is not None or self.link is None:
+            raise EngineDead(self.dead.message if self.dead is not None else "the engine was closed")
+        command = Call(method, args, kwargs or {})
+        encode_command(command)  # refused here, on every back end alike, and before a rank is owed to
+        ticket = self.group.submit(command, time.monotonic())
+        self.link.send(ticket.number, command)
+        return Pending(ticket, self._wait)
+
+    def _wait(self, ticket: Ticket, deadline: float | None) -> None:
+        """Carry on until `ticket` is closed or the deadline has come. Raises EngineDead when a rank is lost."""
         try:
-            ticket = self._ask(Call(method, args, kwargs), CALL_TIMEOUT)
+            while not ticket.closed and self.dead is None:
+                answer = self._poll(deadline)
+                if answer is None:
+                    return
+                for done in self.group.on_reply(*answer):
+                    self._complete(done)
         except WorkersLost as e:
             self._lost(e)
-            raise failure(self._failed_by(e, f"call {method}")) from None
-        if ticket.failed is not None:
-            raise failure(ticket.failed)
-        return [getattr(reply, "value", None) for reply in ticket.in_order()]
+        if not ticket.closed:
+            raise EngineDead(self.dead.message if self.dead is not None else "the engine was closed")
 
     def _complete(self, ticket: Ticket) -> None:
         assert self.core is not None
+        if isinstance(ticket.command, Call):
+            return  # whoever asked looks at the ticket
         if ticket.failed is not None:
             self._die(self._root_cause(ticket.failed))
             return

@@ -14,12 +14,13 @@ from planaria.protocol import Command, Failed, Reply
 
 @dataclass
 class Ticket:
-    """One command sent to all ranks. `replies` by rank, as they arrive."""
+    """One command sent to all ranks. `replies` by rank, as they arrive; `closed` when nothing more is waited for."""
 
     number: int
     command: Command
     sent: float
     replies: dict[int, Reply] = field(default_factory=dict)
+    closed: bool = False
 
     def in_order(self) -> list[Reply]:
         """The replies that came, in rank order."""
@@ -56,6 +57,7 @@ class WorkerGroup:
         done = []
         while self.open and (len(self.open[0].replies) == self.world_size or self.open[0].failed):
             done.append(self.open.popleft())
+            done[-1].closed = True
         return done
 
     def owing(self) -> list[int]:

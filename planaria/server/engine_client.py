@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from planaria.config.options import EngineConfig
-from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError
+from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, UserError
 from planaria.logs import current_level
 from planaria.node import node_name, resident_bytes
 from planaria.types import Delta, FinishReason
@@ -50,7 +50,7 @@ EXIT_TIMEOUT = 10.0  # seconds an engine gets to end by itself
 
 def error_of(dead: Dead) -> PlanariaError:
     """The exception that a message of the engine's end stands for."""
-    kinds: dict[str, type[PlanariaError]] = {"model": ModelError, "capacity": CapacityError}
+    kinds: dict[str, type[PlanariaError]] = {"model": ModelError, "user": UserError, "capacity": CapacityError}
     return kinds.get(dead.kind, EngineDead)(dead.message)
 
 

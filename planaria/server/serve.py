@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from planaria.errors import CapacityError, ConfigError, EngineDead, ModelError
+from planaria.errors import CapacityError, ConfigError, EngineDead, UserError
 from planaria.server.app import create_app
 from planaria.server.config import ServerConfig
 from planaria.server.service import Service
@@ -151,7 +151,7 @@ async def serve(
     0 after a first SIGTERM or SIGINT, 128 + the signal's number after a second, 1 if the engine died. `started`:
     time.monotonic() of the process's start, for the line that says it is ready. `sock`: already bound (by `bind`).
     `stop`: setting it is a first SIGTERM, for those who run this inside a program of theirs.
-    Raises ModelError, CapacityError or EngineDead if the engine never becomes ready, ConfigError for options.
+    Raises UserError, CapacityError or EngineDead if the engine never becomes ready, ConfigError for options.
     """
     started = time.monotonic() if started is None else started
     config.verify()
@@ -182,7 +182,7 @@ async def serve(
         try:
             await client.ready()
             await server.accepting.wait()
-        except (ModelError, CapacityError, EngineDead) as e:
+        except (UserError, CapacityError, EngineDead) as e:
             failure.append(e)
             service.drain(f"the engine could not start: {e}")
             server.should_exit = True

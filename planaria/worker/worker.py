@@ -17,7 +17,7 @@ from planaria import __version__
 from planaria.checkpoint import Checkpoint
 from planaria.config.options import EngineConfig
 from planaria.env import cache_dir
-from planaria.errors import CapacityError, ModelError
+from planaria.errors import CapacityError, ModelError, UserError
 from planaria.executor.boot import RankBoot
 from planaria.layers.deal import deal
 from planaria.mesh.boot import create_segments, open_mesh
@@ -42,6 +42,7 @@ from planaria.protocol import (
     StepPlan,
     StepResult,
 )
+from planaria.worker.classes import call, make
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
@@ -53,7 +54,9 @@ logger = logging.getLogger("planaria.worker")
 Progress = Callable[[str, float], None]
 
 
-_KINDS: list[tuple[type[Exception], str]] = [(ModelError, "model"), (CapacityError, "capacity"), (PeerLost, "peer")]
+_KINDS: list[tuple[type[Exception], str]] = [
+    (ModelError, "model"), (UserError, "user"), (CapacityError, "capacity"), (PeerLost, "peer"),
+]  # fmt: skip
 
 
 def guard(rank: int, phase: str, run: Callable[[], Reply]) -> Reply:
@@ -104,7 +107,7 @@ class Worker:
             case Allocate():
                 return guard(self.rank, "allocate", lambda: self._allocate(command.num_blocks))
             case Call():
-                return guard(self.rank, f"call {command.method}", lambda: self._call(command))
+                return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))
             case Exit():
                 return guard(self.rank, "exit", self._exit)
 
@@ -229,9 +232,6 @@ class Worker:
             raise
         return StepResult(plan.epoch, plan.step, (lane,), time.perf_counter() - since)
 
-    def _call(self, command: Call) -> Reply:
-        return Done(self.rank, getattr(self, command.method)(*command.args, **command.kwargs))
-
     def _exit(self) -> Reply:
         if self.sampler is not None:
             self.sampler.close()
@@ -261,6 +261,8 @@ class NullRank:
                 return Facts(self.rank, 1, 1 << 20, 0)
             case Regroup() | Load() | Allocate():
                 return Ready(self.rank)
+            case Call():
+                return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))
             case _:
                 return Done(self.rank)
 
@@ -299,8 +301,11 @@ def available_bytes(config: EngineConfig) -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def make_rank(boot: RankBoot, progress: Progress | None = None) -> Worker | NullRank:
-    return NullRank(boot) if boot.config.null_worker else Worker(boot, progress)
+def make_rank(boot: RankBoot, progress: Progress | None = None) -> Any:
+    """What answers commands with `handle`: a Worker, or what `--worker-cls` and `--worker-extension-cls` name."""
+    if boot.config.null_worker:
+        return make(boot.config.parallel, NullRank, boot.rank, lambda kind: kind(boot))
+    return make(boot.config.parallel, Worker, boot.rank, lambda kind: kind(boot, progress))
 
 
 def versions() -> dict[str, str]:
