@@ -114,12 +114,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):
-    """Make the groups of `epoch` with these ranks, in rank order. Everybody has joined it."""
+    """Make the groups of `epoch` with these ranks, in rank order. Everybody has joined it.
+
+    `deadline`: seconds that a rank waits for another inside a step before it gives up; the driver usually knows sooner.
+    """
 
     epoch: int
     tp: int
     pp: int
     members: tuple[Hello, ...]
+    deadline: float = 60.0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):

@@ -24,7 +24,7 @@ def axes(rank: int, tp: int, pp: int) -> dict[str, tuple[int, ...]]:
 
 def create_segments(rank: int, tp: int, pp: int) -> dict[str, tuple[int, int]]:
     """(descriptor, inode) of a new memory file for each group of several that this rank is the first of. They belong to
-    the caller, who closes them when the groups have met."""
+    the caller, who closes them with the groups."""
     found: dict[str, tuple[int, int]] = {}
     for axis, members in axes(rank, tp, pp).items():
         if sys.platform == "linux" and len(members) > 1 and members[0] == rank:

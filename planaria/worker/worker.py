@@ -88,7 +88,7 @@ class Worker:
         self.model: Any = None
         self.runner: Runner | None = None
         self.sampler: Sampler | Follower | None = None
-        self._segments: dict[str, tuple[int, int]] = {}  # that this rank made for groups that are meeting
+        self._segments: dict[str, tuple[int, int]] = {}  # that this rank made for its groups
         self._store: Any = None  # that groups across nodes meet at, on rank 0
 
     def handle(self, command: Command) -> Reply:
@@ -141,7 +141,7 @@ class Worker:
         self.mesh = open_mesh(
             self.rank, command.tp, command.pp, command.epoch, command.members, fast=self._shares_memory,
             kernels=lambda: _kernels(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
-            cuda=self.config.device.device == "cuda",
+            cuda=self.config.device.device == "cuda", deadline=command.deadline,
         )  # fmt: skip
         self._timed("groups", since)
         return Ready(self.rank, self.seconds)
@@ -149,16 +149,12 @@ class Worker:
     def _leave_groups(self) -> None:
         self.mesh.close()
         self.mesh = Mesh(self.rank)
-        self._close_segments()
         self._store = None
-
-    def _close_segments(self) -> None:
         for fd, _ in self._segments.values():
             os.close(fd)
         self._segments = {}
 
     def _load(self, command: Load) -> Reply:
-        self._close_segments()  # all have met
         if command.ranks and self.rank not in command.ranks:
             return Ready(self.rank)
         since = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One rank in a process of its own: `python rank_main.py`, config and boot as pickled values on stdin's first line,
+"""One rank in a process of its own: `python rank_main.py`, its boot as a pickled value on stdin's first line,
 then one plan per line; one reply per line on stdout. For tests and benchmarks: the product's launchers do more."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ def encode(value: Any) -> str:
 
 
 def main() -> None:
-    config, boot = decode(sys.stdin.readline())
-    worker = Worker(config, boot.rank, boot=boot)
+    worker = Worker(decode(sys.stdin.readline()))
     for line in sys.stdin:
         print(encode(worker.handle(decode(line))), flush=True)
 

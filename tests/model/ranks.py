@@ -3,57 +3,51 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import msgspec
 
-from planaria.mesh.boot import MeshBoot
-from planaria.mesh.mesh import pp_members, tp_members
-from planaria.mesh.shared import create_segment
-from planaria.protocol import Command, Reply
+from planaria.config.options import EngineConfig
+from planaria.executor.boot import Place, RankBoot
+from planaria.executor.link.address import Inside
+from planaria.node import home
+from planaria.protocol import Command, Hello, Join, Ready, Regroup, Reply
 from tests.model.rank_main import decode, encode
+
+
+def boot_of(config: EngineConfig, rank: int = 0, size: int = 1) -> RankBoot:
+    """Of a rank that nobody links to."""
+    threads = config.device.threads
+    crowded = size * threads > len(os.sched_getaffinity(0))
+    return RankBoot(config, Place(rank, home(), "here"), Inside(), threads, threads, crowded)
 
 
 class Ranks:
     """`tp` x `pp` workers with `config`. Use as a context: at its end every process is gone."""
 
-    def __init__(self, config: Any, tp: int, pp: int, *, gloo: bool = False, deadline: float = 60.0) -> None:
+    def __init__(
+        self, config: EngineConfig, tp: int, pp: int, *, gloo: bool = False, deadline: float = 60.0
+    ) -> None:
         self.tp, self.pp, self.size = tp, pp, tp * pp
-        self.fds: dict[tuple[str, int], int] = {}
-        self.store = None
-        address = None
-        if gloo:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address = ("127.0.0.1", probe.getsockname()[1])
-            self.store = dist.TCPStore(*address, is_master=True, wait_for_workers=False)
-        crowded = self.size * config.device.threads > len(os.sched_getaffinity(0))
+        parallel = msgspec.structs.replace(
+            config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, disable_custom_all_reduce=gloo
+        )
+        config = msgspec.structs.replace(config, parallel=parallel)
         self.procs: list[subprocess.Popen[str]] = []
         for rank in range(self.size):
-            fds = {
-                axis: None if gloo or len(members) == 1 else self._segment(axis, members[0])
-                for axis, members in (("tp", tp_members(rank, tp)), ("pp", pp_members(rank, tp, pp)))
-            }
-            boot = MeshBoot(
-                rank, tp, pp, tp_fd=fds["tp"], pp_fd=fds["pp"], store=address, lanes=config.device.threads,
-                crowded=crowded, deadline=deadline,
-            )  # fmt: skip
             proc = subprocess.Popen(
                 [sys.executable, "-m", "tests.model.rank_main"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, pass_fds=[fd for fd in fds.values() if fd is not None],
-                cwd=Path(__file__).parents[2],
+                text=True, cwd=Path(__file__).parents[2],
             )  # fmt: skip
             self.procs.append(proc)
-            self._write(proc, (config, boot))
-
-    def _segment(self, axis: str, first: int) -> int:
-        if (axis, first) not in self.fds:
-            self.fds[axis, first] = create_segment()
-        return self.fds[axis, first]
+            self._write(proc, boot_of(config, rank, self.size))
+        hellos = self.ask(Join(0, tp, pp))
+        self.members = tuple(hello for hello in hellos if isinstance(hello, Hello))
+        for reply in self.ask(Regroup(0, tp, pp, self.members, deadline)):
+            assert isinstance(reply, Ready), reply
 
     @staticmethod
     def _write(proc: subprocess.Popen[str], value: Any) -> None:
@@ -96,5 +90,3 @@ class Ranks:
             for stream in (proc.stdin, proc.stdout):
                 assert stream is not None
                 stream.close()
-        for fd in self.fds.values():
-            os.close(fd)

@@ -18,11 +18,12 @@ from planaria.config.resolve import resolve
 from planaria.core.engine import EngineCore
 from planaria.errors import ModelError
 from planaria.mesh.shared import fence_segment
+from planaria.node import Shared
 from planaria.protocol import Allocate, Failed, Fresh, Load, Probe, Row, StepPlan, StepResult
 from planaria.types import Request, SamplingParams, TokenLogprobs
 from planaria.worker.worker import Worker
 from tests.model.checkpoints import write_checkpoint
-from tests.model.ranks import Ranks
+from tests.model.ranks import Ranks, boot_of
 
 BLOCKS = 96
 LAYOUTS = [(2, 1), (3, 1), (1, 2), (2, 2)]
@@ -73,7 +74,7 @@ def drive(core: EngineCore, wanted: list[Request], send: Any, result: Any, depth
 
 def alone(config: EngineConfig, wanted: list[Request]) -> Found:
     """The same with one rank, in this process."""
-    worker = Worker(config)
+    worker = Worker(boot_of(config))
     for command in (Load(), Probe(), Allocate(BLOCKS)):
         reply = worker.handle(command)
         assert not isinstance(reply, Failed), reply
@@ -256,7 +257,10 @@ def test_a_fence_ends_a_wait(small: EngineConfig) -> None:
         start(ranks)
 
         def stop() -> int:
-            fence_segment(ranks.fds["tp", 0])  # what an engine does when it hears of a loss first
+            first = ranks.members[0]
+            fd = Shared(first.pid, *first.segments["tp"]).open()
+            fence_segment(fd)  # what an engine does when it hears of a loss first
+            os.close(fd)
             return 1
 
         since = time.monotonic()
