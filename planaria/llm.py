@@ -25,7 +25,18 @@ from planaria.server.inputs import child_seed, submissions
 from planaria.server.output import Piece, RequestStream
 from planaria.server.tokenise import Tokenizer, load_tokenizer
 from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
-from planaria.wire import Cancel, EngineFacts, EngineStats, FromEngine, Output, Progress, Submit, ToEngine
+from planaria.wire import (
+    Cancel,
+    EngineFacts,
+    EngineStats,
+    FromEngine,
+    Output,
+    Phase,
+    Progress,
+    StartUpNews,
+    Submit,
+    ToEngine,
+)
 
 logger = logging.getLogger("planaria")
 
@@ -150,7 +161,7 @@ class LLM(_Front):
     Raises ConfigError, ModelError or CapacityError before anything runs.
     """
 
-    def __init__(self, model: str, *, on_progress: Callable[[str, float], None] | None = None, **options: Any) -> None:
+    def __init__(self, model: str, *, on_progress: Callable[[StartUpNews], None] | None = None, **options: Any) -> None:
         super().__init__(model, options)
         self._sinks: dict[str, RequestStream] = {}
         self._pieces: list[Piece] = []
@@ -172,8 +183,8 @@ class LLM(_Front):
                         del self._sinks[delta.request_id]
                     if piece.cancel:
                         self._loop.handle(Cancel(delta.request_id))
-        elif isinstance(message, Progress) and self._on_progress is not None:
-            self._on_progress(message.part, message.fraction)
+        elif isinstance(message, Progress | Phase) and self._on_progress is not None:
+            self._on_progress(message)
 
     def generate(
         self,
@@ -284,7 +295,7 @@ class AsyncLLM(_Front):
     ...     print(piece.text, end="")
     """
 
-    def __init__(self, model: str, *, on_progress: Callable[[str, float], None] | None = None, **options: Any) -> None:
+    def __init__(self, model: str, *, on_progress: Callable[[StartUpNews], None] | None = None, **options: Any) -> None:
         super().__init__(model, options)
         self._on_progress = on_progress
         self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
@@ -332,8 +343,8 @@ class AsyncLLM(_Front):
 
     def _hear(self, message: FromEngine) -> None:
         """In the engine's thread: hand each event loop its deltas."""
-        if isinstance(message, Progress) and self._on_progress is not None:
-            self._on_progress(message.part, message.fraction)
+        if isinstance(message, Progress | Phase) and self._on_progress is not None:
+            self._on_progress(message)
         if not isinstance(message, Output):
             return
         self.stats = message.stats

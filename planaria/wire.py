@@ -124,6 +124,7 @@ class Processes(msgspec.Struct, frozen=True, array_like=True, tag="processes"):
 
 
 ToEngine = Submit | Cancel | Report | Shutdown
+StartUpNews = Phase | Progress
 FromEngine = EngineFacts | Output | Dead | Phase | Processes | Progress
 
 Sink = Callable[[Delta], None]

@@ -3,32 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from planaria.wire import EngineFacts
+from planaria.wire import EngineFacts, Phase, StartUpNews
 
 console = Console(stderr=True, highlight=False)
 
 
+MOST_LINES = 16  # ranks that get a line of their own
+
+
 @contextlib.contextmanager
-def loading() -> Iterator[Callable[[str, float], None]]:
-    """A bar that follows (part, fraction) until the block ends; nothing where no one watches."""
+def loading() -> Iterator[Callable[[StartUpNews], None]]:
+    """A line per rank that says what it does and for how long, until the block ends; nothing where no one watches."""
     if not console.is_terminal:
-        yield lambda part, fraction: None
+        yield lambda news: None
         return
     with Progress(
-        TextColumn("{task.description:>8}"), BarColumn(40), TimeElapsedColumn(), console=console, transient=True
-    ) as bars:
-        task = bars.add_task("start", total=1.0)
+        TextColumn("{task.fields[name]:>8}"), TextColumn("{task.description:<10}"), BarColumn(40),
+        TextColumn("{task.fields[seconds]}"), console=console, transient=True,
+    ) as bars:  # fmt: skip
+        start = StartUpLines(bars)
+        yield start.hear
+        bars.stop()
 
-        def update(part: str, fraction: float) -> None:
-            bars.update(task, description=part, completed=fraction)
 
-        yield update
+class StartUpLines:
+    """The lines, and since when each rank is in its phase. `clock` is for tests."""
+
+    def __init__(self, bars: Progress, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bars, self.clock = bars, clock
+        self.tasks: dict[int, TaskID] = {}
+
+    def hear(self, news: StartUpNews) -> None:
+        rank = news.rank if isinstance(news, Phase) else 0
+        if rank >= MOST_LINES:
+            return
+        if rank not in self.tasks:
+            self.tasks[rank] = self.bars.add_task("launch", total=None, name=f"rank {rank}", seconds=Since(self.clock))
+        task = self.tasks[rank]
+        if not isinstance(news, Phase):
+            self.bars.update(task, total=1.0, completed=news.fraction)
+        elif news.seconds is None:
+            self.bars.reset(task, total=None, description=news.phase, seconds=Since(self.clock))
+        else:
+            self.bars.update(task, total=1.0, completed=1.0, seconds=f"{news.seconds:.1f} s")
+
+
+class Since:
+    """Seconds since it was made, as text, whenever it is drawn."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.began = clock, clock()
+
+    def __str__(self) -> str:
+        return f"{self.clock() - self.began:.1f} s"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
 
 @contextlib.contextmanager

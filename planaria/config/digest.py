@@ -20,6 +20,7 @@ NOT_HASHED = frozenset({
     # degrees, ranks, and where things are
     "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.outer",
     "parallel.nnodes", "parallel.node_rank", "parallel.master_addr", "parallel.master_port",
+    "parallel.secret_file",
     # how ranks are started, reached and watched
     "parallel.distributed_executor_backend", "parallel.ray_link", "parallel.ray_runtime_env",
     "parallel.ray_workers_use_nsight", "parallel.placement_group", "parallel.max_parallel_loading_workers",
@@ -28,7 +29,7 @@ NOT_HASHED = frozenset({
     "parallel.disable_custom_all_reduce", "parallel.worker_cls", "parallel.worker_extension_cls",
     # a node's own: paths, cores; and what only front ends use
     "checkpoint.name", "checkpoint.path", "checkpoint.files", "checkpoint.tokenizer_dir", "checkpoint.chat_template",
-    "device.threads", "served_model_name",
+    "device.threads", "device.auto_threads", "served_model_name",
 })  # fmt: skip
 
 LIBRARIES = ("planaria", "torch", "numpy", "numba", "msgspec")

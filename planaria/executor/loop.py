@@ -21,9 +21,10 @@ from planaria.executor.link.address import Address
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
+from planaria.executor.preflight import Needs, check_node, look
 from planaria.executor.startup import StartUp
 from planaria.executor.worker_group import Ticket, WorkerGroup
-from planaria.node import process_state
+from planaria.node import node_name, process_state
 from planaria.protocol import Call, Command, Exit, Failed, Hello, Reply, StepResult
 from planaria.types import Delta, FinishReason, Request
 from planaria.wire import Cancel, Dead, EngineFacts, FromEngine, Output, Shutdown, Submit, ToEngine
@@ -35,6 +36,7 @@ Emit = Callable[[FromEngine], None]
 LOOK = 0.5  # seconds between looks at the ranks' health while waiting
 START_TIMEOUT = 1800.0  # seconds for one command of the start; loading from a slow disk is the longest
 EXIT_TIMEOUT = 5.0
+SHARED = 64 << 20  # bytes of memory file that a node must be able to make
 LAST_WORDS = 1.0  # seconds a rank gets to say why another rank could not go on
 
 
@@ -122,6 +124,8 @@ class EngineLoop:
         phases.enter("launch")
         gang = None
         try:
+            if problems := check_node(look(node_name(), needs := Needs(self.group.world_size, SHARED)), needs):
+                raise CapacityError(problems[0])
             self.places = self.launcher.start()
             self.link = self.link_for(self.places)
             link = self.link
@@ -180,11 +184,21 @@ class EngineLoop:
         self.link.send(ticket.number, command)
         deadline = time.monotonic() + timeout
         while True:
-            answer = self._receive(deadline)
+            answer = self._poll(min(deadline, time.monotonic() + LOOK))
+            if answer is None:
+                self._still_waiting(command, deadline, phases)
+                continue
             if phases is not None:
                 phases.done(answer[0])
             if ticket in self.group.on_reply(*answer):
                 return ticket
+
+    def _still_waiting(self, command: Command, deadline: float, phases: StartUp | None) -> None:
+        owing = self.group.owing()
+        if phases is not None:
+            phases.waiting(owing)
+        if time.monotonic() >= deadline:
+            raise WorkersLost(self.epoch, tuple(owing), f"ranks {owing} did not answer in time")
 
     def _receive(self, deadline: float | None = None) -> tuple[int, int, Reply]:
         """The next answer. Raises WorkersLost when a rank's process has ended, is stopped or silent, its link is

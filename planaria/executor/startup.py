@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from planaria.wire import FromEngine, Phase
+
+logger = logging.getLogger("planaria.engine")
+
+FIRST_LINE = 10.0  # seconds in a phase after which the log says what is awaited
 
 
 class StartUp:
@@ -15,15 +20,23 @@ class StartUp:
         self.world_size, self.emit = world_size, emit
         self.name = ""
         self.seconds: dict[str, float] = {}
-        self._began = 0.0
+        self._began, self._next_line = 0.0, FIRST_LINE
 
     def enter(self, name: str) -> None:
         now = time.perf_counter()
         if self.name:
             self.seconds[self.name] = self.seconds.get(self.name, 0.0) + now - self._began
-        self.name, self._began = name, now
+        self.name, self._began, self._next_line = name, now, FIRST_LINE
         for rank in range(self.world_size):
             self.emit(Phase(rank, name))
+
+    def waiting(self, ranks: Sequence[int]) -> None:
+        """Called now and then: a line in the log after 10 s in a phase, then each time twice as long has passed."""
+        elapsed = time.perf_counter() - self._began
+        if elapsed >= self._next_line:
+            self._next_line *= 2
+            names = ", ".join(map(str, ranks))
+            logger.info("waiting for %s for %.0f s: ranks %s", self.name, elapsed, names)
 
     def done(self, rank: int) -> None:
         self.emit(Phase(rank, self.name, time.perf_counter() - self._began))

@@ -31,12 +31,14 @@ from planaria.wire import (
     EngineStats,
     FromEngine,
     Output,
+    Phase,
     Processes,
     ProcessInfo,
     Progress,
     Report,
     Shutdown,
     Sink,
+    StartUpNews,
     Submit,
     ToEngine,
 )
@@ -55,9 +57,9 @@ def error_of(dead: Dead) -> PlanariaError:
 
 
 class ProcessEngineClient:
-    """Start with `await start()`; `on_progress(part, fraction)` hears how loading goes."""
+    """Start with `await start()`; `on_progress` hears how the start goes."""
 
-    def __init__(self, config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> None:
+    def __init__(self, config: EngineConfig, on_progress: Callable[[StartUpNews], None] | None = None) -> None:
         self.config, self.on_progress = config, on_progress
         self.facts: EngineFacts | None = None
         self.stats = EngineStats()
@@ -158,9 +160,9 @@ class ProcessEngineClient:
                     shutil.rmtree(self._folder, ignore_errors=True)
                     self.facts = message
                     self._ready.set()
-                case Progress():
+                case Progress() | Phase():
                     if self.on_progress is not None:
-                        self.on_progress(message.part, message.fraction)
+                        self.on_progress(message)
                 case Processes():
                     for waiting in self._reports:
                         if not waiting.done():

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-import platform
 import time
 import traceback
 from collections.abc import Callable
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria import __version__
 from planaria.checkpoint import Checkpoint
+from planaria.config.digest import compared, hash_fields
 from planaria.config.options import EngineConfig
 from planaria.env import cache_dir
 from planaria.errors import CapacityError, ModelError, UserError
 from planaria.executor.boot import RankBoot
+from planaria.executor.preflight import Door, doors_of_others, reach, unreachable
 from planaria.layers.deal import deal
 from planaria.mesh.boot import create_segments, open_mesh
 from planaria.mesh.comm import Comm, PeerLost
+from planaria.mesh.edges import EdgeComm
 from planaria.mesh.mesh import Mesh
 from planaria.protocol import (
     Allocate,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from planaria.worker.sampler import Follower, Sampler
 
 logger = logging.getLogger("planaria.worker")
+
+REACH_TIMEOUT = 10.0  # seconds to connect to every rank elsewhere
 
 Progress = Callable[[str, float], None]
 
@@ -89,6 +92,7 @@ class Worker:
         self.runner: Runner | None = None
         self.sampler: Sampler | Follower | None = None
         self._segments: dict[str, tuple[int, int]] = {}  # that this rank made for its groups
+        self._door: Door | None = None  # for others to knock at, until they have met
         self._store: Any = None  # that groups across nodes meet at, on rank 0
 
     def handle(self, command: Command) -> Reply:
@@ -119,6 +123,7 @@ class Worker:
         self._leave_groups()
         self.tp, self.pp = command.tp, command.pp
         place = self.boot.place
+        self._door = Door(place.address) if command.apart else None
         self._segments = create_segments(self.rank, command.tp, command.pp)
         store = None
         if self.rank == 0 and command.tp * command.pp > 1 and (command.apart or not self._shares_memory):
@@ -127,8 +132,8 @@ class Worker:
             self._store, port = open_store(place.address)
             store = place.address, port
         return Hello(
-            self.rank, os.getpid(), place.home, place.node, place.address, versions(), {},
-            self._segments, store,
+            self.rank, os.getpid(), place.home, place.node, place.address, compared(self.config),
+            hash_fields(self.config), self._segments, store, self._door.port if self._door is not None else 0,
         )  # fmt: skip
 
     @property
@@ -138,18 +143,36 @@ class Worker:
 
     def _regroup(self, command: Regroup) -> Reply:
         since = time.perf_counter()
+        own = command.members[self.rank]
+        failed = reach(doors_of_others(own, command.members), REACH_TIMEOUT)
+        if failed:
+            raise CapacityError(unreachable(own, command.members, failed))
         self.mesh = open_mesh(
             self.rank, command.tp, command.pp, command.epoch, command.members, fast=self._shares_memory,
             kernels=lambda: _kernels(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
             cuda=self.config.device.device == "cuda", deadline=command.deadline,
         )  # fmt: skip
+        if self.config.parallel.ray_link == "compiled-graph" and self.mesh.pp.size > 1:
+            self.mesh = dataclasses.replace(self.mesh, pp=EdgeComm(self.mesh.pp))
         self._timed("groups", since)
         return Ready(self.rank, self.seconds)
+
+    def take_thread(self) -> None:
+        """Make the calling thread one that can carry out steps: torch keeps its number of threads and its device for
+        each thread."""
+        import torch
+
+        torch.set_num_threads(self.boot.threads)
+        if self.config.device.device == "cuda":
+            torch.cuda.set_device(self.model.device if hasattr(self.model, "device") else 0)
 
     def _leave_groups(self) -> None:
         self.mesh.close()
         self.mesh = Mesh(self.rank)
         self._store = None
+        if self._door is not None:
+            self._door.close()
+            self._door = None
         for fd, _ in self._segments.values():
             os.close(fd)
         self._segments = {}
@@ -302,9 +325,3 @@ def make_rank(boot: RankBoot, progress: Progress | None = None) -> Any:
     if boot.config.null_worker:
         return make(boot.config.parallel, NullRank, boot.rank, lambda kind: kind(boot))
     return make(boot.config.parallel, Worker, boot.rank, lambda kind: kind(boot, progress))
-
-
-def versions() -> dict[str, str]:
-    """Of what ranks of one group must have in common."""
-    found = {"python": platform.python_version(), "planaria": __version__}
-    return found | {name: metadata.version(name) for name in ("torch", "numpy", "msgspec")}
