@@ -15,6 +15,8 @@ from planaria.executor.loop import Emit, EngineLoop, Link
 from planaria.node import home
 from planaria.wire import Progress
 
+WORKER = "planaria.worker.main"
+
 
 def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
     """An engine that isn't started yet; `emit` hears all it says."""
@@ -38,7 +40,18 @@ def _launcher(config: EngineConfig) -> Any:
         from planaria.executor.ray.launcher import RayLauncher
 
         return RayLauncher(parallel, config.device.device, "planaria.worker.main:run_rank", ray_settings())
-    return ProcessLauncher("planaria.worker.main", range(parallel.world_size))
+    if parallel.over_nodes:
+        from planaria.executor.launcher.nodes import nodes_launcher
+
+        return nodes_launcher(config, WORKER)
+    return ProcessLauncher(WORKER, range(parallel.world_size))
+
+
+def run_agent(config: EngineConfig) -> int:
+    """Be a node's agent, for as long as the engine on node 0 lives. Returns an exit code."""
+    from planaria.executor.agent import node_agent
+
+    return node_agent(config, WORKER).run()
 
 
 def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:

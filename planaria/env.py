@@ -31,6 +31,16 @@ def api_keys() -> tuple[str, ...]:
     return tuple(key for key in os.environ.get("PLANARIA_API_KEY", "").split(",") if key)
 
 
+def secret() -> str | None:
+    """$PLANARIA_SECRET: what all nodes of a deployment share."""
+    return os.environ.get("PLANARIA_SECRET") or None
+
+
+def secret_file() -> str | None:
+    """$PLANARIA_SECRET_FILE: a file that holds it, used where --secret-file isn't given."""
+    return os.environ.get("PLANARIA_SECRET_FILE") or None
+
+
 def admin_key() -> str | None:
     """$PLANARIA_ADMIN_KEY, used where --admin-key isn't given."""
     return os.environ.get("PLANARIA_ADMIN_KEY") or None

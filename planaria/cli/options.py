@@ -52,6 +52,9 @@ _ENGINE: dict[str, tuple[Any, list[str], str]] = {
     "node_rank": (int, ["--node-rank"], "This node's number, 0 to --nnodes - 1."),
     "master_addr": (str, ["--master-addr"], "Address of the node with --node-rank 0."),
     "master_port": (int, ["--master-port"], "Port it listens on for the other nodes."),
+    "secret_file": (
+        str | None, ["--secret-file"], "File with the secret that all nodes share. Also $PLANARIA_SECRET_FILE.",
+    ),
     "max_parallel_loading_workers": (
         int | None, ["--max-parallel-loading-workers"], "Ranks that read weights at a time; default: all.",
     ),
@@ -80,12 +83,29 @@ def engine_command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**values: Any) -> None:
         engine = {name: values.pop(name) for name in _ENGINE}
+        if engine["nnodes"] > 1 and engine["node_rank"] > 0:
+            _be_agent(values["model"], engine, values.get("log_level"))
         function(**values, engine=engine)
 
     mine = [p for p in own.parameters.values() if p.name != "engine"]
     command.__signature__ = own.replace(parameters=[*mine, *extra])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in [*mine, *extra]}
     return command
+
+
+def _be_agent(model: str, engine: dict[str, Any], log_level: str | None) -> None:
+    """On every node but the first, a command runs this node's ranks for the first one's. Returns where processes of an
+    outer launcher are ranks themselves."""
+    from planaria.config.resolve import resolve
+    from planaria.logs import setup_logging
+
+    if log_level is not None:
+        setup_logging(log_level)
+    config = resolve(engine_options(model, engine))
+    if config.parallel.over_nodes:
+        from planaria.build import run_agent
+
+        raise typer.Exit(run_agent(config))
 
 
 def engine_options(model: str, engine: dict[str, Any], **more: Any) -> EngineOptions:

@@ -45,6 +45,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 29501
+    secret_file: str | None = None
     max_parallel_loading_workers: int | None = None
     disable_custom_all_reduce: bool = False
     worker_cls: str = "auto"
@@ -110,6 +111,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int = 0
     master_addr: str = "127.0.0.1"  # of the node with node_rank 0
     master_port: int = 29501
+    secret_file: str | None = None  # what all nodes share, see planaria.config.secret
     max_parallel_loading_workers: int | None = None  # ranks that read weights at a time; None: all
     disable_custom_all_reduce: bool = False  # use the plain collective
     worker_cls: str = "auto"  # package.module.Class in place of planaria.worker.worker.Worker
@@ -121,6 +123,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         """The ranks of one lane."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def over_nodes(self) -> bool:
+        """Are there ranks on nodes that this package has to reach by itself?"""
+        return self.nnodes > 1 and self.distributed_executor_backend == "mp"
 
     @property
     def local_world_size(self) -> int:

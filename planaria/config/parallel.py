@@ -43,6 +43,7 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
         node_rank=options.node_rank,
         master_addr=options.master_addr,
         master_port=options.master_port,
+        secret_file=options.secret_file,
         max_parallel_loading_workers=options.max_parallel_loading_workers,
         disable_custom_all_reduce=options.disable_custom_all_reduce,
         worker_cls=_class_path("--worker-cls", options.worker_cls, "auto"),

@@ -18,6 +18,7 @@ from planaria.config.options import (
     SchedulerConfig,
 )
 from planaria.config.parallel import ranks_here, resolve_parallel
+from planaria.config.secret import deployment_secret
 from planaria.core.policy import POLICIES
 from planaria.errors import ConfigError
 from planaria.layers.deal import deal
@@ -104,6 +105,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
         )  # fmt: skip
     device_name = _device_name(options.device)
     parallel, notes = resolve_parallel(options, look(options.distributed_executor_backend), device_name)
+    if parallel.over_nodes:
+        deployment_secret(parallel)
     memory = None
     if options.kv_cache_memory is not None:
         memory = parse_bytes(options.kv_cache_memory, "--kv-cache-memory")
