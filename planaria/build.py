@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from planaria.config.machine import load_class
 from planaria.config.options import EngineConfig
 from planaria.env import ray_settings
 from planaria.executor.boot import Place
@@ -24,6 +25,8 @@ def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
     if parallel.distributed_executor_backend == "uni":
         return _inline(config, emit)
     launcher = _launcher(config)
+    if launcher.link == "direct":
+        return EngineLoop(config, launcher, lambda places: _direct(config, launcher), emit)
 
     def link_for(places: list[Place]) -> Link:
         link: Link = make_link(
@@ -36,6 +39,8 @@ def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
 
 def _launcher(config: EngineConfig) -> Any:
     parallel = config.parallel
+    if "." in parallel.distributed_executor_backend:
+        return load_class("--distributed-executor-backend", parallel.distributed_executor_backend)(config)
     if parallel.distributed_executor_backend == "ray":
         from planaria.executor.ray.launcher import RayLauncher
 
@@ -61,6 +66,8 @@ def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:
     launcher = InlineLauncher(
         lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction)))
     )
-    return EngineLoop(
-        config, launcher, lambda places: DirectLink(launcher.ranks, threaded=config.scheduler.depth > 1), emit
-    )
+    return EngineLoop(config, launcher, lambda places: _direct(config, launcher), emit)
+
+
+def _direct(config: EngineConfig, launcher: Any) -> DirectLink:
+    return DirectLink(launcher.ranks, threaded=config.scheduler.depth > 1)

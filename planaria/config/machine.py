@@ -17,6 +17,8 @@ from planaria.config.options import OuterLauncher
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel, visible_cuda_devices
 from planaria.errors import ConfigError
 
+LINKS = ("queue", "direct")  # messages to processes anywhere, or calls to `ranks` that the launcher holds itself
+
 
 class LauncherFacts(msgspec.Struct, frozen=True):
     """What a custom launcher class declares: the link its ranks are reached by, and whether they run on Ray."""
@@ -79,10 +81,10 @@ def launcher_facts(path: str) -> LauncherFacts:
     option = "--distributed-executor-backend"
     found = load_class(option, path)
     link, uses_ray = getattr(found, "link", None), getattr(found, "uses_ray", None)
-    if not isinstance(link, str) or not isinstance(uses_ray, bool):
+    if link not in LINKS or not isinstance(uses_ray, bool):
         raise ConfigError(
             option, path, "must declare how its ranks are reached",
-            'give the class the attributes link ("queue" or "direct") and uses_ray (True or False)',
+            f"give the class the attributes link ({' or '.join(LINKS)}) and uses_ray (True or False)",
         )  # fmt: skip
     return LauncherFacts(link, uses_ray)
 

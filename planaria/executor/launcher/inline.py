@@ -20,6 +20,7 @@ class InlineLauncher:
     """Makes rank 0 by calling `factory`; `ranks` has it from `run` on."""
 
     name = "uni"
+    link, uses_ray = "direct", False
 
     def __init__(self, factory: Callable[[RankBoot], Handler]) -> None:
         self.factory = factory

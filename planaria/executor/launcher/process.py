@@ -31,6 +31,7 @@ class ProcessLauncher:
     """
 
     name = "mp"
+    link, uses_ray = "queue", False
 
     def __init__(self, module: str, ranks: Sequence[int], address: str = "127.0.0.1") -> None:
         self.module, self.ranks, self.address = module, tuple(ranks), address

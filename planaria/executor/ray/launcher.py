@@ -44,6 +44,7 @@ class RayLauncher:
     """entry: `package.module:function` that is the rank. device: "cpu" or an accelerator's name."""
 
     name = "ray"
+    link, uses_ray = "queue", True
 
     def __init__(
         self, parallel: ParallelConfig, device: str, entry: str, settings: RaySettings | None = None, epoch: int = 0

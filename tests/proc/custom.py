@@ -1,0 +1,85 @@
+"""Classes that options name by import path: a launcher, a worker, extensions of a worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from planaria.config import EngineConfig
+from planaria.executor.boot import Place
+from planaria.executor.launcher.process import ProcessLauncher
+from planaria.protocol import Command, Reply
+from planaria.worker.worker import Worker
+
+
+class NiceLauncher(ProcessLauncher):
+    """Ranks that leave other programs the cores first."""
+
+    name = "nice"
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__("planaria.worker.main", range(config.parallel.world_size))
+
+    def start(self) -> list[Place]:
+        places = super().start()
+        for place in places:
+            os.setpriority(os.PRIO_PROCESS, place.pid, 5)
+        return places
+
+
+class CountingWorker(Worker):
+    """Knows how many commands it was given."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.commands: list[str] = []
+
+    def handle(self, command: Command) -> Reply:
+        self.commands.append(type(command).__name__)
+        return super().handle(command)
+
+    def what_came(self) -> list[str]:
+        return self.commands
+
+
+class Extension:
+    """Methods for collective_rpc."""
+
+    def where(self, *, add: int = 0) -> list[int]:
+        return [self.rank + add, os.getpid(), self.mesh.tp.size]
+
+    def fail_on(self, rank: int) -> str:
+        if self.rank == rank:
+            raise ValueError("as asked")
+        return "fine"
+
+    def wait_for(self, path: str) -> str:
+        """Until somebody makes the file."""
+        while not os.path.exists(path):
+            threading.Event().wait(0.01)
+        return "done"
+
+    def end(self, rank: int) -> None:
+        if self.rank == rank:
+            os._exit(3)
+
+    def something(self) -> object:
+        return threading.Lock()
+
+
+class ClashesWithMethod:
+    def handle(self) -> None: ...
+
+
+class ClashesWithField:
+    def model(self) -> None: ...
+
+
+class NotAWorker:
+    pass
+
+
+class FailsToBegin(Worker):
+    def __init__(self, *args: Any) -> None:
+        raise RuntimeError("no licence")

@@ -1,0 +1,150 @@
+"""collective_rpc on every rank, and classes by import path: launcher, worker, extension."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria import LLM, SamplingParams
+from planaria.errors import CallFailed, EngineDead, PlanariaError, UserError
+from tests.proc import custom
+from tests.proc.servers import SMALL, alive, needs_smollm2, planaria
+
+pytestmark = needs_smollm2
+
+HERE = custom.__name__
+OPTIONS: dict[str, Any] = {"kv_cache_memory": "128MiB", "max_model_len": 512}
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    """Two tensor ranks made by a custom launcher, of a custom worker class with an extension."""
+    with LLM(
+        "smollm2", tensor_parallel_size=2, distributed_executor_backend=custom.NiceLauncher,
+        worker_cls=f"{HERE}.CountingWorker", worker_extension_cls=f"{HERE}.Extension", **OPTIONS,
+    ) as llm:  # fmt: skip
+        yield llm
+
+
+def test_every_rank_answers_in_rank_order(two: LLM) -> None:
+    pids = two.facts.ranks
+    assert two.collective_rpc("where") == [[0, pids[0], 2], [1, pids[1], 2]]
+    assert two.collective_rpc("where", kwargs={"add": 5}) == [[5, pids[0], 2], [6, pids[1], 2]]
+    assert os.getpid() not in pids
+
+
+def test_the_launcher_is_the_custom_one(two: LLM) -> None:
+    assert two.facts.executor == "nice"
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in two.facts.ranks] == [5, 5]
+
+
+def test_the_worker_is_the_custom_one(two: LLM) -> None:
+    two.generate(["Hello"], GREEDY)
+    for commands in two.collective_rpc("what_came"):
+        assert commands[:3] == ["Join", "Regroup", "Load"] and "StepPlan" in commands and commands[-1] == "Call"
+
+
+def test_a_call_is_ordered_with_the_steps_in_flight(two: LLM) -> None:
+    """From inside a generation: it is done between two steps, on both ranks after the same one."""
+    seen: list[list[list[str]]] = []
+
+    def ask(done: int, tokens: int) -> None:
+        if tokens and not done:
+            seen.append(two.collective_rpc("what_came"))
+
+    alone = two.generate(["Once upon a time"], GREEDY)[0].text
+    assert two.generate(["Once upon a time"], GREEDY, on_tokens=ask)[0].text == alone
+    assert len(seen) >= 3
+    for first, second in seen:
+        assert first == second and first[-2:] == ["StepPlan", "Call"]
+
+
+def test_a_failure_names_the_rank_and_the_engine_goes_on(two: LLM) -> None:
+    for rank in (0, 1):
+        with pytest.raises(CallFailed, match=f"fail_on failed on rank {rank}: ValueError: as asked") as e:
+            two.collective_rpc("fail_on", args=(rank,))
+        assert "in fail_on" in e.value.traceback
+    assert two.collective_rpc("fail_on", args=(2,)) == ["fine", "fine"]
+    assert len(two.generate(["Hello"], GREEDY)[0].outputs[0].token_ids) == 8
+
+
+def test_a_timeout_leaves_the_call_running(two: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "go"
+    pending = two._loop.call("wait_for", (str(path),))
+    with pytest.raises(TimeoutError, match="wait_for was not done"):
+        pending.result(timeout=0.05)
+    assert not pending.done()
+    with pytest.raises(TimeoutError):
+        two.collective_rpc("where", timeout=0.05)  # it waits behind the other
+    path.touch()
+    assert pending.result(timeout=60) == ["done", "done"] and pending.done()
+    assert pending.result() == ["done", "done"]
+    assert [answer[0] for answer in two.collective_rpc("where")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "says"),
+    [
+        ("nothing", (), "no method 'nothing'"),
+        ("_exit", (), "no method '_exit'"),  # the worker's own
+        ("rank", (), "no method 'rank'"),
+        ("something", (), "must give back plain data"),
+        ("where", (object(),), "no message can hold a object"),
+    ],
+)
+def test_refused_calls(two: LLM, method: str, args: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(PlanariaError, match=says):
+        two.collective_rpc(method, args=args)
+    assert len(two.collective_rpc("where")) == 2
+
+
+def test_a_rank_that_ends_during_a_call() -> None:
+    with LLM("smollm2", tensor_parallel_size=2, worker_extension_cls=f"{HERE}.Extension", **OPTIONS) as llm:
+        with pytest.raises(EngineDead, match="rank 1 failed in call: its process ended with exit code 3"):
+            llm.collective_rpc("end", args=(1,))
+        with pytest.raises(EngineDead):
+            llm.collective_rpc("where")
+    assert not any(alive(pid) for pid in llm.facts.ranks)
+
+
+def test_one_rank_in_process_answers_the_same_way() -> None:
+    with LLM("smollm2", worker_extension_cls=f"{HERE}.Extension", **OPTIONS) as llm:
+        assert llm.collective_rpc("where", None, (), {"add": 1}) == [[1, os.getpid(), 1]]
+        with pytest.raises(UserError, match="plain data"):
+            llm.collective_rpc("something")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"worker_extension_cls": f"{HERE}.ClashesWithMethod"}, "has handle already; give them other names"),
+        ({"worker_extension_cls": f"{HERE}.ClashesWithField"}, "has model already; give them other names"),
+        ({"worker_extension_cls": f"{HERE}.Nobody"}, "can't be imported"),
+        ({"worker_cls": "nowhere.at.All"}, "can't be imported: No module named 'nowhere'"),
+        ({"worker_cls": f"{HERE}.NotAWorker"}, "has no method handle"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_a_class_that_cannot_be_a_worker_is_refused(options: dict[str, Any], says: str, backend: str) -> None:
+    with pytest.raises(UserError, match=says):
+        LLM("smollm2", distributed_executor_backend=backend, **options, **OPTIONS)
+
+
+def test_a_worker_that_fails_to_begin_says_why() -> None:
+    with pytest.raises(EngineDead, match="rank 0 failed in launch: RuntimeError: no licence"):
+        LLM("smollm2", distributed_executor_backend="mp", worker_cls=f"{HERE}.FailsToBegin", **OPTIONS)
+
+
+def test_the_command_line_refuses_in_one_line() -> None:
+    """Also where the rank that says so is two processes away."""
+    extension = ["--worker-extension-cls", f"{HERE}.ClashesWithMethod"]
+    for command in (["generate", "smollm2", "--prompt", "x"], ["serve", "smollm2", "--port", "0"]):
+        run = planaria(*command, *SMALL, *extension, "--distributed-executor-backend", "mp")
+        assert run.returncode == 2, run.stderr
+        assert run.stderr.strip().splitlines()[-1].startswith("planaria: --worker-extension-cls")
+        assert "Traceback" not in run.stderr
