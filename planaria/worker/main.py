@@ -11,6 +11,8 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from planaria.executor.boot import RankBoot
 from planaria.executor.link.address import open_port
@@ -25,12 +27,16 @@ logger = logging.getLogger("planaria.worker")
 PULSE = 1.0  # seconds between signs of life
 
 
-def run_rank(boot: RankBoot) -> int:
-    """Until Exit (0), or until the link ends (1). Raises LinkError or Gone when there is no link to begin with."""
+def run_rank(boot: RankBoot, made: Callable[[Any], None] = lambda worker: None) -> int:
+    """Until Exit (0), or until the link ends (1). Raises LinkError or Gone when there is no link to begin with.
+
+    made: gets the worker, for who brings it steps by another way.
+    """
     port = open_port(boot.link)
     ended = threading.Event()
     threading.Thread(target=_pulse, args=(port, ended), name="planaria-pulse", daemon=True).start()
     worker = make_rank(boot)
+    made(worker)
     try:
         while True:
             item = port.receive(None)

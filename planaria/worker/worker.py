@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from planaria.checkpoint import Checkpoint
 from planaria.config.digest import compared, hash_fields
 from planaria.config.options import EngineConfig
-from planaria.env import cache_dir
+from planaria.env import cache_dir, visible_cuda_devices
 from planaria.errors import CapacityError, ModelError, UserError
 from planaria.executor.boot import RankBoot
 from planaria.executor.preflight import Door, doors_of_others, reach, unreachable
@@ -164,7 +164,7 @@ class Worker:
 
         torch.set_num_threads(self.boot.threads)
         if self.config.device.device == "cuda":
-            torch.cuda.set_device(self.model.device if hasattr(self.model, "device") else 0)
+            torch.cuda.set_device(own_device(self.boot.place.devices, visible_cuda_devices()))
 
     def _leave_groups(self) -> None:
         self.mesh.close()
@@ -187,7 +187,7 @@ class Worker:
         from planaria.loader import open_weights
         from planaria.models import build
 
-        torch.set_num_threads(self.boot.threads)
+        self.take_thread()
         self._timed("import torch", since)
         since = time.perf_counter()
         self.ops = make_ops(self.config, self.mesh.tp, self.boot.threads)
@@ -294,6 +294,13 @@ def _kernels(config: EngineConfig) -> Any:
     from planaria.kernels.cpu.build import load, target_for
 
     return load(target_for(config.device.dtype), cache_dir() / "kernels")
+
+
+def own_device(devices: Sequence[int], visible: Sequence[str] | None) -> int:
+    """Index of this rank's accelerator among those its process may see; the first where none was dealt to it."""
+    if not devices:
+        return 0
+    return devices[0] if visible is None else list(visible).index(str(devices[0]))
 
 
 def make_ops(config: EngineConfig, tp: Comm | None = None, threads: int | None = None) -> Ops:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import threading
 from typing import Any
 
 import msgspec
@@ -32,7 +33,11 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankActor:
-    """One rank."""
+    """One rank. Steps come by its link, or from a compiled graph's thread; never both at a time."""
+
+    def __init__(self) -> None:
+        self.rank: Any = None  # what `run` made
+        self.thread = 0  # that carries out the graph's steps
 
     def where(self, resource: str, names: list[str]) -> bytes:
         """Encoded Whereabouts. names: variables to report."""
@@ -65,8 +70,39 @@ class RankActor:
         decoded = RankBoot.decode(boot)
         setup_logging(decoded.log_level)
         module, _, function = entry.partition(":")
-        code: int = getattr(importlib.import_module(module), function)(decoded)
+        code: int = getattr(importlib.import_module(module), function)(decoded, self._made)
         return code
+
+    def _made(self, rank: Any) -> None:
+        self.rank = rank
+
+    # Nodes of a compiled graph: a plan, and what the stage before hands on -> a reply, and what goes to the next stage.
+
+    def first_step(self, plan: bytes) -> tuple[bytes, bytes]:
+        return self.step(plan, b"")
+
+    def step(self, plan: bytes, before: bytes) -> tuple[bytes, bytes]:
+        if self.thread != threading.get_ident():
+            self.thread = threading.get_ident()
+            if hasattr(self.rank, "take_thread"):
+                self.rank.take_thread()
+        edges: Any = getattr(getattr(self.rank, "mesh", None), "pp", None)
+        if not hasattr(edges, "give"):  # one stage, or a rank that computes nothing
+            return self._reply(plan), b""
+        edges.give(before)
+        reply = self._reply(plan)
+        return reply, edges.take()
+
+    def last_step(self, plan: bytes, before: bytes) -> bytes:
+        return self.step(plan, before)[0]
+
+    def only_step(self, plan: bytes) -> bytes:
+        return self.step(plan, b"")[0]
+
+    def _reply(self, plan: bytes) -> bytes:
+        from planaria.executor.link.codec import answer, decode_command
+
+        return answer(self.rank.rank, self.rank.handle(decode_command(plan)))
 
 
 def report(names: list[str]) -> dict[str, str]:
@@ -96,6 +132,8 @@ def end_process(pid: int, started: int) -> bool:
 
 
 def remote_class(ray: Any) -> Any:
-    """RankActor for Ray, `run` in a group of its own."""
+    """RankActor for Ray: `run` in a group of its own, nodes of the graph with two outputs."""
     ray.method(concurrency_group=RANK_GROUP)(RankActor.run)  # marks the function
+    for method in (RankActor.first_step, RankActor.step):
+        ray.method(num_returns=2)(method)
     return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={RANK_GROUP: 1})(RankActor)

@@ -62,6 +62,7 @@ class RayLauncher:
         self.address = "127.0.0.1"  # of this node, for those elsewhere
         self._pids: dict[int, int] = {}  # rank -> pidfd, of those on this node
         self._watcher: Watcher | None = None
+        self.before_leaving: list[Callable[[], None]] = []  # what needs Ray to end, called when the ranks have ended
         self._ended: dict[int, str] = {}
         self._closing = False
         self._offer: dict[str, str] = {}
@@ -253,6 +254,8 @@ class RayLauncher:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         self._await_local_ends()
+        for end in self.before_leaving:
+            end()
         if self.group is not None:
             with contextlib.suppress(Exception):
                 self.group.remove()

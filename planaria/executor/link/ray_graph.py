@@ -1,0 +1,157 @@
+"""Steps through a Ray compiled graph; every other command by the queue link that this one wraps.
+
+The graph is built at the first step and belongs to the epoch. Its input is the encoded plan, which every rank reads;
+along its edges, rank by rank from stage to stage, go the hidden states; its outputs are the encoded replies of all
+ranks. Nothing of ours is pickled. A plan with nothing in it passes every stage like any other.
+
+Rule: only one thread submits and only one thread (the reader) takes results, in order. The reader ends with the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from planaria.executor.link.codec import encode_command, heard
+from planaria.executor.link.faults import LinkError, PeerLost
+from planaria.protocol import Command, Exit, Reply, StepPlan
+
+logger = logging.getLogger("planaria.ray")
+
+Answer = tuple[int, int, Reply]
+WHO = 0.5  # seconds to find out which rank it was
+TEARDOWN = 2.0  # seconds; who is left is killed by the launcher
+BUFFER = 1 << 20  # bytes of a channel at first; Ray makes it larger where a message is
+WITHOUT_LIMIT = -1  # Ray's word for a wait that ends with the channel
+
+
+class RayGraphLink:
+    """queue_link: to the same ranks. actors: by rank, whose `step` and `last_step` carry out a plan. stages: pipeline
+    stages; ranks of one stage are neighbours. in_flight: steps at a time at most."""
+
+    def __init__(self, queue_link: Any, actors: Sequence[Any], stages: int, in_flight: int) -> None:
+        self.queue = queue_link
+        self.name = f"ray-graph+{queue_link.name}"
+        self.actors, self.stages, self.in_flight = list(actors), stages, in_flight
+        self._graph: Any = None
+        self._numbers: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self._heard: deque[Answer | LinkError] = deque()
+        self._reader: threading.Thread | None = None
+
+    # -- the graph
+
+    def _build(self) -> None:
+        from ray.dag import InputNode, MultiOutputNode
+
+        width = len(self.actors) // self.stages
+        edges: dict[int, Any] = {}
+        replies: list[Any] = []
+        with InputNode() as plan:
+            for rank, actor in enumerate(self.actors):
+                before = edges.get(rank - width)
+                if rank < len(self.actors) - width:
+                    reply, edge = (actor.first_step.bind(plan) if before is None else actor.step.bind(plan, before))
+                    edges[rank] = edge
+                else:
+                    reply = actor.only_step.bind(plan) if before is None else actor.last_step.bind(plan, before)
+                replies.append(reply)
+            graph = MultiOutputNode(replies)
+        self._graph = graph.experimental_compile(
+            _buffer_size_bytes=BUFFER, _max_inflight_executions=self.in_flight + 1,
+            _max_buffered_results=self.in_flight + 1,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, name="planaria-ray-graph", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while (item := self._numbers.get()) is not None:
+            number, results = item
+            try:
+                for rank, result in enumerate(results):
+                    self._heard.append((rank, number, heard(result.get(timeout=WITHOUT_LIMIT), rank)))
+            except Exception as e:  # whatever Ray raises when an actor or the graph has gone
+                self._heard.append(PeerLost(f"a rank left the graph of steps: {_first_line(e)}"))
+                self.queue.wake()
+                return
+            self.queue.wake()
+
+    def teardown(self) -> None:
+        """Within TEARDOWN seconds, or left to end with its actors. Idempotent."""
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        self._numbers.put(None)
+
+        def end() -> None:
+            with contextlib.suppress(Exception):
+                graph.teardown()
+
+        thread = threading.Thread(target=end, name="planaria-ray-teardown", daemon=True)
+        thread.start()
+        thread.join(TEARDOWN)
+        if thread.is_alive():
+            logger.warning("the graph of steps was not torn down within %g s; its actors are killed", TEARDOWN)
+        if self._reader is not None:
+            self._reader.join(TEARDOWN)
+
+    # -- as any link
+
+    def send(self, number: int, command: Command) -> None:
+        if isinstance(command, StepPlan):
+            if self._graph is None:
+                self._build()
+            data = encode_command(command)
+            try:
+                self._numbers.put((number, self._graph.execute(data)))
+            except Exception as e:
+                raise PeerLost(f"a rank left the graph of steps: {_first_line(e)}") from None
+            return
+        if isinstance(command, Exit):
+            self.teardown()  # first: its loops keep the actors busy
+        self.queue.send(number, command)
+
+    def receive(self, timeout: float | None) -> Answer | None:
+        if (answer := self._next()) is not None:
+            return answer
+        found: Answer | None = self.queue.receive(timeout)
+        return found if found is not None else self._next()
+
+    def _next(self) -> Answer | None:
+        if not self._heard:
+            return None
+        item = self._heard[0]
+        if not isinstance(item, LinkError):
+            self._heard.popleft()
+            return item
+        deadline = time.monotonic() + WHO  # Ray doesn't say who left; the queue link does, if it can
+        while (left := deadline - time.monotonic()) > 0:
+            if (answer := self.queue.receive(left)) is not None:
+                return answer  # type: ignore[no-any-return]
+        raise item
+
+    def address_of(self, rank: int) -> Any:
+        return self.queue.address_of(rank)
+
+    def pulses(self) -> list[tuple[int, int]]:
+        pulses: list[tuple[int, int]] = self.queue.pulses()
+        return pulses
+
+    def wake(self) -> None:
+        self.queue.wake()
+
+    def fence(self) -> None:
+        self.queue.fence()
+
+    def close(self) -> None:
+        self.teardown()
+        self.queue.close()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
