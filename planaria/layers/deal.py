@@ -1,8 +1,9 @@
 """How a layout deals a model to ranks: KV groups, MLP columns and vocabulary to tensor ranks, layers to stages. Pure.
 
 Rule: every query head, MLP column, token id and layer is held exactly once (a KV head by several ranks only where
-there are more ranks than KV heads), every rank has some of each, and the MLP's blocks go where the bytes of attention
-left room, so that ranks are even within one block of each layer.
+there are more ranks than KV heads), every rank has some of each, and each kind is even within one unit. MLP blocks
+don't make up for uneven heads: ranks wait for one another after attention and again after the MLP, so a rank with less
+of one and more of the other makes everybody wait twice (docs/adr/0008-dealing.md).
 """
 
 from __future__ import annotations
@@ -36,29 +37,11 @@ def deal_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[tuple[rang
     return dealt
 
 
-def deal_blocks(total: int, block: int, taken: list[int], column_bytes: int) -> list[range]:
-    """[0, total) cut at multiples of `block`, so that taken[r] + bytes of r's columns come out even.
-
-    Each rank gets one block, then each block goes to the rank with the least bytes, the lowest of equals.
-    """
+def deal_blocks(total: int, block: int, ranks: int) -> list[range]:
+    """[0, total) cut at multiples of `block`. The last parts are the longer ones, where heads have it the other way."""
     blocks = -(-total // block)
-    counts = [1] * len(taken)
-    loads = [have + block * column_bytes for have in taken]
-    for _ in range(blocks - len(taken)):
-        rank = loads.index(min(loads))
-        counts[rank] += 1
-        loads[rank] += block * column_bytes
-    out, start = [], 0
-    for count in counts:
-        end = min(start + count * block, total)
-        out.append(range(start, end))
-        start = end
-    return out
-
-
-def attention_bytes(config: ModelConfig, heads: range, kv_heads: range) -> int:
-    """Elements of q, k, v and o of one layer."""
-    return config.hidden_size * config.head_dim * 2 * (len(heads) + len(kv_heads))
+    starts = [min(blocks * rank // ranks * block, total) for rank in range(ranks + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
 
 
 def deal_tensor(config: ModelConfig, ranks: int) -> list[Shard]:
@@ -77,9 +60,8 @@ def deal_tensor(config: ModelConfig, ranks: int) -> list[Shard]:
                 f"use at most {min(limits.values())}",
             )  # fmt: skip
     heads = deal_heads(config.num_heads, config.num_kv_heads, ranks)
-    taken = [attention_bytes(config, *held) for held in heads]
-    columns = deal_blocks(config.intermediate_size, MLP_BLOCK, taken, 3 * config.hidden_size)
-    vocab = deal_blocks(config.vocab_size, VOCAB_BLOCK, [0] * ranks, 1)
+    columns = deal_blocks(config.intermediate_size, MLP_BLOCK, ranks)
+    vocab = deal_blocks(config.vocab_size, VOCAB_BLOCK, ranks)
     layers = range(config.num_layers)
     return [
         Shard(*held, mlp_columns=mlp, vocab=ids, layers=layers, leads=rank == 0)
