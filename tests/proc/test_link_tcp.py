@@ -31,7 +31,7 @@ class Deployment:
 
     def __init__(self) -> None:
         self.link = TcpLink.create(2, heartbeat=2.0)
-        self.process = start_rank(self.link, 0)
+        self.process = start_rank(0, self.link.address_of(0))
         self.number = 0
 
     def serves(self) -> None:

@@ -185,6 +185,7 @@ class TcpLink:
             self._take_in()
             if self._heard:
                 continue
+            self._check()
             if lost := [rank for rank, peer in enumerate(self._peers) if peer.state == "lost"]:
                 raise _lost(lost)
             if self._woken:
@@ -257,13 +258,7 @@ class TcpLink:
         with end.lock:
             if end.closed:
                 return
-            while (frames := end.frames()) is not None:
-                try:
-                    self._on(frames)
-                except Refused as e:
-                    self.refused[e.reason] += 1
-                except LinkError as e:
-                    self._broken = self._broken or e
+            self._take_frames()
             for event in end.events():
                 if event == zmq.EVENT_DISCONNECTED:
                     self._probes = PROBES
@@ -273,6 +268,16 @@ class TcpLink:
                 # The event doesn't say whose connection it was. A send to it fails once the socket has noticed.
                 self._probes -= 1
                 self._tell(Kind.PING)
+                self._take_frames()  # sending uses up the signal that something has come
+
+    def _take_frames(self) -> None:
+        while (frames := self._end.frames()) is not None:
+            try:
+                self._on(frames)
+            except Refused as e:
+                self.refused[e.reason] += 1
+            except LinkError as e:
+                self._broken = self._broken or e
 
     def _on(self, frames: list[zmq.Frame]) -> None:
         try:
