@@ -113,6 +113,9 @@ class EngineLoop:
         # the rank whose step results have tokens: tensor rank 0 of the last stage
         self.answering = parallel.tensor_parallel_size * (parallel.pipeline_parallel_size - 1)
         self.on_loss: Callable[[], None] = lambda: None
+        # Where several processes run the same engine: the time and the messages that all of them go by.
+        self.clock: Callable[[], float] = time.monotonic
+        self.agree: Callable[[ToEngine], ToEngine] = lambda message: message
         launcher.on_exit = self._on_exit
         self.group = WorkerGroup(parallel.world_size)
         self.health = Health(parallel.heartbeat_timeout)
@@ -302,11 +305,16 @@ class EngineLoop:
     def handle(self, message: ToEngine) -> None:
         """A front end's message. Requests that can't run are answered at once."""
         assert self.core is not None
+        try:
+            message = message if self.dead is not None else self.agree(message)
+        except LinkError as e:
+            self._lost(WorkersLost(self.epoch, e.ranks, str(e)))
+            raise EngineDead(str(e)) from None
         match message:
             case Submit():
                 request = Request(
                     message.id, message.prompt, message.params, message.seed, max_tokens=message.max_tokens,
-                    eos_ids=message.eos_ids, arrival=time.monotonic(), priority=message.priority,
+                    eos_ids=message.eos_ids, arrival=self.clock(), priority=message.priority,
                     output=list(message.output),
                 )  # fmt: skip
                 self._emit(self.core.admit(request))
@@ -348,7 +356,7 @@ class EngineLoop:
         assert core is not None and link is not None
         try:
             while core.in_flight < self.config.scheduler.depth:
-                plan = core.plan(time.monotonic())
+                plan = core.plan(self.clock())
                 if plan is None:
                     break
                 ticket = self.group.submit(plan, time.monotonic())

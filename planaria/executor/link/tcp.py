@@ -152,6 +152,11 @@ class TcpLink:
         with self._end.lock:
             self._peers[rank] = self._new_peer(rank)
 
+    def left(self) -> list[int]:
+        """Ranks that closed their end in order."""
+        self._take_in()
+        return [rank for rank, peer in enumerate(self._peers) if peer.state == "left"]
+
     def send(self, number: int, command: Any, to: int | None = None) -> None:
         """To every rank, or to one. Raises CodecError; PeerLags or PeerLost when a rank takes nothing; Fenced,
         LinkClosed."""
