@@ -11,6 +11,7 @@ goes on.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -35,6 +36,9 @@ _FAILURES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake",
 }
+_OF_CONNECTIONS = {*_FAILURES.values(), "second connection"}
+
+logger = logging.getLogger("planaria.link")
 
 
 class _Gatekeeper(threading.Thread):
@@ -268,7 +272,7 @@ class TcpLink:
                 if event == zmq.EVENT_DISCONNECTED:
                     self._probes = PROBES
                 elif event in _FAILURES:
-                    self.refused[_FAILURES[event]] += 1
+                    self._refuse(_FAILURES[event])
             if self._probes:
                 # The event doesn't say whose connection it was. A send to it fails once the socket has noticed.
                 self._probes -= 1
@@ -280,9 +284,16 @@ class TcpLink:
             try:
                 self._on(frames)
             except Refused as e:
-                self.refused[e.reason] += 1
+                self._refuse(e.reason)
             except LinkError as e:
                 self._broken = self._broken or e
+
+    def _refuse(self, reason: str) -> None:
+        self.refused[reason] += 1
+        count = self.refused[reason]
+        if not count & (count - 1):  # the 1st, 2nd, 4th, 8th ...: nobody fills the log from outside
+            what = "connections" if reason in _OF_CONNECTIONS else "frames"
+            logger.warning("refused at %s: %d %s (%s)", self.address, count, what, reason)
 
     def _on(self, frames: list[zmq.Frame]) -> None:
         try:
