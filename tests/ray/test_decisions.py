@@ -99,7 +99,7 @@ def test_classes_of_variables(name: str, expected: Kind) -> None:
 
 
 def test_computed_wins_over_the_nodes_own_which_wins_over_the_drivers() -> None:
-    driver = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "t0p", "CUDA_VISIBLE_DEVICES": "7", "GLOO_SOCKET_IFNAME": "e9", "X": "1"}
+    driver = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "t0p", "CUDA_VISIBLE_DEVICES": "7", "GLOO_SOCKET_IFNAME": "e", "X": "1"}
     offer = offered(driver)
     assert offer == {"NCCL_DEBUG": "INFO", "HF_TOKEN": "t0p"}
     own = {"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0,1,2", "GLOO_SOCKET_IFNAME": "eth0"}
