@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ RHYTHMS = {  # name: seconds before each round trip, round trips of one round
 }
 LIMIT = 60.0
 Trip = Callable[[], None]
-PLAN = msgspec.convert(["step", *round_trips.step()], StepPlan)
+PLAN = msgspec.convert(["step", *round_trips.step()], StepPlan, dec_hook=lambda kind, value: array("i", value))
 RESULT = msgspec.convert(["step_result", *round_trips.result()], StepResult)
 
 
