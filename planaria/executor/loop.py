@@ -380,7 +380,10 @@ class EngineLoop:
         command = Call(method, args, kwargs or {})
         encode_command(command)  # refused here, on every back end alike, and before a rank is owed to
         ticket = self.group.submit(command, time.monotonic())
-        self.link.send(ticket.number, command)
+        try:
+            self.link.send(ticket.number, command)
+        except LinkError as e:
+            self._lost(WorkersLost(self.epoch, e.ranks, str(e)))
         return Pending(ticket, self._wait)
 
     def _wait(self, ticket: Ticket, deadline: float | None) -> None:

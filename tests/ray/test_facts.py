@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from planaria import LLM
 from planaria.config.machine import in_placement_group
 from planaria.config.options import EngineOptions
 from planaria.llm import make_options
 from planaria.processes import read_title
+
+pytest.importorskip("ray")
 
 
 def chosen() -> str:
