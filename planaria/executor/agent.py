@@ -37,6 +37,7 @@ from planaria.executor.node_messages import (
     Start,
     Started,
     Trouble,
+    Welcome,
 )
 from planaria.executor.patience import Patience
 from planaria.node import node_name, own_address, resolve_host
@@ -45,6 +46,7 @@ from planaria.processes import set_title
 logger = logging.getLogger("planaria.agent")
 
 CONNECT = 2.0  # seconds of one attempt
+WELCOME_TIMEOUT = 5.0  # seconds for the driver's first answer
 
 
 class _Told(Exception):
@@ -93,10 +95,16 @@ class NodeAgent:
             self._say(
                 Here(self.parallel.node_rank, node_name(), self.address, os.getpid(), self.same)
             )
+            item = self._port.receive(WELCOME_TIMEOUT)
+            if item is None:
+                raise CapacityError(
+                    f"node 0 doesn't take this node: another process is node {self.parallel.node_rank} already; give "
+                    "each node its own --node-rank"
+                )
             while True:
+                if item is not None:
+                    self._obey(item[1])
                 item = self._port.receive(None)
-                assert item is not None
-                self._obey(item[1])
         except _Told as e:
             logger.info("node %d ends: %s", self.parallel.node_rank, e)
             last = f"it was ended by {e}"
@@ -139,7 +147,6 @@ class NodeAgent:
                     raise CapacityError(f"no node 0 at {where} in {patience.waited:.0f} s: {e}") from None
                 continue
             self.address = own_address(host)
-            logger.info("node %d of %d: joined node 0 at %s", parallel.node_rank, parallel.nnodes, where)
             return port
 
     def _obey(self, message: Any) -> None:
@@ -158,6 +165,8 @@ class NodeAgent:
                     else:
                         self.local.close()
                 self._say(AllEnded())
+            case Welcome():
+                logger.info("node %d of %d: joined node 0", self.parallel.node_rank, self.parallel.nnodes)
             case Refused():
                 raise RanksDiffer(message.why)
 
