@@ -17,6 +17,7 @@ import msgspec
 
 from planaria.config.options import EngineConfig, ParallelConfig
 from planaria.config.secret import deployment_secret
+from planaria.env import host_ip
 from planaria.errors import CapacityError, PlanariaError, RanksDiffer
 from planaria.executor import node_messages as messages
 from planaria.executor.boot import RankBoot
@@ -146,7 +147,7 @@ class NodeAgent:
                 if patience.over:
                     raise CapacityError(f"no node 0 at {where} in {patience.waited:.0f} s: {e}") from None
                 continue
-            self.address = own_address(host)
+            self.address = host_ip() or own_address(host)
             return port
 
     def _obey(self, message: Any) -> None:
