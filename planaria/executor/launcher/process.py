@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from planaria.config.machine import usable_cores
+from planaria.config.machine import accelerator_ids, usable_cores
 from planaria.executor.boot import Place, RankBoot
 from planaria.node import home, node_name
 
@@ -47,10 +47,10 @@ class ProcessLauncher:
             self.processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
         for rank, process in self.processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name=f"watch-{rank}", daemon=True).start()
-        cores = usable_cores()
+        cores, devices = usable_cores(), accelerator_ids()
         return [
-            Place(rank, home(), node_name(), self.address, process.pid, cores)
-            for rank, process in self.processes.items()
+            Place(rank, home(), node_name(), self.address, process.pid, cores, tuple(devices[i : i + 1]))
+            for i, (rank, process) in enumerate(self.processes.items())
         ]
 
     def run(self, boots: Sequence[RankBoot]) -> None:
