@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ ACCELERATORS = {"cuda": "GPU", "rocm": "GPU", "xpu": "GPU", "npu": "NPU", "hpu":
 OBJECT_STORE = 256 << 20  # bytes, of a cluster started here: nothing large travels through it
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a node's address is 127.0.0.1, and Ray binds to it
 
+CONNECT = 5.0  # seconds for a cluster to take a connection
 PATIENCE = 2.0  # seconds for a call while ending
 
 _lock = threading.Lock()
@@ -124,14 +126,14 @@ def connect(address: str | None, slots: int) -> Connection:
             if _connections:
                 _connections += 1
             return Connection(ray, initialised=_connections > 0, started=_connections > 0 and _started)
-        given = address or os.environ.get("RAY_ADDRESS")
-        found = given or _running()
+        given = address or os.environ.get("RAY_ADDRESS") or "auto"
+        found = _running() if given == "auto" else given
         _started = found is None or found == "local"
-        if not _started:
+        if found is not None and not _started:
             try:
                 _join(ray, found)
             except Exception as e:  # Ray raises what it likes here
-                if given:
+                if given != "auto":
                     what = f"can't be joined: {_first_line(e)}"
                     raise ConfigError("Ray address", given, what, _join_fix(e)) from None
                 logger.warning("the Ray cluster last started here can't be joined: %s; starting one", _first_line(e))
@@ -150,12 +152,31 @@ def _running() -> str | None:
     return found
 
 
-def _join(ray: Any, address: str | None) -> None:
+def _join(ray: Any, address: str) -> None:
+    """Raises what Ray does, or ConnectionError at once where nobody listens (Ray would try for minutes)."""
+    if "://" in address:
+        raise ConnectionError("an engine runs on a node of the cluster, not through Ray Client")
+    from ray._private import ray_constants
+    from ray._private.services import canonicalize_bootstrap_address
+
+    outside = canonicalize_bootstrap_address(address)  # of loopback addresses, the machine's
+    private = not _answers(outside) and outside != address and _answers(address)
+    if not private and not _answers(outside):
+        raise ConnectionError(f"nobody listens at {outside}")
     if "RAY_AUTH_MODE" not in os.environ and _token_is_known():
         os.environ["RAY_AUTH_MODE"] = "token"
         _reread_config()
-    with _signals_kept():
+    with _signals_kept(), loopback(ray_constants) if private else contextlib.nullcontext():
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _start(ray: Any, slots: int) -> None:
