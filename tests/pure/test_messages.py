@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from planaria.errors import PlanariaError
 from planaria.executor import node_messages as nodes
 from planaria.executor.boot import Place, RankBoot
+from planaria.executor.link import circle
 from planaria.executor.link.address import Tcp
 from planaria.executor.link.codec import CodecError, decode_command, decode_reply, encode_command, encode_reply
 from planaria.executor.link.keys import Invitation, Pair
@@ -62,7 +63,7 @@ def test_agents_messages(place: Place) -> None:
         nodes.AllEnded(), nodes.Trouble("why"),
     ):  # fmt: skip
         assert nodes.decode(nodes.encode_from_agent(0, said), 0) == said
-    for told in (nodes.Start((1, 2)), nodes.Run((b"boot",)), nodes.End(True), nodes.Refused("why")):
+    for told in (nodes.Welcome(), nodes.Start((1, 2)), nodes.Run((b"boot",)), nodes.End(True), nodes.Refused("why")):
         assert nodes.decode_to_agent(nodes.encode(told)) == told
 
 
@@ -80,9 +81,16 @@ def _agent_told(data: bytes) -> Any:
     return value
 
 
+def _round(data: bytes) -> Any:
+    value = circle.decode(data)
+    if isinstance(value, CodecError):
+        raise value
+    return value
+
+
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "command": decode_command, "reply": decode_reply, "invitation": Invitation.decode, "boot": RankBoot.decode,
-    "agent said": _agent_said, "agent told": _agent_told,
+    "agent said": _agent_said, "agent told": _agent_told, "round": _round,
 }  # fmt: skip
 
 
@@ -135,6 +143,7 @@ GOOD: dict[str, list[bytes]] = {
     "boot": [boot()],
     "agent said": [nodes.encode_from_agent(0, nodes.Started((Place(1, "home", "node"),)))],
     "agent told": [nodes.encode(nodes.Run((b"boot",)))],
+    "round": [circle.encode(circle.Round(1.5, (circle.Part("step 1", b"hash", b"reply"),)))],
 }
 
 

@@ -80,14 +80,15 @@ class Circle:
         if size == 1:
             return circle
         if rank == 0:
-            circle._link = TcpLink.create(size - 1, host=address, heartbeat=heartbeat, encode=_encoder.encode,
-                                          decode=_decode)  # fmt: skip
+            circle._link = TcpLink.create(
+                size - 1, host=address, heartbeat=heartbeat, encode=encode, decode=lambda data, peer: decode(data)
+            )
             for other in range(1, size):
                 meeting.put(f"invitation {other}", circle._link.invitation(other - 1).encode())
         else:
             invitation = Invitation.decode(meeting.get(f"invitation {rank}", timeout))
             circle._port = TcpPort.connect(
-                invitation, heartbeat=heartbeat, encode=lambda _, message: _encode(message), decode=_either
+                invitation, heartbeat=heartbeat, encode=lambda rank, message: encode(message), decode=decode
             )
         return circle
 
@@ -200,20 +201,13 @@ class Circle:
         raise self._over
 
 
-def _decode(data: Bytes, peer: int) -> Any:
+def decode(data: Bytes) -> Part | Round | Over | CodecError:
     try:
         return _decoder.decode(data)
     except BAD_BYTES as e:
-        return e
+        return CodecError(f"not a round's part: {' '.join(str(e).split())[:300]}")
 
 
-def _either(data: Bytes) -> Any:
-    try:
-        return _decoder.decode(data)
-    except BAD_BYTES as e:
-        return CodecError(f"not a round: {e}")
-
-
-def _encode(message: Any) -> bytes:
+def encode(message: Part | Round | Over | Failed) -> bytes:
     """What a port says by itself, about bytes that it can't read, ends the rounds."""
     return _encoder.encode(Over(message.message, (message.rank,)) if isinstance(message, Failed) else message)
