@@ -7,6 +7,7 @@ from typing import Any
 from planaria.config.machine import load_class
 from planaria.config.options import EngineConfig
 from planaria.env import ray_settings
+from planaria.errors import ConfigError
 from planaria.executor.boot import Place
 from planaria.executor.launcher.inline import InlineLauncher
 from planaria.executor.launcher.process import ProcessLauncher
@@ -46,6 +47,11 @@ def _launcher(config: EngineConfig) -> Any:
 
         return RayLauncher(parallel, config.device.device, "planaria.worker.main:run_rank", ray_settings())
     if parallel.over_nodes:
+        if parallel.node_rank:
+            raise ConfigError(
+                "--node-rank", parallel.node_rank, "an engine runs on node 0 only",
+                "on this node run `planaria serve MODEL` with the same options",
+            )  # fmt: skip
         from planaria.executor.launcher.nodes import nodes_launcher
 
         return nodes_launcher(config, WORKER)

@@ -19,6 +19,7 @@ import msgspec
 from planaria.build import build_loop
 from planaria.checkpoint import Checkpoint
 from planaria.config.options import EngineConfig, EngineOptions
+from planaria.config.parallel import refuse_outer_launcher
 from planaria.config.resolve import resolve
 from planaria.errors import ConfigError, EngineDead, PlanariaError, RequestError
 from planaria.server.inputs import child_seed, submissions
@@ -297,6 +298,7 @@ class AsyncLLM(_Front):
 
     def __init__(self, model: str, *, on_progress: Callable[[StartUpNews], None] | None = None, **options: Any) -> None:
         super().__init__(model, options)
+        refuse_outer_launcher(self.config.parallel, "AsyncLLM")
         self._on_progress = on_progress
         self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._open: dict[str, _Open] = {}

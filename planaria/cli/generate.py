@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from planaria.cli.look import console, generating, loading, summary
+from planaria.env import outer_launcher
 from planaria.errors import ConfigError
 from planaria.types import SamplingParams
 
@@ -39,7 +40,10 @@ def run(
     model: str, engine: dict[str, Any], *, prompts: list[str], token_ids: list[str], prompt_file: Path | None,
     params: SamplingParams, skip_tokenizer_init: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Exit code 1 when a request ended with an error."""
+    """Exit code 1 when a request ended with an error.
+
+    Under an outer launcher every process comes here; the one with RANK 0 prints.
+    """
     batch: list[str | list[int]] = [*prompts, *read_prompts(prompt_file), *(parse_ids(ids) for ids in token_ids)]
     if not batch:
         raise ConfigError("--prompt", "", "none was given", "use --prompt TEXT, --prompt-token-ids or --prompt-file")
@@ -51,21 +55,22 @@ def run(
     began = time.perf_counter()
     from planaria.llm import LLM
 
-    with loading() as progress:
+    outer = outer_launcher() if engine["distributed_executor_backend"] == "external_launcher" else None
+    prints = outer is None or outer.rank == 0
+    with loading(show=prints) as progress:
         llm = LLM(model, on_progress=progress, skip_tokenizer_init=skip_tokenizer_init, **engine)
     facts = llm.facts
-    if not as_json:
+    if prints and not as_json:
         console.print(summary(facts, {"total": time.perf_counter() - began}))
     since = time.perf_counter()
     with llm:
-        with generating(len(batch), show=not as_json) as progress_tokens:
+        with generating(len(batch), show=prints and not as_json) as progress_tokens:
             outputs = llm.generate(batch, params, on_tokens=progress_tokens)
         seconds = time.perf_counter() - since
-    failed = False
+    failed = any(choice.finish_reason == "error" for output in outputs for choice in output.outputs)
     count = 0
-    for output in outputs:
+    for output in outputs if prints else []:
         for choice in output.outputs:
-            failed |= choice.finish_reason == "error"
             count += len(choice.token_ids)
             if as_json:
                 line: dict[str, Any] = {
@@ -90,7 +95,7 @@ def run(
             sys.stdout.flush()
             if choice.error:
                 console.print(f"error: {choice.error}", markup=False)
-    if not as_json:
+    if prints and not as_json:
         console.print(f"{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tok/s", style="dim")
     if failed:
         raise typer.Exit(1)

@@ -19,9 +19,9 @@ MOST_LINES = 16  # ranks that get a line of their own
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[Callable[[StartUpNews], None]]:
+def loading(*, show: bool = True) -> Iterator[Callable[[StartUpNews], None]]:
     """A line per rank that says what it does and for how long, until the block ends; nothing where no one watches."""
-    if not console.is_terminal:
+    if not (show and console.is_terminal):
         yield lambda news: None
         return
     with Progress(

@@ -76,6 +76,17 @@ def load_class(option: str, path: str) -> Any:
     return found
 
 
+def check_module(option: str, path: str) -> None:
+    """Raise ConfigError when the module of `package.module.Class` isn't there. It is not imported: ranks do that."""
+    try:
+        if importlib.util.find_spec(path.rpartition(".")[0]) is not None:
+            return
+        why = "there is no such module"
+    except (ImportError, ValueError) as e:
+        why = str(e)
+    raise ConfigError(option, path, f"can't be imported: {why}", "write package.module.Class")
+
+
 def launcher_facts(path: str) -> LauncherFacts:
     """What the launcher class at `path` declares. Raises ConfigError."""
     option = "--distributed-executor-backend"

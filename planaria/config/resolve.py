@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from planaria.checkpoint import resolve_checkpoint
-from planaria.config.machine import cuda_available, look, usable_cores
+from planaria.config.machine import check_module, cuda_available, look, usable_cores
 from planaria.config.options import (
     QUANTIZATIONS,
     CacheConfig,
@@ -17,7 +17,7 @@ from planaria.config.options import (
     EngineOptions,
     SchedulerConfig,
 )
-from planaria.config.parallel import ranks_here, resolve_parallel
+from planaria.config.parallel import ranks_here, resolve_parallel, uses_ray
 from planaria.config.secret import deployment_secret
 from planaria.core.policy import POLICIES
 from planaria.errors import ConfigError
@@ -104,7 +104,13 @@ def resolve(options: EngineOptions) -> EngineConfig:
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
     device_name = _device_name(options.device)
-    parallel, notes = resolve_parallel(options, look(options.distributed_executor_backend), device_name)
+    machine = look(options.distributed_executor_backend)
+    parallel, notes = resolve_parallel(options, machine, device_name)
+    if not uses_ray(parallel, machine):  # on Ray, workers may have what isn't here
+        if parallel.worker_cls != "auto":
+            check_module("--worker-cls", parallel.worker_cls)
+        if parallel.worker_extension_cls:
+            check_module("--worker-extension-cls", parallel.worker_extension_cls)
     if parallel.over_nodes:
         deployment_secret(parallel)
     memory = None

@@ -43,6 +43,7 @@ from planaria.executor.node_messages import (
 )
 from planaria.executor.patience import Patience
 from planaria.node import node_name, resident_bytes
+from planaria.processes import set_title
 
 logger = logging.getLogger("planaria.agent")
 
@@ -89,6 +90,7 @@ class NodeAgent:
         """Exit code 0 when the driver or a signal ended it, 1 when the connection broke. Raises CapacityError (no
         driver came), RanksDiffer. Called from the main thread."""
         before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        set_title("agent", node=self.parallel.node_rank)
         last = "it has ended"
         try:
             self._port = self._connect()

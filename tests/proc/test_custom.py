@@ -125,7 +125,7 @@ def test_one_rank_in_process_answers_the_same_way() -> None:
         ({"worker_extension_cls": f"{HERE}.ClashesWithMethod"}, "has handle already; give them other names"),
         ({"worker_extension_cls": f"{HERE}.ClashesWithField"}, "has model already; give them other names"),
         ({"worker_extension_cls": f"{HERE}.Nobody"}, "can't be imported"),
-        ({"worker_cls": "nowhere.at.All"}, "can't be imported: No module named 'nowhere'"),
+        ({"worker_cls": "nowhere.at.All"}, "can't be imported: No module named 'nowhere'; write package.module.Class"),
         ({"worker_cls": f"{HERE}.NotAWorker"}, "has no method handle"),
     ],
 )

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import httpx2
 import openai
-import psutil
 import pytest
 
 from planaria import LLM, SamplingParams
 from planaria.errors import ConfigError, EngineDead
-from tests.proc.servers import SMALL, Server, alive, needs_smollm2, planaria, wait_until
+from tests.proc.servers import SMALL, Server, alive, needs_smollm2, planaria, titled, wait_until
 
 pytestmark = needs_smollm2
 
@@ -25,7 +24,7 @@ OPTIONS = {"distributed_executor_backend": "mp", "kv_cache_memory": "128MiB", "m
 
 def ranks_of(pid: int) -> list[int]:
     """Pids of the ranks below a process."""
-    return [p.pid for p in psutil.Process(pid).children(recursive=True) if "planaria.worker.main" in p.cmdline()]
+    return titled(pid, "worker")
 
 
 def test_the_same_answers_as_uni() -> None:

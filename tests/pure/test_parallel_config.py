@@ -11,7 +11,7 @@ import pytest
 from planaria.checkpoint import Checkpoint
 from planaria.config import EngineConfig, EngineOptions, ParallelConfig
 from planaria.config.digest import NOT_HASHED, compared, compute_hash, hash_fields
-from planaria.config.machine import LauncherFacts, Machine, launcher_facts
+from planaria.config.machine import LauncherFacts, Machine, check_module, launcher_facts
 from planaria.config.options import CacheConfig, DeviceConfig, OuterLauncher, SchedulerConfig
 from planaria.config.parallel import ranks_here, refuse_outer_launcher, resolve_parallel
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel
@@ -179,6 +179,13 @@ def test_a_custom_launcher_says_how_its_ranks_are_reached() -> None:
             launcher_facts(f"{__name__}.{path}")
     with pytest.raises(ConfigError, match="can't be imported"):
         launcher_facts("nowhere.at.all")
+
+
+def test_a_module_that_is_not_there_is_refused_without_importing() -> None:
+    check_module("--worker-cls", f"{__name__}.Anything")
+    for path in ("nowhere.Worker", "tests.nowhere.Worker", "planaria.errors.deeper.Worker"):
+        with pytest.raises(ConfigError, match=rf"^--worker-cls {path}: can't be imported"):
+            check_module("--worker-cls", path)
 
 
 def test_the_environment_of_an_outer_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

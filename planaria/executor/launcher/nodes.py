@@ -216,7 +216,7 @@ class NodesLauncher:
 
     def _end(self, kill: bool) -> None:
         self.closing()
-        told = [agent for agent in self.agents if agent.here and not agent.gone and not agent.all_ended]
+        told = [agent for agent in self.agents if agent.places and not agent.gone and not agent.all_ended]
         if not self._over:
             for agent in told:
                 self._post(agent, End(kill))

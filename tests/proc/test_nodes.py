@@ -1,0 +1,352 @@
+"""Several nodes without Ray: the same command on each. Here two on this machine, and two with networks of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from planaria import LLM, SamplingParams
+from planaria.config.options import ParallelConfig
+from planaria.config.secret import deployment_secret
+from planaria.errors import CapacityError, ConfigError, EngineDead, PlanariaError, RanksDiffer
+from planaria.executor.launcher.nodes import NodesLauncher, placement_of
+from planaria.executor.launcher.process import ProcessLauncher
+from tests.proc.servers import alive, needs_smollm2, planaria, wait_until
+
+pytestmark = needs_smollm2
+
+SECRET = b"a secret of at least thirty-two bytes, for tests"
+EQUAL = {"model": "the same"}
+NULL = ["smollm2", "--max-model-len", "1024", "--dtype", "float32", "--null-worker"]
+OPTIONS = ["smollm2", "--kv-cache-memory", "128MiB", "--max-model-len", "1024", "--dtype", "float32"]
+PROMPTS = ["--prompt", "The capital of France is", "--prompt", "def fibonacci(n):"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Command:
+    """A `planaria` command in the background; `text()` is all that it has printed."""
+
+    def __init__(self, *args: str, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "planaria", *args],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})},
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout or ()), daemon=True)
+        self.reader.start()
+
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def wait(self, seconds: float = 60.0) -> int:
+        code = self.process.wait(seconds)
+        self.reader.join(5)
+        return code
+
+    def ranks(self) -> list[int]:
+        """Pids of workers below it, with a title already or not yet."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [p.pid for p in found if "worker" in " ".join(p.cmdline())]
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+def agent(port: int, *more: str, nnodes: int = 2, env: dict[str, str] | None = None) -> Command:
+    """Node 1 on this machine. Its ranks compute nothing."""
+    nodes = ["--nnodes", str(nnodes), "--node-rank", "1", "--master-port", str(port)]
+    return Command("serve", *NULL, "-pp", str(nnodes), *nodes, *more, env=env)
+
+
+def engine(port: int, **more: object) -> LLM:
+    return LLM(
+        "smollm2", max_model_len=1024, dtype="float32", null_worker=True, nnodes=2,
+        pipeline_parallel_size=2, master_port=port, **more,
+    )  # fmt: skip
+
+
+def lines_of(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[object]:
+    """Tokens of the plain run."""
+    run = planaria("generate", *OPTIONS, *PROMPTS, "--max-tokens", "16", "--json")
+    return [line["token_ids"] for line in lines_of(run.stdout)]
+
+
+# -- the real model
+
+
+def test_two_nodes_on_one_machine_give_the_same_tokens(one_process: list[object]) -> None:
+    args = ["generate", *OPTIONS, *PROMPTS, "--max-tokens", "16", "--json", "-pp", "2", "--nnodes", "2"]
+    args += ["--master-port", str(free_port())]
+    with Command(*args, "--node-rank", "1") as other:
+        run = planaria(*args)
+        assert other.wait() == 0, other.text()
+    lines = lines_of(run.stdout)
+    assert [line["token_ids"] for line in lines] == one_process, run.stderr
+    assert lines[0]["executor"] == "mp" and len(set(lines[0]["ranks"])) == 2  # type: ignore[arg-type]
+    assert not lines_of(other.text())  # one node prints
+    assert "waiting for node 1 of 2" in run.stderr and "node 0 has ended: so does this one" in other.text()
+
+
+@pytest.fixture
+def two_networks() -> Iterator[list[tuple[str, ...]]]:
+    """How to run a command in each of two network namespaces, 10.93.0.1 and 10.93.0.2. Needs root."""
+    spaces = [f"planaria-{os.getpid()}-{i}" for i in (1, 2)]
+    ends = [f"pln{os.getpid() % 100000}{i}" for i in "ab"]
+    commands = [["netns", "add", space] for space in spaces]
+    commands.append(["link", "add", ends[0], "netns", spaces[0], "type", "veth", "peer", ends[1], "netns", spaces[1]])
+    for i, (space, end) in enumerate(zip(spaces, ends, strict=True), 1):
+        commands += [["-n", space, "addr", "add", f"10.93.0.{i}/24", "dev", end]]
+        commands += [["-n", space, "link", "set", device, "up"] for device in (end, "lo")]
+    try:
+        for command in commands:
+            try:
+                subprocess.run(["ip", *command], check=True, capture_output=True, text=True)
+            except (OSError, subprocess.CalledProcessError) as e:
+                pytest.skip(f"network namespaces can't be made here: {getattr(e, 'stderr', '') or e}")
+        for space in spaces:  # without an answer to names, each look for one would take seconds
+            folder = Path("/etc/netns", space)
+            folder.mkdir(parents=True)
+            (folder / "resolv.conf").write_text("")
+        yield [("ip", "netns", "exec", space) for space in spaces]
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+            (Path("/etc/netns", space) / "resolv.conf").unlink(missing_ok=True)
+            if Path("/etc/netns", space).is_dir():
+                Path("/etc/netns", space).rmdir()
+
+
+def test_two_networks_give_the_same_tokens(
+    one_process: list[object], two_networks: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    """Own addresses, TCP for commands and activations, a secret in a file."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    args = ["generate", *OPTIONS, *PROMPTS, "--max-tokens", "16", "--json", "-pp", "2", "--nnodes", "2"]
+    args += ["--master-addr", "10.93.0.1", "--secret-file", str(tmp_path / "secret")]
+    with (
+        Command(*args, "--node-rank", "1", prefix=two_networks[1]) as other,
+        Command(*args, prefix=two_networks[0]) as head,
+    ):
+        assert head.wait(120) == 0, head.text() + other.text()
+        assert other.wait() == 0, other.text()
+    lines = lines_of(head.text())
+    assert [line["token_ids"] for line in lines] == one_process
+    assert lines[0]["link"] == "shm+tcp"
+
+
+# -- faults; ranks that compute nothing
+
+
+def endless(llm: LLM, then: object) -> str:
+    """Generate until something breaks; `then()` is called when the first tokens are there."""
+    called = False
+
+    def once(done: int, tokens: int) -> None:
+        nonlocal called
+        if tokens and not called:
+            called = True
+            then()  # type: ignore[operator]
+
+    params = SamplingParams(max_tokens=1000, ignore_eos=True)
+    with pytest.raises(EngineDead) as e:
+        while True:
+            llm.generate([[1, 2, 3]] * 8, params, on_tokens=once)
+    return str(e.value)
+
+
+def test_a_rank_that_dies_on_the_other_node_is_named() -> None:
+    port = free_port()
+    with agent(port) as other, engine(port) as llm:
+        (victim,) = other.ranks()
+        assert victim == llm.facts.ranks[1]
+        killed = 0.0
+
+        def kill() -> None:
+            nonlocal killed
+            killed = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+
+        assert re.search(r"rank 1 failed in step", endless(llm, kill))
+        assert time.monotonic() - killed < 1.0
+        llm.close()
+        assert other.wait(10) == 0 and "rank 1 was killed by signal 9" in other.text()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_an_agents_end_is_its_ranks_end(how: signal.Signals) -> None:
+    port = free_port()
+    with agent(port) as other, engine(port) as llm:
+        (rank,) = other.ranks()
+        error = endless(llm, lambda: other.process.send_signal(how))
+        assert "rank 1 failed" in error
+        assert other.wait(10) == (0 if how == signal.SIGTERM else -9)
+        wait_until("its rank ends", lambda: not alive(rank), limit=5)
+        own = llm.facts.ranks[0]
+        llm.close()
+        assert not alive(own)
+
+
+def test_the_engines_end_is_the_agents_end() -> None:
+    port = free_port()
+    nodes = ["-pp", "2", "--nnodes", "2", "--master-port", str(port)]
+    with agent(port) as other, Command("serve", *NULL, *nodes, "--port", "0") as head:
+        wait_until("ready", lambda: "Planaria serving" in head.text(), limit=60)
+        ranks = [*other.ranks(), *head.ranks()]
+        assert len(ranks) >= 2
+        head.process.kill()
+        assert other.wait(10) == 1, other.text()
+        wait_until("all ranks end", lambda: not any(alive(rank) for rank in ranks), limit=5)
+
+
+def test_nodes_that_differ_are_refused_by_field() -> None:
+    port = free_port()
+    with agent(port, "--max-num-seqs", "17") as other:
+        with pytest.raises(RanksDiffer, match=r"node 1 .* differs in configuration scheduler\.max_logit_rows; run"):
+            engine(port)
+        assert other.wait(10) == 1 and "differs in" in other.text()
+
+
+# -- the launcher by itself
+
+
+def parallel_of(port: int, nnodes: int = 2) -> ParallelConfig:
+    return ParallelConfig(
+        pipeline_parallel_size=nnodes, nnodes=nnodes, master_port=port, distributed_executor_backend="mp"
+    )  # fmt: skip
+
+
+def launcher(port: int, same: dict[str, str], *, timeout: float = 60.0, secret: bytes = SECRET) -> NodesLauncher:
+    def local(ranks: object, address: str) -> ProcessLauncher:
+        return ProcessLauncher("planaria.worker.main", ranks, address)  # type: ignore[arg-type]
+
+    return NodesLauncher(parallel_of(port), local, secret, same, join_timeout=timeout)
+
+
+def same_as(port: int) -> dict[str, str]:
+    """What an agent started by `agent` says of itself."""
+    from planaria.config.options import EngineOptions
+    from planaria.config.resolve import resolve
+    from planaria.executor.launcher.nodes import what_must_agree
+
+    options = EngineOptions(
+        model="smollm2", max_model_len=1024, dtype="float32", null_worker=True, nnodes=2,
+        pipeline_parallel_size=2, master_port=port,
+    )  # fmt: skip
+    return what_must_agree(resolve(options))
+
+
+def test_another_secret_never_joins_and_a_stopped_rank_is_killed() -> None:
+    """The wait says what it waits for, and that somebody came with another secret."""
+    port = free_port()
+    with agent(port, env={"PLANARIA_SECRET": "x" * 40}) as stranger:
+        nodes = launcher(port, same_as(port), timeout=6)
+        with pytest.raises(CapacityError, match=r"gave up waiting for node 1 of 2 .*had another secret"):
+            nodes.start()
+        nodes.kill()
+        assert stranger.process.poll() is None and stranger.ranks() == []
+    port = free_port()
+    with agent(port, env={"PLANARIA_SECRET": SECRET.decode()}) as other:
+        nodes = launcher(port, same_as(port))
+        try:
+            places = nodes.start()
+            assert [place.rank for place in places] == [0, 1] and {place.address for place in places} == {"127.0.0.1"}
+            assert all(size > 1 << 20 for size in nodes.resident().values()) and list(nodes.resident()) == [0, 1]
+            assert other.ranks() == [places[1].pid]
+            os.kill(places[1].pid, signal.SIGSTOP)
+        finally:
+            nodes.kill()
+        assert not any(alive(place.pid) for place in places)
+        nodes.kill()  # again: nothing to do
+        assert other.wait(10) == 0
+
+
+def test_a_port_in_use_is_said_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        nodes = launcher(taken.getsockname()[1], EQUAL)
+        with pytest.raises(PlanariaError, match=r"can't listen on 127\.0\.0\.1 port"):
+            nodes.start()
+        nodes.kill()
+
+
+def test_ranks_are_dealt_evenly() -> None:
+    config = ParallelConfig(
+        tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=2, distributed_executor_backend="mp"
+    )  # fmt: skip
+    placement = placement_of(config)
+    assert [[slot.rank for slot in placement.on(node)] for node in "01"] == [[0, 1, 4], [2, 3, 5]]
+    assert [[slot.rank for slot in group] for group in placement.spanning()] == [[4, 5]]
+
+
+# -- the secret
+
+
+def test_a_network_needs_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PLANARIA_SECRET", "PLANARIA_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    away = ParallelConfig(nnodes=2, pipeline_parallel_size=2, master_addr="10.0.0.1")
+    with pytest.raises(ConfigError, match=r"--nnodes 2: over the network \(10.0.0.1\) needs a secret .* --secret-file"):
+        deployment_secret(away)
+    with pytest.raises(ConfigError, match="--nnodes 2: over the network"):  # at the door
+        LLM("smollm2", nnodes=2, pipeline_parallel_size=2, master_addr="10.0.0.1", null_worker=True)
+    monkeypatch.setenv("PLANARIA_SECRET", "short")
+    with pytest.raises(ConfigError, match=r"\$PLANARIA_SECRET \*\*\*: holds 5 bytes"):
+        deployment_secret(away)
+    monkeypatch.setenv("PLANARIA_SECRET", "s" * 32)
+    assert deployment_secret(away) == b"s" * 32
+    path = tmp_path / "secret"
+    monkeypatch.setenv("PLANARIA_SECRET_FILE", str(path))
+    with pytest.raises(ConfigError, match=r"\$PLANARIA_SECRET_FILE .*can't be read"):
+        deployment_secret(away)
+    path.write_bytes(SECRET + b"\n")
+    assert deployment_secret(away) == SECRET
+    other = tmp_path / "other"
+    other.write_bytes(b"o" * 40)
+    named = ParallelConfig(nnodes=2, pipeline_parallel_size=2, master_addr="10.0.0.1", secret_file=str(other))
+    assert deployment_secret(named) == b"o" * 40
+
+
+def test_on_loopback_this_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PLANARIA_SECRET", "PLANARIA_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PLANARIA_CACHE", str(tmp_path))
+    first = deployment_secret(parallel_of(1))
+    assert len(first) >= 32 and deployment_secret(parallel_of(2)) == first
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        deployment_secret(parallel_of(1))
+
+
+def test_an_engine_on_another_node_than_the_first_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--node-rank 1: .*node 0"):
+        LLM("smollm2", nnodes=2, node_rank=1, pipeline_parallel_size=2, null_worker=True)

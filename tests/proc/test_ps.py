@@ -1,0 +1,135 @@
+"""`planaria ps` and the titles of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from planaria.cli import ps
+from planaria.errors import PlanariaError
+from planaria.processes import read_title
+from tests.proc.servers import Server, alive, needs_smollm2, planaria, wait_until
+
+pytestmark = needs_smollm2
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server("smollm2", "--null-worker", "-tp", "2", "-pp", "2") as running:
+        yield running
+
+
+def port_of(server: Server) -> str:
+    return server.url.rpartition(":")[2]
+
+
+def test_every_process_is_listed(server: Server) -> None:
+    run = planaria("ps", "--port", port_of(server), "--json")
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(run.stdout)
+    assert [(row["role"], row["rank"], row["coordinates"]) for row in rows] == [
+        ("server", None, {}),
+        ("engine", None, {}),
+        ("worker", 0, {"tp": 0, "pp": 0}),
+        ("worker", 1, {"tp": 1, "pp": 0}),
+        ("worker", 2, {"tp": 0, "pp": 1}),
+        ("worker", 3, {"tp": 1, "pp": 1}),
+    ]
+    assert rows[0]["pid"] == server.pid and rows[1]["pid"] == server.engine_pid()
+    assert all(alive(row["pid"]) and row["resident"] > 10 << 20 and row["node"] == socket.gethostname() for row in rows)
+    assert {row["epoch"] for row in rows[1:]} == {0}
+    assert [row["state"] for row in rows] == ["ready", "idle", "idle", "idle", "idle", "idle"]
+    assert {row["port"] for row in rows} == {int(port_of(server))}
+
+
+def test_it_finds_the_servers_of_this_machine_by_itself(server: Server) -> None:
+    run = planaria("ps", "--json")
+    assert run.returncode == 0, run.stderr
+    assert server.pid in [row["pid"] for row in json.loads(run.stdout)]
+
+
+def test_people_get_a_table(server: Server) -> None:
+    run = planaria("ps", "--port", port_of(server))
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert lines[0][:5] == ["PORT", "ROLE", "RANK", "COORDINATES", "PID"] and len(lines) == 7
+    assert lines[4][:5] == [port_of(server), "worker", "1", "tp=1", "pp=0"] and lines[4][-1] == "MiB"
+
+
+def test_titles_can_be_read_in_ps(server: Server) -> None:
+    rows = json.loads(planaria("ps", "--port", port_of(server), "--json").stdout)
+    pids = ",".join(str(row["pid"]) for row in rows)
+    shown = subprocess.run(["ps", "-o", "args=", "-p", pids], capture_output=True, text=True, check=True)
+    titles = sorted(shown.stdout.splitlines())
+    assert titles[0].startswith("planaria: engine server=")
+    assert titles[1].startswith(f"planaria: server port={port_of(server)} host=127.0.0.1")
+    assert [title.strip() for title in titles[2:]] == [
+        f"planaria: worker rank={rank} tp={rank % 2} pp={rank // 2} epoch=0" for rank in range(4)
+    ]
+
+
+def test_a_silent_engine_does_not_hold_it_up() -> None:
+    with Server("smollm2", "--null-worker") as server:
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            rows = json.loads(planaria("ps", "--port", port_of(server), "--json").stdout)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert [(row["role"], row["pid"]) for row in rows] == [("server", server.pid), ("engine", engine)]
+        assert rows[1]["state"] == "silent for 2 s"
+        rows = json.loads(planaria("ps", "--port", port_of(server), "--json").stdout)
+        assert (rows[1]["state"], rows[1]["rank"], rows[1]["coordinates"]) == ("idle", 0, {"tp": 0, "pp": 0})
+
+
+def test_the_admin_key_is_needed_where_there_is_one() -> None:
+    with Server("smollm2", "--null-worker", "--admin-key", "sesame") as server:
+        run = planaria("ps", "--port", port_of(server))
+        assert run.returncode == 1 and "wants its admin key: give --admin-key" in run.stderr
+        run = planaria("ps", "--port", port_of(server), "--admin-key", "sesame")
+        assert run.returncode == 0 and "engine" in run.stdout
+        run = planaria("ps", "--port", port_of(server), env={"PLANARIA_ADMIN_KEY": "sesame"})
+        assert run.returncode == 0 and "engine" in run.stdout
+        assert "sesame" not in "".join(server.log)
+
+
+def test_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ps, "titled_processes", lambda: iter([(1, "worker", {"rank": "0"}), (2, "server", {})]))
+    with pytest.raises(PlanariaError, match=r"^no Planaria server runs on this machine$"):
+        ps.run(port=None, key=None, as_json=False)
+
+
+def test_nobody_or_somebody_else_answers() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        run = planaria("ps", "--port", str(port))
+        assert run.returncode == 1 and len(run.stderr.strip().splitlines()) == 1
+        assert f"no server answers at 127.0.0.1 port {port}" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("title", "read"),
+    [
+        ("planaria: worker rank=1 tp=1 pp=0 epoch=2", ("worker", {"rank": "1", "tp": "1", "pp": "0", "epoch": "2"})),
+        ("planaria: server", ("server", {})),
+        ("planaria serve smollm2", None),
+        ("vim planaria: notes", None),
+    ],
+)
+def test_titles(title: str, read: tuple[str, dict[str, str]] | None) -> None:
+    assert read_title(title) == read
+
+
+def test_a_killed_servers_processes_are_gone() -> None:
+    """The title doesn't hide a process from the rule that nothing is left behind."""
+    with Server("smollm2", "--null-worker", "--distributed-executor-backend", "mp") as server:
+        pids = [row["pid"] for row in json.loads(planaria("ps", "--port", port_of(server), "--json").stdout)]
+        assert len(pids) == 3
+        server.process.kill()
+        wait_until("all processes are gone", lambda: not any(alive(pid) for pid in pids), limit=2)
