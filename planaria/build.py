@@ -27,11 +27,12 @@ def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
         return _inline(config, emit)
     launcher = _launcher(config)
     if launcher.link == "direct":
-        return EngineLoop(config, launcher, lambda places: _direct(config, launcher), emit)
+        return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
 
-    def link_for(places: list[Place]) -> Link:
+    def link_for(places: list[Place], epoch: int) -> Link:
         link: Link = make_link(
-            [place.home == home() for place in places], host=launcher.address, heartbeat=parallel.heartbeat_timeout
+            [place.home == home() for place in places], host=launcher.address, heartbeat=parallel.heartbeat_timeout,
+            epoch=epoch,
         )
         return link
 
@@ -72,7 +73,7 @@ def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:
     launcher = InlineLauncher(
         lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction)))
     )
-    return EngineLoop(config, launcher, lambda places: _direct(config, launcher), emit)
+    return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
 
 
 def _direct(config: EngineConfig, launcher: Any) -> DirectLink:

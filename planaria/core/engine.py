@@ -57,9 +57,7 @@ class EngineCore:
         """End a request now. Unknown or ended ids are ignored."""
         if self.quarantine.faults:
             self.quarantine.cleared(request_id)
-            if not self.quarantine.suspects():
-                for lane in self.lanes:
-                    lane.only = None
+            self._release()
         lane = self.lane_of.pop(request_id, None)
         entry = lane.remove(request_id) if lane is not None else None
         return [Delta(request_id, len(entry.request.output), [], reason)] if entry is not None else []
@@ -150,6 +148,10 @@ class EngineCore:
         was_alone = self.quarantine.cleared(delta.request_id)
         if was_alone and delta.finish is None and self.quarantine.suspects():
             self.lane_of[delta.request_id].pause(delta.request_id)
+        self._release()
+
+    def _release(self) -> None:
+        """Let everybody in again when nobody has to run alone."""
         if not self.quarantine.suspects():
             for lane in self.lanes:
                 lane.only = None

@@ -11,12 +11,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
-from planaria.executor.boot import Place, RankBoot, boots_for
+from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
 from planaria.executor.gang import PHASES, Gang
 from planaria.executor.health import Health
-from planaria.executor.link.address import Address
+from planaria.executor.link.address import Address, Inside
 from planaria.executor.link.faults import LinkError
 from planaria.executor.preflight import Needs, check_node, look
 from planaria.executor.startup import StartUp
@@ -275,6 +277,19 @@ class Crew:
             return self.lost(tuple(lost), "; ".join(lost.values()))
         self.broken = True
         return WorkersLost(self.epoch, tuple(rank for rank in error.ranks if rank >= 0), str(error), self.phase())
+
+    # -- for people, and for the next fault
+
+    def layout(self) -> str:
+        parallel = self.config.parallel
+        return f"tp={parallel.tensor_parallel_size} pp={parallel.pipeline_parallel_size}"
+
+    def stand_by(self) -> None:
+        """Have the launcher see to its spares."""
+        if self.link is not None and self.places:
+            boot = boots_for(self.config, self.places, self.link)[0]
+            place = msgspec.structs.replace(boot.place, rank=SPARE)
+            self.launcher.stand_by(msgspec.structs.replace(boot, place=place, link=Inside()))
 
     # -- ending
 
