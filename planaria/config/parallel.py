@@ -74,6 +74,16 @@ def ranks_here(config: ParallelConfig) -> int:
     return config.outer.local_world_size if config.outer is not None else config.local_world_size
 
 
+def steps_in_flight(config: ParallelConfig, ahead: bool | None, device: str) -> int:
+    """How many plans may be on their way: one for each stage, two to plan a step while one runs.
+
+    ahead: --async-scheduling; None: yes, except where the rank would compute with the very cores that plan.
+    """
+    if ahead is None:
+        ahead = device != "cpu" or config.distributed_executor_backend not in ("uni", "external_launcher")
+    return max(config.pipeline_parallel_size, 2 if ahead else 1)
+
+
 def _numbers(options: EngineOptions) -> None:
     for option, value in (
         ("--tensor-parallel-size", options.tensor_parallel_size),

@@ -17,7 +17,7 @@ from planaria.config.options import (
     EngineOptions,
     SchedulerConfig,
 )
-from planaria.config.parallel import ranks_here, resolve_parallel, uses_ray
+from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
 from planaria.config.secret import deployment_secret
 from planaria.core.policy import POLICIES
 from planaria.errors import ConfigError
@@ -132,8 +132,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
     device = _device(
         options, device_name, model.dtype, packed=checkpoint.format == "gguf", ranks=ranks_here(parallel)
     )  # fmt: skip
-    ahead = options.async_scheduling if options.async_scheduling is not None else device.device != "cpu"
-    depth = max(parallel.pipeline_parallel_size, 2 if ahead else 1)
     return EngineConfig(
         model=model,
         checkpoint=msgspec.to_builtins(checkpoint),
@@ -143,7 +141,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=max_model_len,
             policy=options.policy,  # type: ignore[arg-type]
-            depth=depth,
+            depth=steps_in_flight(parallel, options.async_scheduling, device_name),
             micro_steps=parallel.pipeline_parallel_size,
             max_logit_rows=options.max_num_seqs + LOGIT_ROWS,
         ),

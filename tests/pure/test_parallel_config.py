@@ -13,7 +13,7 @@ from planaria.config import EngineConfig, EngineOptions, ParallelConfig
 from planaria.config.digest import NOT_HASHED, compared, compute_hash, hash_fields
 from planaria.config.machine import LauncherFacts, Machine, check_module, launcher_facts
 from planaria.config.options import CacheConfig, DeviceConfig, OuterLauncher, SchedulerConfig
-from planaria.config.parallel import ranks_here, refuse_outer_launcher, resolve_parallel
+from planaria.config.parallel import ranks_here, refuse_outer_launcher, resolve_parallel, steps_in_flight
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel
 from planaria.errors import ConfigError
 from planaria.layers.deal import deal
@@ -151,6 +151,24 @@ def test_more_ranks_than_cores_is_said() -> None:
     assert not notes(LAPTOP, **TP2)
     ((level, line),) = notes(LAPTOP, nnodes=2, **TP2)
     assert level == logging.DEBUG and "plain collective" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead", "device", "steps"),
+    [
+        ({}, None, "cpu", 1),
+        ({}, True, "cpu", 2),
+        ({}, None, "cuda", 2),
+        (MP, None, "cpu", 2),
+        (MP, False, "cpu", 1),
+        (RAY, None, "cpu", 2),
+        ({"pipeline_parallel_size": 2}, False, "cpu", 2),
+        ({"pipeline_parallel_size": 3}, None, "cpu", 3),
+        ({"pipeline_parallel_size": 3}, True, "cuda", 3),
+    ],
+)
+def test_steps_in_flight(options: dict[str, Any], ahead: bool | None, device: str, steps: int) -> None:
+    assert steps_in_flight(resolved(BOX, device, **options), ahead, device) == steps
 
 
 def test_an_outer_launcher_serves_nobody() -> None:
