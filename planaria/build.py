@@ -56,7 +56,7 @@ def _launcher(config: EngineConfig) -> Any:
         from planaria.executor.launcher.nodes import nodes_launcher
 
         return nodes_launcher(config, WORKER)
-    return ProcessLauncher(WORKER, range(parallel.world_size))
+    return ProcessLauncher(WORKER, range(parallel.world_size), spares=config.faults.spare_workers)
 
 
 def run_agent(config: EngineConfig) -> int:

@@ -19,12 +19,13 @@ from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
 from planaria.executor.gang import PHASES, Gang
 from planaria.executor.health import Health
 from planaria.executor.link.address import Address, Inside
-from planaria.executor.link.faults import LinkError
+from planaria.executor.link.faults import LinkError, PeerLost
+from planaria.executor.pace import Pace
 from planaria.executor.preflight import Needs, check_node, look
 from planaria.executor.startup import StartUp
 from planaria.executor.worker_group import Ticket, WorkerGroup
 from planaria.node import node_name, process_state
-from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply
+from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply, StepPlan, StepResult
 from planaria.wire import FromEngine
 
 logger = logging.getLogger("planaria.engine")
@@ -61,6 +62,10 @@ class Launcher(Protocol):
         ...
 
     def lost(self) -> dict[int, str]: ...
+
+    def settle(self, ranks: Sequence[int]) -> None:
+        """These have ended: wait a moment until it is known how."""
+        ...
 
     def closing(self) -> None: ...
 
@@ -100,6 +105,11 @@ def failure(failed: Failed) -> PlanariaError:
     return EngineDead(f"rank {failed.rank} failed in {failed.phase}: {failed.message}")
 
 
+def planned_tokens(plan: StepPlan) -> int:
+    """That the plan names, and one for the rows that go on by themselves."""
+    return 1 + sum(row.count for lane in plan.lanes for row in lane)
+
+
 class Refusal(PlanariaError):
     """Ranks can't come up, and trying again would not help. `failed` says why."""
 
@@ -119,6 +129,7 @@ class Crew:
         self.epoch = 0
         self.group = WorkerGroup(config.parallel.world_size)
         self.health = Health(config.parallel.heartbeat_timeout)
+        self.pace = Pace(config.faults.step_timeout)
         self.places: list[Place] = []
         self.members: tuple[Hello, ...] = ()
         self.link: Link | None = None
@@ -184,6 +195,10 @@ class Crew:
         self.members, self.num_blocks, self.weight_bytes = gang.members, gang.num_blocks, gang.weight_bytes
         self.seconds = gang.seconds | phases.seconds
 
+    def stepped(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from a step that was answered."""
+        self.pace.took(planned_tokens(plan), result.seconds)
+
     # -- talking
 
     def send(self, command: Command) -> Ticket:
@@ -240,6 +255,10 @@ class Crew:
             lost = self.health.look(self.link.pulses(), self.clock(), lambda pid: process_state(pid) in ("T", "t"))
         if lost:
             raise self.lost(tuple(lost), "; ".join(lost.values()))
+        if self.group.open and isinstance(plan := self.group.open[0].command, StepPlan):
+            waited = self.pace.look(plan.step, planned_tokens(plan), self.clock())
+            if waited is not None:
+                raise self.lost(self.group.owing(), f"did not finish its step in {waited:.0f} s")
 
     def root_cause(self, failed: Failed) -> Failed:
         """A rank that only says that another did not come waits for what that one has to say. Raises WorkersLost if
@@ -272,11 +291,14 @@ class Crew:
         )  # fmt: skip
 
     def _broken_link(self, error: LinkError) -> WorkersLost:
+        ranks = tuple(rank for rank in error.ranks if rank >= 0)
+        if isinstance(error, PeerLost):
+            self.launcher.settle(ranks)
         lost = self.launcher.lost()
         if lost:
             return self.lost(tuple(lost), "; ".join(lost.values()))
         self.broken = True
-        return WorkersLost(self.epoch, tuple(rank for rank in error.ranks if rank >= 0), str(error), self.phase())
+        return WorkersLost(self.epoch, ranks, str(error), self.phase())
 
     # -- for people, and for the next fault
 

@@ -23,7 +23,7 @@ from planaria.executor.link.codec import encode_command
 from planaria.executor.pending import Pending
 from planaria.executor.reformations import Reformations
 from planaria.executor.worker_group import Ticket
-from planaria.protocol import Call, Failed, StepResult
+from planaria.protocol import Call, Failed, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason, Request
 from planaria.wire import (
@@ -67,7 +67,7 @@ class EngineLoop:
         self.core: EngineCore | None = None
         self.stopping = False
         self.dead: Dead | None = None
-        self.limit = Reformations()
+        self.limit = Reformations(config.faults.recovery_limit, config.faults.recovery_window)
         self._tokens = -1  # generated when the last epoch began
         self._failed_rank = -1  # that answered with a failure last, with no token since
         self._reports: list[Pending] = []  # ranks' answers that a Report waits for
@@ -297,7 +297,8 @@ class EngineLoop:
         if ticket.failed is not None:
             raise self.crew.loss_of(self.crew.root_cause(ticket.failed))
         result = ticket.replies[self.answering]
-        if isinstance(result, StepResult):
+        if isinstance(result, StepResult) and isinstance(ticket.command, StepPlan):
+            self.crew.stepped(ticket.command, result)
             self._emit(self.core.commit(result), stepped=True)
 
     def _emit(self, deltas: list[Delta], *, stepped: bool = False) -> None:

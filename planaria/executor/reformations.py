@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-LIMIT = 5  # fruitless re-formations within WINDOW
-WINDOW = 300.0  # seconds
-
 
 class Reformations:
-    """Counts those with no token committed since the one before."""
+    """Allows `limit` of them within `window` seconds with no token committed since the one before."""
 
-    def __init__(self, limit: int = LIMIT, window: float = WINDOW) -> None:
+    def __init__(self, limit: int, window: float) -> None:
         self.limit, self.window = limit, window
         self._fruitless: deque[float] = deque()
 

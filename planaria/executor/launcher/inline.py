@@ -44,6 +44,8 @@ class InlineLauncher:
     def stand_by(self, boot: RankBoot) -> None:
         """There are no spares: nothing but this process's own end ends its rank."""
 
+    def settle(self, ranks: Sequence[int]) -> None: ...
+
     def lost(self) -> dict[int, str]:
         """Nobody: these ranks live and die with this process."""
         return {}

@@ -17,6 +17,7 @@ from planaria.executor.boot import Place, RankBoot
 from planaria.node import home, node_name
 
 EXIT_TIMEOUT = 5.0  # seconds ranks get to end by themselves
+SETTLE = 0.5  # seconds between a process's end, as others notice it, and its code
 
 
 def how_it_ended(code: int) -> str:
@@ -84,6 +85,11 @@ class ProcessLauncher:
         if not self._closing:
             self.on_exit()
 
+    def settle(self, ranks: Sequence[int]) -> None:
+        """Wait a moment until it is known how these ended."""
+        for rank in ranks:
+            self.processes[rank].settle()
+
     def lost(self) -> dict[int, str]:
         """Ranks whose process has ended though nobody asked, and how."""
         if self._closing:
@@ -132,6 +138,10 @@ class Rank:
         data = boot.encode()
         with contextlib.suppress(OSError):
             self._process.stdin.write(len(data).to_bytes(8, "little") + data)
+
+    def settle(self) -> None:
+        """It has ended, or is about to: wait a moment for its code."""
+        self._watcher.join(SETTLE)
 
     def kill(self) -> None:
         self._process.kill()
