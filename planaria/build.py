@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from planaria.config.machine import load_class
-from planaria.config.options import EngineConfig
+from planaria.config.options import EngineConfig, OuterLauncher
 from planaria.env import ray_settings
 from planaria.errors import ConfigError
 from planaria.executor.boot import Place
@@ -25,6 +25,8 @@ def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
     parallel = config.parallel
     if parallel.distributed_executor_backend == "uni":
         return _inline(config, emit)
+    if parallel.outer is not None:
+        return _spmd(config, parallel.outer, emit)
     launcher = _launcher(config)
     if launcher.link == "direct":
         return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
@@ -74,6 +76,37 @@ def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:
         lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction)))
     )
     return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
+
+
+def _spmd(config: EngineConfig, outer: OuterLauncher, emit: Emit) -> EngineLoop:
+    """This process's rank, called directly, and the same engine as in the outer launcher's other processes."""
+    from planaria.executor.launcher.external import ExternalLauncher
+    from planaria.executor.link.circle import Circle
+    from planaria.executor.link.spmd import SpmdLink
+    from planaria.mesh.meeting import Meeting
+    from planaria.worker.worker import make_rank
+
+    def circle(address: str) -> Circle:
+        return Circle.open(
+            outer.rank, outer.world_size, Meeting(outer), address, heartbeat=config.parallel.heartbeat_timeout
+        )
+
+    def abort(why: str) -> None:
+        for rank in launcher.ranks:
+            if (mesh := getattr(rank, "mesh", None)) is not None:
+                mesh.abort(why)
+
+    def link_for(places: list[Place], epoch: int) -> Link:
+        assert launcher.circle is not None
+        link = SpmdLink(launcher.circle, launcher.ranks, abort)
+        loop.clock, loop.agree = link.clock, link.agree
+        return link
+
+    launcher = ExternalLauncher(
+        outer, lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction))), circle
+    )
+    loop = EngineLoop(config, launcher, link_for, emit)
+    return loop
 
 
 def _direct(config: EngineConfig, launcher: Any) -> DirectLink:

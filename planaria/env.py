@@ -64,7 +64,8 @@ def visible_cuda_devices() -> list[str] | None:
 
 
 def outer_launcher() -> OuterLauncher | None:
-    """What torchrun sets: $RANK, $WORLD_SIZE, $LOCAL_RANK, $LOCAL_WORLD_SIZE, $MASTER_ADDR, $MASTER_PORT.
+    """What torchrun sets: $RANK, $WORLD_SIZE, $LOCAL_RANK, $LOCAL_WORLD_SIZE, $MASTER_ADDR, $MASTER_PORT,
+    $TORCHELASTIC_USE_AGENT_STORE, $TORCHELASTIC_RESTART_COUNT.
 
     None without $RANK. Raises ConfigError for one that is not a number.
     """
@@ -79,6 +80,8 @@ def outer_launcher() -> OuterLauncher | None:
         local_world_size=_number("LOCAL_WORLD_SIZE", 1) or world_size,
         master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number("MASTER_PORT", 1) or 29500,
+        serves_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", 0) or 0,
     )
 
 

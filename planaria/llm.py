@@ -171,6 +171,7 @@ class LLM(_Front):
         self.facts = self._loop.start()
         self._finalizer = weakref.finalize(self, self._loop.close)
         self._finalizer.atexit = True
+        atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
 
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, Output):

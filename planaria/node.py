@@ -16,7 +16,7 @@ import sys
 
 import msgspec
 
-from planaria.errors import PlanariaError
+from planaria.errors import CapacityError, PlanariaError
 
 
 class Gone(PlanariaError):
@@ -62,6 +62,25 @@ def home() -> str:
 def node_name() -> str:
     """For people."""
     return socket.gethostname()
+
+
+def resolve_host(host: str) -> str:
+    """An address for a host's name. Raises CapacityError."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as e:
+        raise CapacityError(f"the name {host} has no address here: {e.strerror}") from None
+
+
+def own_address(host: str) -> str:
+    """This node's address on the way to the address `host`. Nothing is sent. Raises CapacityError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    except OSError as e:
+        raise CapacityError(f"there is no way to {host} from here: {e.strerror}") from None
 
 
 def process_state(pid: int) -> str:

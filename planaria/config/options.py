@@ -95,6 +95,8 @@ class OuterLauncher(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
+    serves_store: bool = False  # a TCP store is there; else rank 0 serves one
+    attempt: int = 0  # how often it has started everything again
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
     if config.distributed_executor_backend == "external_launcher":
         _outer(config, machine.outer)
     _spmd(machine.data_parallel)
-    return _all_reduce(config, _crowded(config, machine, device))
+    return _all_reduce(config, device, _crowded(config, machine, device))
 
 
 def refuse_outer_launcher(config: ParallelConfig, what: str) -> None:
@@ -254,9 +254,15 @@ def _crowded(config: ParallelConfig, machine: Machine, device: str) -> list[Note
     return [(logging.WARNING, line)]
 
 
-def _all_reduce(config: ParallelConfig, notes: list[Note]) -> tuple[ParallelConfig, list[Note]]:
-    """The fast collective works inside a node."""
-    if config.disable_custom_all_reduce or not config.local_world_size % config.tensor_parallel_size:
+def _all_reduce(config: ParallelConfig, device: str, notes: list[Note]) -> tuple[ParallelConfig, list[Note]]:
+    """The fast collective is for CPUs, inside a node."""
+    if device != "cpu":
+        why = f"there is no fast collective for {device}"
+    elif config.local_world_size % config.tensor_parallel_size:
+        why = "tensor groups span nodes"
+    else:
         return config, notes
-    why = "tensor groups span nodes: the plain collective is used (--disable-custom-all-reduce)"
-    return msgspec.structs.replace(config, disable_custom_all_reduce=True), [*notes, (logging.DEBUG, why)]
+    if config.disable_custom_all_reduce:
+        return config, notes
+    line = f"{why}: the plain collective is used (--disable-custom-all-reduce)"
+    return msgspec.structs.replace(config, disable_custom_all_reduce=True), [*notes, (logging.DEBUG, line)]

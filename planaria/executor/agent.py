@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, PlanariaError, RanksDiffer
 from planaria.executor import node_messages as messages
 from planaria.executor.boot import RankBoot
-from planaria.executor.launcher.nodes import JOIN_TIMEOUT, LocalLauncher, resolve_host, what_must_agree
+from planaria.executor.launcher.nodes import JOIN_TIMEOUT, LocalLauncher, what_must_agree
 from planaria.executor.launcher.process import ProcessLauncher
 from planaria.executor.link.faults import LinkClosed, LinkError, PeerLost
 from planaria.executor.link.keys import Invitation, Keys
@@ -33,16 +32,14 @@ from planaria.executor.node_messages import (
     Ended,
     FromAgent,
     Here,
-    Measure,
     Refused,
-    Resident,
     Run,
     Start,
     Started,
     Trouble,
 )
 from planaria.executor.patience import Patience
-from planaria.node import node_name, resident_bytes
+from planaria.node import node_name, own_address, resolve_host
 from planaria.processes import set_title
 
 logger = logging.getLogger("planaria.agent")
@@ -83,7 +80,6 @@ class NodeAgent:
         self._keys = Keys.derive(secret, parallel.nnodes - 1, messages.PURPOSE)
         self._lock = threading.Lock()  # watchers of ranks report too
         self._told: set[int] = set()
-        self._pids: dict[int, int] = {}
         self._port: TcpPort | None = None
 
     def run(self) -> int:
@@ -128,7 +124,7 @@ class NodeAgent:
         where = f"{parallel.master_addr} port {parallel.master_port}"
         while True:
             patience.tell(f"node {parallel.node_rank} of {parallel.nnodes}: waiting for node 0 at {where}")
-            host = resolve_host(parallel.master_addr, parallel.master_port)
+            host = resolve_host(parallel.master_addr)
             invitation = Invitation(
                 f"tcp://{bracketed(host)}:{parallel.master_port}", self._keys.driver.public,
                 self._keys.ranks[parallel.node_rank - 1], parallel.node_rank - 1, 0, CHUNK_BYTES,
@@ -142,7 +138,7 @@ class NodeAgent:
                 if patience.over:
                     raise CapacityError(f"no node 0 at {where} in {patience.waited:.0f} s: {e}") from None
                 continue
-            self.address = own_address(host, parallel.master_port)
+            self.address = own_address(host)
             logger.info("node %d of %d: joined node 0 at %s", parallel.node_rank, parallel.nnodes, where)
             return port
 
@@ -151,14 +147,10 @@ class NodeAgent:
             case Start():
                 self.local = self.make_local(message.ranks, self.address)
                 self.local.on_exit = self._on_exit
-                places = self.local.start()
-                self._pids = {place.rank: place.pid for place in places}
-                self._say(Started(tuple(places)))
+                self._say(Started(tuple(self.local.start())))
             case Run():
                 assert self.local is not None
                 self.local.run([self.adapt(RankBoot.decode(data)) for data in message.boots])
-            case Measure():
-                self._say(Resident({rank: resident_bytes(pid) for rank, pid in self._pids.items()}))
             case End():
                 if self.local is not None:
                     if message.kill:
@@ -186,14 +178,6 @@ class NodeAgent:
                     self._port.reply(0, message)
             except PlanariaError:
                 logger.debug("the driver did not hear %s", message)
-
-
-def own_address(host: str, port: int) -> str:
-    """The address of this node's end of the way to `host`. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
 
 
 def _stop(number: int, frame: object) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from planaria.config.options import EngineConfig
 from planaria.errors import PlanariaError
 from planaria.executor.link.address import Address
+from planaria.executor.link.codec import BAD_BYTES
 from planaria.logs import current_level
 
 SPARE = -1  # the rank of a process that waits to become one
@@ -56,7 +57,7 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
         """Raises PlanariaError."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        except BAD_BYTES as e:
             raise PlanariaError(f"not what a rank is started with: {e}") from None
 
 

@@ -20,6 +20,7 @@ from planaria.executor.boot import Place
 from planaria.executor.census import census, here
 from planaria.executor.crew import Crew, Launcher, Link, Refusal, failure
 from planaria.executor.link.codec import encode_command
+from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
 from planaria.executor.reformations import Reformations
 from planaria.executor.worker_group import Ticket
@@ -63,6 +64,8 @@ class EngineLoop:
         # the rank whose step results have tokens: tensor rank 0 of the last stage
         self.answering = parallel.tensor_parallel_size * (parallel.pipeline_parallel_size - 1)
         self.on_loss: Callable[[], None] = lambda: None
+        # Where several processes run the same engine: the messages (and with `clock` the time) that all of them go by.
+        self.agree: Callable[[ToEngine], ToEngine] = lambda message: message
         launcher.on_exit = self._on_exit
         self.core: EngineCore | None = None
         self.stopping = False
@@ -206,6 +209,11 @@ class EngineLoop:
     def handle(self, message: ToEngine) -> None:
         """A front end's message. Requests that can't run are answered at once."""
         assert self.core is not None
+        try:
+            message = message if self.dead is not None else self.agree(message)
+        except LinkError as e:
+            self._lost(WorkersLost(self.crew.epoch, e.ranks, str(e), self.crew.phase()))
+            raise EngineDead(str(e)) from None
         match message:
             case Submit():
                 request = Request(

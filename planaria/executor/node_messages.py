@@ -37,12 +37,6 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     how: str
 
 
-class Resident(msgspec.Struct, frozen=True, array_like=True, tag="resident"):
-    """Bytes by rank."""
-
-    sizes: dict[int, int]
-
-
 class AllEnded(msgspec.Struct, frozen=True, array_like=True, tag="all_ended"):
     """Answer to End: no process of a rank is left."""
 
@@ -65,10 +59,6 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag="run"):
     boots: tuple[bytes, ...]
 
 
-class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
-    """Asks for Resident."""
-
-
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """See all ranks' ends: kill: at once; else they end by themselves, or are killed when they take too long."""
 
@@ -81,8 +71,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     why: str
 
 
-FromAgent = Here | Started | Ended | Resident | AllEnded | Trouble
-ToAgent = Start | Run | Measure | End | Refused
+FromAgent = Here | Started | Ended | AllEnded | Trouble
+ToAgent = Start | Run | End | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)

@@ -28,11 +28,11 @@ BACKLOG = 1024
 _listens = threading.Lock()  # held while a group begins to listen, so that it is known where
 
 
-def open_store(host: str, *, deadline: float = DEADLINE) -> tuple[TCPStore, int]:
+def open_store(host: str, port: int = 0, *, deadline: float = DEADLINE) -> tuple[TCPStore, int]:
     """Serve a rendezvous on `host`, an address of this node, and nowhere else. The store, and its port, which is bound
-    by now. Raises OSError when the address isn't this node's."""
+    by now (0: any). Raises OSError when the address isn't this node's, or the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=BACKLOG) as server:
+    with socket.create_server((host, port), family=family, backlog=BACKLOG) as server:
         port = int(server.getsockname()[1])
         store = TCPStore(
             host, port, is_master=True, timeout=timedelta(seconds=deadline), wait_for_workers=False,

@@ -197,14 +197,18 @@ class Worker:
         self.mesh.close()
         self.mesh = Mesh(self.rank)
         self._store = None
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        self._close_door()
         for fd, _ in self._segments.values():
             os.close(fd)
         self._segments = {}
 
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
     def _load(self, command: Load) -> Reply:
+        self._close_door()  # every rank has answered Regroup, so has reached whom it must
         part = self.rank, self.tp, self.pp
         if self.part == part or (command.ranks and self.rank not in command.ranks):
             return Ready(self.rank)

@@ -4,7 +4,6 @@ processes where one has to stop."""
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -24,8 +23,8 @@ from planaria.mesh.boot import open_mesh
 from planaria.mesh.comm import Comm, PeerLost, Solo
 from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
 from planaria.mesh.mesh import Mesh, coordinates, pp_members, tp_members
-from planaria.protocol import Hello
 from planaria.mesh.shared import RING, SLOT, SharedComm, create_segment, fence_segment
+from planaria.protocol import Hello
 
 Together = Callable[[Callable[[Comm], Any]], list[Any]]
 

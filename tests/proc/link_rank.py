@@ -1,7 +1,5 @@
-"""A rank for the tests of links: a process that carries out `Call`s by name.
-
-python -m tests.proc.link_rank shm FD RANK      or      ... tcp   (the invitation comes through standard input)
-"""
+"""A rank for the tests of links: a process that carries out `Call`s by name. Its rank and its link's address come
+through standard input."""
 
 from __future__ import annotations
 
@@ -12,12 +10,15 @@ import time
 import zlib
 from typing import Any
 
-from planaria.executor.link.faults import Fenced, LinkClosed, MessageLost, PeerLost, Port
-from planaria.executor.link.keys import Invitation
+import msgspec
+
+from planaria.executor.link.address import Address, open_port
+from planaria.executor.link.faults import Fenced, LinkClosed, MessageLost, PeerLost
 from planaria.executor.link.shm import ShmLink, ShmPort
 from planaria.executor.link.tcp_port import TcpPort
 from planaria.protocol import Call, Command, Done, Exit, LaneResult, Reply, StepPlan, StepResult
 
+MEGABYTE = bytes(1 << 20)
 ENDED = {Fenced: 10, LinkClosed: 11, PeerLost: 12, MessageLost: 13}  # exit codes
 
 
@@ -34,8 +35,13 @@ def do(rank: int, command: Command) -> Reply:
             return Done(rank, [len(args[0]), zlib.crc32(args[0])])
         case "make":  # bytes of this length
             return Done(rank, bytes(args[0]))
-        case "jitter":  # sleep for the seconds given for this rank
-            time.sleep(args[0][rank])
+        case "work":  # as many megabytes as given for this rank
+            for _ in range(args[0][rank]):
+                zlib.crc32(MEGABYTE)
+            return Done(rank, None)
+        case "gate":  # wait for the test, which holds these ranks up
+            if rank in args[1]:
+                os.close(os.open(args[0], os.O_RDONLY))
             return Done(rank, None)
         case "die":
             if rank in args[0]:
@@ -54,35 +60,32 @@ def do(rank: int, command: Command) -> Reply:
     raise AssertionError(command.method)
 
 
-def lose(end: Any) -> None:
-    """A message of this end (a port's, or a link's to its first rank) is counted as sent, but never arrives."""
+def lose(end: Any, rank: int = 0) -> None:
+    """A message of this end (a port's, or a link's to `rank`) is counted as sent, but never arrives."""
     if isinstance(end, ShmLink | ShmPort):
         outlet = end._outlet
         outlet.head += 1
         outlet.words[outlet.head_word] = outlet.head
         outlet.ring()
     else:
-        stream = end._stream if isinstance(end, TcpPort) else end._peers[0].stream
+        stream = end._stream if isinstance(end, TcpPort) else end._peers[rank].stream
         stream.sent += 1
 
 
 def main() -> None:
-    port: Port
-    if sys.argv[1] == "shm":
-        port = ShmPort.attach(int(sys.argv[2]), int(sys.argv[3]))
-    else:
-        port = TcpPort.connect(Invitation.decode(sys.stdin.buffer.read()), timeout=20, heartbeat=2.0)
+    rank, address = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[int, Address])
+    port: Any = open_port(address)
     try:
         while (got := port.receive(60.0)) is not None:
             number, command = got
             if isinstance(command, Exit):
-                port.reply(number, Done(port.rank))
+                port.reply(number, Done(rank))
                 port.close()
                 return
             if isinstance(command, Call) and command.method == "lose":
                 lose(port)
             else:
-                port.reply(number, do(port.rank, command))
+                port.reply(number, do(rank, command))
     except tuple(ENDED) as e:
         port.close()
         sys.exit(ENDED[type(e)])

@@ -1,4 +1,4 @@
-"""A link of either kind with its ranks as processes. Ended by pid."""
+"""A link of any kind with its ranks as processes. Ended by pid."""
 
 from __future__ import annotations
 
@@ -6,31 +6,41 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
+from planaria.executor.link.address import Address
+from planaria.executor.link.joined import JoinedLink
 from planaria.executor.link.shm import ShmLink
 from planaria.executor.link.tcp import TcpLink
 from planaria.protocol import Call, Command, Exit, Reply
 
 LIMIT = 60.0  # seconds that anything may take on a busy machine
+HEARTBEAT = 2.0
+KINDS = ["shm", "tcp", "joined"]
 
 
-def make(kind: str, num_ranks: int, **options: Any) -> ShmLink | TcpLink:
+def make(kind: str, num_ranks: int, **options: Any) -> Any:
+    """joined: shared memory to even ranks, TCP to odd ones."""
     if kind == "shm":
         return ShmLink.create(num_ranks, **options)
-    return TcpLink.create(num_ranks, heartbeat=2.0, **options)
+    if kind == "tcp":
+        return TcpLink.create(num_ranks, heartbeat=HEARTBEAT, **options)
+    near, far = range(0, num_ranks, 2), range(1, num_ranks, 2)
+    return JoinedLink([(make("shm", len(near), **options), near), (make("tcp", len(far), **options), far)])
 
 
-def start_rank(link: ShmLink | TcpLink, rank: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.proc.link_rank"]
-    if isinstance(link, ShmLink):
-        (fd,) = link.fds_to_pass()
-        return subprocess.Popen([*command, "shm", str(fd), str(rank)], pass_fds=(fd,))
-    process = subprocess.Popen([*command, "tcp"], stdin=subprocess.PIPE)
+def start_rank(rank: int, address: Address) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-m", "tests.proc.link_rank"], stdin=subprocess.PIPE)
     assert process.stdin is not None
-    process.stdin.write(link.invitation(rank).encode())
+    process.stdin.write(msgspec.msgpack.encode((rank, address)))
     process.stdin.close()
     return process
 
@@ -40,7 +50,7 @@ class Ranks:
 
     def __init__(self, kind: str, num_ranks: int, **options: Any) -> None:
         self.link = make(kind, num_ranks, **options)
-        self.processes = [start_rank(self.link, rank) for rank in range(num_ranks)]
+        self.processes = [start_rank(rank, self.link.address_of(rank)) for rank in range(num_ranks)]
         self.number = 0
 
     def __enter__(self) -> Ranks:
@@ -55,6 +65,10 @@ class Ranks:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
             process.wait(LIMIT)
+
+    def part(self, rank: int) -> tuple[Any, int]:
+        """The link that `rank` is at, and its place there."""
+        return self.link.place[rank] if isinstance(self.link, JoinedLink) else (self.link, rank)
 
     def send(self, command: Command) -> int:
         self.number += 1
@@ -85,9 +99,42 @@ class Ranks:
         self.processes[rank].send_signal(signal.SIGSTOP)
         os.waitpid(self.processes[rank].pid, os.WUNTRACED)
 
+    @contextmanager
+    def when_full(self, rank: int, act: Any) -> Iterator[None]:
+        """`act()` in a thread, once the driver waits for `rank` to make room; must happen before the block ends."""
+        link, _ = self.part(rank)
+        waits, wait = threading.Event(), link._wait_for_room
+
+        def told(*args: Any) -> None:
+            waits.set()
+            wait(*args)
+
+        def watch() -> None:
+            assert waits.wait(LIMIT), "the driver never waited"
+            act()
+
+        link._wait_for_room = told
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        yield
+        watcher.join(LIMIT)
+        assert waits.is_set()
+
     def exit(self) -> None:
         self.all(Exit())
         assert self.ended() == [0] * len(self.processes)
+
+
+class Gate:
+    """What ranks wait at until the test opens it, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "gate")
+        os.mkfifo(self.path)
+
+    def open(self) -> None:
+        """For a rank that is there, or that comes."""
+        os.close(os.open(self.path, os.O_WRONLY))
 
 
 def within(seconds: float, since: float) -> None:

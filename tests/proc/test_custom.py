@@ -11,6 +11,8 @@ import pytest
 
 from planaria import LLM, SamplingParams
 from planaria.errors import CallFailed, EngineDead, PlanariaError, UserError
+from planaria.executor import census, loop
+from planaria.wire import Report
 from tests.proc import custom
 from tests.proc.servers import SMALL, alive, needs_smollm2, planaria
 
@@ -101,6 +103,21 @@ def test_refused_calls(two: LLM, method: str, args: tuple[Any, ...], says: str) 
     with pytest.raises(PlanariaError, match=says):
         two.collective_rpc(method, args=args)
     assert len(two.collective_rpc("where")) == 2
+
+
+def test_ranks_that_cannot_be_looked_into_say_their_memory(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of another node; asked after the steps that are on their way."""
+    heard: list[Any] = []
+    monkeypatch.setattr(census, "here", lambda member: False)
+    monkeypatch.setattr(loop, "here", lambda member: False)
+    monkeypatch.setattr(two._loop, "emit", heard.append)
+    two._loop.handle(Report())
+    assert not heard
+    while not heard:
+        two._loop.turn()
+    (answer,) = heard
+    assert [row.pid for row in answer.processes[1:]] == two.facts.ranks
+    assert all(row.resident > 10 << 20 and row.state == "idle" for row in answer.processes)
 
 
 def test_a_rank_that_ends_during_a_call() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +17,17 @@ import msgspec
 import pytest
 import zmq
 
+from planaria.executor.link.address import Tcp
 from planaria.executor.link.codec import encode_reply
-from planaria.executor.link.faults import LinkError
+from planaria.executor.link.faults import LinkError, PeerLost
 from planaria.executor.link.keys import Invitation, Keys, Pair
 from planaria.executor.link.stream import Kind, Stream
 from planaria.executor.link.tcp import TcpLink
 from planaria.executor.link.tcp_port import TcpPort
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, WINDOW
 from planaria.protocol import Call, Done, Failed
-from tests.proc.links import LIMIT, start_rank
+from tests.proc.link_rank import ENDED
+from tests.proc.links import HEARTBEAT, LIMIT, start_rank, within
 
 
 class Deployment:
@@ -31,7 +35,7 @@ class Deployment:
 
     def __init__(self) -> None:
         self.link = TcpLink.create(2, heartbeat=2.0)
-        self.process = start_rank(self.link, 0)
+        self.process = start_rank(0, self.link.address_of(0))
         self.number = 0
 
     def serves(self) -> None:
@@ -218,6 +222,67 @@ def test_a_rank_refuses_what_isnt_a_command() -> None:
     port.close()
     router.close()
     context.term()
+
+
+class Cable:
+    """Carries connections from its own port to another until it is cut: then nothing passes, and nobody is told."""
+
+    def __init__(self, to: int) -> None:
+        self.to = to
+        self.cut = threading.Event()
+        self.over = threading.Event()
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.server.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self.server.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self.to))
+                for a, b in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(a, b), daemon=True).start()
+
+    def _carry(self, source: socket.socket, to: socket.socket) -> None:
+        with source, contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if self.cut.is_set():
+                    self.over.wait(LIMIT)
+                    return
+                to.sendall(data)
+
+    def close(self) -> None:
+        self.over.set()
+        self.server.close()
+
+
+def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> None:
+    """Neither says anything; both ends of the cable learn of it."""
+    link = TcpLink.create(3, heartbeat=HEARTBEAT)
+    cable = Cable(int(link.address.rpartition(":")[2]))
+    through = msgspec.structs.replace(link.invitation(1), address=f"tcp://127.0.0.1:{cable.port}")
+    addresses = [link.address_of(0), Tcp(through.encode()), link.address_of(2)]
+    processes = [start_rank(rank, address) for rank, address in enumerate(addresses)]
+    try:
+        link.send(1, Call("echo", (1,)))
+        assert {link.receive(LIMIT) for _ in range(3)} == {(rank, 1, Done(rank, 1)) for rank in range(3)}
+        for rank, act in ((1, cable.cut.set), (2, lambda: processes[2].send_signal(signal.SIGSTOP))):
+            act()
+            since = time.monotonic()
+            with pytest.raises(PeerLost) as error:
+                link.receive(LIMIT)
+            assert error.value.ranks == (rank,)
+            within(HEARTBEAT + 1, since)
+            link.forget(rank)
+        link.send(2, Call("echo", (2,)), to=0)
+        assert link.receive(LIMIT) == (0, 2, Done(0, 2))
+        assert processes[1].wait(LIMIT) == ENDED[PeerLost]
+    finally:
+        link.close()
+        cable.close()
+        for process in processes:
+            process.kill()
+            process.wait(LIMIT)
 
 
 def test_the_port_is_bound_before_it_is_told() -> None:

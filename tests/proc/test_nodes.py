@@ -55,6 +55,13 @@ class Command:
     def text(self) -> str:
         return "".join(self.lines)
 
+    def wait_for(self, words: str, seconds: float = 60.0) -> None:
+        """Until it has printed them."""
+        end = time.monotonic() + seconds
+        while words not in self.text():
+            assert time.monotonic() < end and self.process.poll() is None, self.text()
+            time.sleep(0.02)
+
     def wait(self, seconds: float = 60.0) -> int:
         code = self.process.wait(seconds)
         self.reader.join(5)
@@ -217,7 +224,7 @@ def test_the_engines_end_is_the_agents_end() -> None:
     port = free_port()
     nodes = ["-pp", "2", "--nnodes", "2", "--master-port", str(port)]
     with agent(port) as other, Command("serve", *NULL, *nodes, "--port", "0") as head:
-        wait_until("ready", lambda: "Planaria serving" in head.text(), limit=60)
+        head.wait_for("Planaria serving")
         ranks = [*other.ranks(), *head.ranks()]
         assert len(ranks) >= 2
         head.process.kill()
@@ -277,7 +284,6 @@ def test_another_secret_never_joins_and_a_stopped_rank_is_killed() -> None:
         try:
             places = nodes.start()
             assert [place.rank for place in places] == [0, 1] and {place.address for place in places} == {"127.0.0.1"}
-            assert all(size > 1 << 20 for size in nodes.resident().values()) and list(nodes.resident()) == [0, 1]
             assert other.ranks() == [places[1].pid]
             os.kill(places[1].pid, signal.SIGSTOP)
         finally:

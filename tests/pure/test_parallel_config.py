@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer
 
 from planaria.checkpoint import Checkpoint
+from planaria.cli.app import app
 from planaria.config import EngineConfig, EngineOptions, ParallelConfig
 from planaria.config.digest import NOT_HASHED, compared, compute_hash, hash_fields
 from planaria.config.machine import LauncherFacts, Machine, check_module, launcher_facts
@@ -136,6 +138,8 @@ def test_ranks_and_nodes() -> None:
     assert (config.world_size, config.local_world_size, ranks_here(config)) == (6, 2, 2)
     assert not config.disable_custom_all_reduce  # each tensor group is on one node
     assert resolved(tensor_parallel_size=2, nnodes=2).disable_custom_all_reduce  # and this one isn't
+    assert resolved(BOX, "cuda", **TP4).disable_custom_all_reduce  # the fast one is for CPUs
+    assert resolved(disable_custom_all_reduce=True).disable_custom_all_reduce
     outer = resolved(msgspec.structs.replace(LAPTOP, outer=RANK_1), **TP2, **EXTERNAL)
     assert outer.outer == RANK_1 and ranks_here(outer) == 2
 
@@ -151,6 +155,39 @@ def test_more_ranks_than_cores_is_said() -> None:
     assert not notes(LAPTOP, **TP2)
     ((level, line),) = notes(LAPTOP, nnodes=2, **TP2)
     assert level == logging.DEBUG and "plain collective" in line
+
+
+FLAGS: dict[str, tuple[list[str], Any]] = {
+    # as users of vLLM type them
+    "tensor_parallel_size": (["-tp", "2"], 2),
+    "pipeline_parallel_size": (["-pp", "3"], 3),
+    "pp_layer_partition": (["--pp-layer-partition", "10,10,10"], "10,10,10"),
+    "distributed_executor_backend": (["--distributed-executor-backend", "ray"], "ray"),
+    "ray_link": (["--ray-link", "compiled-graph"], "compiled-graph"),
+    "ray_runtime_env": (["--ray-runtime-env", "{}"], "{}"),
+    "ray_workers_use_nsight": (["--ray-workers-use-nsight"], True),
+    "placement_group": (["--placement-group", "mine"], "mine"),
+    "nnodes": (["--nnodes", "3"], 3),
+    "node_rank": (["--node-rank", "1"], 1),
+    "master_addr": (["--master-addr", "10.0.0.1"], "10.0.0.1"),
+    "master_port": (["--master-port", "1234"], 1234),
+    "max_parallel_loading_workers": (["--max-parallel-loading-workers", "1"], 1),
+    "disable_custom_all_reduce": (["--disable-custom-all-reduce"], True),
+    "worker_cls": (["--worker-cls", "a.B"], "a.B"),
+    "worker_extension_cls": (["--worker-extension-cls", "a.C"], "a.C"),
+    "heartbeat_timeout": (["--heartbeat-timeout", "5"], 5.0),
+}
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_every_option_has_its_flag(command: str) -> None:
+    commands: Any = typer.main.get_command(app)
+    typed = [word for words, _ in FLAGS.values() for word in words]
+    given = commands.commands[command].make_context(command, ["model", *typed]).params
+    plain = commands.commands[command].make_context(command, ["model"]).params
+    defaults = EngineOptions(model="model")
+    for name, (_, value) in FLAGS.items():
+        assert given[name] == value != getattr(defaults, name) == plain[name], name
 
 
 @pytest.mark.parametrize(

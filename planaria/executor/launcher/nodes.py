@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -19,6 +18,7 @@ from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, RanksDiffer
 from planaria.executor import node_messages as messages
 from planaria.executor.boot import Place, RankBoot
+from planaria.executor.launcher.fixed import Fixed
 from planaria.executor.launcher.process import ProcessLauncher
 from planaria.executor.link.faults import LinkError, PeerLost
 from planaria.executor.link.keys import Keys
@@ -29,9 +29,7 @@ from planaria.executor.node_messages import (
     Ended,
     FromAgent,
     Here,
-    Measure,
     Refused,
-    Resident,
     Run,
     Start,
     Started,
@@ -39,7 +37,7 @@ from planaria.executor.node_messages import (
     Trouble,
 )
 from planaria.executor.patience import Patience
-from planaria.node import resident_bytes
+from planaria.node import resolve_host
 from planaria.topology import Cluster, Layout, Node, Placement, place
 
 logger = logging.getLogger("planaria.engine")
@@ -47,7 +45,6 @@ logger = logging.getLogger("planaria.engine")
 JOIN_TIMEOUT = 600.0  # seconds for all nodes to come
 START_TIMEOUT = 60.0
 END_TIMEOUT = 8.0  # an agent waits 5 s for its ranks before it kills them
-MEASURE_TIMEOUT = 1.0
 _DIGEST = "configuration "
 
 
@@ -89,14 +86,6 @@ def what_must_agree(config: EngineConfig) -> dict[str, str]:
     return {f"{_DIGEST}{name}": digest for name, digest in hash_fields(config).items()} | compared(config)
 
 
-def resolve_host(host: str, port: int) -> str:
-    """An address for a host's name. Raises CapacityError."""
-    try:
-        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as e:
-        raise CapacityError(f"--master-addr {host} has no address here: {e.strerror}") from None
-
-
 class _Agent:
     """A node as the driver sees it: expected -> here -> started; gone when its connection is."""
 
@@ -104,7 +93,6 @@ class _Agent:
         self.number, self.ranks = number, tuple(ranks)
         self.here: Here | None = None
         self.places: tuple[Place, ...] = ()
-        self.sizes: dict[int, int] | None = None
         self.ended: dict[int, str] = {}
         self.all_ended = False
         self.gone = ""  # why
@@ -113,7 +101,7 @@ class _Agent:
         return f"node {self.number}" + (f" ({self.here.node}, {self.here.address})" if self.here else "")
 
 
-class NodesLauncher:
+class NodesLauncher(Fixed):
     """make_local(ranks, address) gives the launcher of this node's ranks. same: what must be equal on all nodes."""
 
     name = "mp"
@@ -129,7 +117,7 @@ class NodesLauncher:
         for group in self.placement.spanning():
             ranks = ", ".join(str(slot.rank) for slot in group)
             logger.warning("ranks %s of one tensor group are on several nodes: each layer waits for the network", ranks)
-        self.address = resolve_host(parallel.master_addr, parallel.master_port)
+        self.address = resolve_host(parallel.master_addr)
         self.local = make_local([slot.rank for slot in self.placement.on("0")], self.address)
         self.local.on_exit = self._on_local_exit
         self.agents = [
@@ -140,7 +128,6 @@ class NodesLauncher:
         self._link: TcpLink | None = None
         self._thread: threading.Thread | None = None
         self._outbox: queue.SimpleQueue[tuple[_Agent, ToAgent]] = queue.SimpleQueue()
-        self._pids: dict[int, int] = {}  # of this node's ranks
         self._changed = threading.Condition()
         self._closing = self._over = False
 
@@ -156,7 +143,6 @@ class NodesLauncher:
         self._thread = threading.Thread(target=self._serve, args=(self._link,), name="nodes", daemon=True)
         self._thread.start()
         places = self.local.start()
-        self._pids = {place.rank: place.pid for place in places}
         self._await_nodes(self._link)
         for agent in self.agents:
             self._post(agent, Start(agent.ranks))
@@ -182,21 +168,6 @@ class NodesLauncher:
         for agent in self.agents:
             for rank in agent.ranks if agent.gone else agent.ended:
                 found[rank] = agent.ended.get(rank) or f"is out of reach: {agent} is gone: {agent.gone}"
-        return dict(sorted(found.items()))
-
-    def resident(self) -> dict[int, int]:
-        """Bytes of each rank's process; those of nodes that don't answer within a second are left out."""
-        asked = [agent for agent in self.agents if agent.places and not agent.gone]
-        for agent in asked:
-            agent.sizes = None
-            self._post(agent, Measure())
-        found = {rank: resident_bytes(pid) for rank, pid in self._pids.items()}
-        with self._changed:
-            self._changed.wait_for(
-                lambda: all(agent.sizes is not None or agent.gone for agent in asked), MEASURE_TIMEOUT
-            )
-        for agent in asked:
-            found |= agent.sizes or {}
         return dict(sorted(found.items()))
 
     def closing(self) -> None:
@@ -298,8 +269,6 @@ class NodesLauncher:
                 agent.ended[message.rank] = f"{message.how} on {agent}"
                 if not self._closing:
                     self.on_exit()
-            case Resident():
-                agent.sizes = message.sizes
             case AllEnded():
                 agent.all_ended = True
             case Trouble():

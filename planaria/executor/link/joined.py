@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, MessageLost, PeerLags, PeerLost
-from planaria.protocol import Command, Reply
+from planaria.protocol import Command, Failed, Reply
 
 Answer = tuple[int, int, Reply]
 _CLOSE_TIMEOUT = 5.0
@@ -29,7 +32,8 @@ _PHRASES: list[tuple[type[LinkError], str]] = [
 
 
 class _Part(threading.Thread):
-    """A link in a thread. `inbox` takes commands, `outbox` has answers and the error that ended it."""
+    """A link in a thread. `inbox` takes commands (no more than the engine has in flight), `heard` gets answers and the
+    error that ended it."""
 
     def __init__(self, link: Any, heard: deque[Answer | LinkError], wake: Any) -> None:
         super().__init__(name=f"link-{link.name}", daemon=True)
@@ -61,6 +65,7 @@ class JoinedLink:
         self.place = {rank: (link, i) for link, ranks in parts for i, rank in enumerate(ranks)}
         self._heard: list[tuple[deque[Answer | LinkError], Sequence[int]]] = []
         self._parts: list[_Part] = []
+        self._woken = False
         for link, ranks in others:
             heard: deque[Answer | LinkError] = deque()
             part = _Part(link, heard, self.first.wake)
@@ -92,16 +97,22 @@ class JoinedLink:
 
     def receive(self, timeout: float | None) -> Answer | None:
         """As the parts' own."""
-        if (found := self._others()) is not None:
-            return found
-        try:
-            answer = self.first.receive(timeout)
-        except LinkError as e:
-            raise _renamed(e, self.own) from None
-        if answer is None:
-            return self._others()
-        rank, number, reply = answer
-        return self.own[rank], number, reply
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if (found := self._others()) is not None:
+                return found
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                answer = self.first.receive(left)
+            except LinkError as e:
+                raise _renamed(e, self.own) from None
+            if answer is not None:
+                return _from(self.own, answer)
+            if self._woken:
+                self._woken = False
+                return self._others()
+            if left == 0:
+                return self._others()
 
     def _others(self) -> Answer | None:
         for heard, ranks in self._heard:
@@ -110,10 +121,11 @@ class JoinedLink:
                 if isinstance(item, LinkError):  # stays: this part is over
                     raise _renamed(item, ranks)
                 heard.popleft()
-                return ranks[item[0]], item[1], item[2]
+                return _from(ranks, item)
         return None
 
     def wake(self) -> None:
+        self._woken = True  # parts wake the first link too, when they have heard something
         self.first.wake()
 
     def fence(self) -> None:
@@ -129,6 +141,14 @@ class JoinedLink:
         for part in self._parts:
             part.join(_CLOSE_TIMEOUT)
         self.first.close()
+
+
+def _from(ranks: Sequence[int], answer: Answer) -> Answer:
+    """The same answer from the world rank. A part's own `Failed` (for what can't be carried) names a place there."""
+    place, number, reply = answer
+    if isinstance(reply, Failed) and reply.rank != ranks[place]:
+        reply = msgspec.structs.replace(reply, rank=ranks[place])
+    return ranks[place], number, reply
 
 
 def _renamed(error: LinkError, ranks: Sequence[int]) -> LinkError:

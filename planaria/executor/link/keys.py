@@ -13,6 +13,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from planaria.executor.link.codec import BAD_BYTES
 from planaria.executor.link.faults import LinkError
 
 MIN_SECRET = 32
@@ -68,7 +69,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True):
         """Raises LinkError."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        except BAD_BYTES as e:
             raise LinkError(f"not an invitation to a link: {e}") from None
 
 

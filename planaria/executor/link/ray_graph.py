@@ -89,8 +89,12 @@ class RayGraphLink:
         self._numbers.put(None)
 
         def end() -> None:
+            talk = logging.getLogger("ray.dag.compiled_dag_node")  # tracebacks of actors that are gone, as we know
+            before = talk.level
+            talk.setLevel(logging.CRITICAL)
             with contextlib.suppress(Exception):
                 graph.teardown()
+            talk.setLevel(before)
 
         thread = threading.Thread(target=end, name="planaria-ray-teardown", daemon=True)
         thread.start()

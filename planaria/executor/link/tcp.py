@@ -11,6 +11,7 @@ goes on.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -35,6 +36,9 @@ _FAILURES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake",
 }
+_OF_CONNECTIONS = {*_FAILURES.values(), "second connection"}
+
+logger = logging.getLogger("planaria.link")
 
 
 class _Gatekeeper(threading.Thread):
@@ -152,6 +156,11 @@ class TcpLink:
         with self._end.lock:
             self._peers[rank] = self._new_peer(rank)
 
+    def left(self) -> list[int]:
+        """Ranks that closed their end in order."""
+        self._take_in()
+        return [rank for rank, peer in enumerate(self._peers) if peer.state == "left"]
+
     def send(self, number: int, command: Any, to: int | None = None) -> None:
         """To every rank, or to one. Raises CodecError; PeerLags or PeerLost when a rank takes nothing; Fenced,
         LinkClosed."""
@@ -185,6 +194,7 @@ class TcpLink:
             self._take_in()
             if self._heard:
                 continue
+            self._check()
             if lost := [rank for rank, peer in enumerate(self._peers) if peer.state == "lost"]:
                 raise _lost(lost)
             if self._woken:
@@ -257,22 +267,33 @@ class TcpLink:
         with end.lock:
             if end.closed:
                 return
-            while (frames := end.frames()) is not None:
-                try:
-                    self._on(frames)
-                except Refused as e:
-                    self.refused[e.reason] += 1
-                except LinkError as e:
-                    self._broken = self._broken or e
+            self._take_frames()
             for event in end.events():
                 if event == zmq.EVENT_DISCONNECTED:
                     self._probes = PROBES
                 elif event in _FAILURES:
-                    self.refused[_FAILURES[event]] += 1
+                    self._refuse(_FAILURES[event])
             if self._probes:
                 # The event doesn't say whose connection it was. A send to it fails once the socket has noticed.
                 self._probes -= 1
                 self._tell(Kind.PING)
+                self._take_frames()  # sending uses up the signal that something has come
+
+    def _take_frames(self) -> None:
+        while (frames := self._end.frames()) is not None:
+            try:
+                self._on(frames)
+            except Refused as e:
+                self._refuse(e.reason)
+            except LinkError as e:
+                self._broken = self._broken or e
+
+    def _refuse(self, reason: str) -> None:
+        self.refused[reason] += 1
+        count = self.refused[reason]
+        if not count & (count - 1):  # the 1st, 2nd, 4th, 8th ...: nobody fills the log from outside
+            what = "connections" if reason in _OF_CONNECTIONS else "frames"
+            logger.warning("refused at %s: %d %s (%s)", self.address, count, what, reason)
 
     def _on(self, frames: list[zmq.Frame]) -> None:
         try:

@@ -39,7 +39,7 @@ class TcpPort:
         self._stream = Stream(invitation.epoch, "the driver", decode, chunk_bytes=invitation.chunk_bytes, window=WINDOW)
         self._heard: deque[tuple[int, Any]] = deque()
         self._fault: LinkError | None = None
-        self._connected = self._receiving = False
+        self._connected = self._receiving = self._woken = False
         self._end = End(zmq.DEALER, invitation.chunk_bytes, heartbeat)
         socket = self._end.socket
         socket.setsockopt(zmq.CURVE_SERVERKEY, invitation.driver_key.encode())
@@ -76,7 +76,7 @@ class TcpPort:
         return port
 
     def receive(self, timeout: float | None) -> tuple[int, Any] | None:
-        """The next command and its number. None after `timeout` seconds.
+        """The next command and its number. None after `timeout` seconds or a `wake`.
 
         A command that can't be read is answered with Failed here, for every command is answered. Raises PeerLost when
         the connection broke, MessageLost, Fenced, LinkClosed.
@@ -100,10 +100,19 @@ class TcpPort:
                 continue
             if self._fault is not None:
                 raise self._fault
+            if self._woken:
+                self._woken = False
+                return None
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
             self._end.wait(left)
+
+    def wake(self) -> None:
+        """Make `receive` (this one, or the next) return None. Any thread."""
+        self._woken = True
+        if not self._end.closed:
+            self._end.ring()
 
     def beat(self) -> None:
         """Nothing: ZeroMQ's own thread answers heartbeats while this process runs."""

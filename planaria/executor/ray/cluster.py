@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ SLOT = "planaria_slot"  # one unit: a rank without an accelerator
 ACCELERATORS = {"cuda": "GPU", "rocm": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "tpu": "TPU"}
 OBJECT_STORE = 256 << 20  # bytes, of a cluster started here: nothing large travels through it
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a node's address is 127.0.0.1, and Ray binds to it
+
+PATIENCE = 2.0  # seconds for a call while ending
 
 _lock = threading.Lock()
 _connections = 0  # of this process, to a Ray that was initialised here
@@ -61,7 +63,12 @@ class Connection:
             _connections -= 1
             if _connections == 0:
                 with _signals_kept():
-                    self.ray.shutdown()
+                    self.ray.shutdown()  # of what is gone already: nothing
+
+    @property
+    def alive(self) -> bool:
+        """Is this process still connected? Without, almost any call to Ray starts a cluster."""
+        return bool(self.ray.is_initialized())
 
     @property
     def node(self) -> str:
@@ -79,13 +86,30 @@ class Connection:
             return ACCELERATORS[device]
         return SLOT if self.ray.cluster_resources().get(SLOT, 0) else "CPU"
 
-    def snapshot(self, resource: str) -> Cluster:
-        """Living nodes by Ray's ids, with what is free on them now."""
+    def snapshot(self, resource: str, *, free: bool = True) -> Cluster:
+        """Living nodes by Ray's ids, with the devices that are free on them now (Ray learns of what is given back with
+        a delay), or with all."""
         from ray._private.state import available_resources_per_node
 
-        free = available_resources_per_node()
-        nodes = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
-        return Cluster(tuple(Node.of(id, int(free.get(id, {}).get(resource, 0.0))) for id in nodes), self.node)
+        has = {node["NodeID"]: node["Resources"] for node in self.ray.nodes() if node["Alive"]}
+        if free:
+            now = available_resources_per_node()
+            has = {id: now.get(id, {}) for id in has}
+        return Cluster(tuple(Node.of(id, int(devices.get(resource, 0.0))) for id, devices in has.items()), self.node)
+
+
+def bounded(what: str, call: Callable[[], object]) -> None:
+    """`call()`, which waits for a minute where Ray's head has gone: for PATIENCE seconds at most, errors ignored."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=run, name="planaria-ray-call", daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        logger.warning("Ray did not %s within %g s", what, PATIENCE)
 
 
 def connect(address: str | None, slots: int) -> Connection:

@@ -132,13 +132,14 @@ def _create(connection: Connection, layout: Layout, resource: str, settings: Ray
                 connection.snapshot(resource), layout, span=True, driver_inside=settings.driver_inside
             )
         except Infeasible as e:
-            if connection.started:
-                raise
-            if not demand:
+            everything = connection.snapshot(resource, free=False)
+            if connection.started:  # nobody adds nodes to it
+                place(everything, layout, span=True, driver_inside=settings.driver_inside)
+            elif not demand:
                 demand.append(placement_group([{resource: 1.0}] * layout.size, strategy="PACK"))
             elif demand[0].wait(0):
                 _drop(demand)
-            return str(e)
+            return f"{e} (free ones; {everything.num_devices} in all)"
         _drop(demand)
         handle = placement_group(
             [{resource: 1.0}] * layout.size, strategy="PACK", name=name,

@@ -8,6 +8,7 @@ task on its node, because an actor that is stopped outlives `ray.kill` for secon
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -23,9 +24,10 @@ from planaria.config.options import ParallelConfig
 from planaria.env import RaySettings, environment
 from planaria.errors import CapacityError, PlanariaError
 from planaria.executor.boot import Place, RankBoot
+from planaria.executor.launcher.fixed import Fixed
 from planaria.executor.ray import environment as env
 from planaria.executor.ray.actor import Whereabouts, end_process, remote_class, report
-from planaria.executor.ray.cluster import Connection, connect
+from planaria.executor.ray.cluster import Connection, bounded, connect
 from planaria.executor.ray.groups import Group, obtain
 from planaria.executor.ray.names import actor_name
 from planaria.executor.ray.waiting import Waiting
@@ -40,7 +42,7 @@ KILL_TIMEOUT = 2.0
 NSIGHT = {"t": "cuda,cudnn,cublas", "o": "'worker_process_%p'", "cuda-graph-trace": "node"}
 
 
-class RayLauncher:
+class RayLauncher(Fixed):
     """entry: `package.module:function` that is the rank. device: "cpu" or an accelerator's name."""
 
     name = "ray"
@@ -223,7 +225,7 @@ class RayLauncher:
     def _end_elsewhere(self) -> None:
         """Kill the ranks of other nodes by pid, through a task on each."""
         far = [at for rank, at in enumerate(self.found) if rank not in self._pids and at.home != home()]
-        if self.connection is None or not far:
+        if self.connection is None or not self.connection.alive or not far:
             return
         ray = self.connection.ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -242,26 +244,25 @@ class RayLauncher:
         """Let ranks end by themselves for a while, then end what is left; no actor, no placement group made here and no
         process of theirs remains. Idempotent."""
         self._closing = True
-        if self.connection is None:
+        connection, self.connection = self.connection, None
+        if connection is None:
             return
-        ray = self.connection.ray
-        if self.runs:
-            with contextlib.suppress(Exception):  # Ray may be gone
-                ray.wait(list(self.runs.values()), num_returns=len(self.runs), timeout=EXIT_TIMEOUT)
+        ray = connection.ray
+        if connection.alive:
+            if self.runs:
+                with contextlib.suppress(Exception):
+                    ray.wait(list(self.runs.values()), num_returns=len(self.runs), timeout=EXIT_TIMEOUT)
+            for actor in self.actors:
+                bounded("kill an actor", functools.partial(ray.kill, actor))
         if self._watcher is not None:
             self._watcher.stop()
-        for actor in self.actors:
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
         self._await_local_ends()
         for end in self.before_leaving:
             end()
-        if self.group is not None:
-            with contextlib.suppress(Exception):
-                self.group.remove()
+        if self.group is not None and connection.alive:
+            bounded("remove the placement group", self.group.remove)
         self.actors, self.runs = [], {}
-        self.connection.close()
-        self.connection = None
+        connection.close()
 
     def _await_local_ends(self) -> None:
         """`ray.kill` only asks. Processes of this node are gone when this returns."""

@@ -32,6 +32,8 @@ class Watcher:
         left = dict(self._runs)
         while left and not self._stop.is_set():
             try:
+                if not self._ray.is_initialized():  # a call would start another one
+                    raise ConnectionError("disconnected")
                 ended, _ = self._ray.wait(list(left.values()), num_returns=1, timeout=POLL)
             except Exception as e:  # the connection to Ray is gone, in whatever way
                 for rank in left:
@@ -60,7 +62,8 @@ def how_it_ended(ray: Any, run: Any) -> str:
 def _reason(text: str) -> str:
     """What matters in Ray's explanation, which is several lines with ids and file names."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for line in lines:
-        if line.startswith("The actor") or ("node" in line.lower() and "die" in line.lower()):
-            return line.rstrip(".")[:300]
+    for start in ("The actor is dead because", "The actor died because", "The actor"):
+        for line in lines:
+            if line.startswith(start):
+                return line.partition(" Worker exit detail")[0].rstrip(".")[:300]
     return " ".join(lines)[:300] or "no reason given"

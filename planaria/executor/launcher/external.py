@@ -1,0 +1,63 @@
+"""Ranks that an outer launcher (torchrun) has started: every process runs the whole program, and its own rank in it.
+
+The outer launcher owns faults: nothing here can replace a rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from planaria.config.machine import usable_cores
+from planaria.config.options import OuterLauncher
+from planaria.executor.boot import Place, RankBoot
+from planaria.executor.launcher.fixed import Fixed
+from planaria.executor.launcher.inline import Handler
+from planaria.executor.link.circle import Circle
+from planaria.node import home, node_name, own_address, resolve_host
+
+START_TIMEOUT = 300.0  # seconds for all processes to come
+
+
+class ExternalLauncher(Fixed):
+    """factory(boot) makes this process's rank, which `ranks` has from `run` on; open_circle(address) the connection to
+    the other processes."""
+
+    name = "external_launcher"
+    link, uses_ray, = "spmd", False
+
+    def __init__(
+        self, outer: OuterLauncher, factory: Callable[[RankBoot], Handler], open_circle: Callable[[str], Circle]
+    ) -> None:
+        self.outer, self.factory, self.open_circle = outer, factory, open_circle
+        self.on_exit: Callable[[], None] = lambda: None
+        self.ranks: list[Handler] = []
+        self.circle: Circle | None = None
+
+    def start(self) -> list[Place]:
+        """Meet the other processes. Raises LinkError, PlanariaError when one doesn't come."""
+        outer = self.outer
+        alone = outer.local_world_size == outer.world_size
+        address = "127.0.0.1" if alone else own_address(resolve_host(outer.master_addr))
+        self.circle = self.open_circle(address)
+        own = Place(outer.rank, home(), node_name(), address, os.getpid(), usable_cores())
+        parts = self.circle.round("start", b"", msgspec.msgpack.encode(own), START_TIMEOUT)
+        return [msgspec.msgpack.decode(data, type=Place) for data in parts]
+
+    def run(self, boots: Sequence[RankBoot]) -> None:
+        self.ranks += [self.factory(boot) for boot in boots if boot.rank == self.outer.rank]
+
+    def lost(self) -> dict[int, str]:
+        """Nobody that the link doesn't tell of."""
+        return {}
+
+    def closing(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None:
+        """The processes are the outer launcher's."""
+        if self.circle is not None and not self.ranks:  # no link has it yet
+            self.circle.close()

@@ -1,0 +1,155 @@
+"""Every decoder of bytes from another process: what goes in comes out, any other bytes are one clear error."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.errors import PlanariaError
+from planaria.executor import node_messages as nodes
+from planaria.executor.boot import Place, RankBoot
+from planaria.executor.link.address import Tcp
+from planaria.executor.link.codec import CodecError, decode_command, decode_reply, encode_command, encode_reply
+from planaria.executor.link.keys import Invitation, Pair
+from planaria.protocol import Hello, Join, Regroup
+
+small = st.integers(0, 2**31)
+text = st.text(max_size=20)
+digests = st.dictionaries(text, text, max_size=3)
+places = st.builds(
+    Place, small, text, text, text, small, small, st.lists(small, max_size=2).map(tuple)
+)  # fmt: skip
+hellos = st.builds(
+    Hello, small, small, text, text, text, digests, digests,
+    st.dictionaries(st.sampled_from(["tp", "pp"]), st.tuples(small, small), max_size=2),
+    st.none() | st.tuples(text, small), small,
+)  # fmt: skip
+invitations = st.builds(
+    Invitation, text, text, st.builds(Pair, text, text), small, small, small
+)  # fmt: skip
+
+
+@given(st.builds(Join, small, small, small, st.booleans()))
+def test_join(join: Join) -> None:
+    assert decode_command(encode_command(join)) == join
+
+
+@given(hellos)
+def test_hello(hello: Hello) -> None:
+    assert decode_reply(encode_reply(hello)) == hello
+
+
+@given(st.builds(Regroup, small, small, small, st.lists(hellos, max_size=3).map(tuple)))
+def test_regroup(regroup: Regroup) -> None:
+    assert decode_command(encode_command(regroup)) == regroup
+
+
+@given(invitations)
+def test_invitation(invitation: Invitation) -> None:
+    assert Invitation.decode(invitation.encode()) == invitation
+
+
+@given(places)
+def test_agents_messages(place: Place) -> None:
+    for said in (
+        nodes.Here(1, "node", "10.0.0.1", 7, {"a": "b"}), nodes.Started((place,)), nodes.Ended(3, "how"),
+        nodes.AllEnded(), nodes.Trouble("why"),
+    ):  # fmt: skip
+        assert nodes.decode(nodes.encode_from_agent(0, said), 0) == said
+    for told in (nodes.Start((1, 2)), nodes.Run((b"boot",)), nodes.End(True), nodes.Refused("why")):
+        assert nodes.decode_to_agent(nodes.encode(told)) == told
+
+
+def _agent_said(data: bytes) -> Any:
+    value = nodes.decode(data, 1)
+    if isinstance(value, nodes.Trouble) and "can't be read" in value.message:
+        raise CodecError(value.message)
+    return value
+
+
+def _agent_told(data: bytes) -> Any:
+    value = nodes.decode_to_agent(data)
+    if isinstance(value, CodecError):
+        raise value
+    return value
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "command": decode_command, "reply": decode_reply, "invitation": Invitation.decode, "boot": RankBoot.decode,
+    "agent said": _agent_said, "agent told": _agent_told,
+}  # fmt: skip
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, ...]:
+        return pytest.fail, ("something unpickled",)
+
+
+NASTY = [
+    b"", b"\xc1", b"\x80", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
+    b"\x91" * 100_000, b"\x81\xa1a" * 100_000, b"\x97" + b"\x91" * 100_000, b"\x96" + b"\x81\xa1a" * 100_000,
+    b"\xc7\x0c\xff" + b"\xff" * 12,
+    b"\xd9\x02\xff\xff", b"\x96\xd9\x02\xff\xff", b"\xcf" + b"\xff" * 8, *[pickle.dumps(Bomb(), p) for p in range(6)],
+]  # fmt: skip
+
+
+def check(name: str, data: bytes) -> None:
+    try:
+        value = DECODERS[name](data)
+    except PlanariaError as e:
+        assert "\n" not in str(e) and len(str(e)) < 500
+    else:
+        assert type(value).__module__.startswith("planaria.")
+
+
+@pytest.mark.parametrize("data", NASTY, ids=lambda data: data[:8].hex() or "empty")
+@pytest.mark.parametrize("name", DECODERS)
+def test_bytes_that_are_no_message(name: str, data: bytes) -> None:
+    with pytest.raises(PlanariaError):
+        DECODERS[name](data)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=300)
+@given(data=st.binary(max_size=200))
+def test_any_bytes(name: str, data: bytes) -> None:
+    check(name, data)
+
+
+def boot() -> bytes:
+    """A boot with everything but a configuration, which only makes it longer."""
+    link = Tcp(Invitation("tcp://10.0.0.1:1", "key", Pair("public", "secret"), 1, 0, 1).encode())
+    return msgspec.msgpack.encode([{}, Place(1, "home", "node", "10.0.0.1", 5), link, 1, 1, False])
+
+
+GOOD: dict[str, list[bytes]] = {
+    "command": [encode_command(Regroup(1, 2, 1, (Hello(0, 1, "home", "node", "10.0.0.1"),)))],
+    "reply": [encode_reply(Hello(0, 1, "home", "node", "10.0.0.1", {"a": "b"}, {}, {"tp": (1, 2)}, ("10.0.0.1", 1)))],
+    "invitation": [Invitation("tcp://10.0.0.1:1", "key", Pair("public", "secret"), 1, 0, 1).encode()],
+    "boot": [boot()],
+    "agent said": [nodes.encode_from_agent(0, nodes.Started((Place(1, "home", "node"),)))],
+    "agent told": [nodes.encode(nodes.Run((b"boot",)))],
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=300)
+@given(data=st.data())
+def test_damaged_messages(name: str, data: st.DataObject) -> None:
+    good = bytearray(data.draw(st.sampled_from(GOOD[name])))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(good) - 1))
+        match data.draw(st.sampled_from("xcd")):
+            case "x":
+                good[at] = data.draw(st.integers(0, 255))
+            case "c":
+                del good[at + 1 :]
+            case "d":
+                good[at:at] = good[: at + 1]
+    check(name, bytes(good))

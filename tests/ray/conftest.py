@@ -1,0 +1,35 @@
+"""Clusters that tests share: one of a single node, as Planaria starts it. Ended with the module that asked for it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ray.clusters import ended
+
+collect_ignore = [] if importlib.util.find_spec("ray") else ["test_ray.py", "test_cluster.py", "test_nodes.py"]
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[Any]:
+    """Ray as `connect` starts it, held open so that engines of the module reuse it."""
+    from planaria.executor.ray.cluster import connect
+
+    connection = connect("local", 4)
+    try:
+        yield connection.ray
+    finally:
+        with ended():
+            connection.close()
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers, float32, four heads on two KV heads."""
+    from tests.model.checkpoints import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("small"), "llama")

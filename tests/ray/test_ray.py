@@ -1,0 +1,194 @@
+"""Ranks as Ray actors on one node: the same answers over both links, what a death looks like, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria import LLM, SamplingParams
+from planaria.errors import CallFailed, ConfigError, EngineDead
+from tests.proc.servers import alive, needs_smollm2, wait_until
+from tests.ray.clusters import live_actors, live_groups
+
+SMALL = {
+    "skip_tokenizer_init": True, "kv_cache_memory": "16MiB", "max_model_len": 256, "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+}  # fmt: skip
+REAL = {"dtype": "float32", "quantization": "none", "kv_cache_memory": "128MiB", "max_model_len": 1024}
+PROMPTS = [[(7 + 13 * i + 17 * j * j) % 131 for j in range(length)] for i, length in enumerate((5, 70, 1, 33, 20))]
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
+LINKS = ("queue", "compiled-graph")
+
+
+def ray_options(layout: str = "tp2", link: str = "queue") -> dict[str, Any]:
+    tp, pp = LAYOUTS[layout]
+    return {
+        "tensor_parallel_size": tp, "pipeline_parallel_size": pp, "distributed_executor_backend": "ray",
+        "ray_link": link,
+    }  # fmt: skip
+
+
+def answers(llm: LLM, prompts: list[Any], count: int) -> list[tuple[list[int], list[float]]]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
+    found = []
+    for output in llm.generate(prompts, params):
+        (choice,) = output.outputs
+        assert choice.logprobs is not None
+        found.append((choice.token_ids, [given.logprob for given in choice.logprobs]))
+    return found
+
+
+def check(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[int], list[float]]]) -> None:
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    pairs = [pair for (_, a), (_, b) in zip(found, expected, strict=True) for pair in zip(a, b, strict=True)]
+    assert max(abs(a - b) for a, b in pairs) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def expected(small: Path) -> Any:
+    with LLM(str(small), **SMALL) as llm:
+        return answers(llm, PROMPTS, 12)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_answers_and_nothing_left(local_ray: Any, small: Path, expected: Any, layout: str, link: str) -> None:
+    with LLM(str(small), **SMALL, **ray_options(layout, link)) as llm:
+        assert llm.facts.executor == "ray" and llm.facts.link == {"queue": "shm"}.get(link, "ray-graph+shm")
+        pids = llm.facts.ranks
+        assert len(set(pids)) == LAYOUTS[layout][0] * LAYOUTS[layout][1]
+        names = sorted(live_actors(local_ray))
+        check(answers(llm, PROMPTS, 12), expected)
+        check(answers(llm, PROMPTS, 12), expected)
+    coords = {"tp2": ["tp0-e0", "tp1-e0"], "pp2": ["pp0-e0", "pp1-e0"]}
+    assert [name.split("-", 2)[2] for name in names] == coords.get(layout, sorted(
+        f"tp{tp}-pp{pp}-e0" for tp in (0, 1) for pp in (0, 1)
+    ))  # fmt: skip
+    assert not any(alive(pid) for pid in pids)
+    wait_until("no actor is left", lambda: not live_actors(local_ray), limit=5)
+    wait_until("no placement group is left", lambda: not live_groups(), limit=5)
+
+
+@needs_smollm2
+@pytest.mark.parametrize(("layout", "link"), [("tp2pp2", "queue"), ("pp2", "compiled-graph")])
+def test_the_real_model(local_ray: Any, layout: str, link: str) -> None:
+    prompts = ["The capital of France is", "def fibonacci(n):", "1 2 3 4 5 6", "Once upon a time, " * 20]
+    with LLM("smollm2", **REAL) as llm:
+        expected = answers(llm, prompts, 24)
+    with LLM("smollm2", **REAL, **ray_options(layout, link)) as llm:
+        check(answers(llm, prompts, 24), expected)
+
+
+def strike(llm: LLM, pid: int, how: signal.Signals, match: str) -> float:
+    """Send a signal to a rank in the middle of a generation, which then ends by an error; when it was sent."""
+    calls, sent = 0, 0.0
+
+    def strike(done: int, tokens: int) -> None:
+        nonlocal calls, sent
+        calls += 1
+        if calls == 5:
+            sent = time.monotonic()
+            os.kill(pid, how)
+
+    with pytest.raises(EngineDead, match=match):
+        llm.generate([PROMPTS[0]], SamplingParams(max_tokens=240, temperature=0, ignore_eos=True), on_tokens=strike)
+    return sent
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_actor_is_named_at_once(local_ray: Any, small: Path, victim: int, link: str) -> None:
+    with LLM(str(small), **SMALL, **ray_options("pp2", link)) as llm:
+        pids = llm.facts.ranks
+        struck = strike(llm, pids[victim], signal.SIGKILL, rf"rank {victim} .*step")
+        assert time.monotonic() - struck < 1.0
+    assert not any(alive(pid) for pid in pids)
+    wait_until("no placement group is left", lambda: not live_groups(), limit=5)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_stopped_actor_really_dies(local_ray: Any, small: Path, link: str) -> None:
+    with LLM(str(small), **SMALL, **ray_options("tp2", link), heartbeat_timeout=2.0) as llm:
+        pids = llm.facts.ranks
+        strike(llm, pids[1], signal.SIGSTOP, "rank 1")
+        began = time.monotonic()
+    assert not any(alive(pid) for pid in pids)
+    assert time.monotonic() - began < 8
+
+
+def test_an_exception_of_a_rank_keeps_its_traceback(local_ray: Any, small: Path) -> None:
+    with (
+        LLM(str(small), **SMALL, **ray_options(), worker_extension_cls="tests.ray.extension.Environment") as llm,
+        pytest.raises(CallFailed, match=r"rank \d.*KeyError"),
+    ):
+        llm.collective_rpc("environment", args=[5])
+
+
+def test_it_listens_on_this_machine_only(local_ray: Any, small: Path) -> None:
+    """Every socket of the cluster and of the ranks; and Ray asks for its token."""
+    import psutil
+
+    me = psutil.Process()
+    with LLM(str(small), **SMALL, **ray_options()):
+        found = [
+            connection.laddr
+            for process in (me, *me.children(recursive=True))
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+    assert len(found) > 5
+    assert {address.ip for address in found} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    assert is_token_auth_enabled() and os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_no_room_is_refused_at_once_where_nobody_adds_nodes(local_ray: Any, small: Path) -> None:
+    from planaria.errors import CapacityError
+
+    began = time.monotonic()
+    with pytest.raises(CapacityError, match="needs 6 devices, the cluster has 4"):
+        LLM(str(small), **SMALL, pipeline_parallel_size=2, tensor_parallel_size=3, distributed_executor_backend="ray")
+    assert time.monotonic() - began < 10 and not live_groups()
+
+
+def test_ranks_get_the_drivers_variables(local_ray: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is read at start and one that isn't; the user's own runtime environment; none of Planaria's secrets."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("TORCH_TEST_GLOBAL", "from the driver")
+    monkeypatch.setenv("PLANARIA_API_KEY", "secret")
+    options = ray_options() | {"ray_runtime_env": {"env_vars": {"USERS_OWN": "1"}}}
+    with LLM(str(small), **SMALL, **options, worker_extension_cls="tests.ray.extension.Environment") as llm:
+        names = ["OMP_WAIT_POLICY", "TORCH_TEST_GLOBAL", "USERS_OWN", "PLANARIA_API_KEY"]
+        for values in llm.collective_rpc("environment", args=[names]):
+            at_start, now = values
+            assert at_start == {"OMP_WAIT_POLICY": "passive", "USERS_OWN": "1"}
+            assert now == at_start | {"TORCH_TEST_GLOBAL": "from the driver"}
+
+
+def test_the_command_line(small: Path) -> None:
+    """A cluster that Planaria starts and ends with itself, in a process of its own."""
+    from tests.proc.servers import planaria
+
+    args = ["generate", "smollm2", "--prompt", "The capital of France is", "--max-tokens", "8", "--json", "-pp", "2"]
+    result = planaria(*args, "--distributed-executor-backend", "ray", "--ray-link", "compiled-graph")
+    assert result.returncode == 0, result.stderr
+    line = json.loads(result.stdout)
+    assert line["executor"] == "ray" and line["link"] == "ray-graph+shm"
+    assert not any(alive(pid) for pid in line["ranks"])
+
+
+def test_ray_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from planaria.executor.ray.cluster import connect
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'planaria\[ray\]'"):
+        connect(None, 1)
