@@ -142,7 +142,7 @@ def test_losses_that_lead_nowhere_end_the_engine() -> None:
             return plan(now)
 
         loop.core.plan = plan_and_kill
-        with pytest.raises(EngineDead, match="rank 0 failed in (step|idle): "):
+        with pytest.raises(EngineDead, match=r"rank 0 failed in (step|idle): "):
             watched.run()
         assert len(watched.done) == 2
     finally:
