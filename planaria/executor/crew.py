@@ -152,7 +152,7 @@ class Crew:
     def reform(self, loss: WorkersLost) -> dict[str, float]:
         """Begin the next epoch without what was lost. Returns seconds by part. Raises as `start`."""
         began = self.clock()
-        self.fence()
+        self.fence(str(loss))
         times = {"fence": self.clock() - began}
         began = self.clock()
         self.places = self.launcher.replace(loss.ranks if loss.dead else ())
@@ -162,14 +162,14 @@ class Crew:
         self._form(phases)
         return times | phases.seconds
 
-    def fence(self) -> None:
-        """The epoch is over: nobody's answer counts any more, and who waits for one is told so."""
+    def fence(self, why: str) -> None:
+        """The epoch is over: nobody's answer counts any more, and who waits for one is told why."""
         self.epoch += 1
         if self.link is not None:
             self.link.fence()
             self.link.close()
             self.link = None
-        self.group.end_epoch(f"epoch {self.epoch - 1} is over")
+        self.group.end_epoch(why)
         self.health = Health(self.config.parallel.heartbeat_timeout)
         self.broken = False
 

@@ -194,6 +194,7 @@ class Worker:
             torch.cuda.set_device(own_device(self.boot.place.devices, visible_cuda_devices()))
 
     def _leave_groups(self) -> None:
+        self.runner = None  # what it waits for will not come
         self.mesh.close()
         self.mesh = Mesh(self.rank)
         self._store = None
@@ -265,6 +266,8 @@ class Worker:
 
         assert self.ops is not None
         since = time.perf_counter()
+        if self.runner is not None:
+            self.runner.stage.drain(self.runner.last)
         scheduler, size = self.config.scheduler, self.config.cache.block_size
         try:
             if self.kv != (num_blocks, size):  # what a survivor's holds counts for nothing, but its memory is there
