@@ -1,7 +1,7 @@
 """What it costs to bring a step to all ranks and an answer back from each: our links beside other carriers.
 
     python -m benchmarks.control_plane [--vllm-python P] [--ray-python P] [--iceoryx2-python P] [--quick]
-                                       [--markdown docs/adr/0007-links.md]
+                                       [--markdown docs/performance.md]
 
 A step of 2 KB (a prompt of 560 tokens enters, 23 rows get a block) goes to 1, 2 and 4 workers; each answers with 32
 tokens. Encoding and decoding are included, the same values travel with every carrier. Three rhythms: back to back,
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,13 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "out" / "control_plane.json"
 WORKERS = (1, 2, 4)
 RHYTHMS = {  # name: seconds before each round trip, round trips of one round
-    "back to back": (0.0, 2000),
-    "20 ms between": (0.02, 40),
-    "after 1.5 s": (1.5, 3),
+    "back to back": (0.0, 1000),
+    "20 ms between": (0.02, 25),
+    "after 1.5 s": (1.5, 2),
 }
 LIMIT = 60.0
 Trip = Callable[[], None]
-PLAN = msgspec.convert(["step", *round_trips.step()], StepPlan)
+PLAN = msgspec.convert(["step", *round_trips.step()], StepPlan, dec_hook=lambda kind, value: array("i", value))
 RESULT = msgspec.convert(["step_result", *round_trips.result()], StepResult)
 
 
@@ -203,7 +204,7 @@ class Carrier:
         else:
             command = [python, str(ROOT / "benchmarks" / "peers" / "carriers.py"), name, str(workers)]
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the process
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, cwd=ROOT,
             env={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
@@ -281,6 +282,36 @@ def measure(pythons: dict[str, str], workers: int, rounds: int, scale: float, re
     return found
 
 
+GOALS = [  # peer, rhythm, at least so many times as fast
+    ("vllm", "back to back", 2.5), ("vllm", "20 ms between", 2.0), ("vllm", "after 1.5 s", 2.0),
+    ("ray", "back to back", 20.0),
+]  # fmt: skip
+FIRST_TRIP, IDLE = 300.0, 0.3  # us after 1.5 s, % of a core
+
+
+def goals(result: dict[str, Any]) -> report.Table:
+    """What was asked for and what was reached."""
+    rows = []
+    for workers, found in result["workers"].items():
+        ours = found.get("shm")
+        if not ours:
+            continue
+        for peer, rhythm, wanted in GOALS:
+            if peer in found:
+                pairs = zip(found[peer][rhythm]["p50"], ours[rhythm]["p50"], strict=True)
+                ratio = statistics.median(a / b for a, b in pairs)
+                rows.append([f"{TITLES[peer]} / shm link, {rhythm}, {workers} workers", f">= {wanted:g}",
+                             f"{ratio:.1f}", "yes" if ratio >= wanted else "no"])  # fmt: skip
+        if workers == "1":
+            first = statistics.median(ours["after 1.5 s"]["p50"])
+            rows.append(["first round trip after 1.5 s, us, 1 worker", f"< {FIRST_TRIP:g}", f"{first:.0f}",
+                         "yes" if first < FIRST_TRIP else "no"])  # fmt: skip
+        idle = max(statistics.median(ours[part]) for part in ("rest", "after work"))
+        rows.append([f"CPU of a worker at rest and after work, %, {workers} workers", f"< {IDLE:g}", f"{idle:.2f}",
+                     "yes" if idle < IDLE else "no"])  # fmt: skip
+    return report.Table("Goals", ["", "goal", "measured", "met"], rows)
+
+
 def tables(result: dict[str, Any]) -> list[report.Table]:
     made = []
     names = [name for name in TITLES if any(name in found for found in result["workers"].values())]
@@ -291,16 +322,19 @@ def tables(result: dict[str, Any]) -> list[report.Table]:
             cells = []
             for found in result["workers"].values():
                 cell = found.get(name, {}).get(rhythm)
-                cells.append(f"{report.spread(cell['p50'], 0)} / {statistics.median(cell['p99']):,.0f}" if cell else "-")
+                p99 = f"{statistics.median(cell['p99']):,.0f}" if cell else ""
+                cells.append(f"{report.spread(cell['p50'], 0)} / {p99}" if cell else "-")
             rows.append([TITLES[name], *cells])
-        if "vllm" in names:
+        for peer in names:
+            if peer in ("shm", "tcp") or "shm" not in names:
+                continue
             ratios = []
             for found in result["workers"].values():
-                one, other = (found.get(name, {}).get(rhythm) for name in ("vllm", "shm"))
+                one, other = (found.get(name, {}).get(rhythm) for name in (peer, "shm"))
                 both = one and other
                 pairs = [a / b for a, b in zip(one["p50"], other["p50"], strict=True)] if both else []
                 ratios.append(report.spread(pairs, 1))
-            rows.append(["vLLM / shm link, rounds compared", *ratios])
+            rows.append([f"{TITLES[peer]} / shm link, rounds compared", *ratios])
         made.append(report.Table(f"Round trip, {rhythm}", head, rows))
     rows = []
     for name in names:
@@ -311,6 +345,7 @@ def tables(result: dict[str, Any]) -> list[report.Table]:
             rows.append([f"{TITLES[name]}, {label}", *cells])
     head = ["% of a core for each process", *(f"{w} worker{'s' * (w != '1')}" for w in result["workers"])]
     made.append(report.Table("CPU time", head, rows))
+    made.append(goals(result))
     return made
 
 
@@ -332,17 +367,20 @@ def main() -> None:
             pythons[name] = python
     pythons = {name: python for name, python in pythons.items() if not options.only or name in options.only}
     result: dict[str, Any] = {
-        "cores": os.cpu_count(), "machine": machine.describe() if hasattr(machine, "describe") else {},
+        "when": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(), "cpu": machine.cpu_name(),
         "step_bytes": len(encode_command(PLAN)), "answer_bytes": len(encode_reply(RESULT)), "workers": {},
     }  # fmt: skip
+    watch = proc.Foreign(os.getpid())
     rounds, scale, rest = (2, 0.2, 2.0) if options.quick else (options.rounds, 1.0, 5.0)
     for workers in options.workers:
         result["workers"][str(workers)] = measure(pythons, workers, rounds, scale, rest)
+    result["foreign"] = watch.percent()
     options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(result, indent=1))
     lines = [
-        f"Step {result['step_bytes']} bytes, answer {result['answer_bytes']} bytes, {result['cores']} cores. Medians "
-        "(lowest-highest) of the rounds."
+        f"{result['when']}, {result['cpu']}, {result['cores']} cores; step {result['step_bytes']} bytes, answer "
+        f"{result['answer_bytes']} bytes. Medians (lowest-highest) of the rounds; other programs used "
+        f"{result['foreign']:.0f}% of a core."
     ]
     print(report.as_text(tables(result), lines))
     if options.markdown:

@@ -33,10 +33,16 @@ def leave_signals_to_parent() -> None:
 
 
 def set_title(role: str, **facts: object) -> None:
-    """Name this process in `ps`. role: server, engine, worker or spare; facts: names and values without spaces."""
+    """Name this process in `ps`. role: server, engine, worker or spare. A space in a fact becomes "_"."""
+    words = (f"{name}={'_'.join(str(value).split())}" for name, value in facts.items())
+    title = _PREFIX + " ".join([role, *words])
+    raylet = sys.modules.get("ray._raylet")
+    if raylet is not None and raylet.getproctitle().startswith("ray::"):
+        raylet.setproctitle(title)  # has taken over the memory that titles are written to
+        return
     from setproctitle import setproctitle
 
-    setproctitle(_PREFIX + " ".join([role, *(f"{name}={value}" for name, value in facts.items())]))
+    setproctitle(title)
 
 
 def read_title(title: str) -> tuple[str, dict[str, str]] | None:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +166,7 @@ def iceoryx2(workers: int) -> tuple[Callable[[], None], Callable[[], None]]:
         pipes.append(own)
     for pipe in pipes:
         pipe.recv()
-    plan = msgspec.convert(["step", *step()], StepPlan)
+    plan = msgspec.convert(["step", *step()], StepPlan, dec_hook=lambda kind, value: array("i", value))
 
     def trip() -> None:
         write(encode_command(plan))

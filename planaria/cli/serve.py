@@ -60,7 +60,8 @@ async def _serve(config: EngineConfig, settings: ServerConfig, started: float, s
 
             sock = bind(settings)
             scheme = "https" if settings.ssl_certfile else "http"
-            set_title("server", port=sock.getsockname()[1], host=sock.getsockname()[0], scheme=scheme)
+            host, port = sock.getsockname()[:2]
+            set_title("server", port=port, host=host, scheme=scheme, model=config.served_model_name)
             tokenizer = None
             if not skip_tokenizer_init:
                 tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))

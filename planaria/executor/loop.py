@@ -281,7 +281,14 @@ class EngineLoop:
             raise EngineDead(self.dead.message if self.dead is not None else "the engine was closed")
         command = Call(method, args, kwargs or {})
         encode_command(command)  # refused here, on every back end alike, and before a rank is owed to
-        return Pending(self.crew.send(command), self._wait)
+        try:
+            ticket = self.crew.send(command)
+        except WorkersLost as e:  # nobody has it
+            self._lost(e)
+            if self.dead is not None:
+                raise EngineDead(self.dead.message) from None
+            ticket = self.crew.send(command)
+        return Pending(ticket, self._wait)
 
     def _wait(self, ticket: Ticket, deadline: float | None) -> None:
         """Carry on until `ticket` is closed or the deadline has come. Raises EngineDead."""

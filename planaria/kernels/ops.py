@@ -70,6 +70,7 @@ class Batch:
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_seqs, max_blocks), np.int32)
         self.sample_index: npt.NDArray[np.int32] = np.zeros(max_samples, np.int32)
         self.hidden: npt.NDArray[np.float32] | None = None
+        self.arrived: torch.Tensor | None = None  # float32 [T, H] on the device, in place of `hidden`
         self.counting: npt.NDArray[np.int32] = np.arange(max(max_samples, max_seqs) + 1, dtype=np.int32)
 
     def make_hidden(self, columns: int) -> npt.NDArray[np.float32]:

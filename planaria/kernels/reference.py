@@ -73,7 +73,7 @@ class Step:
         self.positions = self._put(batch.positions[:tokens])
         self.slots = self._put(batch.slots[:tokens])
         self.sample_index = self._put(batch.sample_index[:samples])
-        self._hidden = batch.hidden
+        self._hidden, self._arrived = batch.hidden, batch.arrived
         self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
         self._lengths = batch.seq_len[:sequences].astype(np.int64)
         self._tables = batch.block_table[batch.seq_row[:sequences]].astype(np.int64)
@@ -83,6 +83,8 @@ class Step:
     @property
     def hidden(self) -> Tensor:
         """The previous stage's residual."""
+        if self._arrived is not None:
+            return self._arrived
         assert self._hidden is not None
         return torch.from_numpy(self._hidden[: len(self.tokens)]).to(self.device, copy=True)
 

@@ -59,9 +59,11 @@ def open_mesh(
         store = members[0].store
         if store is None:
             raise ValueError(f"rank {rank}: the {axis} group of ranks {ranks} has neither shared memory nor a store")
+        from planaria.mesh import nccl
         from planaria.mesh.gloo import GlooComm, join_store
 
+        kind = nccl.NcclComm if cuda and nccl.available() else GlooComm
         met = join_store(*store, deadline=deadline)
-        return GlooComm(met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=own.address, deadline=deadline)
+        return kind(met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=own.address, deadline=deadline)
 
     return Mesh(rank, **{axis: group(axis, ranks) for axis, ranks in axes(rank, tp, pp).items()})

@@ -28,10 +28,12 @@ class PeerLost(PlanariaError):
 
 
 class Comm(Protocol):
-    """One axis's group as one of its ranks sees it. Tensors are contiguous, in main memory unless said otherwise."""
+    """One axis's group as one of its ranks sees it. Tensors are contiguous, in main memory or on `device`; the two ends
+    of a message have it in the same kind of memory."""
 
     rank: int
     size: int
+    device: str  # where this group takes large tensors without a copy through main memory: "cpu", "cuda"
     members: tuple[int, ...]  # world ranks, by rank in the group
     port: int  # what native code needs to know to do these itself (see SharedComm), or 0
 
@@ -72,7 +74,7 @@ class NativeComm(Comm, Protocol):
 class Solo:
     """The group of one rank."""
 
-    rank, size, port = 0, 1, 0
+    rank, size, port, device = 0, 1, 0, "cpu"
 
     def __init__(self, member: int = 0) -> None:
         self.members: tuple[int, ...] = (member,)

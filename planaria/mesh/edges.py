@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class EdgeComm:
     """`base` is the pipeline's group: a message to the next stage goes out by `take`, any other over `base`."""
 
+    device = "cpu"
+
     def __init__(self, base: Comm) -> None:
         self.base = base
         self.rank, self.size, self.members, self.port = base.rank, base.size, base.members, 0

@@ -60,6 +60,8 @@ class GlooComm:
     """store: the deployment's rendezvous. name: of the group and its epoch, so that no two meet by mistake. host: this
     rank's address, which the others connect to. deadline: seconds to wait for a rank. Returns when all are there."""
 
+    device = "cpu"
+
     def __init__(
         self, store: Store, name: str, rank: int, members: Sequence[int], *, host: str = "127.0.0.1",
         deadline: float = DEADLINE,
@@ -72,7 +74,7 @@ class GlooComm:
         self._own: set[Address] = set()
         self._theirs: set[Address] = set()
         self._group: Any = None
-        self._group = self._try(lambda: self._meet(PrefixStore(name, store), host))
+        self._group = self.attempt(lambda: self._meet(PrefixStore(name, store), host))
 
     def _meet(self, store: Store, host: str) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
@@ -89,8 +91,8 @@ class GlooComm:
                 self._theirs.update(zip(words[::2], map(int, words[1::2]), strict=True))
         return group
 
-    def _try(self, run: Callable[[], Any], peer: int | None = None) -> Any:
-        """`run()`; its failure names `peer`, or the others: gloo does not say which of several it was."""
+    def attempt(self, run: Callable[[], Any], peer: int | None = None) -> Any:
+        """`run()`; its failure names `peer`, or the others: torch does not say which of several it was."""
         if self._reason:
             raise PeerLost((), self._reason)
         try:
@@ -106,7 +108,7 @@ class GlooComm:
             raise PeerLost(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        self._try(lambda: self._group.allreduce([x]).wait())
+        self.attempt(lambda: self._group.allreduce([x]).wait())
 
     def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
         out = torch.empty(x.shape[0], size)
@@ -129,15 +131,15 @@ class GlooComm:
         if x.numel() == 0:
             return
         copy = flat(x).clone()
-        self._sent.append((self._try(lambda: self._group.send([copy], to, 0), to), copy))
+        self._sent.append((self.attempt(lambda: self._group.send([copy], to, 0), to), copy))
         while len(self._sent) > IN_FLIGHT:
             work, _ = self._sent.popleft()
-            self._try(work.wait, to)
+            self.attempt(work.wait, to)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
         # in one piece: a wait that gives up by itself closes the connection
         if x.numel():
-            self._try(lambda: self._group.recv([flat(x)], source, 0).wait(), source)
+            self.attempt(lambda: self._group.recv([flat(x)], source, 0).wait(), source)
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
         if self.rank != source:

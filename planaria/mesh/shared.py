@@ -64,6 +64,8 @@ class SharedComm:
     `send` waits only where RING slots of SLOT bytes are on their way.
     """
 
+    device = "cpu"
+
     def __init__(
         self, fd: int, rank: int, members: Sequence[int], entry: Any, *, lanes: int = 1, crowded: bool = False,
         deadline: float = DEADLINE,

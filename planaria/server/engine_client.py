@@ -135,6 +135,7 @@ class ProcessEngineClient:
             try:
                 return await asyncio.wait_for(waiting, REPORT_TIMEOUT)
             except TimeoutError:
+                self._reports.remove(waiting)
                 state = f"silent for {REPORT_TIMEOUT:g} s"
         pid = self.process.pid
         return [ProcessInfo("engine", None, {}, pid, node_name(), self.stats.epoch, state, resident_bytes(pid))]
@@ -164,12 +165,15 @@ class ProcessEngineClient:
                     if self.on_progress is not None:
                         self.on_progress(message)
                 case Processes():
-                    for waiting in self._reports:
-                        if not waiting.done():
-                            waiting.set_result(message.processes)
-                    self._reports = []
+                    self._on_processes(message)
                 case Dead():
                     self._die(message)
+
+    def _on_processes(self, message: Processes) -> None:
+        for waiting in self._reports:
+            if not waiting.done():
+                waiting.set_result(message.processes)
+        self._reports = []
 
     def _deliver(self, delta: Delta) -> None:
         sink = self._sinks.get(delta.request_id)

@@ -67,7 +67,7 @@ class Stage:
             self.trace.append((step, since, time.monotonic()))
         if pp.rank == pp.size - 1:
             return out
-        pp.send(out.cpu().contiguous(), pp.rank + 1)
+        pp.send(out.to(pp.device).contiguous(), pp.rank + 1)
         return None
 
     def drew(self, turn: int, rows: list[int], tokens: list[int] | None) -> None:
@@ -92,8 +92,14 @@ class Stage:
         return tokens
 
     def _receive_hidden(self, num_tokens: int) -> None:
-        hidden = self.batch.make_hidden(self.hidden_size)[:num_tokens]
         pp = self.mesh.pp
+        if pp.device != "cpu":
+            import torch
+
+            self.batch.arrived = torch.empty(num_tokens, self.hidden_size, device=pp.device)
+            pp.receive(self.batch.arrived, pp.rank - 1)
+            return
+        hidden = self.batch.make_hidden(self.hidden_size)[:num_tokens]
         if hidden.shape[1] == self.hidden_size:
             pp.receive(_tensor(hidden), pp.rank - 1)
             return

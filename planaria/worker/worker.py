@@ -168,6 +168,8 @@ class Worker:
 
     def _regroup(self, command: Regroup) -> Reply:
         since = time.perf_counter()
+        if self.config.device.device == "cuda":
+            self.take_thread()  # groups on devices ask for the current one
         own = command.members[self.rank]
         failed = reach(doors_of_others(own, command.members), REACH_TIMEOUT)
         if failed:
@@ -327,8 +329,10 @@ class NullRank:
             case StepPlan():
                 return guard(self.rank, "step", lambda: self._step(command))
             case Join():
-                place = self.boot.place
-                return Hello(self.rank, os.getpid(), place.home, place.node, place.address)
+                place, config = self.boot.place, self.boot.config
+                return Hello(
+                    self.rank, os.getpid(), place.home, place.node, place.address, compared(config), hash_fields(config)
+                )
             case Probe():
                 return Facts(self.rank, 1, 1 << 20, 0)
             case Regroup() | Load() | Allocate():

@@ -10,23 +10,38 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
 from planaria.kernels.cpu.build import load, target_for
+from planaria.kernels.ops import Batch
+from planaria.kernels.reference import Step
 from planaria.mesh.boot import open_mesh
 from planaria.mesh.comm import Comm, PeerLost, Solo
 from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
 from planaria.mesh.mesh import Mesh, coordinates, pp_members, tp_members
+from planaria.mesh.nccl import NcclComm
 from planaria.mesh.shared import RING, SLOT, SharedComm, create_segment, fence_segment
 from planaria.protocol import Hello
+from planaria.worker.stage import Stage
 
 Together = Callable[[Callable[[Comm], Any]], list[Any]]
+
+
+class Pretend(NcclComm):
+    """The group over NCCL where there is none: gloo in its place, main memory for a device's."""
+
+    device = "cpu:0"
+
+    def _open(self, store: Store, deadline: float) -> Any:
+        return ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=deadline))
 
 
 class Group:
@@ -41,8 +56,9 @@ class Group:
         entry = load(target_for("float32"))
 
         def make(rank: int) -> Comm:
-            if kind == "gloo":
-                return GlooComm(store, "group", rank, members, deadline=deadline)
+            if kind != "shared":
+                made = {"gloo": GlooComm, "nccl": Pretend}[kind]
+                return made(store, "group", rank, members, deadline=deadline)
             return SharedComm(self.fd, rank, members, entry, deadline=deadline, crowded=True)
 
         self.comms: list[Comm] = list(self.pool.map(make, range(size)))
@@ -58,7 +74,10 @@ class Group:
         os.close(self.fd)
 
 
-@pytest.fixture(params=[("shared", 2), ("shared", 3), ("gloo", 2), ("gloo", 3)], ids=lambda p: f"{p[0]}-{p[1]}")
+KINDS = [("shared", 2), ("shared", 3), ("gloo", 2), ("gloo", 3), ("nccl", 2), ("nccl", 3)]
+
+
+@pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     made = Group(*request.param)
     yield made
@@ -288,6 +307,29 @@ def test_gloo_listens_only_where_it_is_told(host: str) -> None:
     stores.clear()
     del store
     assert found() <= before
+
+
+def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> None:
+    """From stage to stage, and drawn tokens back; nothing goes through the batch's array in main memory."""
+    group = Group("nccl", 2)
+
+    def work(comm: Comm) -> Any:
+        batch = Batch(8, 2, 4, 2)
+        batch.counts[:] = 5, 1, 1, 1
+        stage = Stage(batch, lambda: values(3, (5, 12)), Mesh(comm.rank, pp=comm), 12)
+        out = stage.run(0, 5)
+        if comm.rank == 1:
+            stage.drew(0, [1], [77])
+            assert batch.hidden is None
+            return Step(batch, torch.device("cpu")).hidden
+        stage.drew(0, [1], None)
+        last = np.zeros(2, np.int32)
+        stage.take_tokens(0, last)
+        return out, last.tolist()
+
+    first, second = group.run(work)
+    assert first == (None, [0, 77]) and torch.equal(second, values(3, (5, 12)))
+    group.close()
 
 
 def test_coordinates() -> None:

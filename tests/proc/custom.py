@@ -8,9 +8,10 @@ from typing import Any
 
 from planaria.config import EngineConfig
 from planaria.executor.boot import Place
+from planaria.executor.launcher.inline import InlineLauncher
 from planaria.executor.launcher.process import ProcessLauncher
 from planaria.protocol import Command, Reply
-from planaria.worker.worker import Worker
+from planaria.worker.worker import Worker, make_rank
 
 
 class NiceLauncher(ProcessLauncher):
@@ -26,6 +27,15 @@ class NiceLauncher(ProcessLauncher):
         for place in places:
             os.setpriority(os.PRIO_PROCESS, place.pid, 5)
         return places
+
+
+class OwnLauncher(InlineLauncher):
+    """One rank in the engine's own process."""
+
+    name = "own"
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(make_rank)
 
 
 class CountingWorker(Worker):

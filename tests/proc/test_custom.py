@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,21 @@ def test_a_rank_that_ends_during_a_call() -> None:
         pids = [pid for _, pid, _ in llm.collective_rpc("where", kwargs={"add": 0})]  # the next one works
         assert pids[0] == llm.facts.ranks[0] and pids[1] != llm.facts.ranks[1]
     assert not any(alive(pid) for pid in [*pids, *llm.facts.ranks])
+
+
+def test_a_rank_that_was_killed_while_idle() -> None:
+    options = {"null_worker": True, "skip_tokenizer_init": True, "worker_extension_cls": f"{HERE}.Extension"}
+    with LLM("smollm2", tensor_parallel_size=2, **options) as llm:
+        os.kill(llm.facts.ranks[1], signal.SIGKILL)
+        with pytest.raises(EngineDead, match=r"rank 1 failed in (call|idle): its process was killed by signal 9"):
+            llm.collective_rpc("fail_on", args=(2,))
+
+
+def test_a_launcher_may_hold_its_ranks_itself() -> None:
+    options = {"null_worker": True, "skip_tokenizer_init": True}
+    with LLM("smollm2", distributed_executor_backend=f"{HERE}.OwnLauncher", **options) as llm:
+        assert (llm.facts.executor, llm.facts.link, llm.facts.ranks) == ("own", "direct", [os.getpid()])
+        assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].finish_reason == "length"
 
 
 def test_one_rank_in_process_answers_the_same_way() -> None:

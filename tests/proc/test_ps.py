@@ -67,7 +67,7 @@ def test_titles_can_be_read_in_ps(server: Server) -> None:
     shown = subprocess.run(["ps", "-o", "args=", "-p", pids], capture_output=True, text=True, check=True)
     titles = sorted(shown.stdout.splitlines())
     assert titles[0].startswith("planaria: engine server=")
-    assert titles[1].startswith(f"planaria: server port={port_of(server)} host=127.0.0.1")
+    assert titles[1].startswith(f"planaria: server port={port_of(server)} host=127.0.0.1 scheme=http model=smollm2")
     assert [title.strip() for title in titles[2:]] == [
         f"planaria: worker rank={rank} tp={rank % 2} pp={rank // 2} epoch=0" for rank in range(4)
     ]

@@ -28,7 +28,7 @@ def ended() -> Iterator[None]:
 
 
 def live_actors(ray: Any) -> list[str]:
-    """Names of this job's actors that have not ended."""
+    """Names of actors that have not ended; a graph's own has none."""
     from ray._private.state import actors
 
     return [a["Name"] for a in actors().values() if a["State"] not in ("DEAD",)]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from planaria import LLM, SamplingParams
@@ -23,7 +24,10 @@ SMALL = {
 REAL = {"dtype": "float32", "quantization": "none", "kv_cache_memory": "128MiB", "max_model_len": 1024}
 PROMPTS = [[(7 + 13 * i + 17 * j * j) % 131 for j in range(length)] for i, length in enumerate((5, 70, 1, 33, 20))]
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
-LINKS = ("queue", "compiled-graph")
+NAMES = {
+    "tp2": ["tp0-e0", "tp1-e0"], "pp2": ["pp0-e0", "pp1-e0"],
+    "tp2pp2": ["tp0-pp0-e0", "tp0-pp1-e0", "tp1-pp0-e0", "tp1-pp1-e0"],
+}  # fmt: skip
 
 
 def ray_options(layout: str = "tp2", link: str = "queue") -> dict[str, Any]:
@@ -51,25 +55,59 @@ def check(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[
 
 
 @pytest.fixture(scope="module")
+def real() -> Any:
+    prompts = ["The capital of France is", "def fibonacci(n):", "1 2 3 4 5 6", "Once upon a time, " * 10]
+    with LLM("smollm2", **REAL) as llm:
+        return prompts, answers(llm, prompts, 16)
+
+
+@pytest.fixture(scope="module")
 def expected(small: Path) -> Any:
     with LLM(str(small), **SMALL) as llm:
         return answers(llm, PROMPTS, 12)
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_answers_and_nothing_left(local_ray: Any, small: Path, expected: Any, layout: str, link: str) -> None:
-    with LLM(str(small), **SMALL, **ray_options(layout, link)) as llm:
+def strike(llm: LLM, victim: int, how: signal.Signals) -> float:
+    """Send a signal to a rank in the middle of a generation, which ends by an error that names it; seconds it took."""
+    calls, sent = 0, 0.0
+
+    def send(done: int, tokens: int) -> None:
+        nonlocal calls, sent
+        calls += 1
+        if calls == 5:
+            sent = time.monotonic()
+            os.kill(llm.facts.ranks[victim], how)
+
+    with pytest.raises(EngineDead, match=rf"rank {victim} .*step"):
+        llm.generate([PROMPTS[0]], SamplingParams(max_tokens=240, temperature=0, ignore_eos=True), on_tokens=send)
+    return time.monotonic() - sent
+
+
+@pytest.mark.parametrize(
+    ("layout", "link", "end"),
+    [
+        ("tp2", "queue", None), ("pp2", "queue", (0, signal.SIGKILL)), ("tp2pp2", "queue", (2, signal.SIGSTOP)),
+        ("tp2", "compiled-graph", (1, signal.SIGSTOP)), ("pp2", "compiled-graph", (1, signal.SIGKILL)),
+        ("tp2pp2", "compiled-graph", None),
+    ],
+)  # fmt: skip
+def test_the_same_answers_and_nothing_left(
+    local_ray: Any, small: Path, expected: Any, layout: str, link: str, end: tuple[int, signal.Signals] | None
+) -> None:
+    """And whatever ends it: a rank killed is named within a second, one stopped within the heartbeat's limit."""
+    with LLM(str(small), **SMALL, **ray_options(layout, link), heartbeat_timeout=2.0) as llm:
         assert llm.facts.executor == "ray" and llm.facts.link == {"queue": "shm"}.get(link, "ray-graph+shm")
         pids = llm.facts.ranks
         assert len(set(pids)) == LAYOUTS[layout][0] * LAYOUTS[layout][1]
-        names = sorted(live_actors(local_ray))
+        names = [name for name in live_actors(local_ray) if name]
+        assert sorted(name.split("-", 2)[2] for name in names) == NAMES[layout]
         check(answers(llm, PROMPTS, 12), expected)
         check(answers(llm, PROMPTS, 12), expected)
-    coords = {"tp2": ["tp0-e0", "tp1-e0"], "pp2": ["pp0-e0", "pp1-e0"]}
-    assert [name.split("-", 2)[2] for name in names] == coords.get(layout, sorted(
-        f"tp{tp}-pp{pp}-e0" for tp in (0, 1) for pp in (0, 1)
-    ))  # fmt: skip
+        if end is not None:
+            took = strike(llm, *end)
+            assert took < (1.0 if end[1] is signal.SIGKILL else 10.0)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
     assert not any(alive(pid) for pid in pids)
     wait_until("no actor is left", lambda: not live_actors(local_ray), limit=5)
     wait_until("no placement group is left", lambda: not live_groups(), limit=5)
@@ -77,73 +115,34 @@ def test_the_same_answers_and_nothing_left(local_ray: Any, small: Path, expected
 
 @needs_smollm2
 @pytest.mark.parametrize(("layout", "link"), [("tp2pp2", "queue"), ("pp2", "compiled-graph")])
-def test_the_real_model(local_ray: Any, layout: str, link: str) -> None:
-    prompts = ["The capital of France is", "def fibonacci(n):", "1 2 3 4 5 6", "Once upon a time, " * 20]
-    with LLM("smollm2", **REAL) as llm:
-        expected = answers(llm, prompts, 24)
+def test_the_real_model(local_ray: Any, real: Any, layout: str, link: str) -> None:
+    prompts, expected = real
     with LLM("smollm2", **REAL, **ray_options(layout, link)) as llm:
-        check(answers(llm, prompts, 24), expected)
+        check(answers(llm, prompts, 16), expected)
 
 
-def strike(llm: LLM, pid: int, how: signal.Signals, match: str) -> float:
-    """Send a signal to a rank in the middle of a generation, which then ends by an error; when it was sent."""
-    calls, sent = 0, 0.0
-
-    def strike(done: int, tokens: int) -> None:
-        nonlocal calls, sent
-        calls += 1
-        if calls == 5:
-            sent = time.monotonic()
-            os.kill(pid, how)
-
-    with pytest.raises(EngineDead, match=match):
-        llm.generate([PROMPTS[0]], SamplingParams(max_tokens=240, temperature=0, ignore_eos=True), on_tokens=strike)
-    return sent
-
-
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_actor_is_named_at_once(local_ray: Any, small: Path, victim: int, link: str) -> None:
-    with LLM(str(small), **SMALL, **ray_options("pp2", link)) as llm:
-        pids = llm.facts.ranks
-        struck = strike(llm, pids[victim], signal.SIGKILL, rf"rank {victim} .*step")
-        assert time.monotonic() - struck < 1.0
-    assert not any(alive(pid) for pid in pids)
-    wait_until("no placement group is left", lambda: not live_groups(), limit=5)
-
-
-@pytest.mark.parametrize("link", LINKS)
-def test_a_stopped_actor_really_dies(local_ray: Any, small: Path, link: str) -> None:
-    with LLM(str(small), **SMALL, **ray_options("tp2", link), heartbeat_timeout=2.0) as llm:
-        pids = llm.facts.ranks
-        strike(llm, pids[1], signal.SIGSTOP, "rank 1")
-        began = time.monotonic()
-    assert not any(alive(pid) for pid in pids)
-    assert time.monotonic() - began < 8
-
-
-def test_an_exception_of_a_rank_keeps_its_traceback(local_ray: Any, small: Path) -> None:
-    with (
-        LLM(str(small), **SMALL, **ray_options(), worker_extension_cls="tests.ray.extension.Environment") as llm,
-        pytest.raises(CallFailed, match=r"rank \d.*KeyError"),
-    ):
-        llm.collective_rpc("environment", args=[5])
-
-
-def test_it_listens_on_this_machine_only(local_ray: Any, small: Path) -> None:
-    """Every socket of the cluster and of the ranks; and Ray asks for its token."""
-    import psutil
-
-    me = psutil.Process()
-    with LLM(str(small), **SMALL, **ray_options()):
+def test_what_a_rank_is_given(local_ray: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's variables, one that is read at start and one that isn't; the user's own runtime environment; none of
+    Planaria's secrets. Every socket is this machine's own, and Ray asks for its token. An exception is answered."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("TORCH_TEST_GLOBAL", "from the driver")
+    monkeypatch.setenv("PLANARIA_API_KEY", "secret")
+    options = ray_options() | {"ray_runtime_env": {"env_vars": {"USERS_OWN": "1"}}}
+    with LLM(str(small), **SMALL, **options, worker_extension_cls="tests.ray.extension.Environment") as llm:
+        names = ["OMP_WAIT_POLICY", "TORCH_TEST_GLOBAL", "USERS_OWN", "PLANARIA_API_KEY"]
+        for at_start, now in llm.collective_rpc("environment", args=[names]):
+            assert at_start == {"OMP_WAIT_POLICY": "passive", "USERS_OWN": "1"}
+            assert now == at_start | {"TORCH_TEST_GLOBAL": "from the driver"}
+        with pytest.raises(CallFailed, match=r"rank \d: TypeError"):
+            llm.collective_rpc("environment", args=[5])
+        me = psutil.Process()
         found = [
-            connection.laddr
+            connection.laddr.ip
             for process in (me, *me.children(recursive=True))
             for connection in process.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         ]
-    assert len(found) > 5
-    assert {address.ip for address in found} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert len(found) > 5 and set(found) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     assert is_token_auth_enabled() and os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
@@ -156,20 +155,6 @@ def test_no_room_is_refused_at_once_where_nobody_adds_nodes(local_ray: Any, smal
     with pytest.raises(CapacityError, match="needs 6 devices, the cluster has 4"):
         LLM(str(small), **SMALL, pipeline_parallel_size=2, tensor_parallel_size=3, distributed_executor_backend="ray")
     assert time.monotonic() - began < 10 and not live_groups()
-
-
-def test_ranks_get_the_drivers_variables(local_ray: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is read at start and one that isn't; the user's own runtime environment; none of Planaria's secrets."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    monkeypatch.setenv("TORCH_TEST_GLOBAL", "from the driver")
-    monkeypatch.setenv("PLANARIA_API_KEY", "secret")
-    options = ray_options() | {"ray_runtime_env": {"env_vars": {"USERS_OWN": "1"}}}
-    with LLM(str(small), **SMALL, **options, worker_extension_cls="tests.ray.extension.Environment") as llm:
-        names = ["OMP_WAIT_POLICY", "TORCH_TEST_GLOBAL", "USERS_OWN", "PLANARIA_API_KEY"]
-        for values in llm.collective_rpc("environment", args=[names]):
-            at_start, now = values
-            assert at_start == {"OMP_WAIT_POLICY": "passive", "USERS_OWN": "1"}
-            assert now == at_start | {"TORCH_TEST_GLOBAL": "from the driver"}
 
 
 def test_the_command_line(small: Path) -> None:

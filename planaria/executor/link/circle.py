@@ -122,7 +122,8 @@ class Circle:
         self._parts.clear()
         for rank, part in enumerate(parts):
             if (part.what, part.digest) != (parts[0].what, parts[0].digest):
-                self._stop(f"rank {rank} differs from rank 0: it has {part.what}, rank 0 has {parts[0].what}", 0, rank)
+                theirs = part.what if part.what != parts[0].what else f"another {part.what}"
+                self._stop(f"rank {rank} differs from rank 0: it has {theirs}, rank 0 has {parts[0].what}", rank, 0)
         self.clock = time.monotonic()
         if self._link is not None:
             self._link.send(0, Round(self.clock, parts))

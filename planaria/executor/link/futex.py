@@ -18,6 +18,7 @@ import functools
 import platform
 import sys
 from collections.abc import Callable
+from typing import Any
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98}
 _NUMBER = _NUMBERS.get(platform.machine(), -1)
@@ -30,34 +31,42 @@ class _Timespec(ctypes.Structure):
 # Arguments are made once: converting them costs more than the call.
 _FUTEX, _WAIT, _WAKE, _ALL = ctypes.c_long(_NUMBER), ctypes.c_int(0), ctypes.c_int(1), ctypes.c_int(0x7FFFFFFF)
 if sys.platform == "linux":
-    _sleeping = ctypes.CDLL(None, use_errno=True).syscall  # lets other threads run meanwhile
+    _sleeping = ctypes.CDLL(None).syscall  # lets other threads run meanwhile
+    _sleeping.restype = None
     _quick = ctypes.PyDLL(None).syscall  # returns at once: handing over the interpreter would cost more
     _quick.restype = None
+
+
+class Limit:
+    """The longest that a sleep takes. Made once for what is slept often."""
+
+    __slots__ = ("_time", "pointer")
+
+    def __init__(self, seconds: float) -> None:
+        whole = int(seconds)
+        self._time = _Timespec(whole, int((seconds - whole) * 1e9))
+        self.pointer = ctypes.byref(self._time)
 
 
 class Word:
     """A word that processes sleep on. One thread of a process waits on it; any wakes.
 
-    `wake()` wakes all that sleep on it. (Made once with its arguments: in a process whose caches are cold every line of
-    Python on the way costs microseconds.)
+    `sleep(value, limit.pointer)` sleeps while the word is `value`; it may return early (also for a signal).
+    `wake()` wakes all that sleep on it. (Both are made once with their arguments: in a process whose caches are cold
+    every line of Python on the way costs microseconds, and ctypes ten for what it must convert.)
     """
 
-    __slots__ = ("_address", "_limit", "_pointer", "wake")
+    __slots__ = ("_address", "sleep", "wake")
 
     def __init__(self, address: int) -> None:
         self._address = ctypes.c_void_p(address)
-        self._limit = _Timespec(0, 0)
-        self._pointer = ctypes.byref(self._limit)
+        self.sleep: Callable[[int, Any], None] = functools.partial(_sleeping, _FUTEX, self._address, _WAIT)
         self.wake: Callable[[], None] = functools.partial(_quick, _FUTEX, self._address, _WAKE, _ALL)
 
     def wait(self, value: int, seconds: float) -> None:
-        """Sleep while the word is `value`, at most `seconds`. May return early (also for a signal)."""
-        if seconds <= 0:
-            return
-        whole = int(seconds)
-        self._limit.seconds = whole
-        self._limit.nanoseconds = int((seconds - whole) * 1e9)
-        _sleeping(_FUTEX, self._address, _WAIT, ctypes.c_uint32(value), self._pointer)
+        """Sleep while the word is `value`, at most `seconds`. May return early."""
+        if seconds > 0:
+            self.sleep(value, Limit(seconds).pointer)
 
 
 def _barrier() -> Callable[[], None] | None:
@@ -87,8 +96,8 @@ def available() -> str:
     """Empty, or why futexes can't be used here."""
     if _missing:
         return _missing
-    word = ctypes.c_uint32(1)
+    word, call = ctypes.c_uint32(1), ctypes.CDLL(None, use_errno=True).syscall
     ctypes.set_errno(0)
-    Word(ctypes.addressof(word)).wait(0, 1.0)
+    call(_FUTEX, ctypes.byref(word), _WAIT, 0, Limit(1.0).pointer)
     code = ctypes.get_errno()  # the value differs, so a working call says "try again"
     return "" if code == errno.EAGAIN else f"the system refuses futex calls ({errno.errorcode.get(code, code)})"

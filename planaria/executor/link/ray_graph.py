@@ -94,6 +94,10 @@ class RayGraphLink:
             talk.setLevel(logging.CRITICAL)
             with contextlib.suppress(Exception):
                 graph.teardown()
+            with contextlib.suppress(Exception):  # its stand-in for the driver, which would stay as long as the driver
+                import ray
+
+                ray.kill(graph._proxy_actor)
             talk.setLevel(before)
 
         thread = threading.Thread(target=end, name="planaria-ray-teardown", daemon=True)

@@ -56,6 +56,7 @@ from planaria.protocol import Command, Failed, Reply
 SLOTS = 16
 ALIVE_CHECK = 0.5  # seconds between looks at the peers' locks while waiting
 ROOM_CHECK = 0.05  # the same while waiting for room; also the longest delay of a fence there
+_NAP = futex.Limit(ALIVE_CHECK).pointer
 _OVER = 0xFFFFFFFF  # value of FENCE: the driver closed the link
 _DRIVER_TAG = 0xFFF << 20
 _FENCE_TAG = 1 << 20  # of the bell
@@ -91,7 +92,6 @@ class ShmLink:
         self._heard: deque[tuple[int, int, Reply]] = deque()
         self._rings = itertools.count(1)
         self._woken = False
-        self._check = time.monotonic() + ALIVE_CHECK  # when to look for dead ranks
         self._broken: LinkError | None = None
         self._closed = False
 
@@ -171,7 +171,7 @@ class ShmLink:
             return self._heard.popleft()
         if self._closed:
             raise self._why()
-        words, epoch = self._words, self.epoch
+        words, epoch, doorbell = self._words, self.epoch, self._doorbell
         deadline = -1.0 if timeout is None else time.monotonic() + timeout
         while True:
             seen = words[DOORBELL]
@@ -182,17 +182,15 @@ class ShmLink:
             if self._woken:
                 self._woken = False
                 return None
-            now = time.monotonic()
-            if now >= self._check:
-                self._check = now + ALIVE_CHECK
-                if (dead := self.dead()) and not any(words[i.head_word] != i.tail for i in self._inlets):
-                    raise _lost(dead)
             if timeout is None:
-                self._doorbell.wait(seen, self._check - now)
-            elif now >= deadline:
+                doorbell.sleep(seen, _NAP)
+            elif (left := deadline - time.monotonic()) <= 0:
                 return None
             else:
-                self._doorbell.wait(seen, min(deadline, self._check) - now)
+                doorbell.wait(seen, min(left, ALIVE_CHECK))
+            quiet = words[DOORBELL] == seen
+            if quiet and (dead := self.dead()) and not any(words[i.head_word] != i.tail for i in self._inlets):
+                raise _lost(dead)
 
     def wake(self) -> None:
         """Make `receive` (this one, or the next) return None. Any thread."""
@@ -297,7 +295,6 @@ class ShmPort:
             rank + 1 << 20, itertools.count(1),
         )  # fmt: skip
         self._bell, self._freed = segment.futex(BELL), segment.futex(self._at + REPLY_TAIL)
-        self._check = time.monotonic() + ALIVE_CHECK  # when to look whether the driver lives
         self._beats = 0
         self._closed = False
 
@@ -330,7 +327,7 @@ class ShmPort:
         """
         if self._closed:
             raise LinkClosed(f"rank {self.rank} closed its end", self.rank)
-        words, inlet, epoch = self._words, self._inlet, self.epoch
+        words, inlet, epoch, bell = self._words, self._inlet, self.epoch, self._bell
         deadline = -1.0 if timeout is None else time.monotonic() + timeout
         while True:
             seen = words[BELL]
@@ -345,17 +342,14 @@ class ShmPort:
                         return found  # type: ignore[return-value]  # mypy doesn't narrow inside a tuple
                     self.reply(found[0], Failed(self.rank, "receive", str(found[1]), ""))
                 continue
-            now = time.monotonic()
-            if now >= self._check:
-                self._check = now + ALIVE_CHECK
-                if not self.segment.held(0, DRIVER_PID) and words[HEAD] == inlet.tail:
-                    raise PeerLost("the driver's process has ended", DRIVER)
             if timeout is None:
-                self._bell.wait(seen, self._check - now)
-            elif now >= deadline:
+                bell.sleep(seen, _NAP)
+            elif (left := deadline - time.monotonic()) <= 0:
                 return None
             else:
-                self._bell.wait(seen, min(deadline, self._check) - now)
+                bell.wait(seen, min(left, ALIVE_CHECK))
+            if words[BELL] == seen and not self.segment.held(0, DRIVER_PID) and words[HEAD] == inlet.tail:
+                raise PeerLost("the driver's process has ended", DRIVER)
 
     def beat(self) -> None:
         """Say that this process lives. Any thread, but one."""

@@ -1,0 +1,310 @@
+"""Under an outer launcher every process runs the same engine: the same tokens, the same plans, one end for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from planaria.config.options import EngineOptions, OuterLauncher
+from planaria.config.resolve import resolve
+from planaria.executor.launcher.external import ExternalLauncher
+from planaria.executor.link.circle import Circle
+from planaria.executor.link.faults import LinkError
+from planaria.executor.link.spmd import SpmdLink
+from planaria.executor.loop import EngineLoop
+from planaria.protocol import StepPlan
+from planaria.types import SamplingParams
+from planaria.wire import Cancel, Output, Submit
+from planaria.worker.worker import NullRank
+from tests.proc.servers import needs_smollm2, planaria, wait_until
+from tests.proc.test_nodes import free_port, lines_of
+
+pytestmark = needs_smollm2
+
+OPTIONS = ["smollm2", "--kv-cache-memory", "128MiB", "--max-model-len", "1024", "--dtype", "float32"]
+SMALL = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "dtype": "float32"}
+NULL = {"null_worker": True, "max_model_len": 1024}
+GREEDY = {"temperature": 0.0, "max_tokens": 16}
+LONG = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
+
+
+# -- in threads: rounds, and engines over them
+
+
+class Board:
+    """A Meeting in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.circles: list[Circle] = []
+        self.changed = threading.Condition()
+
+    def put(self, key: str, value: bytes) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str, timeout: float) -> bytes:
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, timeout)
+            return self.values[key]
+
+
+def in_threads(size: int, program: Callable[[int, Board], Any]) -> list[Any]:
+    """What `program(rank, board)` returns, or raises, for each rank."""
+    board, found = Board(), [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = program(rank, board)
+        except Exception as e:
+            found[rank] = e  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for circle in board.circles:
+        circle.close()
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def joined(rank: int, board: Board, size: int = 3) -> Circle:
+    circle = Circle.open(rank, size, board, "127.0.0.1", heartbeat=5.0)
+    board.circles.append(circle)
+    return circle
+
+
+def test_a_round_gives_everybodys_part_to_everybody() -> None:
+    def program(rank: int, board: Board) -> list[object]:
+        circle = joined(rank, board)
+        found: list[object] = [circle.round("x", b"same", b"%d of round %d" % (rank, i), 30) for i in range(50)]
+        found.append(circle.round("last", b"", b"x" * 5_000_000, 30))
+        circle.round("bye", b"", b"", 30)
+        circle.close()
+        return found
+
+    found = in_threads(3, program)
+    assert found[0] == found[1] == found[2], found
+    assert found[0][:-1] == [[b"%d of round %d" % (rank, i) for rank in range(3)] for i in range(50)]
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_programs_that_come_apart_are_named_to_all(odd: int) -> None:
+    def program(rank: int, board: Board) -> list[bytes]:
+        circle = joined(rank, board)
+        circle.round("step 1", b"same", b"", 30)
+        return circle.round("step 2", b"other" if rank == odd else b"same", b"", 30)
+
+    for error in in_threads(3, program):
+        assert isinstance(error, LinkError)
+        assert f"rank {odd or 1} differs from rank 0: it has another step 2, rank 0 has step 2" in str(error)
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_who_leaves_is_named_to_all(leaver: int) -> None:
+    def program(rank: int, board: Board) -> list[bytes]:
+        circle = joined(rank, board)
+        circle.round("step 1", b"same", b"", 30)
+        if rank == leaver:
+            circle.close()
+            return []
+        return circle.round("step 2", b"same", b"", 30)
+
+    for rank, error in enumerate(in_threads(3, program)):
+        if rank != leaver:
+            assert isinstance(error, LinkError) and f"rank {leaver} has left" in str(error), error
+
+
+class Spy(NullRank):
+    """Notes its plans; one that is `slow` takes its time, at no fixed rhythm."""
+
+    def __init__(self, boot: Any, slow: bool) -> None:
+        super().__init__(boot)
+        self.plans: list[StepPlan] = []
+        self.slow = slow
+
+    def handle(self, command: Any) -> Any:
+        if isinstance(command, StepPlan):
+            self.plans.append(command)
+            if self.slow:
+                time.sleep((command.step * 7 % 5) / 1000)
+        return super().handle(command)
+
+
+@pytest.mark.parametrize(("world", "depth"), [(1, 1), (2, 1), (3, 2)])
+def test_engines_plan_alike(world: int, depth: int) -> None:
+    """Whatever ranks take, and with seeds that each process draws for itself: rank 0's hold."""
+
+    def program(rank: int, board: Board) -> tuple[list[StepPlan], list[Any], list[int]]:
+        outer = OuterLauncher(rank=rank, world_size=world, local_world_size=world)
+        config = resolve(
+            EngineOptions(model="smollm2", async_scheduling=depth > 1, block_size=16, max_num_seqs=4, **NULL)  # type: ignore[arg-type]
+        )
+        config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=world))
+        heard: list[Any] = []
+        launcher = ExternalLauncher(
+            outer, lambda boot: Spy(boot, slow=rank == 1), lambda address: joined(rank, board, world)
+        )
+
+        def link_for(places: Any) -> SpmdLink:
+            assert launcher.circle is not None
+            link = SpmdLink(launcher.circle, launcher.ranks, lambda why: None)
+            loop.clock, loop.agree = link.clock, link.agree
+            return link
+
+        loop = EngineLoop(config, launcher, link_for, heard.append)  # type: ignore[arg-type]
+        loop.start()
+        for i in range(12):
+            loop.handle(
+                Submit(f"r{i}", [1 + i] * (3 + 20 * i), SamplingParams(), seed=1000 * rank + i, max_tokens=5 + i)
+            )
+            if i % 3 == 2:
+                loop.turn()
+        loop.handle(Cancel("r4"))
+        while loop.busy():
+            loop.turn()
+        (spy,) = launcher.ranks
+        loop.close()
+        deltas = [delta for message in heard if isinstance(message, Output) for delta in message.deltas]
+        seeds = [row.fresh.seed for plan in spy.plans for row in plan.lanes[0] if row.fresh is not None]  # type: ignore[attr-defined]
+        return spy.plans, [(d.request_id, d.index, d.tokens, d.finish) for d in deltas], seeds  # type: ignore[attr-defined]
+
+    found = in_threads(world, program)
+    assert not any(isinstance(each, Exception) for each in found), found
+    assert all(each == found[0] for each in found)
+    plans, deltas, seeds = found[0]
+    assert len(plans) > 20 and len(deltas) > 20
+    assert set(seeds) <= set(range(12))  # rank 0's
+
+
+# -- in processes
+
+
+class Program:
+    """tests.proc.spmd_program in `size` processes that an outer launcher would have started."""
+
+    def __init__(self, folder: Path, size: int, params: list[dict[str, Any]], **what: Any) -> None:
+        self.folder, self.size = folder, size
+        text = json.dumps({"params": params, **what})
+        port = str(free_port())
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.proc.spmd_program", str(folder), text],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+                     "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+
+    def wait_begun(self) -> None:
+        """Until every rank has tokens."""
+        files = [self.folder / f"begun {rank}" for rank in range(self.size)]
+        wait_until(f"tokens on every rank: {self.output()}", lambda: all(file.exists() for file in files), limit=90)
+
+    def output(self) -> list[str]:
+        return [str(p.stdout.read()) for p in self.processes if p.poll() is not None and p.stdout is not None]
+
+    def wait(self, *ranks: int, seconds: float = 90.0) -> list[dict[str, Any]]:
+        """What these ranks (none named: all) saw."""
+        found = []
+        for rank in ranks or range(self.size):
+            output, _ = self.processes[rank].communicate(timeout=seconds)
+            assert (self.folder / f"{rank}.json").exists(), output
+            found.append(json.loads((self.folder / f"{rank}.json").read_text()))
+        return found
+
+
+def test_torchrun_gives_the_same_tokens_and_one_process_prints() -> None:
+    args = ["generate", *OPTIONS, "--prompt", "The capital of France is", "--max-tokens", "16", "--json"]
+    one = lines_of(planaria(*args).stdout)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+         "-m", "planaria", *args, "-tp", "2", "--distributed-executor-backend", "external_launcher"],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    lines = lines_of(run.stdout)
+    assert len(lines) == 1, run.stderr
+    assert lines[0]["token_ids"] == one[0]["token_ids"]
+    assert (lines[0]["executor"], lines[0]["link"], lines[0]["layout"]) == ("external_launcher", "spmd", "tp=2 pp=1")
+
+
+def test_a_program_sees_the_same_in_every_process(tmp_path: Path) -> None:
+    """Stages; greedy, and sampled with seeds that nobody gave."""
+    sampled = {"temperature": 1.0, "max_tokens": 12, "n": 2}
+    with Program(tmp_path, 2, [GREEDY, sampled], options={**SMALL, "pipeline_parallel_size": 2}) as program:
+        seen = program.wait()
+        assert [process.returncode for process in program.processes] == [0, 0]
+    assert seen[0]["tokens"] == seen[1]["tokens"] and seen[0]["hashes"] == seen[1]["hashes"]
+    assert len(seen[0]["hashes"]) > 20
+    assert seen[0]["pids"] == seen[1]["pids"] == [seen[0]["pid"], seen[1]["pid"]]
+    prompts = [
+        text for prompt in ("The capital of France is", "def fibonacci(n):", "1 2 3 4 5 6") for text in ("-p", prompt)
+    ]
+    one = lines_of(planaria("generate", *OPTIONS, *prompts, "--max-tokens", "16", "--json").stdout)
+    assert [[line["token_ids"]] for line in one] == seen[0]["tokens"][0]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_ranks_name_is_everybodys_error(tmp_path: Path, victim: int) -> None:
+    """In the middle of a step, in which the others wait for it."""
+    with Program(tmp_path, 2, [LONG], options={**SMALL, "tensor_parallel_size": 2}) as program:
+        program.wait_begun()
+        program.processes[victim].kill()
+        killed = time.monotonic()
+        (seen,) = program.wait(1 - victim, seconds=30)
+        assert time.monotonic() - killed < 5.0
+    assert f"EngineDead: rank {victim} failed in step" in seen["error"], seen["error"]
+
+
+def test_a_stopped_ranks_name_is_everybodys_error(tmp_path: Path) -> None:
+    options = {**NULL, "tensor_parallel_size": 3, "heartbeat_timeout": 2.0}
+    with Program(tmp_path, 3, [LONG] * 2000, options=options) as program:
+        program.wait_begun()
+        program.processes[1].send_signal(signal.SIGSTOP)
+        for seen in program.wait(0, 2, seconds=30):
+            assert "rank 1 failed in step" in seen["error"], seen["error"]
+
+
+def test_programs_that_differ_are_told_so(tmp_path: Path) -> None:
+    """Other prompts on one rank; another option on one rank."""
+    options = {**NULL, "tensor_parallel_size": 2}
+    with Program(tmp_path, 2, [GREEDY], options=options, **{"rank 1": {"prompts": ["another"]}}) as program:
+        for seen in program.wait():
+            assert "rank 1 differs from rank 0: it has another request r0" in seen["error"], seen["error"]
+    for file in tmp_path.iterdir():
+        file.unlink()
+    with Program(tmp_path, 2, [GREEDY], options=options, **{"rank 1": {"options": {"max_num_seqs": 3}}}) as program:
+        for seen in program.wait():
+            assert "RanksDiffer: rank 1" in seen["error"], seen["error"]
+
+
+def test_what_is_refused() -> None:
+    """Without an outer launcher; a server."""
+    backend = ["-tp", "2", "--distributed-executor-backend", "external_launcher"]
+    run = planaria("generate", *OPTIONS, "-p", "x", *backend)
+    assert run.returncode == 2 and "RANK is not set in the environment; start it with torchrun" in run.stderr
+    run = planaria("serve", *OPTIONS, *backend, env={"RANK": "0", "WORLD_SIZE": "2"})
+    assert run.returncode == 2 and "which planaria serve is not" in run.stderr

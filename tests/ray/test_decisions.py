@@ -1,0 +1,137 @@
+"""What is decided before Ray is asked: waiting, names, bundles, environments. No Ray here."""
+
+from __future__ import annotations
+
+import pytest
+
+from planaria.env import RaySettings, ray_settings
+from planaria.errors import ConfigError
+from planaria.executor.ray.environment import Kind, kind, merge, offered, read_at_start
+from planaria.executor.ray.groups import check_bundles
+from planaria.executor.ray.names import actor_name
+from planaria.executor.ray.waiting import Waiting, report_times, too_small
+from planaria.topology import Bundle, Infeasible, Layout, cluster_of_bundles, place, place_at
+
+
+def test_reports_after_ten_seconds_then_doubling_up_to_the_limit() -> None:
+    assert list(report_times(100)) == [10, 20, 40, 80]
+    assert list(report_times(1800)) == [10, 20, 40, 80, 160, 320, 640, 1280]
+    assert list(report_times(10)) == []
+
+
+def test_waiting_says_what_how_long_and_why() -> None:
+    waiting = Waiting("2 x GPU on Ray", limit=100)
+    assert waiting.lines(9.9, "none is free") == []
+    (line,) = waiting.lines(10.0, "none is free")
+    for part in ("2 x GPU", "10 s", "limit 100 s", "none is free", "ray status", "ray list nodes", "$PLANARIA_HOST_IP"):
+        assert part in line
+    assert waiting.lines(10.5, "none is free") == []
+    assert len(waiting.lines(45, "none is free")) == 1, "one line, though two times have passed"
+    assert waiting.lines(50, "none is free") == [] and len(waiting.lines(81, "x")) == 1
+    assert not waiting.over(99.9) and waiting.over(100)
+
+
+def test_the_last_error_names_both_numbers_and_the_flag_only_where_it_helps() -> None:
+    text = str(too_small(Layout(tp=2), "GPU", 2, 1, "one node is small", 30.0))
+    for part in ("needs 2 x GPU", "1 are available", "30 s", "--tensor-parallel-size", "one node is small"):
+        assert part in text
+    assert "--tensor-parallel-size" not in str(too_small(Layout(), "GPU", 1, 0, "none", 30.0))
+
+
+def test_names_have_the_coordinates_that_differ_and_the_epoch() -> None:
+    assert actor_name("ab", Layout(), 0, 0) == "planaria-ab-e0"
+    assert actor_name("ab", Layout(tp=2), 1, 3) == "planaria-ab-tp1-e3"
+    assert actor_name("ab", Layout(tp=2, pp=2), 3, 0) == "planaria-ab-tp1-pp1-e0"
+    assert actor_name("ab", Layout(dp=2, pcp=2), 3, 1) == "planaria-ab-pcp1-lane1-e1"
+    layout = Layout(tp=2, pp=2, dp=2)
+    assert len({actor_name("ab", layout, rank, 0) for rank in range(8)}) == 8
+
+
+def bundles(*rows: tuple[str, float]) -> list[Bundle]:
+    return [Bundle(index, node, devices) for index, (node, devices) in enumerate(rows)]
+
+
+def test_bundles_are_taken_from_the_drivers_node_then_by_node_then_by_index() -> None:
+    table = bundles(("b", 1), ("a", 1), ("driver", 0), ("c", 1), ("driver", 1), ("a", 1))
+    placement = place(cluster_of_bundles(table, head="driver"), Layout(pp=4), span=True)
+    assert [slot.device for slot in placement.slots] == [4, 1, 5, 0]
+
+
+def test_explicit_bundles_are_taken_as_they_are() -> None:
+    table = bundles(("a", 1), ("b", 1), ("b", 0), ("a", 1))
+    assert [slot.node for slot in place_at(table, Layout(tp=2), (3, 1)).slots] == ["a", "b"]
+    for indices, says in (((3,), "1 for 2 ranks"), ((3, 3), "twice"), ((3, 2), "no device"), ((3, 9), "not in")):
+        with pytest.raises(ConfigError, match=says):
+            place_at(table, Layout(tp=2), indices)
+
+
+def test_a_group_with_too_few_device_bundles_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"1 of them hold a device \(GPU\), tp=2 needs 2"):
+        check_bundles(bundles(("a", 1), ("a", 0)), Layout(tp=2), "GPU", 1.0)
+
+
+def test_a_bundle_must_reserve_what_a_rank_asks_for_and_one_device_at_most() -> None:
+    with pytest.raises(ConfigError, match=r"reserves 0.5 x GPU, a rank asks for 1"):
+        check_bundles(bundles(("a", 1), ("a", 0.5)), Layout(), "GPU", 1.0)
+    check_bundles(bundles(("a", 0.5), ("a", 0.5)), Layout(tp=2), "GPU", 0.5)
+    with pytest.raises(ConfigError, match="one bundle for each device"):
+        cluster_of_bundles(bundles(("a", 2)))
+
+
+def test_a_rank_on_the_drivers_node_can_be_asked_for() -> None:
+    with pytest.raises(Infeasible, match="driver's node"):
+        place(cluster_of_bundles(bundles(("a", 1)), head="driver"), Layout(), driver_inside=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("CUDA_VISIBLE_DEVICES", Kind.COMPUTED), ("NCCL_SOCKET_IFNAME", Kind.NODE), ("PLANARIA_HOST_IP", Kind.NODE),
+        ("HF_HOME", Kind.NODE), ("PLANARIA_CACHE", Kind.NODE), ("UCX_NET_DEVICES", Kind.NODE),
+        ("NCCL_DEBUG", Kind.GLOBAL), ("HF_TOKEN", Kind.GLOBAL), ("OMP_NUM_THREADS", Kind.GLOBAL),
+        ("LD_PRELOAD", Kind.GLOBAL), ("PLANARIA_LOG_LEVEL", Kind.GLOBAL), ("PLANARIA_API_KEY", Kind.NEVER),
+        ("RAY_AUTH_TOKEN", Kind.NEVER), ("AWS_SECRET_ACCESS_KEY", Kind.NEVER), ("PATH", Kind.NEVER),
+        ("HOME", Kind.NEVER), ("PLANARIA_DP_RANK", Kind.NEVER),
+    ],
+)  # fmt: skip
+def test_classes_of_variables(name: str, expected: Kind) -> None:
+    assert kind(name) is expected
+
+
+def test_computed_wins_over_the_nodes_own_which_wins_over_the_drivers() -> None:
+    driver = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "t0p", "CUDA_VISIBLE_DEVICES": "7", "GLOO_SOCKET_IFNAME": "e", "X": "1"}
+    offer = offered(driver)
+    assert offer == {"NCCL_DEBUG": "INFO", "HF_TOKEN": "t0p"}
+    own = {"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0,1,2", "GLOO_SOCKET_IFNAME": "eth0"}
+    changes = merge(own, offer, {"CUDA_VISIBLE_DEVICES": "1,2"})
+    assert {change.name: change.new for change in changes} == {
+        "CUDA_VISIBLE_DEVICES": "1,2", "HF_TOKEN": "t0p", "NCCL_DEBUG": "WARN",
+    }  # fmt: skip
+    assert [change.line for change in changes] == [
+        "~ CUDA_VISIBLE_DEVICES=1,2 (computed)", "+ HF_TOKEN=*** (global)", "  NCCL_DEBUG=WARN (the node's own, kept)",
+    ]  # fmt: skip
+
+
+def test_the_same_environment_is_no_change() -> None:
+    assert merge({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "INFO"}, {}) == []
+
+
+def test_what_a_process_reads_at_its_start() -> None:
+    offer = {"LD_PRELOAD": "x.so", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": "/p", "NCCL_DEBUG": "INFO"}
+    assert set(read_at_start(offer)) == {"LD_PRELOAD", "OMP_WAIT_POLICY", "PYTHONPATH"}
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_settings() == RaySettings()
+    for name, value in (("WAIT", "5"), ("BUNDLES", "2,0"), ("FRACTION", "0.5"), ("DRIVER_INSIDE", "1")):
+        monkeypatch.setenv(f"PLANARIA_RAY_{name}", value)
+    assert ray_settings() == RaySettings(wait=5.0, bundle_indices=(2, 0), fraction=0.5, driver_inside=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("WAIT", "soon"), ("WAIT", "-1"), ("BUNDLES", "0;1"), ("FRACTION", "2"), ("FRACTION", "0")]
+)
+def test_a_bad_setting_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(f"PLANARIA_RAY_{name}", value)
+    with pytest.raises(ConfigError, match=rf"PLANARIA_RAY_{name}"):
+        ray_settings()
