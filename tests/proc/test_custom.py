@@ -132,7 +132,7 @@ def test_a_rank_that_ends_during_a_call() -> None:
 
 def test_a_rank_that_was_killed_while_idle() -> None:
     options = {"null_worker": True, "skip_tokenizer_init": True, "worker_extension_cls": f"{HERE}.Extension"}
-    with LLM("smollm2", tensor_parallel_size=2, **options) as llm:
+    with LLM("smollm2", tensor_parallel_size=2, recovery_limit=0, **options) as llm:
         os.kill(llm.facts.ranks[1], signal.SIGKILL)
         with pytest.raises(EngineDead, match=r"rank 1 failed in (call|idle): its process was killed by signal 9"):
             llm.collective_rpc("fail_on", args=(2,))
