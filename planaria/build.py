@@ -36,6 +36,11 @@ def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
             [place.home == home() for place in places], host=launcher.address, heartbeat=parallel.heartbeat_timeout,
             epoch=epoch,
         )
+        if parallel.ray_link == "compiled-graph":
+            from planaria.executor.link.ray_graph import RayGraphLink
+
+            link = RayGraphLink(link, launcher.actors, parallel.pipeline_parallel_size, config.scheduler.depth)
+            launcher.before_leaving.append(link.teardown)
         return link
 
     return EngineLoop(config, launcher, link_for, emit)

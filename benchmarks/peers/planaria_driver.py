@@ -14,9 +14,9 @@ class Planaria:
         self.params = SamplingParams
         with parts("LLM(...)"):
             self.llm = LLM(
-                settings["model"], dtype="bfloat16", threads=settings["threads"], kernels=settings["kernels"],
+                settings["model"], dtype="bfloat16", kernels=settings["kernels"],
                 max_model_len=settings["max_model_len"], max_num_seqs=settings["max_num_seqs"],
-                kv_cache_memory=settings["kv_bytes"],
+                kv_cache_memory=settings["kv_bytes"], **{"threads": settings["threads"], **settings.get("options", {})},
             )  # fmt: skip
         facts = self.llm.facts
         parts.seconds |= {f"  {name}": seconds for name, seconds in facts.seconds.items()}

@@ -25,7 +25,7 @@ class VLLM:
             llm = vllm.LLM(
                 model=settings["model"], dtype="bfloat16", max_model_len=settings["max_model_len"],
                 max_num_seqs=settings["max_num_seqs"], kv_cache_memory_bytes=settings["kv_bytes"],
-                enable_prefix_caching=False, disable_log_stats=True,
+                enable_prefix_caching=False, disable_log_stats=True, **settings.get("options", {}),
             )  # fmt: skip
         self.llm, self.engine = llm, llm.llm_engine
         self.numbers = itertools.count()

@@ -168,7 +168,10 @@ def ps(
     admin_key: Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")] = None,
     json: Json = False,
 ) -> None:
-    """List the processes of running servers: server, engine, workers, what each does and the memory it holds."""
+    """List the processes of running servers.
+
+    Server, engine and workers: where each is, what it does, the memory it holds.
+    """
     from planaria.cli import ps as command
     from planaria.env import admin_key as admin_key_from_env
 

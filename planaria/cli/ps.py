@@ -54,13 +54,23 @@ def ask(server: dict[str, str], key: str | None) -> list[dict[str, Any]]:
 
 
 def run(*, port: int | None, key: str | None, as_json: bool) -> None:
-    """Raises PlanariaError when there is no server, or none that answers."""
+    """Raises PlanariaError when there is no server, or none that answers; of several, one that doesn't is named."""
     servers = running_servers()
     if port is not None:
         servers = [server for server in servers if server["port"] == str(port)] or [{"port": str(port)}]
     if not servers:
         raise PlanariaError("no Planaria server runs on this machine")
-    rows = [{"port": int(server["port"]), **process} for server in servers for process in ask(server, key)]
+    rows: list[dict[str, Any]] = []
+    failures: list[PlanariaError] = []
+    for server in servers:
+        try:
+            rows += [{"port": int(server["port"]), **process} for process in ask(server, key)]
+        except PlanariaError as e:
+            failures.append(e)
+    if not rows:
+        raise failures[0]
+    for failure in failures:
+        print(f"planaria: {failure}", file=sys.stderr)
     if as_json:
         sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
         return

@@ -178,7 +178,7 @@ def _nodes(config: ParallelConfig) -> None:
     if config.world_size % config.nnodes:
         raise ConfigError(
             "--nnodes", config.nnodes,
-            f"the {config.world_size} ranks of -tp {config.tensor_parallel_size} -pp {config.pipeline_parallel_size} "
+            f"world size {config.world_size} (-tp {config.tensor_parallel_size} x -pp {config.pipeline_parallel_size}) "
             "can't be split evenly over the nodes",
             f"choose -tp and -pp so that their product is a multiple of {config.nnodes}",
         )  # fmt: skip

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from planaria.config.options import EngineOptions, OuterLauncher
 from planaria.config.resolve import resolve
+from planaria.errors import EngineDead, RanksDiffer
 from planaria.executor.launcher.external import ExternalLauncher
 from planaria.executor.link.circle import Circle
 from planaria.executor.link.faults import LinkError
@@ -28,6 +29,7 @@ from planaria.types import SamplingParams
 from planaria.wire import Cancel, Output, Submit
 from planaria.worker.worker import NullRank
 from tests.proc.servers import needs_smollm2, planaria, wait_until
+from tests.proc.spmd_program import PROMPTS
 from tests.proc.test_nodes import free_port, lines_of
 
 pytestmark = needs_smollm2
@@ -145,43 +147,44 @@ class Spy(NullRank):
         return super().handle(command)
 
 
+def engine(rank: int, board: Board, world: int, *, slow: bool = False, depth: int = 1, **more: Any) -> Any:
+    """(loop, its rank's spy, what it emits), started; as one of `world` processes has it."""
+    outer = OuterLauncher(rank=rank, world_size=world, local_world_size=world)
+    options = {**NULL, "async_scheduling": depth > 1, "max_num_seqs": 4, **more}
+    config = resolve(EngineOptions(model="smollm2", **options))  # type: ignore[arg-type]
+    config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=world))
+    heard: list[Any] = []
+    launcher = ExternalLauncher(outer, lambda boot: Spy(boot, slow), lambda address: joined(rank, board, world))
+
+    def link_for(places: Any) -> SpmdLink:
+        assert launcher.circle is not None
+        link = SpmdLink(launcher.circle, launcher.ranks, lambda why: None)
+        loop.clock, loop.agree = link.clock, link.agree
+        return link
+
+    loop = EngineLoop(config, launcher, link_for, heard.append)  # type: ignore[arg-type]
+    loop.start()
+    return loop, launcher.ranks[0], heard
+
+
 @pytest.mark.parametrize(("world", "depth"), [(1, 1), (2, 1), (3, 2)])
 def test_engines_plan_alike(world: int, depth: int) -> None:
-    """Whatever ranks take, and with seeds that each process draws for itself: rank 0's hold."""
+    """Whatever time ranks take, and with seeds that each process draws for itself: rank 0's hold."""
 
     def program(rank: int, board: Board) -> tuple[list[StepPlan], list[Any], list[int]]:
-        outer = OuterLauncher(rank=rank, world_size=world, local_world_size=world)
-        config = resolve(
-            EngineOptions(model="smollm2", async_scheduling=depth > 1, block_size=16, max_num_seqs=4, **NULL)  # type: ignore[arg-type]
-        )
-        config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=world))
-        heard: list[Any] = []
-        launcher = ExternalLauncher(
-            outer, lambda boot: Spy(boot, slow=rank == 1), lambda address: joined(rank, board, world)
-        )
-
-        def link_for(places: Any) -> SpmdLink:
-            assert launcher.circle is not None
-            link = SpmdLink(launcher.circle, launcher.ranks, lambda why: None)
-            loop.clock, loop.agree = link.clock, link.agree
-            return link
-
-        loop = EngineLoop(config, launcher, link_for, heard.append)  # type: ignore[arg-type]
-        loop.start()
+        loop, spy, heard = engine(rank, board, world, slow=rank == 1, depth=depth)
         for i in range(12):
-            loop.handle(
-                Submit(f"r{i}", [1 + i] * (3 + 20 * i), SamplingParams(), seed=1000 * rank + i, max_tokens=5 + i)
-            )
+            prompt = [1 + i] * (3 + 20 * i)
+            loop.handle(Submit(f"r{i}", prompt, SamplingParams(), seed=1000 * rank + i, max_tokens=5 + i))
             if i % 3 == 2:
                 loop.turn()
         loop.handle(Cancel("r4"))
         while loop.busy():
             loop.turn()
-        (spy,) = launcher.ranks
         loop.close()
         deltas = [delta for message in heard if isinstance(message, Output) for delta in message.deltas]
-        seeds = [row.fresh.seed for plan in spy.plans for row in plan.lanes[0] if row.fresh is not None]  # type: ignore[attr-defined]
-        return spy.plans, [(d.request_id, d.index, d.tokens, d.finish) for d in deltas], seeds  # type: ignore[attr-defined]
+        seeds = [row.fresh.seed for plan in spy.plans for row in plan.lanes[0] if row.fresh is not None]
+        return spy.plans, [(d.request_id, d.index, d.tokens, d.finish) for d in deltas], seeds
 
     found = in_threads(world, program)
     assert not any(isinstance(each, Exception) for each in found), found
@@ -189,6 +192,25 @@ def test_engines_plan_alike(world: int, depth: int) -> None:
     plans, deltas, seeds = found[0]
     assert len(plans) > 20 and len(deltas) > 20
     assert set(seeds) <= set(range(12))  # rank 0's
+
+
+def test_programs_that_ask_for_different_things_are_told_so() -> None:
+    def program(rank: int, board: Board) -> None:
+        loop, *_ = engine(rank, board, 2)
+        try:
+            loop.handle(Submit("r0", [1, 2, 3 + rank], SamplingParams(), seed=1, max_tokens=5))
+        finally:
+            loop.close()
+
+    for error in in_threads(2, program):
+        assert isinstance(error, EngineDead)
+        assert "rank 1 differs from rank 0: it has another request r0, rank 0 has request r0" in str(error)
+
+
+def test_configurations_that_differ_are_refused_by_field() -> None:
+    for error in in_threads(2, lambda rank, board: engine(rank, board, 2, max_num_seqs=4 + rank)):
+        assert isinstance(error, RanksDiffer), error
+        assert "rank 1" in str(error) and "differs in configuration scheduler.max_" in str(error)
 
 
 # -- in processes
@@ -237,21 +259,27 @@ class Program:
         return found
 
 
-def test_torchrun_gives_the_same_tokens_and_one_process_prints() -> None:
-    args = ["generate", *OPTIONS, "--prompt", "The capital of France is", "--max-tokens", "16", "--json"]
-    one = lines_of(planaria(*args).stdout)
+ONE = ["generate", *OPTIONS, "--max-tokens", "16", "--json", *(word for prompt in PROMPTS for word in ("-p", prompt))]
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[object]:
+    """Tokens of the plain run."""
+    return [line["token_ids"] for line in lines_of(planaria(*ONE).stdout)]
+
+
+def test_torchrun_gives_the_same_tokens_and_one_process_prints(one_process: list[object]) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         "-m", "planaria", *args, "-tp", "2", "--distributed-executor-backend", "external_launcher"],
+         "-m", "planaria", *ONE, "-tp", "2", "--distributed-executor-backend", "external_launcher"],
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     lines = lines_of(run.stdout)
-    assert len(lines) == 1, run.stderr
-    assert lines[0]["token_ids"] == one[0]["token_ids"]
+    assert [line["token_ids"] for line in lines] == one_process, run.stderr
     assert (lines[0]["executor"], lines[0]["link"], lines[0]["layout"]) == ("external_launcher", "spmd", "tp=2 pp=1")
 
 
-def test_a_program_sees_the_same_in_every_process(tmp_path: Path) -> None:
+def test_a_program_sees_the_same_in_every_process(tmp_path: Path, one_process: list[object]) -> None:
     """Stages; greedy, and sampled with seeds that nobody gave."""
     sampled = {"temperature": 1.0, "max_tokens": 12, "n": 2}
     with Program(tmp_path, 2, [GREEDY, sampled], options={**SMALL, "pipeline_parallel_size": 2}) as program:
@@ -260,11 +288,7 @@ def test_a_program_sees_the_same_in_every_process(tmp_path: Path) -> None:
     assert seen[0]["tokens"] == seen[1]["tokens"] and seen[0]["hashes"] == seen[1]["hashes"]
     assert len(seen[0]["hashes"]) > 20
     assert seen[0]["pids"] == seen[1]["pids"] == [seen[0]["pid"], seen[1]["pid"]]
-    prompts = [
-        text for prompt in ("The capital of France is", "def fibonacci(n):", "1 2 3 4 5 6") for text in ("-p", prompt)
-    ]
-    one = lines_of(planaria("generate", *OPTIONS, *prompts, "--max-tokens", "16", "--json").stdout)
-    assert [[line["token_ids"]] for line in one] == seen[0]["tokens"][0]
+    assert [tokens for (tokens,) in seen[0]["tokens"][0]] == one_process
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -286,19 +310,6 @@ def test_a_stopped_ranks_name_is_everybodys_error(tmp_path: Path) -> None:
         program.processes[1].send_signal(signal.SIGSTOP)
         for seen in program.wait(0, 2, seconds=30):
             assert "rank 1 failed in step" in seen["error"], seen["error"]
-
-
-def test_programs_that_differ_are_told_so(tmp_path: Path) -> None:
-    """Other prompts on one rank; another option on one rank."""
-    options = {**NULL, "tensor_parallel_size": 2}
-    with Program(tmp_path, 2, [GREEDY], options=options, **{"rank 1": {"prompts": ["another"]}}) as program:
-        for seen in program.wait():
-            assert "rank 1 differs from rank 0: it has another request r0" in seen["error"], seen["error"]
-    for file in tmp_path.iterdir():
-        file.unlink()
-    with Program(tmp_path, 2, [GREEDY], options=options, **{"rank 1": {"options": {"max_num_seqs": 3}}}) as program:
-        for seen in program.wait():
-            assert "RanksDiffer: rank 1" in seen["error"], seen["error"]
 
 
 def test_what_is_refused() -> None:

@@ -104,6 +104,19 @@ def test_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ps.run(port=None, key=None, as_json=False)
 
 
+def test_one_of_two_servers_does_not_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:  # bound, so nobody else's, and not listening
+        taken.bind(("127.0.0.1", 0))
+        ports = [str(taken.getsockname()[1]), port_of(server)]
+        monkeypatch.setattr(ps, "titled_processes", lambda: iter([(1, "server", {"port": port}) for port in ports]))
+        ps.run(port=None, key=None, as_json=True)
+    out, err = capsys.readouterr()
+    assert {row["port"] for row in json.loads(out)} == {int(ports[1])}
+    assert err.startswith(f"planaria: no server answers at 127.0.0.1 port {ports[0]}")
+
+
 def test_nobody_or_somebody_else_answers() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

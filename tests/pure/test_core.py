@@ -248,3 +248,15 @@ def test_parts_of_a_prompt_pipeline() -> None:
     rows = [plan.lanes[0][0] for plan in plans if plan is not None]
     assert [(row.start, row.count, row.sample) for row in rows] == [(0, 16, False), (16, 16, False)]
     assert run.core.plan(0.0) is None  # both turns are in flight
+    run = make(num_blocks=512, block_size=16, seqs=4, budget=4096, depth=2, micro_steps=2)
+    run.take(run.core.admit(request("b", [i % 5 for i in range(700)], 4)))
+    plans = [run.core.plan(0.0), run.core.plan(0.0)]  # though a step has room for all of it
+    assert [(plan.lanes[0][0].start, plan.lanes[0][0].count) for plan in plans if plan] == [(0, 256), (256, 256)]
+    run.take(run.core.admit(request("c", [i % 5 for i in range(700)], 4)))
+    for plan in plans:
+        assert plan is not None
+        part = run.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
+        run.take(run.core.commit(StepResult(plan.epoch, plan.step, (part,))))
+    run.run()
+    assert run.tokens["b"] == run.tokens["c"] == hash_tokens([i % 5 for i in range(700)], 0, 4, VOCAB)
+    all_free(run)

@@ -1,0 +1,54 @@
+"""What a lane keeps of a request, and of the rows that go on together. Plain records: `scheduler.Lane` changes them."""
+
+from __future__ import annotations
+
+from planaria.core.policy import Key
+from planaria.core.prefix_cache import BlockKey
+from planaria.types import Request, TokenLogprobs
+
+NEVER = 1 << 62
+
+
+class Entry:
+    """A request as its lane sees it. `row` is None while it waits; `last_step` is the last step planned with it."""
+
+    __slots__ = (
+        "auto", "auto_from", "auto_start", "blocks", "end_tick", "key", "keys", "last_step", "leaving", "next_event",
+        "num_cached", "open", "owned", "planned", "prompt_logprobs", "remembered", "request", "row", "stops",
+        "target", "turn",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, key: Key) -> None:
+        self.request, self.key = request, key
+        self.row: int | None = None
+        self.blocks: list[int] = []
+        self.keys: list[BlockKey] = []  # of the full blocks of the history, as far as known
+        self.remembered = 0  # how many of them the pool has been told
+        self.owned: list[BlockKey] = []  # announced as being computed by this one
+        self.planned = 0  # cursor after all planned steps, while not `auto`
+        self.target = 0  # history length to reach before sampling
+        self.auto = False
+        self.turn = 0
+        self.auto_from = self.auto_start = 0  # first tick by itself, and the cursor it began with
+        self.end_tick = self.next_event = NEVER
+        self.last_step = 0
+        self.open = True  # no final delta yet
+        self.leaving = False  # all its steps are planned; row and blocks are in `deferred`
+        self.num_cached = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        params = request.params
+        self.stops = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(request.eos_ids)
+        )
+
+
+class Turn:
+    """The rows that go on together. `tick` counts its steps, `last_step` is the number of the last one planned."""
+
+    __slots__ = ("due", "last_step", "num_rows", "tick")
+
+    def __init__(self, last_step: int) -> None:
+        self.num_rows = 0  # that go on by themselves
+        self.tick = 0
+        self.last_step = last_step
+        self.due: dict[int, list[Entry]] = {}  # tick -> rows that need something then
