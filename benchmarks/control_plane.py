@@ -296,18 +296,19 @@ def goals(result: dict[str, Any]) -> report.Table:
         ours = found.get("shm")
         if not ours:
             continue
+        ranks = f"{workers} worker{'s' * (workers != '1')}"
         for peer, rhythm, wanted in GOALS:
             if peer in found:
                 pairs = zip(found[peer][rhythm]["p50"], ours[rhythm]["p50"], strict=True)
                 ratio = statistics.median(a / b for a, b in pairs)
-                rows.append([f"{TITLES[peer]} / shm link, {rhythm}, {workers} workers", f">= {wanted:g}",
+                rows.append([f"{TITLES[peer]} / shm link, {rhythm}, {ranks}", f">= {wanted:g}",
                              f"{ratio:.1f}", "yes" if ratio >= wanted else "no"])  # fmt: skip
         if workers == "1":
             first = statistics.median(ours["after 1.5 s"]["p50"])
             rows.append(["first round trip after 1.5 s, us, 1 worker", f"< {FIRST_TRIP:g}", f"{first:.0f}",
                          "yes" if first < FIRST_TRIP else "no"])  # fmt: skip
         idle = max(statistics.median(ours[part]) for part in ("rest", "after work"))
-        rows.append([f"CPU of a worker at rest and after work, %, {workers} workers", f"< {IDLE:g}", f"{idle:.2f}",
+        rows.append([f"CPU of a worker at rest and after work, %, {ranks}", f"< {IDLE:g}", f"{idle:.2f}",
                      "yes" if idle < IDLE else "no"])  # fmt: skip
     return report.Table("Goals", ["", "goal", "measured", "met"], rows)
 
@@ -360,7 +361,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 rounds of a few round trips")
     parser.add_argument("--json", type=Path, default=OUT)
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--measured", type=Path, help="tables of an earlier run's JSON instead of measuring")
     options = parser.parse_args()
+    if options.measured:
+        show(json.loads(options.measured.read_text()), options.markdown)
+        return
     pythons = dict.fromkeys(OURS, sys.executable)
     for name in ("vllm", "ray", "iceoryx2"):
         if python := getattr(options, f"{name}_python"):
@@ -377,14 +382,18 @@ def main() -> None:
     result["foreign"] = watch.percent()
     options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(result, indent=1))
+    show(result, options.markdown)
+
+
+def show(result: dict[str, Any], markdown: Path | None) -> None:
     lines = [
         f"{result['when']}, {result['cpu']}, {result['cores']} cores; step {result['step_bytes']} bytes, answer "
         f"{result['answer_bytes']} bytes. Medians (lowest-highest) of the rounds; other programs used "
         f"{result['foreign']:.0f}% of a core."
     ]
     print(report.as_text(tables(result), lines))
-    if options.markdown:
-        report.write_between(options.markdown, "control_plane", report.as_markdown(tables(result), lines))
+    if markdown:
+        report.write_between(markdown, "control_plane", report.as_markdown(tables(result), lines))
 
 
 if __name__ == "__main__":

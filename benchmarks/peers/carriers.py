@@ -187,4 +187,5 @@ if __name__ == "__main__":
     trip, close = make(int(sys.argv[2]))
     serve(trip)
     close()
-    os._exit(0)
+    if sys.argv[1] != "iceoryx2":  # which removes its files as its objects go
+        os._exit(0)

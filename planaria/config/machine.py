@@ -58,6 +58,14 @@ def num_accelerators() -> int:
     return present if visible is None else min(present, len(visible))
 
 
+def accelerator_ids() -> list[int]:
+    """Of the CUDA devices this process may use: as $CUDA_VISIBLE_DEVICES numbers them, or their positions there."""
+    visible = visible_cuda_devices()
+    if visible is None or not all(part.isdigit() for part in visible):
+        return list(range(num_accelerators()))
+    return [int(part) for part in visible]
+
+
 def in_placement_group() -> bool:
     """Does this process run inside a Ray placement group? Where it does, Ray is imported already."""
     ray: Any = sys.modules.get("ray")

@@ -17,6 +17,7 @@ import msgspec
 
 from planaria.config.options import EngineConfig, ParallelConfig
 from planaria.config.secret import deployment_secret
+from planaria.env import host_ip
 from planaria.errors import CapacityError, PlanariaError, RanksDiffer
 from planaria.executor import node_messages as messages
 from planaria.executor.boot import RankBoot
@@ -37,6 +38,7 @@ from planaria.executor.node_messages import (
     Start,
     Started,
     Trouble,
+    Welcome,
 )
 from planaria.executor.patience import Patience
 from planaria.node import node_name, own_address, resolve_host
@@ -45,6 +47,7 @@ from planaria.processes import set_title
 logger = logging.getLogger("planaria.agent")
 
 CONNECT = 2.0  # seconds of one attempt
+WELCOME_TIMEOUT = 5.0  # seconds for the driver's first answer
 
 
 class _Told(Exception):
@@ -93,10 +96,16 @@ class NodeAgent:
             self._say(
                 Here(self.parallel.node_rank, node_name(), self.address, os.getpid(), self.same)
             )
+            item = self._port.receive(WELCOME_TIMEOUT)
+            if item is None:
+                raise CapacityError(
+                    f"node 0 doesn't take this node: another process is node {self.parallel.node_rank} already; give "
+                    "each node its own --node-rank"
+                )
             while True:
+                if item is not None:
+                    self._obey(item[1])
                 item = self._port.receive(None)
-                assert item is not None
-                self._obey(item[1])
         except _Told as e:
             logger.info("node %d ends: %s", self.parallel.node_rank, e)
             last = f"it was ended by {e}"
@@ -138,8 +147,7 @@ class NodeAgent:
                 if patience.over:
                     raise CapacityError(f"no node 0 at {where} in {patience.waited:.0f} s: {e}") from None
                 continue
-            self.address = own_address(host)
-            logger.info("node %d of %d: joined node 0 at %s", parallel.node_rank, parallel.nnodes, where)
+            self.address = host_ip() or own_address(host)
             return port
 
     def _obey(self, message: Any) -> None:
@@ -158,6 +166,8 @@ class NodeAgent:
                     else:
                         self.local.close()
                 self._say(AllEnded())
+            case Welcome():
+                logger.info("node %d of %d: joined node 0", self.parallel.node_rank, self.parallel.nnodes)
             case Refused():
                 raise RanksDiffer(message.why)
 

@@ -47,6 +47,10 @@ class Trouble(msgspec.Struct, frozen=True, array_like=True, tag="trouble"):
     message: str
 
 
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """Answer to Here: this agent is its node's. It waits for the other nodes now."""
+
+
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     """Make processes for these ranks."""
 
@@ -72,7 +76,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 FromAgent = Here | Started | Ended | AllEnded | Trouble
-ToAgent = Start | Run | End | Refused
+ToAgent = Welcome | Start | Run | End | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)

@@ -144,9 +144,9 @@ def unreachable(own: Hello, members: Sequence[Hello], failed: Mapping[int, str])
     other = members[rank]
     more = f" (nor {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     if _is_loopback(other.address):
-        fix = f"no other node reaches a loopback address: give {other.node} the address that others know it by"
+        fix = "no other node reaches a loopback address: set $PLANARIA_HOST_IP there to the one that others know it by"
     else:
-        fix = "let the nodes reach one another at every port, or give each the address that others know it by"
+        fix = "let nodes reach one another at every port, or set $PLANARIA_HOST_IP there to an address that they reach"
     return (
         f"rank {own.rank} on {own.node} ({own.address}) can't reach rank {rank} on {other.node} at "
         f"{other.address} port {other.door}{more}: {why}; {fix}"

@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planaria.mesh.comm import DEADLINE, Comm, Solo
-from planaria.mesh.mesh import Mesh, pp_members, tp_members
+from planaria.mesh.mesh import Mesh
 from planaria.node import Shared
 from planaria.protocol import Hello
+from planaria.topology import Layout
 
 
 def axes(rank: int, tp: int, pp: int) -> dict[str, tuple[int, ...]]:
     """World ranks of the groups that `rank` is in, by axis."""
-    return {"tp": tp_members(rank, tp), "pp": pp_members(rank, tp, pp)}
+    layout = Layout(tp=tp, pp=pp)
+    return {axis: layout.group(rank, axis) for axis in ("tp", "pp")}
 
 
 def create_segments(rank: int, tp: int, pp: int) -> dict[str, tuple[int, int]]:

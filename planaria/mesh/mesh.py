@@ -9,7 +9,7 @@ from planaria.mesh.comm import Comm, Solo
 
 @dataclass(frozen=True)
 class Mesh:
-    """`rank` is the world rank: TP fastest, then PP. An axis of size 1 is a no-op."""
+    """`rank` is the world rank (see planaria.topology.layout). An axis of size 1 is a no-op."""
 
     rank: int = 0
     tp: Comm = field(default_factory=Solo)
@@ -34,19 +34,3 @@ class Mesh:
         """Let go of all groups."""
         self.tp.close()
         self.pp.close()
-
-
-def coordinates(rank: int, tp: int) -> tuple[int, int]:
-    """(tensor rank, stage) of a world rank."""
-    return rank % tp, rank // tp
-
-
-def tp_members(rank: int, tp: int) -> tuple[int, ...]:
-    """World ranks of the tensor group of `rank`."""
-    first = rank // tp * tp
-    return tuple(range(first, first + tp))
-
-
-def pp_members(rank: int, tp: int, pp: int) -> tuple[int, ...]:
-    """World ranks of the pipeline of `rank`, by stage."""
-    return tuple(rank % tp + stage * tp for stage in range(pp))

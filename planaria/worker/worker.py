@@ -357,7 +357,8 @@ def own_device(devices: Sequence[int], visible: Sequence[str] | None) -> int:
     """Index of this rank's accelerator among those its process may see; the first where none was dealt to it."""
     if not devices:
         return 0
-    return devices[0] if visible is None else list(visible).index(str(devices[0]))
+    mine = str(devices[0])
+    return list(visible).index(mine) if visible is not None and mine in visible else devices[0]
 
 
 def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:

@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 from planaria.kernels.cpu.build import load, target_for
 from planaria.kernels.ops import Batch
 from planaria.kernels.reference import Step
-from planaria.mesh.boot import open_mesh
+from planaria.mesh.boot import axes, open_mesh
 from planaria.mesh.comm import Comm, PeerLost, Solo
 from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
-from planaria.mesh.mesh import Mesh, coordinates, pp_members, tp_members
+from planaria.mesh.mesh import Mesh
 from planaria.mesh.nccl import NcclComm
 from planaria.mesh.shared import RING, SLOT, SharedComm, create_segment, fence_segment
 from planaria.protocol import Hello
@@ -333,8 +333,7 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
 
 
 def test_coordinates() -> None:
-    assert [coordinates(rank, 2) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert tp_members(3, 2) == (2, 3) and pp_members(3, 2, 3) == (1, 3, 5)
+    assert axes(3, 2, 3) == {"tp": (2, 3), "pp": (1, 3, 5)}
     mesh = open_mesh(0, 1, 1, 0, [hello(0)], fast=True, kernels=lambda: None)
     assert isinstance(mesh.tp, Solo) and mesh.samples and mesh.reads_tokens
     assert not Mesh(0, pp=_axis(0, 2)).samples and Mesh(1, pp=_axis(1, 2)).samples

@@ -20,7 +20,7 @@ import pytest
 from planaria import LLM, SamplingParams
 from planaria.config.options import ParallelConfig
 from planaria.config.secret import deployment_secret
-from planaria.errors import CapacityError, ConfigError, EngineDead, PlanariaError, RanksDiffer
+from planaria.errors import CapacityError, ConfigError, EngineDead, RanksDiffer
 from planaria.executor.launcher.nodes import NodesLauncher, placement_of
 from planaria.executor.launcher.process import ProcessLauncher
 from tests.proc.servers import alive, needs_smollm2, planaria, wait_until
@@ -28,6 +28,7 @@ from tests.proc.servers import alive, needs_smollm2, planaria, wait_until
 pytestmark = needs_smollm2
 
 SECRET = b"a secret of at least thirty-two bytes, for tests"
+SHARED = {"PLANARIA_SECRET": SECRET.decode()}
 EQUAL = {"model": "the same"}
 NULL = ["smollm2", "--max-model-len", "1024", "--dtype", "float32", "--null-worker"]
 OPTIONS = ["smollm2", "--kv-cache-memory", "128MiB", "--max-model-len", "1024", "--dtype", "float32"]
@@ -168,6 +169,25 @@ def test_two_networks_give_the_same_tokens(
     assert lines[0]["link"] == "shm+tcp"
 
 
+def test_a_cut_network_ends_both_sides(two_networks: list[tuple[str, ...]]) -> None:
+    """Nobody hears of a cable that was pulled: heartbeats do."""
+    args = [*NULL, "-pp", "2", "--nnodes", "2", "--master-addr", "10.93.0.1", "--heartbeat-timeout", "2"]
+    with (
+        Command("serve", *args, "--node-rank", "1", prefix=two_networks[1], env=SHARED) as other,
+        Command("serve", *args, "--port", "0", prefix=two_networks[0], env=SHARED) as head,
+    ):
+        head.wait_for("Planaria serving")
+        ranks = [*other.ranks(), *head.ranks()]
+        assert len(ranks) >= 2
+        space = two_networks[0][-1]
+        links = subprocess.run(["ip", "-n", space, "-o", "link"], capture_output=True, text=True, check=True).stdout
+        (end,) = re.findall(r"\d+: (pln\w+)@", links)
+        subprocess.run(["ip", "-n", space, "link", "set", end, "down"], check=True)
+        assert other.wait(20) == 1 and "node 1 ends: the connection to the driver broke" in other.text()
+        assert head.wait(20) == 1 and "rank 1 failed in idle" in head.text()
+        wait_until("all ranks end", lambda: not any(alive(rank) for rank in ranks), limit=5)
+
+
 # -- faults; ranks that compute nothing
 
 
@@ -232,6 +252,24 @@ def test_the_engines_end_is_the_agents_end() -> None:
         wait_until("all ranks end", lambda: not any(alive(rank) for rank in ranks), limit=5)
 
 
+def test_a_node_has_one_agent() -> None:
+    port = free_port()
+    nodes = launcher(port, same_as(port), timeout=60)
+    with agent(port, env=SHARED) as first:
+        first.wait_for("waiting for node 0")
+        starting = threading.Thread(target=nodes.start)
+        starting.start()
+        first.wait_for("joined node 0")
+        starting.join(30)
+        try:
+            with agent(port, env=SHARED) as second:
+                assert second.wait(30) == 1
+                assert "another process is node 1 already" in second.text()
+        finally:
+            nodes.kill()
+        assert first.wait(10) == 0
+
+
 def test_nodes_that_differ_are_refused_by_field() -> None:
     port = free_port()
     with agent(port, "--max-num-seqs", "17") as other:
@@ -279,7 +317,7 @@ def test_another_secret_never_joins_and_a_stopped_rank_is_killed() -> None:
         nodes.kill()
         assert stranger.process.poll() is None and stranger.ranks() == []
     port = free_port()
-    with agent(port, env={"PLANARIA_SECRET": SECRET.decode()}) as other:
+    with agent(port, env=SHARED) as other:
         nodes = launcher(port, same_as(port))
         try:
             places = nodes.start()
@@ -298,7 +336,7 @@ def test_a_port_in_use_is_said_at_once() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         nodes = launcher(taken.getsockname()[1], EQUAL)
-        with pytest.raises(PlanariaError, match=r"can't listen on 127\.0\.0\.1 port"):
+        with pytest.raises(CapacityError, match=r"can't listen on 127\.0\.0\.1 port .*--master-port"):
             nodes.start()
         nodes.kill()
 

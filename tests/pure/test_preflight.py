@@ -120,10 +120,10 @@ def test_a_pair_that_does_not_meet_is_named() -> None:
     members = [hello(0), hello(1), hello(2, address="127.0.0.1")]
     assert unreachable(members[1], members, {}) == ""
     assert unreachable(members[1], members, {0: "Connection refused"}) == (
-        "rank 1 on node1 (10.0.0.2) can't reach rank 0 on node0 at 10.0.0.1 port 400: Connection refused; let the "
-        "nodes reach one another at every port, or give each the address that others know it by"
+        "rank 1 on node1 (10.0.0.2) can't reach rank 0 on node0 at 10.0.0.1 port 400: Connection refused; let "
+        "nodes reach one another at every port, or set $PLANARIA_HOST_IP there to an address that they reach"
     )
     assert unreachable(members[1], members, {2: "no answer in 5 s", 3: "x"}) == (
         "rank 1 on node1 (10.0.0.2) can't reach rank 2 on node2 at 127.0.0.1 port 402 (nor 1 more ranks): no answer in "
-        "5 s; no other node reaches a loopback address: give node2 the address that others know it by"
+        "5 s; no other node reaches a loopback address: set $PLANARIA_HOST_IP there to the one that others know it by"
     )

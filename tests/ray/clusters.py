@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,3 +41,29 @@ def live_groups() -> list[str]:
     from ray.util import placement_group_table
 
     return [id for id, group in placement_group_table().items() if group["state"] != "REMOVED"]
+
+
+@contextlib.contextmanager
+def several_nodes(*slots: int) -> Iterator[Any]:
+    """A `ray.cluster_utils.Cluster` on this machine only, with a token of its own; so many slots on each node."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    from ray._private import ray_constants, utils
+    from ray._private.authentication_test_utils import reset_auth_token_state
+    from ray.cluster_utils import Cluster
+
+    from planaria.executor.ray.cluster import loopback
+
+    reset_auth_token_state()
+    with loopback(ray_constants):
+        cluster = Cluster()
+        try:
+            for count in slots:
+                cluster.add_node(num_cpus=1, resources={"planaria_slot": count}, include_dashboard=False)
+            yield cluster
+        finally:
+            with ended():
+                cluster.shutdown()
+            address_file = Path(utils.get_ray_address_file(None))  # by which others would find it
+            address_file.unlink(missing_ok=True)
+            del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]
+            reset_auth_token_state()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.ray.clusters import ended
 
-collect_ignore = [] if importlib.util.find_spec("ray") else ["test_ray.py", "test_cluster.py", "test_nodes.py"]
+collect_ignore = [] if importlib.util.find_spec("ray") else ["test_ray.py", "test_cluster.py", "test_networks.py"]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from planaria.config.machine import usable_cores
+from planaria.config.machine import accelerator_ids, usable_cores
 from planaria.config.options import OuterLauncher
 from planaria.executor.boot import Place, RankBoot
 from planaria.executor.launcher.fixed import Fixed
@@ -42,7 +42,8 @@ class ExternalLauncher(Fixed):
         alone = outer.local_world_size == outer.world_size
         address = "127.0.0.1" if alone else own_address(resolve_host(outer.master_addr))
         self.circle = self.open_circle(address)
-        own = Place(outer.rank, home(), node_name(), address, os.getpid(), usable_cores())
+        device = accelerator_ids()[outer.local_rank : outer.local_rank + 1]
+        own = Place(outer.rank, home(), node_name(), address, os.getpid(), usable_cores(), tuple(device))
         parts = self.circle.round("start", b"", msgspec.msgpack.encode(own), START_TIMEOUT)
         return [msgspec.msgpack.decode(data, type=Place) for data in parts]
 

@@ -35,6 +35,7 @@ from planaria.executor.node_messages import (
     Started,
     ToAgent,
     Trouble,
+    Welcome,
 )
 from planaria.executor.patience import Patience
 from planaria.node import resolve_host
@@ -134,12 +135,15 @@ class NodesLauncher(Fixed):
     # -- what an engine asks for
 
     def start(self) -> list[Place]:
-        """Wait for all nodes, then start all ranks. Raises CapacityError (a node did not come, or could not start its
-        ranks), RanksDiffer, LinkError (the port can't be listened on)."""
-        self._link = TcpLink.create(
-            len(self.agents), host=self.address, port=self.parallel.master_port, keys=self.keys,
-            heartbeat=self.parallel.heartbeat_timeout, encode=messages.encode, decode=messages.decode,
-        )  # fmt: skip
+        """Wait for all nodes, then start all ranks. Raises RanksDiffer, CapacityError: the port can't be listened on, a
+        node did not come, or did not start its ranks."""
+        try:
+            self._link = TcpLink.create(
+                len(self.agents), host=self.address, port=self.parallel.master_port, keys=self.keys,
+                heartbeat=self.parallel.heartbeat_timeout, encode=messages.encode, decode=messages.decode,
+            )  # fmt: skip
+        except LinkError as e:
+            raise CapacityError(f"{e}; choose another --master-addr or --master-port, on every node") from None
         self._thread = threading.Thread(target=self._serve, args=(self._link,), name="nodes", daemon=True)
         self._thread.start()
         places = self.local.start()
@@ -262,6 +266,7 @@ class NodesLauncher(Fixed):
         match message:
             case Here():
                 agent.here, agent.gone = message, ""
+                link.send(0, Welcome(), to=agent.number - 1)
                 logger.info("%s is here", agent)
             case Started():
                 agent.places = message.places

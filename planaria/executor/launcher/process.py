@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from planaria.config.machine import usable_cores
+from planaria.config.machine import accelerator_ids, usable_cores
 from planaria.executor.boot import Place, RankBoot
 from planaria.node import home, node_name
 
@@ -52,10 +52,10 @@ class ProcessLauncher:
         return Rank([sys.executable, "-m", self.module, str(os.getpid())], self._ended)
 
     def _places(self) -> list[Place]:
-        cores = usable_cores()
+        cores, devices = usable_cores(), accelerator_ids()
         return [
-            Place(rank, home(), node_name(), self.address, process.pid, cores)
-            for rank, process in sorted(self.processes.items())
+            Place(rank, home(), node_name(), self.address, process.pid, cores, tuple(devices[i : i + 1]))
+            for i, (rank, process) in enumerate(sorted(self.processes.items()))
         ]
 
     def run(self, boots: Sequence[RankBoot]) -> None:

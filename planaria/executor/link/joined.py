@@ -20,7 +20,7 @@ from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, Message
 from planaria.protocol import Command, Failed, Reply
 
 Answer = tuple[int, int, Reply]
-_CLOSE_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 2.0
 
 _PHRASES: list[tuple[type[LinkError], str]] = [
     (PeerLost, "ended, or its connection broke"),
@@ -140,6 +140,9 @@ class JoinedLink:
             part.link.wake()
         for part in self._parts:
             part.join(_CLOSE_TIMEOUT)
+            if part.is_alive():  # it waits for a rank that takes nothing
+                part.link.fence()
+                part.join(_CLOSE_TIMEOUT)
         self.first.close()
 
 

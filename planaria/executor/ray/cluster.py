@@ -164,7 +164,7 @@ def _start(ray: Any, slots: int) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # ranks serve; Ray's default is for batch work
     from ray._private import ray_constants
 
-    with _signals_kept(), _loopback(ray_constants):
+    with _signals_kept(), loopback(ray_constants):
         try:
             ray.init(
                 address="local", num_cpus=usable_cores(), resources={SLOT: max(slots, usable_cores())},
@@ -176,7 +176,7 @@ def _start(ray: Any, slots: int) -> None:
 
 
 @contextlib.contextmanager
-def _loopback(constants: Any) -> Iterator[None]:
+def loopback(constants: Any) -> Iterator[None]:
     """Make a cluster that starts meanwhile bind to 127.0.0.1. An address of 127.0.0.1 in `init` doesn't: Ray replaces
     it by the machine's. This switch of its own, for machines whose firewall would ask, does."""
     before, had = constants.ENABLE_RAY_CLUSTER, os.environ.get(_LOOPBACK)

@@ -1,0 +1,167 @@
+"""A Ray cluster of several nodes on this machine: who goes where, the user's placement groups, waiting for nodes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria import LLM
+from planaria.env import RaySettings
+from planaria.errors import CapacityError, ConfigError
+from planaria.topology import Layout
+from tests.proc.servers import wait_until
+from tests.ray.clusters import live_groups, several_nodes
+from tests.ray.test_ray import PROMPTS, SMALL, answers, check, ray_options
+
+SLOT = "planaria_slot"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """A driver's node with one slot, and a node with two."""
+    with several_nodes(1, 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def connection(nodes: Any) -> Iterator[Any]:
+    from planaria.executor.ray.cluster import connect
+
+    connection = connect(nodes.address, 1)
+    yield connection
+    connection.close()
+
+
+def obtain(connection: Any, layout: Layout, group: Any = None, **settings: Any) -> Any:
+    from planaria.executor.ray import groups
+
+    given = group.id.hex() if group is not None else None
+    return groups.obtain(connection, given, layout, SLOT, RaySettings(**settings), "test")
+
+
+@pytest.fixture
+def group(connection: Any) -> Iterator[Any]:
+    """A user's: a bundle without a slot, then one on each of several nodes."""
+    from ray.util import placement_group, remove_placement_group
+
+    made = placement_group([{"CPU": 0.1}, *([{SLOT: 1}] * 3)], strategy="PACK")
+    assert made.wait(10)
+    yield made
+    remove_placement_group(made)
+    free_again(connection, 3)
+
+
+def free_again(connection: Any, count: int) -> None:
+    wait_until("slots are free again", lambda: connection.snapshot(SLOT).num_devices == count, limit=10)
+
+
+def test_it_joins_and_does_not_end_a_cluster_that_was_there(connection: Any) -> None:
+    assert not connection.started and connection.resource("cpu") == SLOT
+    cluster = connection.snapshot(SLOT)
+    assert sorted(len(node.devices) for node in cluster.nodes) == [1, 2]
+    assert cluster.head == connection.node and len(cluster.ordered()[0].devices) == 1
+
+
+def test_each_rank_is_on_the_node_that_was_decided(connection: Any, small: Path) -> None:
+    with LLM(str(small), **SMALL) as llm:
+        expected = answers(llm, PROMPTS, 8)
+    with LLM(str(small), **SMALL, **ray_options("pp2")) as llm:
+        launcher: Any = llm._loop.launcher
+        nodes = [at.ray_node for at in launcher.found]
+        assert nodes == [slot.node for slot in launcher.group.placement.slots]
+        assert nodes[0] == connection.node != nodes[1]
+        check(answers(llm, PROMPTS, 8), expected)
+    assert connection.alive, "others may be using it"
+    wait_until("its placement group is gone", lambda: not live_groups(), limit=5)
+    free_again(connection, 3)
+
+
+def test_a_users_group_is_used_and_kept(connection: Any, group: Any, small: Path) -> None:
+    """Its tensor group on one node: so none on the driver's, which has one slot."""
+    with LLM(str(small), **SMALL, **ray_options("tp2"), placement_group=group.id.hex()) as llm:
+        launcher: Any = llm._loop.launcher
+        assert len(launcher.group.bundles) == 2 and 0 not in launcher.group.bundles and not launcher.group.owned
+        assert not launcher.group.placement.spanning() and connection.node not in launcher.group.placement.nodes
+    assert live_groups() == [group.id.hex()]
+
+
+def test_explicit_bundles_in_the_order_given(connection: Any, group: Any) -> None:
+    assert obtain(connection, Layout(tp=2), group, bundle_indices=(3, 1)).bundles == [3, 1]
+    with pytest.raises(ConfigError, match="bundle 0 holds no device"):
+        obtain(connection, Layout(tp=2), group, bundle_indices=(0, 1))
+
+
+def test_a_users_group_that_is_too_small_or_unknown_is_refused(connection: Any, group: Any) -> None:
+    with pytest.raises(ConfigError, match=r"3 of them hold a device .*needs 6"):
+        obtain(connection, Layout(tp=2, pp=3), group)
+    from planaria.executor.ray import groups
+
+    with pytest.raises(ConfigError, match="none of this name"):
+        groups.obtain(connection, "nobody's", Layout(), SLOT, RaySettings(), "test")
+    with pytest.raises(ConfigError, match="not in this cluster"):
+        groups.obtain(connection, "0" * 36, Layout(), SLOT, RaySettings(), "test")
+    with pytest.raises(ConfigError, match="none is given"):
+        obtain(connection, Layout(), bundle_indices=(0,))
+
+
+def test_the_enclosing_group_is_used(connection: Any, group: Any) -> None:
+    """Seen from a task inside it."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    @connection.ray.remote(num_cpus=0.1)
+    def inside() -> tuple[list[int], bool]:
+        from planaria.executor.ray import groups
+        from planaria.executor.ray.cluster import connect
+
+        found = groups.obtain(connect(None, 1), None, Layout(tp=2), SLOT, RaySettings(), "test")
+        return found.bundles, found.owned
+
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    bundles, owned = connection.ray.get(inside.options(scheduling_strategy=strategy).remote(), timeout=60)
+    assert len(bundles) == 2 and 0 not in bundles and not owned
+
+
+def test_a_broken_rule_is_not_waited_for(connection: Any) -> None:
+    with pytest.raises(CapacityError, match="driver's node"):
+        obtain(connection, Layout(tp=2), driver_inside=True, wait=0.5)
+    with pytest.raises(CapacityError, match=r"8 x planaria_slot on Ray, 3 are available .*--tensor-parallel-size"):
+        obtain(connection, Layout(tp=2, pp=4), wait=0.5)
+    assert not live_groups()
+    free_again(connection, 3)
+
+
+def test_a_cluster_that_grows_is_waited_for(nodes: Any, connection: Any) -> None:
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(obtain(connection, Layout(pp=5), wait=60)))
+    waiting.start()
+    wait_until("the demand is stated", live_groups, limit=10)
+    node = nodes.add_node(num_cpus=1, resources={SLOT: 2})
+    waiting.join(60)
+    (got,) = found
+    assert got.owned and len(got.placement.nodes) == 3 and live_groups() == [got.handle.id.hex()]
+    got.remove()
+    wait_until("removed", lambda: not live_groups(), limit=10)
+    nodes.remove_node(node)
+
+
+def test_a_driver_that_must_be_inside_is(connection: Any) -> None:
+    got = obtain(connection, Layout(pp=2), driver_inside=True)
+    assert got.placement.slots[0].node == connection.node
+    got.remove()
+    free_again(connection, 3)
+
+
+def test_an_address_that_nobody_answers_at_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: this one is connected."""
+    from tests.proc.servers import planaria
+
+    result = planaria(
+        "generate", "smollm2", "--prompt", "x", "--distributed-executor-backend", "ray",
+        env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
+    )  # fmt: skip
+    assert result.returncode != 0 and "127.0.0.1:1" in result.stderr and "Traceback" not in result.stderr
