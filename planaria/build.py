@@ -29,11 +29,12 @@ def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
         return _spmd(config, parallel.outer, emit)
     launcher = _launcher(config)
     if launcher.link == "direct":
-        return EngineLoop(config, launcher, lambda places: _direct(config, launcher), emit)
+        return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
 
-    def link_for(places: list[Place]) -> Link:
+    def link_for(places: list[Place], epoch: int) -> Link:
         link: Link = make_link(
-            [place.home == home() for place in places], host=launcher.address, heartbeat=parallel.heartbeat_timeout
+            [place.home == home() for place in places], host=launcher.address, heartbeat=parallel.heartbeat_timeout,
+            epoch=epoch,
         )
         if parallel.ray_link == "compiled-graph":
             from planaria.executor.link.ray_graph import RayGraphLink
@@ -62,7 +63,7 @@ def _launcher(config: EngineConfig) -> Any:
         from planaria.executor.launcher.nodes import nodes_launcher
 
         return nodes_launcher(config, WORKER)
-    return ProcessLauncher(WORKER, range(parallel.world_size))
+    return ProcessLauncher(WORKER, range(parallel.world_size), spares=config.faults.spare_workers)
 
 
 def run_agent(config: EngineConfig) -> int:
@@ -79,7 +80,7 @@ def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:
     launcher = InlineLauncher(
         lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction)))
     )
-    return EngineLoop(config, launcher, lambda places: _direct(config, launcher), emit)
+    return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
 
 
 def _spmd(config: EngineConfig, outer: OuterLauncher, emit: Emit) -> EngineLoop:
@@ -100,7 +101,7 @@ def _spmd(config: EngineConfig, outer: OuterLauncher, emit: Emit) -> EngineLoop:
             if (mesh := getattr(rank, "mesh", None)) is not None:
                 mesh.abort(why)
 
-    def link_for(places: list[Place]) -> Link:
+    def link_for(places: list[Place], epoch: int) -> Link:
         assert launcher.circle is not None
         link = SpmdLink(launcher.circle, launcher.ranks, abort)
         loop.clock, loop.agree = link.clock, link.agree

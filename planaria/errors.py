@@ -66,11 +66,20 @@ class CallFailed(PlanariaError):
 
 
 class WorkersLost(PlanariaError):
-    """Ranks of one epoch are gone. `cause` names rank, phase and the first traceback."""
+    """Ranks of one epoch are gone, or one could not go on: `cause` says how, `phase` in what, `traceback` where.
 
-    def __init__(self, epoch: int, ranks: tuple[int, ...], cause: str) -> None:
-        super().__init__(f"epoch {epoch}: lost rank(s) {', '.join(map(str, ranks))}: {cause}")
-        self.epoch, self.ranks, self.cause = epoch, ranks, cause
+    `dead`: their processes must be replaced; else they answered, and can go on in another epoch. `kind` as in
+    protocol.Failed.
+    """
+
+    def __init__(
+        self, epoch: int, ranks: tuple[int, ...], cause: str, phase: str = "", traceback: str = "", *,
+        dead: bool = True, kind: str = "error",
+    ) -> None:  # fmt: skip
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "a rank"
+        super().__init__(f"{who} failed in {phase}: {cause}")
+        self.epoch, self.ranks, self.cause, self.phase = epoch, ranks, cause, phase
+        self.traceback, self.dead, self.kind = traceback, dead, kind
 
 
 class EngineDead(PlanariaError):

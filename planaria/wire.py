@@ -72,6 +72,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    replayed_tokens: int = 0  # computed again after a loss
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, tag="output"):
@@ -85,6 +86,24 @@ class Dead(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
     kind: str
     message: str
     detail: str = ""
+
+
+class Recovery(msgspec.Struct, frozen=True, array_like=True, tag="recovery"):
+    """A fault, and what was done about it: said when it is noticed (`seconds` empty) and when requests go on.
+
+    `seconds` by part: detect, fence, replace, and the phases of coming up; `layout` as in EngineFacts.
+    """
+
+    epoch: int  # that begins with it
+    ranks: list[int]
+    phase: str
+    cause: str
+    traceback: str = ""
+    seconds: dict[str, float] = {}
+    layout: str = ""
+    pids: list[int] = []
+    requests: int = 0  # open, and replayed
+    tokens: int = 0  # that are computed again
 
 
 class Phase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):
@@ -125,7 +144,7 @@ class Processes(msgspec.Struct, frozen=True, array_like=True, tag="processes"):
 
 ToEngine = Submit | Cancel | Report | Shutdown
 StartUpNews = Phase | Progress
-FromEngine = EngineFacts | Output | Dead | Phase | Processes | Progress
+FromEngine = EngineFacts | Output | Dead | Recovery | Phase | Processes | Progress
 
 Sink = Callable[[Delta], None]
 

@@ -61,6 +61,13 @@ _ENGINE: dict[str, tuple[Any, list[str], str]] = {
     "disable_custom_all_reduce": (bool, ["--disable-custom-all-reduce"], "Use the plain collective (gloo, NCCL)."),
     "worker_cls": (str, ["--worker-cls"], "package.module.Class in place of the worker; auto: Planaria's."),
     "worker_extension_cls": (str, ["--worker-extension-cls"], "package.module.Class whose methods join the worker's."),
+    "spare_workers": (int, ["--spare-workers"], "Processes that are loaded and wait to replace a lost rank."),
+    "recovery_limit": (
+        int, ["--recovery-limit"],
+        "Times that lost ranks are replaced with no token in between before giving up; 0: never.",
+    ),
+    "recovery_window": (float, ["--recovery-window"], "Seconds in which they are counted."),
+    "step_timeout": (float, ["--step-timeout"], "Seconds after which a step is overdue at the latest."),
     "heartbeat_timeout": (
         float, ["--heartbeat-timeout"], "Seconds without a sign of life after which a rank counts as lost.",
     ),

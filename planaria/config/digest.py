@@ -24,7 +24,8 @@ NOT_HASHED = frozenset({
     # how ranks are started, reached and watched
     "parallel.distributed_executor_backend", "parallel.ray_link", "parallel.ray_runtime_env",
     "parallel.ray_workers_use_nsight", "parallel.placement_group", "parallel.max_parallel_loading_workers",
-    "parallel.heartbeat_timeout",
+    "parallel.heartbeat_timeout", "faults.spare_workers", "faults.recovery_limit", "faults.recovery_window",
+    "faults.step_timeout",
     # compared by name, see `compared`
     "parallel.disable_custom_all_reduce", "parallel.worker_cls", "parallel.worker_extension_cls",
     # a node's own: paths, cores; and what only front ends use

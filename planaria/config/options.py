@@ -51,6 +51,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     worker_cls: str = "auto"
     worker_extension_cls: str = ""
     heartbeat_timeout: float = 10.0
+    spare_workers: int = 0
+    recovery_limit: int = 5
+    recovery_window: float = 300.0
+    step_timeout: float = 300.0
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +141,17 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.world_size // self.nnodes
 
 
+class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done about lost ranks. `recovery_limit`: times in `recovery_window` seconds that the ranks may come up
+    again without a token since the last time; 0: the first loss ends the engine. `step_timeout`: seconds after which a
+    step is overdue at the latest."""
+
+    spare_workers: int = 0
+    recovery_limit: int = 5
+    recovery_window: float = 300.0
+    step_timeout: float = 300.0
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything decided before a process starts. `checkpoint` is a planaria.checkpoint.Checkpoint as plain values."""
 
@@ -147,4 +162,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig
     device: DeviceConfig
     parallel: ParallelConfig
+    faults: FaultConfig = FaultConfig()
     null_worker: bool = False

@@ -15,6 +15,7 @@ from planaria.config.options import (
     DeviceConfig,
     EngineConfig,
     EngineOptions,
+    FaultConfig,
     SchedulerConfig,
 )
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
@@ -87,6 +88,18 @@ def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: 
     )  # fmt: skip
 
 
+def _faults(options: EngineOptions) -> FaultConfig:
+    _at_least("--spare-workers", options.spare_workers, 0)
+    _at_least("--recovery-limit", options.recovery_limit, 0)
+    for option, value in (("--recovery-window", options.recovery_window), ("--step-timeout", options.step_timeout)):
+        if not value > 0:
+            raise ConfigError(option, value, "must be more than 0")
+    return FaultConfig(
+        spare_workers=options.spare_workers, recovery_limit=options.recovery_limit,
+        recovery_window=options.recovery_window, step_timeout=options.step_timeout,
+    )  # fmt: skip
+
+
 def resolve(options: EngineOptions) -> EngineConfig:
     """Raises ConfigError for a refused option, ModelError for a model that can't be served."""
     for option, value in (
@@ -150,5 +163,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=device,
         parallel=parallel,
+        faults=_faults(options),
         null_worker=options.null_worker,
     )

@@ -8,6 +8,7 @@ and nowhere else; a result of another epoch is ignored.
 from __future__ import annotations
 
 from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.protocol import StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request
@@ -24,7 +25,8 @@ class EngineCore:
         self.epoch = 0
         self.planned = self.committed = 0  # step numbers
         self.turn = 0  # where the search for the next step's turn begins
-        self.prompt_tokens = self.generation_tokens = 0
+        self.prompt_tokens = self.generation_tokens = self.replayed_tokens = 0
+        self.quarantine = Quarantine()
 
     def admit(self, request: Request) -> list[Delta]:
         """Take a request. One that can never run is answered at once, with an error."""
@@ -53,6 +55,9 @@ class EngineCore:
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Delta]:
         """End a request now. Unknown or ended ids are ignored."""
+        if self.quarantine.faults:
+            self.quarantine.cleared(request_id)
+            self._release()
         lane = self.lane_of.pop(request_id, None)
         entry = lane.remove(request_id) if lane is not None else None
         return [Delta(request_id, len(entry.request.output), [], reason)] if entry is not None else []
@@ -63,6 +68,8 @@ class EngineCore:
         `now` is part of the interface for policies with deadlines; the present ones don't read it.
         """
         if not any(lane.has_work() for lane in self.lanes):
+            return None
+        if self.quarantine.faults and not self._only_suspects():
             return None
         step, turns = self.planned + 1, self.config.micro_steps
         for turn in [(self.turn + i) % turns for i in range(turns)]:
@@ -90,6 +97,8 @@ class EngineCore:
             deltas += lane.commit(result.step, part)
         for delta in deltas:
             self.generation_tokens += len(delta.tokens)
+            if self.quarantine.faults and (delta.tokens or delta.finish is not None):
+                self._clear(delta)
             if delta.finish is not None:
                 del self.lane_of[delta.request_id]
         return deltas
@@ -98,12 +107,54 @@ class EngineCore:
     def in_flight(self) -> int:
         return self.planned - self.committed
 
-    def lost(self, epoch: int) -> None:
-        """The workers' state is gone. Every cursor goes to 0, order is kept, uncommitted steps vanish."""
+    def fault(self) -> list[Delta]:
+        """A fault ended the steps in flight. Returns the end of the request that is convicted of it, if one is."""
+        present = [id for lane in self.lanes for id in lane.present()]
+        convict = self.quarantine.fault(present)
+        if convict is None:
+            return []
+        self.quarantine.cleared(convict)
+        deltas = self.cancel(convict, FinishReason.ERROR)
+        for delta in deltas:
+            delta.error = "the worker failed again and again while it ran this request, and nothing else"
+        return deltas
+
+    def lost(self, epoch: int, num_blocks: int | None = None) -> list[Delta]:
+        """The workers' state is gone. Every cursor goes to 0, order is kept, uncommitted steps vanish. num_blocks: that
+        the workers have now; requests that can't be held any more are answered."""
         self.epoch = epoch
         self.planned = self.committed = self.turn = 0
+        deltas: list[Delta] = []
         for lane in self.lanes:
+            self.replayed_tokens += sum(entry.request.computed for entry in lane.entries.values())
+            lane.num_blocks = num_blocks or lane.num_blocks
             lane.lost(0)
+            for request in [entry.request for entry in lane.entries.values()]:
+                if len(request.prompt) + request.max_tokens > lane.capacity():
+                    for delta in self.cancel(request.id, FinishReason.ERROR):
+                        delta.error = f"after a fault this engine holds {lane.capacity()} tokens for one request"
+                        deltas.append(delta)
+        return deltas
+
+    def _only_suspects(self) -> bool:
+        """Let only the suspect that must run alone be planned, a step at a time. False: not before a commit."""
+        alone = self.quarantine.next(request.id for request in self.snapshot())
+        for lane in self.lanes:
+            lane.only = alone
+        return alone is None or self.in_flight == 0
+
+    def _clear(self, delta: Delta) -> None:
+        """A token, or its end, shows that a request is not what failed. It waits while others have to run alone."""
+        was_alone = self.quarantine.cleared(delta.request_id)
+        if was_alone and delta.finish is None and self.quarantine.suspects():
+            self.lane_of[delta.request_id].pause(delta.request_id)
+        self._release()
+
+    def _release(self) -> None:
+        """Let everybody in again when nobody has to run alone."""
+        if not self.quarantine.suspects():
+            for lane in self.lanes:
+                lane.only = None
 
     def snapshot(self) -> list[Request]:
         """The open requests, in the order they would be served."""
@@ -126,4 +177,5 @@ class EngineCore:
             preemptions=sum(lane.preemptions for lane in lanes),
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
+            replayed_tokens=self.replayed_tokens,
         )

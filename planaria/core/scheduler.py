@@ -43,6 +43,7 @@ class Lane:
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
         self.waiting: list[tuple[Key, Entry]] = []  # a heap
         self.entries: dict[str, Entry] = {}  # every open request
+        self.only: str | None = None  # no other request may enter (quarantine)
         self.reset(0)
 
     def reset(self, step: int) -> None:
@@ -90,6 +91,19 @@ class Lane:
         entry.open = False
         self._quit(entry)
         return entry
+
+    def present(self) -> list[str]:
+        """Requests that a step in flight may be computing, in the order they would be served."""
+        held = (entry for entry in self.at_row if entry is not None and entry.open)
+        return [entry.request.id for entry in sorted(held, key=lambda e: e.key)]
+
+    def pause(self, request_id: str) -> None:
+        """Send a running request back to waiting; its tokens stay."""
+        entry = self.entries[request_id]
+        if entry.row is not None and not entry.leaving:
+            self._leave(entry, at_once=True)
+            self._rewind(entry)
+            heapq.heappush(self.waiting, (entry.key, entry))
 
     def lost(self, step: int) -> None:
         """The worker's state is gone: every open request waits again, in its old order, with its tokens."""
@@ -186,7 +200,7 @@ class Lane:
             item = heapq.heappop(self.waiting)
             entry = item[1]
             history = entry.request.prompt + entry.request.output
-            if entry.last_step > self.committed:
+            if entry.last_step > self.committed or (self.only is not None and entry.request.id != self.only):
                 passed.append(item)
                 continue
             hits: list[int] = []

@@ -14,6 +14,8 @@ from planaria.executor.link.address import Address
 from planaria.executor.link.codec import BAD_BYTES
 from planaria.logs import current_level
 
+SPARE = -1  # the rank of a process that waits to become one
+
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """Where a rank came up, as its launcher saw it. home: see `planaria.node`; address: by which other nodes reach it;

@@ -15,7 +15,9 @@ KV_SHARE = 0.5  # of available memory, where no size is given on a CPU
 KV_CPU_LIMIT = 2 << 30
 
 
-def kv_blocks(facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig, *, cpu: bool) -> int:
+def kv_blocks(
+    facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig, *, cpu: bool, share: float = 1.0
+) -> int:
     """How many blocks every rank can hold. Raises CapacityError when one request of full length wouldn't fit."""
     block = max(f.block_bytes for f in facts)
     available = min(f.available_bytes for f in facts)
@@ -28,7 +30,7 @@ def kv_blocks(facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig
         budget = cache.memory
     else:
         budget = min(int(available * KV_SHARE), KV_CPU_LIMIT) if cpu else available
-    blocks = budget // block
+    blocks = int(budget * share) // block
     needed = -(-scheduler.max_model_len // cache.block_size)
     if blocks < needed:
         raise CapacityError(
@@ -62,10 +64,10 @@ class Gang:
 
     def __init__(
         self, cache: CacheConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, *, cpu: bool, epoch: int = 0,
-        apart: bool = False,
+        apart: bool = False, share: float = 1.0,
     ) -> None:  # fmt: skip
         self.cache, self.scheduler, self.parallel, self.cpu = cache, scheduler, parallel, cpu
-        self.epoch, self.apart = epoch, apart
+        self.epoch, self.apart, self.share = epoch, apart, share
         self.state = "launched"
         self.members: tuple[Hello, ...] = ()
         self.num_blocks = 0
@@ -111,7 +113,7 @@ class Gang:
             case "probing":
                 facts = [reply for reply in replies if isinstance(reply, Facts)]
                 try:
-                    self.num_blocks = kv_blocks(facts, self.cache, self.scheduler, cpu=self.cpu)
+                    self.num_blocks = kv_blocks(facts, self.cache, self.scheduler, cpu=self.cpu, share=self.share)
                 except CapacityError as e:
                     return self._fail(Failed(0, "probe", str(e), "", "capacity"))
                 self.weight_bytes = sum(f.weight_bytes for f in facts)

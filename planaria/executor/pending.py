@@ -38,4 +38,6 @@ class Pending:
 def _error(method: str, failed: Failed) -> CallFailed | UserError:
     if failed.kind == "user":
         return UserError(failed.message)
+    if failed.kind == "fenced":
+        return CallFailed(f"{method} did not finish: {failed.message}")
     return CallFailed(f"{method} failed on rank {failed.rank}: {failed.message}", failed.traceback)

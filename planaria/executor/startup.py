@@ -16,14 +16,16 @@ FIRST_LINE = 10.0  # seconds in a phase after which the log says what is awaited
 class StartUp:
     """`enter` begins a phase on all ranks, `done` ends it on one. `seconds` is by phase, of the slowest rank."""
 
-    def __init__(self, world_size: int, emit: Callable[[FromEngine], None]) -> None:
-        self.world_size, self.emit = world_size, emit
+    def __init__(
+        self, world_size: int, emit: Callable[[FromEngine], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.world_size, self.emit, self.clock = world_size, emit, clock
         self.name = ""
         self.seconds: dict[str, float] = {}
         self._began, self._next_line = 0.0, FIRST_LINE
 
     def enter(self, name: str) -> None:
-        now = time.perf_counter()
+        now = self.clock()
         if self.name:
             self.seconds[self.name] = self.seconds.get(self.name, 0.0) + now - self._began
         self.name, self._began, self._next_line = name, now, FIRST_LINE
@@ -32,11 +34,11 @@ class StartUp:
 
     def waiting(self, ranks: Sequence[int]) -> None:
         """Called now and then: a line in the log after 10 s in a phase, then each time twice as long has passed."""
-        elapsed = time.perf_counter() - self._began
+        elapsed = self.clock() - self._began
         if elapsed >= self._next_line:
             self._next_line *= 2
             names = ", ".join(map(str, ranks))
             logger.info("waiting for %s for %.0f s: ranks %s", self.name, elapsed, names)
 
     def done(self, rank: int) -> None:
-        self.emit(Phase(rank, self.name, time.perf_counter() - self._began))
+        self.emit(Phase(rank, self.name, self.clock() - self._began))

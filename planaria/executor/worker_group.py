@@ -60,8 +60,20 @@ class WorkerGroup:
             done[-1].closed = True
         return done
 
+    def end_epoch(self, why: str) -> None:
+        """Nobody will answer what is open: it has failed, here and now."""
+        while self.open:
+            ticket = self.open.popleft()
+            for rank in self.owing_of(ticket):
+                ticket.replies[rank] = Failed(rank, "epoch", why, "", "fenced")
+            ticket.closed = True
+
+    def owing_of(self, ticket: Ticket) -> list[int]:
+        """Ranks that have not answered it."""
+        return [rank for rank in range(self.world_size) if rank not in ticket.replies]
+
     def owing(self) -> list[int]:
         """Ranks that owe the oldest open ticket a reply."""
         if not self.open:
             return []
-        return [rank for rank in range(self.world_size) if rank not in self.open[0].replies]
+        return self.owing_of(self.open[0])

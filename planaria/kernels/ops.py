@@ -22,6 +22,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
+    from planaria.mesh.comm import Comm
+
 Act = Any
 Weight = Any
 KVLayer = Any
@@ -81,10 +83,14 @@ class Batch:
 class Ops(Protocol):
     """One back end. Loading: `pack`, `vector`, `rope_table`, `kv_layer`. The rest is forward.
 
-    Tensor ranks: a back end is made with its group's `Comm` (planaria.mesh). The partial sums of `embed` and of
-    `linear(reduce=True)` are added over the group, in one order on all ranks, so the residual is the same on all of
+    Tensor ranks: a back end joins its group's `Comm` (planaria.mesh) before `compile`. The partial sums of `embed` and
+    of `linear(reduce=True)` are added over the group, in one order on all ranks, so the residual is the same on all of
     them to the last bit; `logits` brings the columns together on rank 0. A group of one does nothing of this.
     """
+
+    def join(self, tp: Comm) -> None:
+        """Share the work with these tensor ranks from now on; what was compiled before is of no more use."""
+        ...
 
     def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Weight:
         """A weight [N, K] (and bias [N]) in the layout its kernels read. The argument may be freed afterwards.

@@ -120,9 +120,12 @@ class TorchOps:
 
     def __init__(self, device: str = "cpu", dtype: str = "float32", tp: Comm | None = None) -> None:
         self.device = torch.device(device)
-        self.tp = tp or Solo()
+        self.tp: Comm = tp or Solo()
         self.dtype: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._step: Step | None = None
+
+    def join(self, tp: Comm) -> None:
+        self.tp = tp
 
     @property
     def step(self) -> Step:

@@ -1,7 +1,8 @@
-"""A rank's life, in whatever process a launcher gave it: open its end of the link, answer every command, end.
+"""A rank's life, in whatever process a launcher gave it: in each epoch it opens its end of the link and answers every
+command. What it has loaded stays from one epoch to the next.
 
-As a process of its own: `python -m planaria.worker.main PARENT`, an encoded RankBoot on standard input after its length
-in 8 bytes. Standard input stays open as long as the parent lives: its end is the rank's.
+As a process of its own: `python -m planaria.worker.main PARENT`, encoded RankBoots on standard input, each after its
+length in 8 bytes. Standard input stays open as long as the parent lives: its end is the rank's.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from planaria.executor.boot import RankBoot
-from planaria.executor.link.address import open_port
-from planaria.executor.link.faults import LinkError, Port
+from planaria.executor.boot import SPARE, RankBoot
+from planaria.executor.link.address import At, open_port
+from planaria.executor.link.faults import LinkError, PeerLost, Port
 from planaria.logs import setup_logging
+from planaria.node import Gone
 from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
 from planaria.protocol import Exit, Join
 from planaria.worker.worker import make_rank
@@ -25,36 +28,83 @@ from planaria.worker.worker import make_rank
 logger = logging.getLogger("planaria.worker")
 
 PULSE = 1.0  # seconds between signs of life
+NEXT_EPOCH = 120.0  # seconds that a rank whose epoch is over waits for the next
+
+
+class Life:
+    """A rank through its epochs. `boot` may be called from any thread: for the first time before `run`, and whenever an
+    epoch is over; what the rank waits for inside the old one ends then.
+
+    made: gets the worker, for who brings it steps by another way. once: there will be no other boot.
+    """
+
+    def __init__(self, made: Callable[[Any], None] = lambda worker: None, *, once: bool = False) -> None:
+        self.made, self.once = made, once
+        self.worker: Any = None
+        self._boots: queue.SimpleQueue[RankBoot] = queue.SimpleQueue()
+
+    def boot(self, boot: RankBoot) -> None:
+        self._boots.put(boot)
+        abort = getattr(self.worker, "abort", None)
+        if abort is not None:
+            abort("its epoch is over")
+
+    def run(self) -> int:
+        """Until Exit (0), or until no other epoch begins (1)."""
+        boot = self._boots.get()
+        while True:
+            if self.worker is None:
+                self.worker = make_rank(boot)
+                self.made(self.worker)
+            elif hasattr(self.worker, "enter"):
+                self.worker.enter(boot)
+            if boot.rank == SPARE:
+                set_title("spare")
+                self.worker.prepare()
+                boot = self._boots.get()
+                continue
+            try:
+                self._serve(boot)
+                return 0
+            except (LinkError, Gone) as e:
+                logger.debug("rank %d: %s", boot.rank, e)
+                if self.once or (isinstance(e, PeerLost) and isinstance(boot.link, At)):  # the driver has ended
+                    break
+            try:
+                boot = self._boots.get(timeout=NEXT_EPOCH)
+                while not self._boots.empty():
+                    boot = self._boots.get()
+            except queue.Empty:
+                break
+        self.worker.handle(Exit())
+        return 1
+
+    def _serve(self, boot: RankBoot) -> None:
+        """One epoch, until Exit. Raises LinkError when it is over, Gone when it is before this rank came."""
+        port = open_port(boot.link)
+        ended = threading.Event()
+        threading.Thread(target=_pulse, args=(port, ended), name="planaria-pulse", daemon=True).start()
+        try:
+            while True:
+                item = port.receive(None)
+                assert item is not None
+                number, command = item
+                if isinstance(command, Join):
+                    pp, tp = divmod(boot.rank, command.tp)
+                    set_title("worker", rank=boot.rank, tp=tp, pp=pp, epoch=command.epoch)
+                port.reply(number, self.worker.handle(command))
+                if isinstance(command, Exit):
+                    return
+        finally:
+            ended.set()
+            port.close()
 
 
 def run_rank(boot: RankBoot, made: Callable[[Any], None] = lambda worker: None) -> int:
-    """Until Exit (0), or until the link ends (1). Raises LinkError or Gone when there is no link to begin with.
-
-    made: gets the worker, for who brings it steps by another way.
-    """
-    port = open_port(boot.link)
-    ended = threading.Event()
-    threading.Thread(target=_pulse, args=(port, ended), name="planaria-pulse", daemon=True).start()
-    worker = make_rank(boot)
-    made(worker)
-    try:
-        while True:
-            item = port.receive(None)
-            assert item is not None
-            number, command = item
-            if isinstance(command, Join):
-                pp, tp = divmod(boot.rank, command.tp)
-                set_title("worker", rank=boot.rank, tp=tp, pp=pp, epoch=command.epoch)
-            port.reply(number, worker.handle(command))
-            if isinstance(command, Exit):
-                return 0
-    except LinkError as e:
-        logger.debug("rank %d ends: %s", boot.rank, e)
-        worker.handle(Exit())
-        return 1
-    finally:
-        ended.set()
-        port.close()
+    """A life of one epoch, for who can't bring another boot."""
+    life = Life(made, once=True)
+    life.boot(boot)
+    return life.run()
 
 
 def _pulse(port: Port, ended: threading.Event) -> None:
@@ -63,25 +113,30 @@ def _pulse(port: Port, ended: threading.Event) -> None:
             port.beat()
 
 
-def _end_with_input() -> None:
-    """The parent's death, where its signal doesn't come (it is bound to one thread, and to Linux)."""
-    while os.read(0, 4096):  # not through sys.stdin, whose lock would be held when the interpreter ends
-        pass
+def _listen(life: Life) -> None:
+    """Boots from standard input; its end is the parent's death, where that one's signal doesn't come (it is bound to
+    one thread, and to Linux). Not through sys.stdin, whose lock would be held when the interpreter ends."""
+    while (size := _read(8)) and (data := _read(int.from_bytes(size, "little"))):
+        boot = RankBoot.decode(data)
+        setup_logging(boot.log_level)
+        life.boot(boot)
     os._exit(1)
 
 
+def _read(size: int) -> bytes:
+    """So many bytes; fewer, or none, at the end."""
+    data = b""
+    while len(data) < size and (more := os.read(0, size - len(data))):
+        data += more
+    return data if len(data) == size else b""
+
+
 def main() -> int:
-    parent = int(sys.argv[1])
-    die_with_parent(parent)
+    die_with_parent(int(sys.argv[1]))
     leave_signals_to_parent()
-    size = sys.stdin.buffer.read(8)
-    data = sys.stdin.buffer.read(int.from_bytes(size, "little"))
-    if len(size) < 8 or len(data) < int.from_bytes(size, "little"):
-        return 1  # the parent ended before it said anything
-    threading.Thread(target=_end_with_input, name="planaria-parent", daemon=True).start()
-    boot = RankBoot.decode(data)
-    setup_logging(boot.log_level)
-    return run_rank(boot)
+    life = Life()
+    threading.Thread(target=_listen, args=(life,), name="planaria-boots", daemon=True).start()
+    return life.run()
 
 
 if __name__ == "__main__":

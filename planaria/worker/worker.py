@@ -21,7 +21,7 @@ from planaria.executor.boot import RankBoot
 from planaria.executor.preflight import Door, doors_of_others, reach, unreachable
 from planaria.layers.deal import deal
 from planaria.mesh.boot import create_segments, open_mesh
-from planaria.mesh.comm import Comm, PeerLost
+from planaria.mesh.comm import PeerLost
 from planaria.mesh.edges import EdgeComm
 from planaria.mesh.mesh import Mesh
 from planaria.node import resident_bytes
@@ -56,6 +56,7 @@ logger = logging.getLogger("planaria.worker")
 REACH_TIMEOUT = 10.0  # seconds to connect to every rank elsewhere
 
 Progress = Callable[[str, float], None]
+Part = tuple[int, int, int]  # rank, tensor ranks, stages
 
 
 _KINDS: list[tuple[type[Exception], str]] = [
@@ -86,6 +87,9 @@ class Worker:
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
         self.tp, self.pp = self.config.parallel.tensor_parallel_size, self.config.parallel.pipeline_parallel_size
         self.mesh = Mesh(self.rank)
+        self.part: Part | None = None  # of the model, that is loaded
+        self.kv: tuple[int, int] | None = None  # its blocks, and tokens in a block
+        self.prepared: dict[Part, tuple[Ops, Any]] = {}  # a spare's, until it knows which it is
         self.progress = progress or (lambda part, fraction: None)
         self.seconds: dict[str, float] = {}
         self.ops: Ops | None = None
@@ -115,6 +119,26 @@ class Worker:
                 return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))
             case Exit():
                 return guard(self.rank, "exit", self._exit)
+
+    def enter(self, boot: RankBoot) -> None:
+        """Go on in another epoch, maybe as another rank. What is loaded stays."""
+        self.boot, self.config, self.rank = boot, boot.config, boot.rank
+        self.seconds = {}
+
+    def abort(self, reason: str) -> None:
+        """End what this rank waits for in its groups. Any thread."""
+        self.mesh.abort(reason)
+
+    def prepare(self) -> None:
+        """As a spare: load every part that a rank of this layout may have."""
+        import torch
+
+        self.take_thread()
+        with torch.inference_mode():
+            for rank in range(self.tp * self.pp):
+                part = rank, self.tp, self.pp
+                ops = make_ops(self.config, self.boot.threads)
+                self.prepared[part] = ops, self._build(ops, part)
 
     def _timed(self, part: str, since: float) -> None:
         self.seconds[part] = time.perf_counter() - since
@@ -155,6 +179,8 @@ class Worker:
             kernels=lambda: _kernels(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
             cuda=self.config.device.device == "cuda", deadline=command.deadline,
         )  # fmt: skip
+        if self.ops is not None:
+            self.ops.join(self.mesh.tp)
         if self.config.parallel.ray_link == "compiled-graph" and self.mesh.pp.size > 1:
             self.mesh = dataclasses.replace(self.mesh, pp=EdgeComm(self.mesh.pp))
         self._timed("groups", since)
@@ -170,6 +196,7 @@ class Worker:
             torch.cuda.set_device(own_device(self.boot.place.devices, visible_cuda_devices()))
 
     def _leave_groups(self) -> None:
+        self.runner = None  # what it waits for will not come
         self.mesh.close()
         self.mesh = Mesh(self.rank)
         self._store = None
@@ -185,31 +212,49 @@ class Worker:
 
     def _load(self, command: Load) -> Reply:
         self._close_door()  # every rank has answered Regroup, so has reached whom it must
-        if command.ranks and self.rank not in command.ranks:
+        part = self.rank, self.tp, self.pp
+        if self.part == part or (command.ranks and self.rank not in command.ranks):
             return Ready(self.rank)
         since = time.perf_counter()
-        device = self.config.device
         import torch
-
-        from planaria.loader import open_weights
-        from planaria.models import build
 
         self.take_thread()
         self._timed("import torch", since)
         since = time.perf_counter()
-        self.ops = make_ops(self.config, self.mesh.tp, self.boot.threads)
-        self._timed("kernels", since)
-        since = time.perf_counter()
-        shards = deal(self.config.model, self.tp, self.pp, self.config.parallel.pp_layer_partition)
-        weights = open_weights(msgspec.convert(self.config.checkpoint, Checkpoint))
-        with torch.inference_mode():
-            self.model = build(
-                self.config.model, weights, self.ops, quantization=device.quantization,
-                max_positions=self.config.scheduler.max_model_len,
-                progress=lambda done, total: self.progress("weights", done / total), shard=shards[self.rank],
-            )  # fmt: skip
+        self._unload()
+        if part in self.prepared:
+            self.ops, self.model = self.prepared.pop(part)
+        else:
+            self.ops = make_ops(self.config, self.boot.threads)
+            self._timed("kernels", since)
+            since = time.perf_counter()
+            with torch.inference_mode():
+                self.model = self._build(self.ops, part)
+        self.prepared.clear()
+        self.ops.join(self.mesh.tp)
+        self.part = part
         self._timed("weights", since)
         return Ready(self.rank, self.seconds)
+
+    def _build(self, ops: Ops, part: Part) -> Any:
+        from planaria.loader import open_weights
+        from planaria.models import build
+
+        rank, tp, pp = part
+        shards = deal(self.config.model, tp, pp, self.config.parallel.pp_layer_partition)
+        return build(
+            self.config.model, open_weights(msgspec.convert(self.config.checkpoint, Checkpoint)), ops,
+            quantization=self.config.device.quantization, max_positions=self.config.scheduler.max_model_len,
+            progress=lambda done, total: self.progress("weights", done / total), shard=shards[rank],
+        )  # fmt: skip
+
+    def _unload(self) -> None:
+        """Let go of what was loaded for another part."""
+        if self.sampler is not None:
+            self.sampler.close()
+        if self.ops is not None:
+            self.ops.close()
+        self.ops = self.model = self.runner = self.sampler = self.part = self.kv = None
 
     def _probe(self) -> Reply:
         block = self.model.kv_block_bytes(self.config.cache.block_size)
@@ -227,7 +272,10 @@ class Worker:
             self.runner.stage.drain(self.runner.last)
         scheduler, size = self.config.scheduler, self.config.cache.block_size
         try:
-            self.model.make_kv(num_blocks, size)
+            if self.kv != (num_blocks, size):  # what a survivor's holds counts for nothing, but its memory is there
+                self.kv = None
+                self.model.make_kv(num_blocks, size)
+                self.kv = num_blocks, size
         except (RuntimeError, MemoryError) as e:
             raise CapacityError(f"no memory for {num_blocks} KV blocks of {size} tokens: {e}") from None
         batch = Batch(
@@ -263,12 +311,8 @@ class Worker:
         return resident_bytes(os.getpid())
 
     def _exit(self) -> Reply:
-        if self.sampler is not None:
-            self.sampler.close()
-        if self.ops is not None:
-            self.ops.close()
+        self._unload()
         self._leave_groups()
-        self.ops = self.model = self.runner = self.sampler = None
         return Done(self.rank)
 
 
@@ -317,16 +361,16 @@ def own_device(devices: Sequence[int], visible: Sequence[str] | None) -> int:
     return list(visible).index(mine) if visible is not None and mine in visible else devices[0]
 
 
-def make_ops(config: EngineConfig, tp: Comm | None = None, threads: int | None = None) -> Ops:
-    """The kernels of the configured device, for a rank of a tensor group."""
+def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
+    """The kernels of the configured device."""
     device = config.device
     if device.kernels == "native":
         from planaria.kernels.cpu import CpuOps
 
-        return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels", tp=tp)
+        return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels")
     from planaria.kernels.reference import TorchOps
 
-    return TorchOps(device.device, device.dtype, tp)
+    return TorchOps(device.device, device.dtype)
 
 
 def available_bytes(config: EngineConfig) -> int:

@@ -298,7 +298,7 @@ def test_micro_steps_of_several_rows_are_in_flight(small: EngineConfig) -> None:
             row, prompt = step - 1, tuple(prompts[step - 1])
             fresh = Fresh(prompt, len(prompt), params, 0)
             lane = (Row(row, 0, len(prompt), (2 * row, 2 * row + 1), True, fresh),)
-        plans.append(StepPlan(0, step, (lane,), ((),)))
+        plans.append(StepPlan(0, step, (lane,), ((),), (step - 1) % 2))
     for tp, pp in ((1, 2), (2, 2)):
         with Ranks(config, tp, pp) as ranks:
             start(ranks)

@@ -20,6 +20,7 @@ pytestmark = needs_smollm2
 
 MP = ["--distributed-executor-backend", "mp"]
 OPTIONS = {"distributed_executor_backend": "mp", "kv_cache_memory": "128MiB", "max_model_len": 1024}
+LAST = ["--recovery-limit", "0"]  # the first loss is the engine's end: what everybody is told then
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -50,7 +51,7 @@ def test_layouts_give_the_same_tokens(layout: list[str]) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_either_rank_of_two_is_named(victim: int) -> None:
-    llm = LLM("smollm2", tensor_parallel_size=2, kv_cache_memory="128MiB", max_model_len=1024)
+    llm = LLM("smollm2", tensor_parallel_size=2, kv_cache_memory="128MiB", max_model_len=1024, recovery_limit=0)
     pids, killed = llm.facts.ranks, 0.0
 
     def kill(done: int, tokens: int) -> None:
@@ -74,7 +75,7 @@ def test_uni_refuses_two_ranks() -> None:
 
 def test_a_killed_rank_is_named_at_once() -> None:
     """In the middle of a step: one error that names rank and phase, within a second; nothing is left."""
-    llm = LLM("smollm2", **OPTIONS)
+    llm = LLM("smollm2", **OPTIONS, recovery_limit=0)
     (rank,) = llm.facts.ranks
     killed = 0.0
 
@@ -101,7 +102,7 @@ def test_close_ends_the_rank() -> None:
 
 def test_a_rank_killed_while_idle() -> None:
     """The server learns of it without a request, says why and ends with 1."""
-    with Server("smollm2", *SMALL, *MP) as server:
+    with Server("smollm2", *SMALL, *MP, *LAST) as server:
         (rank,) = ranks_of(server.pid)
         os.kill(rank, signal.SIGKILL)
         assert server.process.wait(5) == 1
@@ -109,7 +110,7 @@ def test_a_rank_killed_while_idle() -> None:
 
 
 def test_a_rank_killed_under_load_answers_every_stream() -> None:
-    with Server("smollm2", *SMALL, *MP) as server:
+    with Server("smollm2", *SMALL, *MP, *LAST) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         streams = [
             iter(

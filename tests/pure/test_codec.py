@@ -55,8 +55,9 @@ params = st.builds(
     logit_bias=st.none() | st.dictionaries(small, st.floats(-100, 100), max_size=3), stop=st.lists(text).map(tuple),
 )  # fmt: skip
 fresh = st.builds(
-    Fresh, tokens=st.lists(st.integers(0, 2**31 - 1), max_size=300).map(lambda ids: array("i", ids)), num_prompt=small, params=params,
-    seed=st.integers(-(2**63), 2**63 - 1), eos_ids=st.lists(small, max_size=2).map(tuple),
+    Fresh, tokens=st.lists(st.integers(0, 2**31 - 1), max_size=300).map(lambda ids: array("i", ids)),
+    num_prompt=small, params=params, seed=st.integers(-(2**63), 2**63 - 1),
+    eos_ids=st.lists(small, max_size=2).map(tuple),
 )  # fmt: skip
 row = st.builds(
     Row, row=small, start=small, count=small, blocks=st.lists(small, max_size=5).map(tuple), sample=st.booleans(),

@@ -14,7 +14,7 @@ from planaria.cli.app import app
 from planaria.config import EngineConfig, EngineOptions, ParallelConfig
 from planaria.config.digest import NOT_HASHED, compared, compute_hash, hash_fields
 from planaria.config.machine import LauncherFacts, Machine, check_module, launcher_facts
-from planaria.config.options import CacheConfig, DeviceConfig, OuterLauncher, SchedulerConfig
+from planaria.config.options import CacheConfig, DeviceConfig, FaultConfig, OuterLauncher, SchedulerConfig
 from planaria.config.parallel import ranks_here, refuse_outer_launcher, resolve_parallel, steps_in_flight
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel
 from planaria.errors import ConfigError
@@ -314,7 +314,7 @@ def test_a_field_that_shapes_the_computation_changes_the_hash(name: str) -> None
 
 
 def test_what_is_not_hashed_exists() -> None:
-    parts = {"parallel": ParallelConfig, "device": DeviceConfig, "checkpoint": Checkpoint}
+    parts = {"parallel": ParallelConfig, "device": DeviceConfig, "checkpoint": Checkpoint, "faults": FaultConfig}
     for name in NOT_HASHED - {"served_model_name"}:
         part, field = name.split(".")
         assert field in parts[part].__struct_fields__

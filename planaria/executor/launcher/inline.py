@@ -20,7 +20,7 @@ class InlineLauncher:
     """Makes rank 0 by calling `factory`; `ranks` has it from `run` on."""
 
     name = "uni"
-    link, uses_ray = "direct", False
+    link, uses_ray, replaces = "direct", False, True
 
     def __init__(self, factory: Callable[[RankBoot], Handler]) -> None:
         self.factory = factory
@@ -31,7 +31,20 @@ class InlineLauncher:
         return [Place(0, home(), node_name(), pid=os.getpid(), cores=usable_cores())]
 
     def run(self, boots: Sequence[RankBoot]) -> None:
-        self.ranks += [self.factory(boot) for boot in boots]
+        """Make the rank; in a later epoch it is there."""
+        if not self.ranks:
+            self.ranks += [self.factory(boot) for boot in boots]
+
+    def replace(self, ranks: Sequence[int]) -> list[Place]:
+        """A rank that failed again and again is made anew."""
+        if ranks:
+            self.ranks.clear()
+        return self.start()
+
+    def stand_by(self, boot: RankBoot) -> None:
+        """There are no spares: nothing but this process's own end ends its rank."""
+
+    def settle(self, ranks: Sequence[int]) -> None: ...
 
     def lost(self) -> dict[int, str]:
         """Nobody: these ranks live and die with this process."""

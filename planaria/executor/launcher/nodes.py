@@ -18,6 +18,7 @@ from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, RanksDiffer
 from planaria.executor import node_messages as messages
 from planaria.executor.boot import Place, RankBoot
+from planaria.executor.launcher.fixed import Fixed
 from planaria.executor.launcher.process import ProcessLauncher
 from planaria.executor.link.faults import LinkError, PeerLost
 from planaria.executor.link.keys import Keys
@@ -101,7 +102,7 @@ class _Agent:
         return f"node {self.number}" + (f" ({self.here.node}, {self.here.address})" if self.here else "")
 
 
-class NodesLauncher:
+class NodesLauncher(Fixed):
     """make_local(ranks, address) gives the launcher of this node's ranks. same: what must be equal on all nodes."""
 
     name = "mp"

@@ -68,6 +68,9 @@ class DirectLink:
         except queue.Empty:
             return None
 
+    def fence(self) -> None:
+        """Whoever closes this link hears nothing more of it."""
+
     def wake(self) -> None:
         """Nothing waits for anyone else's end here."""
 

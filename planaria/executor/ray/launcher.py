@@ -24,6 +24,7 @@ from planaria.config.options import ParallelConfig
 from planaria.env import RaySettings, environment
 from planaria.errors import CapacityError, PlanariaError
 from planaria.executor.boot import Place, RankBoot
+from planaria.executor.launcher.fixed import Fixed
 from planaria.executor.ray import environment as env
 from planaria.executor.ray.actor import Whereabouts, end_process, remote_class, report
 from planaria.executor.ray.cluster import Connection, bounded, connect
@@ -41,7 +42,7 @@ KILL_TIMEOUT = 2.0
 NSIGHT = {"t": "cuda,cudnn,cublas", "o": "'worker_process_%p'", "cuda-graph-trace": "node"}
 
 
-class RayLauncher:
+class RayLauncher(Fixed):
     """entry: `package.module:function` that is the rank. device: "cpu" or an accelerator's name."""
 
     name = "ray"

@@ -108,14 +108,18 @@ class CpuOps:
         self._owners: list[object] = []  # what the tape being recorded names by address
         self._scratch = 0
         self._shared = 0
-        self.tp: Comm = tp or Solo()
-        self._native_tp = cast(NativeComm, self.tp) if self.tp.port else None
-        self._port = self.tp.port
-        if self._native_tp is not None and self._native_tp.lanes > threads:
-            raise ValueError(f"{self._native_tp.lanes} lanes of a shared group for {threads} threads")
+        self.threads = threads
+        self.join(tp or Solo())
         self._gathers: list[tuple[Act, Act, range]] = []  # where Python brings columns together
         self._external: dict[int, npt.NDArray[Any]] = {}  # memory of buffers that are not the recording's, by address
         self._zeros = self._arena.take(layout.ZERO_BYTES)
+
+    def join(self, tp: Comm) -> None:
+        self.tp = tp
+        self._native_tp = cast(NativeComm, tp) if tp.port else None
+        self._port = tp.port
+        if self._native_tp is not None and self._native_tp.lanes > self.threads:
+            raise ValueError(f"{self._native_tp.lanes} lanes of a shared group for {self.threads} threads")
 
     # Loading
 

@@ -1,0 +1,336 @@
+"""The ranks of one engine: their processes, the link of the present epoch, who owes an answer, who is silent.
+
+An epoch is never repaired. When a rank is lost, `reform` fences the epoch, makes the lost processes end for certain,
+puts others in their place and brings all of them up again under the next one, over a new link, in new groups; ranks
+that live keep their weights. `start` and `reform` end with ranks that wait for steps, or raise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from planaria.config.options import EngineConfig
+from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
+from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
+from planaria.executor.gang import PHASES, Gang
+from planaria.executor.health import Health
+from planaria.executor.link.address import Address, Inside
+from planaria.executor.link.faults import LinkError, PeerLost
+from planaria.executor.pace import Pace
+from planaria.executor.preflight import Needs, check_node, look
+from planaria.executor.startup import StartUp
+from planaria.executor.worker_group import Ticket, WorkerGroup
+from planaria.node import node_name, process_state
+from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply, StepPlan, StepResult
+from planaria.wire import FromEngine
+
+logger = logging.getLogger("planaria.engine")
+
+LOOK = 0.5  # seconds between looks at the ranks' health while waiting
+EXIT_TIMEOUT = 5.0
+LAST_WORDS = 1.0  # seconds a rank gets to say why another rank could not go on
+TIMEOUTS: dict[type[Command], float] = {Join: 60.0, Regroup: 90.0}  # seconds for a command while coming up
+START_TIMEOUT = 1800.0  # for the others; loading from a slow disk is the longest
+SHARED = 64 << 20  # bytes of memory file that a node must be able to make
+
+
+class Launcher(Protocol):
+    """Where ranks come from. One that can't `replace` a rank has `replaces` False: a loss is then the engine's end."""
+
+    name: str
+    replaces: bool
+    on_exit: Callable[[], None]  # called from any thread when a rank's process ends unasked
+
+    def start(self) -> list[Place]:
+        """Make all ranks' processes, without weight, and say where each is."""
+        ...
+
+    def run(self, boots: Sequence[RankBoot]) -> None:
+        """Give every rank what it begins with, or goes on with in another epoch. It comes to its link by itself."""
+        ...
+
+    def replace(self, ranks: Sequence[int]) -> list[Place]:
+        """End these ranks for certain and make others in their place; where all are now. Raises CapacityError."""
+        ...
+
+    def stand_by(self, boot: RankBoot) -> None:
+        """See that as many spares as were asked for are there and getting ready."""
+        ...
+
+    def lost(self) -> dict[int, str]: ...
+
+    def settle(self, ranks: Sequence[int]) -> None:
+        """These have ended: wait a moment until it is known how."""
+        ...
+
+    def closing(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Link(Protocol):
+    name: str
+
+    def send(self, number: int, command: Command) -> None: ...
+
+    def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None: ...
+
+    def address_of(self, rank: int) -> Address: ...
+
+    def pulses(self) -> list[tuple[int, int]]: ...
+
+    def wake(self) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+MakeLink = Callable[[list[Place], int], Any]
+
+
+def failure(failed: Failed) -> PlanariaError:
+    """The exception a front end should see for a rank's failure."""
+    kinds: dict[str, type[PlanariaError]] = {
+        "model": ModelError, "capacity": CapacityError, "user": UserError, "config": RanksDiffer,
+    }  # fmt: skip
+    if failed.kind in kinds:
+        return kinds[failed.kind](failed.message)
+    return EngineDead(f"rank {failed.rank} failed in {failed.phase}: {failed.message}")
+
+
+def planned_tokens(plan: StepPlan) -> int:
+    """That the plan names, and one for the rows that go on by themselves."""
+    return 1 + sum(row.count for lane in plan.lanes for row in lane)
+
+
+class Refusal(PlanariaError):
+    """Ranks can't come up, and trying again would not help. `failed` says why."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
+
+
+class Crew:
+    """`link_for(places, epoch)` makes the link to what the launcher started. clock: seconds, monotonic."""
+
+    def __init__(
+        self, config: EngineConfig, launcher: Launcher, link_for: MakeLink, emit: Callable[[FromEngine], None],
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.config, self.launcher, self.link_for, self.emit, self.clock = config, launcher, link_for, emit, clock
+        self.epoch = 0
+        self.group = WorkerGroup(config.parallel.world_size)
+        self.health = Health(config.parallel.heartbeat_timeout)
+        self.pace = Pace(config.faults.step_timeout)
+        self.places: list[Place] = []
+        self.members: tuple[Hello, ...] = ()
+        self.link: Link | None = None
+        self.num_blocks = self.weight_bytes = 0
+        self.kv_share = 1.0  # of what would fit; lowered when a rank ran out of memory
+        self.seconds: dict[str, float] = {}  # of the last time they came up, by phase
+        self.broken = False  # a rank is lost: the link can't be trusted to answer
+
+    # -- coming up
+
+    def start(self) -> None:
+        """Raises Refusal, WorkersLost (then `reform` may help), CapacityError."""
+        phases = StartUp(self.group.world_size, self.emit)
+        phases.enter("launch")
+        if problems := check_node(look(node_name(), needs := Needs(self.group.world_size, SHARED)), needs):
+            raise CapacityError(problems[0])
+        self.places = self.launcher.start()
+        self._form(phases)
+
+    def reform(self, loss: WorkersLost) -> dict[str, float]:
+        """Begin the next epoch without what was lost. Returns seconds by part. Raises as `start`."""
+        began = self.clock()
+        self.fence(str(loss))
+        times = {"fence": self.clock() - began}
+        began = self.clock()
+        self.places = self.launcher.replace(loss.ranks if loss.dead else ())
+        times["replace"] = self.clock() - began
+        phases = StartUp(self.group.world_size, lambda news: None, self.clock)
+        phases.enter("launch")
+        self._form(phases)
+        return times | phases.seconds
+
+    def fence(self, why: str) -> None:
+        """The epoch is over: nobody's answer counts any more, and who waits for one is told why."""
+        self.epoch += 1
+        if self.link is not None:
+            self.link.fence()
+            self.link.close()
+            self.link = None
+        self.group.end_epoch(why)
+        self.health = Health(self.config.parallel.heartbeat_timeout)
+        self.broken = False
+
+    def _form(self, phases: StartUp) -> None:
+        config = self.config
+        link = self.link = self.link_for(self.places, self.epoch)
+        self.launcher.run(boots_for(config, self.places, link))
+        gang = Gang(
+            config.cache, config.scheduler, config.parallel, cpu=config.device.device == "cpu", epoch=self.epoch,
+            apart=len({place.home for place in self.places}) > 1, share=self.kv_share,
+        )  # fmt: skip
+        command: Command | None = gang.start()
+        while command is not None:
+            phases.enter(PHASES[type(command)])
+            ticket = self.ask(command, TIMEOUTS.get(type(command), START_TIMEOUT), phases)
+            command = gang.on_done(ticket.in_order())
+            if gang.failure is not None:
+                failed = self.root_cause(gang.failure)
+                if failed.kind == "peer":
+                    raise self.loss_of(failed)
+                raise Refusal(failed)
+        phases.enter("ready")
+        self.members, self.num_blocks, self.weight_bytes = gang.members, gang.num_blocks, gang.weight_bytes
+        self.seconds = gang.seconds | phases.seconds
+
+    def stepped(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from a step that was answered."""
+        self.pace.took(planned_tokens(plan), result.seconds)
+
+    # -- talking
+
+    def send(self, command: Command) -> Ticket:
+        """To all ranks. Raises WorkersLost, CodecError."""
+        assert self.link is not None
+        ticket = self.group.submit(command, self.clock())
+        try:
+            self.link.send(ticket.number, command)
+        except LinkError as e:
+            raise self._broken_link(e) from None
+        return ticket
+
+    def ask(self, command: Command, timeout: float, phases: StartUp | None = None) -> Ticket:
+        """Send a command with nothing else in flight and wait for all ranks. Raises WorkersLost."""
+        ticket = self.send(command)
+        deadline = self.clock() + timeout
+        while not ticket.closed:
+            answered = len(ticket.replies)
+            if self.poll(min(deadline, self.clock() + LOOK)) is None:
+                owing = self.group.owing()
+                if phases is not None:
+                    phases.waiting(owing)
+                if self.clock() >= deadline:
+                    raise self.lost(owing, f"did not answer within {timeout:g} s")
+            if phases is not None and len(ticket.replies) > answered:
+                phases.done(list(ticket.replies)[-1])
+        return ticket
+
+    def poll(self, deadline: float | None = None) -> list[Ticket] | None:
+        """Wait for one answer; the tickets it completes. None at the deadline. Raises WorkersLost when a rank's process
+        has ended, is stopped or silent, or its link is broken."""
+        answer = self._answer(deadline)
+        return None if answer is None else self.group.on_reply(*answer)
+
+    def _answer(self, deadline: float | None) -> tuple[int, int, Reply] | None:
+        assert self.link is not None
+        while True:
+            left = LOOK if deadline is None else min(LOOK, max(0.0, deadline - self.clock()))
+            try:
+                answer = self.link.receive(left)
+            except LinkError as e:
+                raise self._broken_link(e) from None
+            if answer is not None:
+                return answer
+            self.check()
+            if deadline is not None and self.clock() >= deadline:
+                return None
+
+    def check(self) -> None:
+        """Raises WorkersLost if a rank has ended, is stopped or silent."""
+        assert self.link is not None
+        lost = self.launcher.lost()
+        if not lost:
+            lost = self.health.look(self.link.pulses(), self.clock(), lambda pid: process_state(pid) in ("T", "t"))
+        if lost:
+            raise self.lost(tuple(lost), "; ".join(lost.values()))
+        if self.group.open and isinstance(plan := self.group.open[0].command, StepPlan):
+            waited = self.pace.look(plan.step, planned_tokens(plan), self.clock())
+            if waited is not None:
+                raise self.lost(self.group.owing(), f"did not finish its step in {waited:.0f} s")
+
+    def root_cause(self, failed: Failed) -> Failed:
+        """A rank that only says that another did not come waits for what that one has to say. Raises WorkersLost if
+        it has ended."""
+        deadline = self.clock() + LAST_WORDS
+        while failed.kind == "peer" and (answer := self._answer(deadline)) is not None:
+            if isinstance(answer[2], Failed):
+                failed = answer[2]
+        return failed
+
+    # -- losing
+
+    def phase(self) -> str:
+        """What the ranks are about."""
+        if not self.group.open:
+            return "idle"
+        command = type(self.group.open[0].command)
+        return PHASES.get(command, {"StepPlan": "step"}.get(command.__name__, command.__name__.lower()))
+
+    def lost(self, ranks: Sequence[int], how: str) -> WorkersLost:
+        """A loss of these ranks, whose processes `how`."""
+        self.broken = True
+        return WorkersLost(self.epoch, tuple(ranks), f"its process {how}", self.phase())
+
+    def loss_of(self, failed: Failed) -> WorkersLost:
+        """What a rank's failure costs: its epoch, not its process."""
+        self.broken = self.broken or self.group.world_size > 1  # other ranks may wait for the one that failed
+        return WorkersLost(
+            self.epoch, (failed.rank,), failed.message, failed.phase, failed.traceback, dead=False, kind=failed.kind
+        )  # fmt: skip
+
+    def _broken_link(self, error: LinkError) -> WorkersLost:
+        ranks = tuple(rank for rank in error.ranks if rank >= 0)
+        if isinstance(error, PeerLost):
+            self.launcher.settle(ranks)
+        lost = self.launcher.lost()
+        if lost:
+            return self.lost(tuple(lost), "; ".join(lost.values()))
+        self.broken = True
+        return WorkersLost(self.epoch, ranks, str(error), self.phase())
+
+    # -- for people, and for the next fault
+
+    def layout(self) -> str:
+        parallel = self.config.parallel
+        return f"tp={parallel.tensor_parallel_size} pp={parallel.pipeline_parallel_size}"
+
+    def stand_by(self) -> None:
+        """Have the launcher see to its spares."""
+        if self.link is not None and self.places:
+            boot = boots_for(self.config, self.places, self.link)[0]
+            place = msgspec.structs.replace(boot.place, rank=SPARE)
+            self.launcher.stand_by(msgspec.structs.replace(boot, place=place, link=Inside()))
+
+    # -- ending
+
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
+        self.launcher.closing()
+        if self.link is None:
+            self.launcher.kill()
+            return
+        if not self.broken:
+            try:
+                deadline = self.clock() + EXIT_TIMEOUT
+                while self.group.open and self.poll(deadline) is not None:
+                    pass
+                self.ask(Exit(), EXIT_TIMEOUT)
+            except WorkersLost as e:
+                logger.warning("while ending: %s", e)
+        if self.broken:
+            self.launcher.kill()
+        self.launcher.close()
+        self.link.close()
+        self.link = None
