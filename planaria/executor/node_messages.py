@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from planaria.executor.boot import Place
-from planaria.executor.link.codec import BAD_BYTES, Bytes, CodecError
+from planaria.executor.link.codec import BAD_BYTES, Bytes, CodecError, said
 
 PURPOSE = "nodes"  # of the keys
 
@@ -92,7 +92,7 @@ def decode(data: Bytes, place: int) -> FromAgent:
     try:
         return _from_agent.decode(data)
     except BAD_BYTES as e:
-        return Trouble(f"what it said can't be read: {e}")
+        return Trouble(f"what it said can't be read: {said(e)}")
 
 
 def encode_from_agent(place: int, message: Any) -> bytes:
@@ -106,4 +106,4 @@ def decode_to_agent(data: Bytes) -> ToAgent | CodecError:
     try:
         return _to_agent.decode(data)
     except BAD_BYTES as e:
-        return CodecError(f"not a message to an agent: {e}")
+        return CodecError(f"not a message to an agent: {said(e)}")

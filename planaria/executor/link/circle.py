@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
-from planaria.executor.link.codec import BAD_BYTES, Bytes, CodecError
+from planaria.executor.link.codec import BAD_BYTES, Bytes, CodecError, said
 from planaria.executor.link.faults import DRIVER, LinkClosed, LinkError, PeerLost
 from planaria.executor.link.keys import Invitation
 from planaria.executor.link.tcp import TcpLink
@@ -205,7 +205,7 @@ def decode(data: Bytes) -> Part | Round | Over | CodecError:
     try:
         return _decoder.decode(data)
     except BAD_BYTES as e:
-        return CodecError(f"not a round's part: {' '.join(str(e).split())[:300]}")
+        return CodecError(f"not a round's part: {said(e)}")
 
 
 def encode(message: Part | Round | Over | Failed) -> bytes:

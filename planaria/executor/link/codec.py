@@ -79,7 +79,7 @@ def decode_reply(data: Bytes) -> Reply:
     try:
         return read_reply(data)
     except BAD_BYTES as e:
-        raise CodecError(f"not a reply: {_said(e)}") from None
+        raise CodecError(f"not a reply: {said(e)}") from None
 
 
 def answer(rank: int, reply: Reply) -> bytes:
@@ -90,7 +90,7 @@ def answer(rank: int, reply: Reply) -> bytes:
         if isinstance(reply, Failed):  # text that UTF-8 can't hold, such as a file name with stray bytes
             text = [_plain(part) for part in (reply.phase, reply.message, reply.traceback, reply.kind)]
             return _encoder.encode(Failed(reply.rank, *text))
-        return _encoder.encode(Failed(rank, "reply", _plain(f"the answer can't be sent: {_said(e)}"), ""))
+        return _encoder.encode(Failed(rank, "reply", _plain(f"the answer can't be sent: {said(e)}"), ""))
 
 
 def heard(data: Bytes, rank: int) -> Reply:
@@ -102,20 +102,21 @@ def heard(data: Bytes, rank: int) -> Reply:
 
 
 def unreadable_reply(error: BaseException, rank: int) -> Failed:
-    return Failed(rank, "reply", f"the driver can't read what rank {rank} answered: {_said(error)}", "")
+    return Failed(rank, "reply", f"the driver can't read what rank {rank} answered: {said(error)}", "")
 
 
 def unreadable_command(error: BaseException) -> CodecError:
-    return CodecError(f"not a command: {_said(error)}")
+    return CodecError(f"not a command: {said(error)}")
 
 
 def _unsendable(value: Any, error: BaseException) -> CodecError:
-    return CodecError(f"{type(value).__name__} can't be sent to another process: {_said(error)}")
+    return CodecError(f"{type(value).__name__} can't be sent to another process: {said(error)}")
 
 
 def _plain(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """What an error says, in one line of bounded length."""
     return " ".join(str(error).split())[:300] or type(error).__name__
