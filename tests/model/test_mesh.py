@@ -222,7 +222,7 @@ def test_a_wait_ends_when_it_is_told_to(kind: str, by: str, wait: str) -> None:
         fence_segment(group.fd)
     with pytest.raises(PeerLost, match="told to end" if by == "abort" else "fenced"):
         waiting.result(5)
-    assert time.monotonic() - since < 1
+    assert time.monotonic() - since < 2
     with pytest.raises(PeerLost):
         group.comms[0].all_reduce(torch.zeros(32))
     group.close()
@@ -254,7 +254,7 @@ def test_gloo_ends_a_wait_for_a_stopped_process(wait: str) -> None:
             with pytest.raises(PeerLost, match="rank 11 is stopped"):
                 waiting.result(5)
             comm.close()
-            assert time.monotonic() - since < 0.5
+            assert time.monotonic() - since < 2
     finally:
         peer.kill()
         peer.wait()
@@ -268,7 +268,7 @@ def test_gloo_names_a_killed_process() -> None:
     since = time.monotonic()
     with pytest.raises(PeerLost, match="rank 11 is gone") as lost:
         comm.receive(torch.zeros(32), 1)
-    assert lost.value.ranks == (11,) and time.monotonic() - since < 0.5
+    assert lost.value.ranks == (11,) and time.monotonic() - since < 2
     comm.close()
 
 
@@ -282,7 +282,7 @@ def test_a_group_that_is_being_made_ends_with_its_store() -> None:
         leave_store(store)
         with pytest.raises(PeerLost):
             making.result(5)
-        assert time.monotonic() - since < 0.5
+        assert time.monotonic() - since < 2
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
