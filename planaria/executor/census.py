@@ -19,10 +19,11 @@ def here(member: Hello) -> bool:
 
 
 def census(
-    members: Sequence[Hello], layout: Layout, epoch: int, busy: Sequence[int], resident: Mapping[int, int], state: str
-) -> list[ProcessInfo]:
+    members: Sequence[Hello], layout: Layout, epoch: int, busy: Sequence[int], resident: Mapping[int, int], state: str,
+    spares: Sequence[int] = (),
+) -> list[ProcessInfo]:  # fmt: skip
     """This process, which is in `state`, then its ranks in order. busy: ranks that owe an answer. resident: bytes of
-    ranks on other nodes, as they said. A rank inside this process has no entry of its own."""
+    ranks on other nodes, as they said. spares: pids, of this node. A rank inside this process has no entry."""
     pid = os.getpid()
     inside = next((member.rank for member in members if here(member) and member.pid == pid), None)
     found = [
@@ -39,6 +40,9 @@ def census(
             "worker", rank, _coordinates(rank, layout), member.pid, member.node, epoch, _state(member, rank in busy),
             resident_bytes(member.pid) if seen else resident.get(rank, 0),
         ))  # fmt: skip
+    for spare in spares:
+        word = _STATES.get(process_state(spare), "idle")
+        found.append(ProcessInfo("spare", None, {}, spare, node_name(), epoch, word, resident_bytes(spare)))
     return found
 
 

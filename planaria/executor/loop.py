@@ -241,7 +241,8 @@ class EngineLoop:
         layout = Layout(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
         state = "busy" if self.busy() else "idle"
         crew = self.crew
-        self.emit(Processes(census(crew.members, layout, crew.epoch, crew.group.owing(), resident, state)))
+        spares = crew.launcher.spare_pids()
+        self.emit(Processes(census(crew.members, layout, crew.epoch, crew.group.owing(), resident, state, spares)))
 
     def _answer_reports(self) -> None:
         while self._reports and self._reports[0].done():

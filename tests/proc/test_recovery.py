@@ -13,7 +13,7 @@ import pytest
 from planaria import LLM, SamplingParams
 from planaria.errors import EngineDead
 from planaria.protocol import StepPlan
-from planaria.wire import FromEngine, Recovery
+from planaria.wire import FromEngine, Processes, Recovery, Report
 from tests.proc.servers import alive, needs_smollm2
 
 pytestmark = needs_smollm2
@@ -30,11 +30,14 @@ class Watched:
         self.llm = LLM("smollm2", **OPTIONS, **options)
         self.expected = self.run()
         self.heard: list[Recovery] = []
+        self.processes: list[Processes] = []
         hear = self.llm._loop.emit
 
         def listen(message: FromEngine) -> None:
             if isinstance(message, Recovery):
                 self.heard.append(message)
+            if isinstance(message, Processes):
+                self.processes.append(message)
             hear(message)
 
         self.llm._loop.emit = listen
@@ -122,6 +125,8 @@ def test_a_spare_takes_over_and_another_is_made() -> None:
         launcher: Any = watched.llm._loop.crew.launcher
         (spare,) = launcher.spares
         before = watched.pids
+        watched.llm._loop.handle(Report())
+        assert [(p.role, p.pid) for p in watched.processes[-1].processes if p.role == "spare"] == [("spare", spare.pid)]
         assert watched.run(100, lambda: os.kill(before[1], signal.SIGKILL)) == watched.expected
         assert watched.pids == [before[0], spare.pid]
         assert [other.pid for other in launcher.spares] not in ([], [spare.pid])

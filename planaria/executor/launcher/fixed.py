@@ -19,5 +19,8 @@ class Fixed:
     def stand_by(self, boot: RankBoot) -> None:
         """There are no spares."""
 
+    def spare_pids(self) -> list[int]:
+        return []
+
     def settle(self, ranks: Sequence[int]) -> None:
         """Whoever tells of an end says how, too."""

@@ -44,6 +44,9 @@ class InlineLauncher:
     def stand_by(self, boot: RankBoot) -> None:
         """There are no spares: nothing but this process's own end ends its rank."""
 
+    def spare_pids(self) -> list[int]:
+        return []
+
     def settle(self, ranks: Sequence[int]) -> None: ...
 
     def lost(self) -> dict[int, str]:

@@ -85,6 +85,9 @@ class ProcessLauncher:
         if not self._closing:
             self.on_exit()
 
+    def spare_pids(self) -> list[int]:
+        return [spare.pid for spare in self.spares]
+
     def settle(self, ranks: Sequence[int]) -> None:
         """Wait a moment until it is known how these ended."""
         for rank in ranks:

@@ -1,0 +1,71 @@
+"""The real model in float32, all prompts of tests/model/test_exact.py: each layout on each back end of one machine
+gives the tokens of a single process, and its log-probabilities within 1e-3. Ray's are in tests/ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from planaria import LLM, SamplingParams
+from tests.model.test_exact import PROMPTS
+from tests.proc.servers import needs_smollm2
+from tests.proc.test_external import free_port
+
+pytestmark = needs_smollm2
+
+OPTIONS = {"dtype": "float32", "quantization": "none", "max_model_len": 1024, "kv_cache_memory": "512MiB"}
+COUNT = 24
+LAYOUTS = {"tp=2": (2, 1), "tp=3": (3, 1), "pp=2": (1, 2), "tp=2 pp=2": (2, 2)}
+Answers = list[tuple[list[int], list[float]]]
+
+
+def answers(llm: LLM) -> Answers:
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=1)
+    found = []
+    for output in llm.generate(PROMPTS, params):
+        (choice,) = output.outputs
+        assert choice.logprobs is not None
+        found.append((choice.token_ids, [given.logprob for given in choice.logprobs]))
+    return found
+
+
+def check(found: Answers, expected: Answers) -> None:
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    pairs = [pair for (_, a), (_, b) in zip(found, expected, strict=True) for pair in zip(a, b, strict=True)]
+    assert len(pairs) == COUNT * len(PROMPTS) and max(abs(a - b) for a, b in pairs) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def expected() -> Answers:
+    with LLM("smollm2", **OPTIONS) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_processes(expected: Answers, layout: str) -> None:
+    tp, pp = LAYOUTS[layout]
+    options: dict[str, Any] = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    with LLM("smollm2", **OPTIONS, **options) as llm:
+        assert (llm.facts.executor, llm.facts.link, len(set(llm.facts.ranks))) == ("mp", "shm", tp * pp)
+        check(answers(llm), expected)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", pytest.param("tp=2 pp=2", marks=pytest.mark.long)])
+def test_an_outer_launcher(expected: Answers, layout: str) -> None:
+    tp, pp = LAYOUTS[layout]
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(tp * pp),
+         "--master-port", str(free_port()), "-m", "planaria", "generate", "smollm2",
+         *(word for prompt in PROMPTS for word in ("--prompt", prompt)),
+         "--dtype", "float32", "--quantization", "none", "--max-model-len", "1024", "--kv-cache-memory", "512MiB",
+         "--max-tokens", str(COUNT), "--ignore-eos", "--temperature", "0", "--logprobs", "1", "--json",
+         "-tp", str(tp), "-pp", str(pp), "--distributed-executor-backend", "external_launcher"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(PROMPTS), run.stderr
+    check([(line["token_ids"], [given["logprob"] for given in line["logprobs"]]) for line in lines], expected)
