@@ -289,6 +289,7 @@ def test_the_port_is_bound_before_it_is_told() -> None:
     link = TcpLink.create(1)
     number = int(link.address.rpartition(":")[2])
     assert link.address == f"tcp://127.0.0.1:{number}" and number > 0
+    assert TcpLink.create(1, heartbeat=7.5).invitation(0).heartbeat == 7.5
     with pytest.raises(LinkError, match=f"port {number}"):
         TcpLink.create(1, port=number)
     with socket.create_connection(("127.0.0.1", number)):

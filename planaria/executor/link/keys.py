@@ -17,6 +17,7 @@ from planaria.executor.link.codec import BAD_BYTES
 from planaria.executor.link.faults import LinkError
 
 MIN_SECRET = 32
+HEARTBEAT = 5.0  # seconds without a sign of life (ZeroMQ's own thread gives it) after which a connection is dead
 
 
 class Pair(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +53,7 @@ class Keys(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank needs to join: where, and as whom. Contains a secret."""
+    """What a rank needs to join: where, and as whom. Contains a secret. heartbeat: as TcpLink's, for the rank's end."""
 
     address: str
     driver_key: str
@@ -60,6 +61,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     epoch: int
     chunk_bytes: int
+    heartbeat: float = HEARTBEAT
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

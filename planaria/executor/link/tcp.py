@@ -24,9 +24,9 @@ from zmq.utils import z85
 from planaria.executor.link.address import Tcp
 from planaria.executor.link.codec import Bytes, encode_command, heard
 from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, PeerLags, PeerLost
-from planaria.executor.link.keys import Invitation, Keys
+from planaria.executor.link.keys import HEARTBEAT, Invitation, Keys
 from planaria.executor.link.stream import Kind, Refused, Stream
-from planaria.executor.link.tcp_socket import CHUNK_BYTES, HEARTBEAT, NOTHING, WINDOW, End, bracketed
+from planaria.executor.link.tcp_socket import CHUNK_BYTES, NOTHING, WINDOW, End, bracketed
 
 PROBE = 0.05  # seconds between looks for whose connection broke
 PROBES = 40
@@ -77,7 +77,8 @@ class TcpLink:
     """The driver's end. One thread sends and receives; `wake` and `fence` may be called from any.
 
     `address`: where ranks connect; `refused`: dropped frames and connections by reason. `send_timeout`: seconds without
-    progress after which a rank that takes nothing is reported. `encode` and `decode` are for other messages than
+    progress after which a rank that takes nothing is reported. `heartbeat`: seconds without a sign of life after which
+    either end takes a connection for dead. `encode` and `decode` are for other messages than
     commands and replies; `decode(bytes, rank)` never raises.
     """
 
@@ -88,6 +89,7 @@ class TcpLink:
         send_timeout: float, encode: Callable[[Any], bytes], decode: Callable[[Bytes, int], Any],
     ) -> None:  # fmt: skip
         self.keys, self.epoch, self.chunk_bytes, self.send_timeout = keys, epoch, chunk_bytes, send_timeout
+        self.heartbeat = heartbeat
         self.num_ranks = len(keys.ranks)
         self.refused: Counter[str] = Counter()
         self._encode, self._decode = encode, decode
@@ -138,8 +140,9 @@ class TcpLink:
     def invitation(self, rank: int) -> Invitation:
         """For this rank alone: it contains its secret key."""
         return Invitation(
-            self.address, self.keys.driver.public, self.keys.ranks[rank], rank, self.epoch, self.chunk_bytes
-        )
+            self.address, self.keys.driver.public, self.keys.ranks[rank], rank, self.epoch, self.chunk_bytes,
+            self.heartbeat,
+        )  # fmt: skip
 
     def attached(self) -> list[int]:
         """Ranks that have been at the link (and may have left)."""

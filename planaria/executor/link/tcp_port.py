@@ -13,7 +13,7 @@ from planaria.executor.link.codec import Bytes, CodecError, answer, decode_comma
 from planaria.executor.link.faults import DRIVER, Fenced, LinkClosed, LinkError, PeerLags, PeerLost
 from planaria.executor.link.keys import Invitation
 from planaria.executor.link.stream import Kind, Refused, Stream
-from planaria.executor.link.tcp_socket import HEARTBEAT, NOTHING, WINDOW, End
+from planaria.executor.link.tcp_socket import NOTHING, WINDOW, End
 from planaria.protocol import Command, Failed
 
 LOOK = 0.05  # seconds between looks for room
@@ -22,9 +22,9 @@ LOOK = 0.05  # seconds between looks for room
 class TcpPort:
     """A rank's end. One thread receives, one (the same or another) replies.
 
-    `reply_timeout`: seconds without progress after which a driver that takes no replies is reported. `encode(rank,
-    value)` and `decode(bytes)` are for other messages than replies and commands; neither raises, `decode` returns a
-    CodecError.
+    `reply_timeout`: seconds without progress after which a driver that takes no replies is reported. `heartbeat`: the
+    invitation's, unless given. `encode(rank, value)` and `decode(bytes)` are for other messages than replies and
+    commands; neither raises, `decode` returns a CodecError.
     """
 
     name = "tcp"
@@ -50,12 +50,12 @@ class TcpPort:
 
     @classmethod
     def connect(
-        cls, invitation: Invitation, *, timeout: float = 60.0, heartbeat: float = HEARTBEAT,
+        cls, invitation: Invitation, *, timeout: float = 60.0, heartbeat: float | None = None,
         reply_timeout: float = 60.0, encode: Callable[[int, Any], bytes] = answer,
         decode: Callable[[Bytes], Any] | None = None,
     ) -> TcpPort:  # fmt: skip
         """Raises LinkError when refused, or when there is no connection after `timeout` seconds."""
-        port = cls(invitation, heartbeat, reply_timeout, encode, decode or _either)
+        port = cls(invitation, heartbeat or invitation.heartbeat, reply_timeout, encode, decode or _either)
         began = time.monotonic()
         try:
             while not port._connected:

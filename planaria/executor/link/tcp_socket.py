@@ -13,7 +13,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 CHUNK_BYTES = 1 << 18
 WINDOW = 32  # chunks under way to one peer
-HEARTBEAT = 5.0  # seconds without a sign of life (ZeroMQ's own thread gives it) after which a connection is dead
 NOTHING = memoryview(b"")
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
