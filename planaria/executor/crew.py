@@ -112,6 +112,19 @@ def planned_tokens(plan: StepPlan) -> int:
     return 1 + sum(row.count for lane in plan.lanes for row in lane)
 
 
+class System:
+    """What a crew asks of the node it runs on."""
+
+    def problems(self, num_ranks: int) -> list[str]:
+        """Why so many ranks can't start here, worst first."""
+        needs = Needs(num_ranks, SHARED)
+        return check_node(look(node_name(), needs), needs)
+
+    def is_stopped(self, pid: int) -> bool:
+        """Does the kernel hold this process still?"""
+        return process_state(pid) in ("T", "t")
+
+
 class Refusal(PlanariaError):
     """Ranks can't come up, and trying again would not help. `failed` says why."""
 
@@ -125,9 +138,10 @@ class Crew:
 
     def __init__(
         self, config: EngineConfig, launcher: Launcher, link_for: MakeLink, emit: Callable[[FromEngine], None],
-        clock: Callable[[], float],
+        clock: Callable[[], float], system: System,
     ) -> None:  # fmt: skip
         self.config, self.launcher, self.link_for, self.emit, self.clock = config, launcher, link_for, emit, clock
+        self.system = system
         self.epoch = 0
         self.group = WorkerGroup(config.parallel.world_size)
         self.health = Health(config.parallel.heartbeat_timeout)
@@ -144,9 +158,9 @@ class Crew:
 
     def start(self) -> None:
         """Raises Refusal, WorkersLost (then `reform` may help), CapacityError."""
-        phases = StartUp(self.group.world_size, self.emit)
+        phases = StartUp(self.group.world_size, self.emit, self.clock)
         phases.enter("launch")
-        if problems := check_node(look(node_name(), needs := Needs(self.group.world_size, SHARED)), needs):
+        if problems := self.system.problems(self.group.world_size):
             raise CapacityError(problems[0])
         self.places = self.launcher.start()
         self._form(phases)
@@ -254,7 +268,7 @@ class Crew:
         assert self.link is not None
         lost = self.launcher.lost()
         if not lost:
-            lost = self.health.look(self.link.pulses(), self.clock(), lambda pid: process_state(pid) in ("T", "t"))
+            lost = self.health.look(self.link.pulses(), self.clock(), self.system.is_stopped)
         if lost:
             raise self.lost(tuple(lost), "; ".join(lost.values()))
         if self.group.open and isinstance(plan := self.group.open[0].command, StepPlan):

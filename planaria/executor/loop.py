@@ -18,7 +18,7 @@ from planaria.core.engine import EngineCore
 from planaria.errors import CallFailed, CapacityError, EngineDead, PlanariaError, UserError, WorkersLost
 from planaria.executor.boot import Place
 from planaria.executor.census import census, here
-from planaria.executor.crew import Crew, Launcher, Link, Refusal, failure
+from planaria.executor.crew import Crew, Launcher, Link, Refusal, System, failure
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
@@ -56,10 +56,10 @@ class EngineLoop:
 
     def __init__(
         self, config: EngineConfig, launcher: Launcher, link_for: Callable[[list[Place], int], Any], emit: Emit,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, system: System | None = None,
     ) -> None:  # fmt: skip
         self.config, self.emit, self.clock = config, emit, clock
-        self.crew = Crew(config, launcher, link_for, emit, clock)
+        self.crew = Crew(config, launcher, link_for, emit, clock, system or System())
         parallel = config.parallel
         # the rank whose step results have tokens: tensor rank 0 of the last stage
         self.answering = parallel.tensor_parallel_size * (parallel.pipeline_parallel_size - 1)

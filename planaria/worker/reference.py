@@ -8,7 +8,7 @@ function of that hash and (seed, position) alone: the same request gives the sam
 from __future__ import annotations
 
 from planaria.protocol import LanePlan, LaneResult
-from planaria.worker.rows import RowBooks
+from planaria.worker.rows import RowBooks, RowState
 
 _MASK = (1 << 61) - 1
 
@@ -59,11 +59,15 @@ class HashWorker:
                 position = work.start + work.size
                 last = self._cell(state.blocks, position - 1)
                 assert last is not None and position == len(state.tokens)
-                token = mix(last, state.fresh.seed, position) % self.vocab_size
+                token = self.draw(state, last, position)
                 state.tokens.append(token)
                 rows.append(work.row)
                 tokens.append(token)
         return LaneResult(rows, tokens)
+
+    def draw(self, state: RowState, last: int, position: int) -> int:
+        """The token at `position`, after a history whose hash is `last`."""
+        return mix(last, state.fresh.seed, position) % self.vocab_size
 
     def _cell(self, blocks: list[int], position: int) -> int | None:
         block, offset = divmod(position, self.block_size)
