@@ -128,7 +128,7 @@ def test_the_enclosing_group_is_used(connection: Any, group: Any) -> None:
 
 def test_a_broken_rule_is_not_waited_for(connection: Any) -> None:
     with pytest.raises(CapacityError, match="driver's node"):
-        obtain(connection, Layout(tp=2), driver_inside=True, wait=0.5)
+        obtain(connection, Layout(tp=2), driver_inside=True)
     with pytest.raises(CapacityError, match=r"8 x planaria_slot on Ray, 3 are available .*--tensor-parallel-size"):
         obtain(connection, Layout(tp=2, pp=4), wait=0.5)
     assert not live_groups()

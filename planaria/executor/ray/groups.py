@@ -20,6 +20,7 @@ from planaria.topology import (
     cluster_of_bundles,
     place,
     place_at,
+    shrink,
 )
 
 logger = logging.getLogger("planaria.ray")
@@ -124,22 +125,26 @@ def _reuse(
 def _create(connection: Connection, layout: Layout, resource: str, settings: RaySettings, name: str) -> Group:
     from ray.util import placement_group, remove_placement_group
 
+    inside = settings.driver_inside
     demand: list[Any] = []  # a group without nodes, so that an autoscaler sees what is wanted
 
     def placed() -> Group | str:
         try:
-            placement = place(
-                connection.snapshot(resource), layout, span=True, driver_inside=settings.driver_inside
-            )
-        except Infeasible as e:
+            placement = place(connection.snapshot(resource), layout, span=True, driver_inside=inside)
+        except Infeasible as now:
             everything = connection.snapshot(resource, free=False)
-            if connection.started:  # nobody adds nodes to it
-                place(everything, layout, span=True, driver_inside=settings.driver_inside)
-            elif not demand:
-                demand.append(placement_group([{resource: 1.0}] * layout.size, strategy="PACK"))
-            elif demand[0].wait(0):
-                _drop(demand)
-            return f"{e} (free ones; {everything.num_devices} in all)"
+            try:
+                place(everything, layout, span=True, driver_inside=inside)
+            except Infeasible:
+                if connection.started or (inside and shrink(everything, layout, span=True) == layout):
+                    raise  # no node that is added would help
+                if not demand:
+                    demand.append(placement_group([{resource: 1.0}] * layout.size, strategy="PACK"))
+                elif demand[0].wait(0):
+                    _drop(demand)
+            else:
+                _drop(demand)  # it may be what holds the devices
+            return f"{now} (free ones; {everything.num_devices} in all)"
         _drop(demand)
         handle = placement_group(
             [{resource: 1.0}] * layout.size, strategy="PACK", name=name,
