@@ -133,9 +133,11 @@ def test_the_real_model_gives_the_same_tokens(real: tuple[EngineConfig, Found], 
     config, expected = real
     with Ranks(config, tp, pp) as ranks:
         start(ranks)
-        for depth in (1, 2):
+        for depth, micro_steps in ((1, 1), (2, pp)):
             assert all(not isinstance(reply, Failed) for reply in ranks.ask(Allocate(BLOCKS)))  # from step 1 again
-            assert_same(together(ranks, config, requests(config.model.vocab_size), depth), expected)
+            scheduler = msgspec.structs.replace(config.scheduler, micro_steps=micro_steps)
+            turns = msgspec.structs.replace(config, scheduler=scheduler)
+            assert_same(together(ranks, turns, requests(config.model.vocab_size), depth), expected)
 
 
 @pytest.mark.parametrize("kernels, gloo", [("torch", False), ("torch", True), ("native", True)])
@@ -286,7 +288,6 @@ def test_a_rank_that_fails_by_itself_is_named(small: EngineConfig) -> None:
 def test_micro_steps_of_several_rows_are_in_flight(small: EngineConfig) -> None:
     """Two rows in turn, all plans given before the first result is read: a stage has its next step before the other is
     done, and a row's token is there when the row goes on."""
-    config = msgspec.structs.replace(small, scheduler=msgspec.structs.replace(small.scheduler, micro_steps=2))
     count, prompts = 12, ([3, 1, 4, 1, 5], [9, 2, 6])
     params = SamplingParams(temperature=0, ignore_eos=True)
     wanted = [Request(f"r{i}", prompt, params, 0, max_tokens=count) for i, prompt in enumerate(prompts)]
@@ -300,7 +301,7 @@ def test_micro_steps_of_several_rows_are_in_flight(small: EngineConfig) -> None:
             lane = (Row(row, 0, len(prompt), (2 * row, 2 * row + 1), True, fresh),)
         plans.append(StepPlan(0, step, (lane,), ((),), (step - 1) % 2))
     for tp, pp in ((1, 2), (2, 2)):
-        with Ranks(config, tp, pp) as ranks:
+        with Ranks(small, tp, pp) as ranks:
             start(ranks)
             for plan in plans:
                 ranks.send(plan)
