@@ -54,7 +54,9 @@ class Team:
                 raise RuntimeError("these kernels were closed; make a new CpuOps")
             for word, value in words.items():
                 self.control[word] = value
-            self._entry(self._memory.address, 0)
+            # A run of no operations has no barrier: a helper that wakes late would take part in the next run twice.
+            if self.control[layout.OPS]:
+                self._entry(self._memory.address, 0)
 
     def close(self) -> None:
         """End the helpers and wait for them. May be called twice."""
