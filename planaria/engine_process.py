@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 
 import msgspec
 import zmq
@@ -128,6 +129,12 @@ def main() -> int:
                 loop.handle(message)
             if not loop.turn():
                 loop.check()
+    except Exception as e:
+        # A mistake in the engine itself. Its front end has the requests and may start another: they aren't answered.
+        logger.exception("the engine failed")
+        port.send(Dead("crash", f"{type(e).__name__}: {e}", traceback.format_exc()))
+        loop.core, loop.crew.broken = None, True
+        return 1
     finally:
         loop.close()
         port.close()

@@ -81,7 +81,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True, tag="output"):
 
 
 class Dead(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
-    """The engine ends. `kind` as in protocol.Failed; `message` one line, `detail` a traceback or ""."""
+    """The engine ends. `kind` as in protocol.Failed: it has answered everybody, and another would do no better; or
+    "crash": it failed itself, and its requests are open. `message` one line, `detail` a traceback or ""."""
 
     kind: str
     message: str
@@ -95,7 +96,7 @@ class Recovery(msgspec.Struct, frozen=True, array_like=True, tag="recovery"):
     """
 
     epoch: int  # that begins with it
-    ranks: list[int]
+    ranks: list[int]  # none: it was the engine's own process
     phase: str
     cause: str
     traceback: str = ""
@@ -156,6 +157,7 @@ class EngineClient(Protocol):
     stats: EngineStats
     last_progress: float  # time.monotonic() of the last message that showed a new step, or of the last idle state
     dead: Dead | None
+    on_recovery: Callable[[Recovery], None]  # hears of every fault, and of its end
 
     async def ready(self) -> EngineFacts:
         """Wait until the engine can admit. Raises ModelError, CapacityError or EngineDead if it can't."""

@@ -49,10 +49,10 @@ def run(
 
 
 async def _serve(config: EngineConfig, settings: ServerConfig, started: float, skip_tokenizer_init: bool) -> int:
-    from planaria.server.engine_client import ProcessEngineClient
+    from planaria.server.supervisor import SupervisedEngine
 
     with contextlib.ExitStack() as bar:
-        client = ProcessEngineClient(config, bar.enter_context(loading()))
+        client = SupervisedEngine(config, bar.enter_context(loading()))
         await client.start()
         try:
             from planaria.server.serve import bind, serve

@@ -1,6 +1,6 @@
-"""An engine in a child process, used from one asyncio event loop. Implements `planaria.wire.EngineClient`.
+"""One engine process: started, listened to, watched, ended. `supervisor.py` starts another when it ends.
 
-Every sink hears the end of its sequence, also when the engine dies.
+Its socket is its own, so nothing of an engine that was given up is ever heard again.
 """
 
 from __future__ import annotations
@@ -12,78 +12,56 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from planaria.config.options import EngineConfig
-from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, UserError
 from planaria.logs import current_level
-from planaria.node import node_name, resident_bytes
-from planaria.types import Delta, FinishReason
-from planaria.wire import (
-    Cancel,
-    Dead,
-    EngineFacts,
-    EngineStats,
-    FromEngine,
-    Output,
-    Phase,
-    Processes,
-    ProcessInfo,
-    Progress,
-    Report,
-    Shutdown,
-    Sink,
-    StartUpNews,
-    Submit,
-    ToEngine,
-)
+from planaria.node import process_state
+from planaria.wire import Dead, FromEngine, Shutdown, ToEngine
 
 logger = logging.getLogger("planaria.server")
 
 LAST_WORDS = 0.5  # seconds a message of an ended process may still take
-REPORT_TIMEOUT = 2.0  # seconds an engine gets to say which processes there are; between two steps it looks
 EXIT_TIMEOUT = 10.0  # seconds an engine gets to end by itself
+LOOK = 0.25  # seconds between looks at a process that is not known to have ended
+STOPPED = 2.0  # seconds a process may be stopped (SIGSTOP) before it counts as lost
 
 
-def error_of(dead: Dead) -> PlanariaError:
-    """The exception that a message of the engine's end stands for."""
-    kinds: dict[str, type[PlanariaError]] = {"model": ModelError, "user": UserError, "capacity": CapacityError}
-    return kinds.get(dead.kind, EngineDead)(dead.message)
+class Ended(msgspec.Struct, frozen=True):
+    """How a process ended. `said`: what it said of that itself; `detect`: seconds until it was known."""
+
+    how: str
+    said: Dead | None = None
+    detect: float = 0.0
 
 
-class ProcessEngineClient:
-    """Start with `await start()`; `on_progress` hears how the start goes."""
+class EngineProcess:
+    """`hear` gets every message; an exception of it counts as the engine's fault."""
 
-    def __init__(self, config: EngineConfig, on_progress: Callable[[StartUpNews], None] | None = None) -> None:
-        self.config, self.on_progress = config, on_progress
-        self.facts: EngineFacts | None = None
-        self.stats = EngineStats()
-        self.last_progress = time.monotonic()
-        self.dead: Dead | None = None
+    def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
+        self.config, self.hear = config, hear
         self.process: asyncio.subprocess.Process | None = None
-        self._sinks: dict[str, Sink] = {}
-        self._ready = asyncio.Event()
-        self._died = asyncio.Event()
-        self._closing = False
-        self._reports: list[asyncio.Future[list[ProcessInfo]]] = []  # who waits for the next one
+        self.silent = 0.0  # seconds without a message, by looks: a server that was stopped itself doesn't count them
+        self._said: asyncio.Future[Dead] = asyncio.get_running_loop().create_future()
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._folder = ""
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._listener: asyncio.Task[None] | None = None
 
     @property
-    def pid(self) -> int | None:
-        return self.process.pid if self.process else None
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
 
     async def start(self) -> None:
-        """Start the process and begin to listen; `ready` says when it can admit."""
+        """Start the process and begin to listen."""
         self._folder = tempfile.mkdtemp(prefix="planaria-")  # mode 0700
         address = f"ipc://{self._folder}/engine"
         self.process = await asyncio.create_subprocess_exec(
@@ -99,131 +77,80 @@ class ProcessEngineClient:
             self._socket.setsockopt(option, value)
         self._socket.connect(address)
         await self._socket.send(b"")
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+        self._listener = asyncio.create_task(self._listen())
 
-    async def ready(self) -> EngineFacts:
-        await self._ready.wait()
-        if self.dead is not None:
-            raise error_of(self.dead)
-        assert self.facts is not None
-        return self.facts
-
-    def submit(self, message: Submit, sink: Sink) -> None:
-        if self.dead is not None:
-            sink(Delta(message.id, len(message.output), [], FinishReason.ERROR, error=self.dead.message))
-            return
-        if not self._sinks:
-            self.last_progress = time.monotonic()
-        self._sinks[message.id] = sink
-        self._send(message)
-
-    def cancel(self, request_id: str) -> None:
-        if self._sinks.pop(request_id, None) is not None and self.dead is None:
-            self._send(Cancel(request_id))
-
-    async def report(self) -> list[ProcessInfo]:
-        """All of the engine's processes; only its own, and what it does, where it can't answer."""
-        assert self.process is not None
-        if self.dead is not None:
-            state = "ended"
-        elif self.facts is None:
-            state = "loading"  # it listens when it is ready
-        else:
-            waiting: asyncio.Future[list[ProcessInfo]] = asyncio.get_running_loop().create_future()
-            self._reports.append(waiting)
-            self._send(Report())
-            try:
-                return await asyncio.wait_for(waiting, REPORT_TIMEOUT)
-            except TimeoutError:
-                self._reports.remove(waiting)
-                state = f"silent for {REPORT_TIMEOUT:g} s"
-        pid = self.process.pid
-        return [ProcessInfo("engine", None, {}, pid, node_name(), self.stats.epoch, state, resident_bytes(pid))]
-
-    def _send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> None:
         assert self._socket is not None
         # With no high-water mark a send never waits, so the future is done at once.
         self._socket.send(self._encoder.encode(message))
 
+    def connected(self) -> None:
+        """Both ends are, so nothing needs the socket's name: a kill leaves no folder behind."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def give_up(self, why: str) -> None:
+        """It can't be trusted any more: `ended` kills it."""
+        if not self._broken.done():
+            self._broken.set_result(why)
+
     async def _listen(self) -> None:
         assert self._socket is not None
-        while True:
-            message = self._decoder.decode(await self._socket.recv())
-            match message:
-                case Output():
-                    if message.stats.step != self.stats.step or not self._sinks:
-                        self.last_progress = time.monotonic()
-                    self.stats = message.stats
-                    for delta in message.deltas:
-                        self._deliver(delta)
-                case EngineFacts():
-                    # Both ends are connected, so nothing needs the socket's name; a kill leaves no folder behind.
-                    shutil.rmtree(self._folder, ignore_errors=True)
-                    self.facts = message
-                    self._ready.set()
-                case Progress() | Phase():
-                    if self.on_progress is not None:
-                        self.on_progress(message)
-                case Processes():
-                    self._on_processes(message)
-                case Dead():
-                    self._die(message)
+        try:
+            while True:
+                message = self._decoder.decode(await self._socket.recv())
+                self.silent = 0.0
+                if isinstance(message, Dead) and not self._said.done():
+                    self._said.set_result(message)
+                self.hear(message)
+        except Exception as e:
+            logger.debug("what the engine said could not be used", exc_info=True)
+            self.give_up(f"said what can't be: {e}")
 
-    def _on_processes(self, message: Processes) -> None:
-        for waiting in self._reports:
-            if not waiting.done():
-                waiting.set_result(message.processes)
-        self._reports = []
-
-    def _deliver(self, delta: Delta) -> None:
-        sink = self._sinks.get(delta.request_id)
-        if sink is None:
-            return
-        if delta.finish is not None:
-            del self._sinks[delta.request_id]
-        sink(delta)
-
-    def _die(self, dead: Dead) -> None:
-        if self.dead is None:
-            self.dead = dead
-            self._ready.set()
-            self._died.set()
-        for request_id, sink in list(self._sinks.items()):
-            del self._sinks[request_id]
-            sink(Delta(request_id, 0, [], FinishReason.ERROR, error=dead.message))
-
-    async def _watch(self) -> None:
-        """The process's end, if it says nothing itself."""
+    async def ended(self, most_silent: Callable[[], float | None]) -> Ended:
+        """Wait for its end; a process that is stopped, or silent for longer than it may be (in seconds; None: as long
+        as it likes), is killed. Nothing is heard of it after this."""
         assert self.process is not None
-        code = await self.process.wait()
-        if not self._closing:
-            # What it said before it ended is the better reason, and may not have been read yet.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._died.wait(), LAST_WORDS)
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._die(Dead("error", f"the engine process {self.process.pid} ended ({how})"))
-
-    async def close(self) -> None:
-        """End the engine and wait for it. Idempotent."""
-        if self._closing or self.process is None:
-            return
-        self._closing = True
-        if self.process.returncode is None:
-            if self.facts is None:  # while it loads it hears nothing, and it has nobody to answer
-                with contextlib.suppress(ProcessLookupError):
-                    self.process.kill()
-            else:
-                self._send(Shutdown())
-            try:
-                await asyncio.wait_for(self.process.wait(), EXIT_TIMEOUT)
-            except TimeoutError:
-                logger.warning("the engine process %d did not end in %.0f s: killed", self.process.pid, EXIT_TIMEOUT)
+        exit = asyncio.ensure_future(self.process.wait())
+        stopped, detect, why = 0.0, 0.0, ""
+        while not why:
+            either: set[asyncio.Future[Any]] = {exit, self._broken}
+            await asyncio.wait(either, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+            if exit.done():
+                break
+            # Looks are counted and not seconds: a whole process group that was stopped for a while has done nothing.
+            stopped = stopped + LOOK if process_state(self.pid) == "T" else 0.0
+            limit = most_silent()
+            self.silent = self.silent + LOOK if limit is not None else 0.0
+            if self._broken.done():
+                why = self._broken.result()
+            elif stopped >= STOPPED:
+                why, detect = "was stopped", stopped
+            elif limit is not None and self.silent > limit:
+                why, detect = f"said nothing for {self.silent:.0f} s", self.silent
+        if why:
+            with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
-                await self.process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        assert self._socket is not None and self._context is not None
-        self._socket.close()
-        self._context.term()
+        code = await exit
+        if not why and code >= 0:  # what it said before it ended is the better reason, and may not have been read yet
+            await asyncio.wait({self._said}, timeout=LAST_WORDS)
+        self._close()
+        how = why or (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+        return Ended(how, self._said.result() if self._said.done() else None, detect)
+
+    def end(self) -> None:
+        """Ask it to, while it runs; `ended` says when it has."""
+        self.send(Shutdown())
+
+    def kill(self) -> None:
+        """Also a stopped one."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+    def _close(self) -> None:
+        if self._listener is not None:
+            self._listener.cancel()
+        if self._socket is not None and self._context is not None:
+            self._socket.close()
+            self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)

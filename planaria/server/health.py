@@ -1,7 +1,8 @@
 """GET /health, /version, /v1/models, /metrics. Health means progress, and the body says why it isn't given.
 
 Live: the event loop turns (the answer is the proof) and the engine has not ended. Ready: it can admit. Progressing:
-nothing is queued, or steps are being taken.
+nothing is queued, or steps are being taken. A recovery is a pause like any other: the body says that one is on and why,
+and it counts as no progress only when it has lasted for as long as any pause may (`stall_timeout`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def health_of(service: Service) -> dict[str, object]:
     """The body of /health."""
     client = service.client
     live = client.dead is None
-    why = service.not_ready()
+    recovering = live and service.faults.recovering
+    why = [reason for reason in (service.not_ready(), service.faults.why() if recovering else "") if reason]
     progressing = live
     stats = client.stats
     if live and (service.open or stats.running or stats.waiting):
@@ -30,11 +32,12 @@ def health_of(service: Service) -> dict[str, object]:
         still = time.monotonic() - moved
         if still > service.config.stall_timeout:
             progressing = False
-            stalled = (
-                f"no step for {still:.0f} s with {stats.running} sequences running and {stats.waiting} waiting"
-            )
-            why = f"{why}; {stalled}" if why else stalled
-    return {"live": live, "ready": not service.not_ready(), "progressing": progressing, "why": why or "ok"}
+            why.append(f"no step for {still:.0f} s with {stats.running} sequences running and {stats.waiting} waiting")
+    return {
+        "live": live, "ready": not service.not_ready(), "progressing": progressing, "why": "; ".join(why) or "ok",
+        "recovering": recovering, "epoch": stats.epoch, "engine_restarts": service.faults.recoveries["engine"],
+        "last_fault": service.faults.last_fault(),
+    }  # fmt: skip
 
 
 async def health(request: Request) -> Response:

@@ -15,6 +15,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
+from planaria.server.faults import FaultLog
 from planaria.types import FinishReason
 from planaria.wire import EngineStats
 
@@ -50,8 +51,8 @@ class Histogram:
 class Metrics(Collector):
     """All numbers of one server. `stats` and `name` are asked at each scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats], name: Callable[[], str]) -> None:
-        self._stats, self._name = stats, name
+    def __init__(self, stats: Callable[[], EngineStats], name: Callable[[], str], faults: FaultLog) -> None:
+        self._stats, self._name, self._faults = stats, name, faults
         self.ttft = Histogram(TTFT)
         self.itl = Histogram(ITL)
         self.e2e = Histogram(E2E)
@@ -96,6 +97,33 @@ class Metrics(Collector):
             family = HistogramMetricFamily(f"vllm:{name}", text, labels=label)
             family.add_metric(value, histogram.buckets(), histogram.total)
             yield family
+
+        yield from self._recovery(stats, value[0])
+
+    def _recovery(self, stats: EngineStats, model: str) -> Iterable[Metric]:
+        faults = self._faults
+        for name, text, by_part in (
+            ("faults", "Losses of ranks, and of the engine's process.", faults.faults),
+            ("recoveries", "Losses after which requests went on.", faults.recoveries),
+        ):
+            parts = CounterMetricFamily(f"planaria:{name}", text, labels=["model_name", "part"])
+            for part, number in by_part.items():
+                parts.add_metric([model, part], number)
+            yield parts
+        for name, text, total in (
+            ("replayed_tokens", "Tokens computed again after a fault.", float(faults.replayed_tokens)),
+            ("recovery_seconds", "From faults until requests went on.", faults.seconds),
+        ):
+            counter = CounterMetricFamily(f"planaria:{name}", text, labels=["model_name"])
+            counter.add_metric([model], total)
+            yield counter
+        for name, text, now in (
+            ("recovering", "1 while a fault is being dealt with.", int(faults.recovering)),
+            ("epoch", "Epoch of the engine's ranks; begins with 0 in another engine process.", stats.epoch),
+        ):
+            gauge = GaugeMetricFamily(f"planaria:{name}", text, labels=["model_name"])
+            gauge.add_metric([model], now)
+            yield gauge
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Body and content type for what the scraper accepts."""

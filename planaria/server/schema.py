@@ -265,11 +265,31 @@ class DetokenizeResponse(Strict):
     prompt: str
 
 
+class Fault(Strict):
+    """The last one, and what came of it."""
+
+    when: str
+    part: str  # rank, or engine: its process
+    ranks: list[int]
+    phase: str
+    cause: str
+    recovered: bool
+    epoch: int  # that began with it
+    layout: str
+    seconds: dict[str, float]  # by part; empty while it is being dealt with
+    requests: int  # that were open
+    replayed_tokens: int
+
+
 class Health(Strict):
     live: bool
     ready: bool
     progressing: bool
     why: str
+    recovering: bool
+    epoch: int  # of the engine of now
+    engine_restarts: int
+    last_fault: Fault | None
 
 
 class Version(Strict):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from planaria.errors import RequestError
 from planaria.server.config import ServerConfig
+from planaria.server.faults import FaultLog
 from planaria.server.inputs import child_seed
 from planaria.server.metrics import Metrics
 from planaria.server.tokenise import Tokenizer
@@ -36,7 +37,9 @@ class Service:
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig) -> None:
         self.client, self.tokenizer, self.config = client, tokenizer, config
-        self.metrics = Metrics(lambda: client.stats, lambda: self.model_names[0])
+        self.faults = FaultLog()
+        client.on_recovery = self.faults.hear
+        self.metrics = Metrics(lambda: client.stats, lambda: self.model_names[0], self.faults)
         self.created = int(time.time())
         self.draining = ""  # the reason, for those who are turned away
         self.open: dict[Generation, None] = {}

@@ -135,7 +135,7 @@ def test_a_rank_killed_under_load_answers_every_stream() -> None:
 def test_nothing_is_left_behind(victim: str) -> None:
     """SIGKILL of the server or of the engine: engine and rank end within 2 s, no shared memory stays."""
     before = set(Path("/dev/shm").iterdir())
-    with Server("smollm2", *SMALL, *MP) as server:
+    with Server("smollm2", *SMALL, *MP, *LAST) as server:
         assert httpx2.get(server.url + "/health").status_code == 200
         (rank,) = ranks_of(server.pid)
         engine = server.engine_pid()

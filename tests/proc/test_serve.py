@@ -158,8 +158,9 @@ def test_second_signal_aborts() -> None:
 
 
 def test_engine_death_answers_everyone() -> None:
-    """kill -9 of the engine: each stream ends with an error that says so, the server exits with 1."""
-    with Server("smollm2", *SMALL) as server:
+    """kill -9 of an engine that may not be replaced: each stream ends with an error that says so, the server exits
+    with 1."""
+    with Server("smollm2", *SMALL, "--recovery-limit", "0") as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         started = threading.Barrier(5)
 

@@ -1,0 +1,137 @@
+"""A scripted engine process under the shipping supervisor: what it is sent is kept, what it says is up to the test."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from planaria.config.options import FaultConfig
+from planaria.server.engine_client import Ended
+from planaria.server.supervisor import SupervisedEngine
+from planaria.types import Delta, FinishReason, SamplingParams
+from planaria.wire import Cancel, Dead, EngineStats, Output, Recovery, Shutdown, Submit
+from tests.api.fake_engine import facts
+
+
+class Config:
+    """The part of an EngineConfig that a supervisor reads."""
+
+    def __init__(self, **faults: Any) -> None:
+        self.faults = FaultConfig(**faults)
+
+
+class ScriptedProcess:
+    pid = 4_000_000  # above every pid there can be
+
+    def __init__(self, config: Any, hear: Any) -> None:
+        self.hear, self.silent, self.sent, self.killed, self.step = hear, 0.0, [], False, 0
+        self.tokens: dict[str, int] = {}  # of each sequence it has: the next index
+        self._end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        pass
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+        if isinstance(message, Submit):
+            assert message.id not in self.tokens
+            self.tokens[message.id] = len(message.output)
+        elif isinstance(message, Cancel):
+            asyncio.get_running_loop().call_soon(self._cancel, message.id)
+
+    def _cancel(self, id: str) -> None:
+        if id in self.tokens and not self._end.done():
+            self.say(Delta(id, self.tokens.pop(id), [], FinishReason.ABORT))
+
+    def connected(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self.send(Shutdown())
+        self.die("ended")
+
+    def kill(self) -> None:
+        self.killed = True
+        self.die("was killed by signal 9")
+
+    async def ended(self, most_silent: Any) -> Ended:
+        return await self._end
+
+    # -- for tests
+
+    def become_ready(self) -> None:
+        self.hear(facts())
+
+    def die(self, how: str = "was killed by signal 9", said: Dead | None = None) -> None:
+        if not self._end.done():
+            self._end.set_result(Ended(how, said))
+
+    def say(self, *deltas: Delta) -> None:
+        self.step += 1
+        self.hear(Output(list(deltas), EngineStats(step=self.step, generation_tokens=self.step)))
+
+    def give(self, *ids: str, finish: FinishReason | None = None) -> None:
+        """One token to each: 100 + its index."""
+        deltas = []
+        for id in ids:
+            at = self.tokens[id]
+            self.tokens[id] += 1
+            deltas.append(Delta(id, at, [100 + at], finish))
+            if finish is not None:
+                del self.tokens[id]
+        self.say(*deltas)
+
+    @property
+    def has(self) -> list[str]:
+        return list(self.tokens)
+
+    @property
+    def submitted(self) -> list[Submit]:
+        return [message for message in self.sent if isinstance(message, Submit)]
+
+
+class Client:
+    """A supervisor of scripted processes, and what its sinks were told."""
+
+    def __init__(self, **faults: Any) -> None:
+        self.processes: list[ScriptedProcess] = []
+        self.supervisor = SupervisedEngine(Config(**faults), make=self._make)  # type: ignore[arg-type]
+        self.heard: list[Recovery] = []
+        self.supervisor.on_recovery = self.heard.append
+        self.told: dict[str, list[Delta]] = {}
+
+    def _make(self, config: Any, hear: Any) -> Any:
+        self.processes.append(ScriptedProcess(config, hear))
+        return self.processes[-1]
+
+    @property
+    def now(self) -> ScriptedProcess:
+        return self.processes[-1]
+
+    async def start(self) -> Client:
+        await self.supervisor.start()
+        self.now.become_ready()
+        return self
+
+    def submit(self, *ids: str) -> None:
+        for id in ids:
+            told = self.told[id] = []
+            self.supervisor.submit(Submit(id, [1, 2, 3], SamplingParams(), 7, 50), told.append)
+
+    async def fall(self, how: str = "was killed by signal 9", said: Dead | None = None) -> None:
+        """The process of now ends; until another is there, or it is clear that there will be none."""
+        before = len(self.processes)
+        self.now.die(how, said)
+        async with asyncio.timeout(10):
+            while len(self.processes) == before and self.supervisor.dead is None:
+                await asyncio.sleep(0)
+
+    async def replace(self) -> None:
+        await self.fall()
+        self.now.become_ready()
+
+    def tokens(self, id: str) -> list[int]:
+        return [token for delta in self.told[id] for token in delta.tokens]
+
+    def error(self, id: str) -> str | None:
+        return self.told[id][-1].error if self.told[id] else None

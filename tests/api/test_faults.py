@@ -1,0 +1,86 @@
+"""What /health and /metrics say of faults, while they are dealt with and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from planaria.wire import EngineStats, Recovery
+from tests.api.test_metrics import scrape
+
+C = "/v1/completions"
+NOTICE = Recovery(1, [1], "step", "its process was killed by signal 9", "Traceback ...")
+DONE = msgspec.structs.replace(
+    NOTICE, seconds={"fence": 0.01, "load": 0.5, "total": 0.75}, layout="tp=2 pp=1", pids=[7, 8], requests=1, tokens=90
+)
+
+
+async def test_health_explains_a_recovery(server: Any) -> None:
+    engine = server.engine
+    async with server.http() as http:
+        assert (await http.get("/health")).json()["last_fault"] is None
+        engine.on_recovery(NOTICE)
+        answer = await http.get("/health")
+        body = answer.json()
+        assert answer.status_code == 200 and body["live"] and body["ready"] and body["progressing"]
+        assert body["recovering"] is True
+        assert body["why"].startswith("recovering for ") and "rank 1 failed in step: its process was" in body["why"]
+        assert body["last_fault"]["recovered"] is False and body["last_fault"]["seconds"] == {}
+        engine.on_recovery(DONE)
+        engine.stats = EngineStats(epoch=1)
+        body = (await http.get("/health")).json()
+        assert (body["recovering"], body["why"], body["epoch"], body["engine_restarts"]) == (False, "ok", 1, 0)
+        when = body["last_fault"].pop("when")
+        assert when.endswith("Z") and len(when) == len("2026-01-01T00:00:00.000Z")
+        assert body["last_fault"] == {
+            "part": "rank", "ranks": [1], "phase": "step", "cause": "its process was killed by signal 9",
+            "recovered": True, "epoch": 1, "layout": "tp=2 pp=1",
+            "seconds": {"fence": 0.01, "load": 0.5, "total": 0.75}, "requests": 1, "replayed_tokens": 90,
+        }  # fmt: skip
+
+
+async def test_a_recovery_that_lasts_is_no_progress(start: Any) -> None:
+    """It is a pause like any other: too long a one makes the verdict bad, and the reason is given."""
+    async with start(stall_timeout=0.05) as server, server.http() as http:
+        engine = server.engine
+        engine.gate.clear()
+        task = asyncio.create_task(http.post(C, json={"prompt": "x", "max_tokens": 3}))
+        await engine.until(lambda: engine.open)
+        engine.on_recovery(NOTICE)
+        while (answer := await http.get("/health")).status_code == 200:
+            pass
+        body = answer.json()
+        assert body["live"] and body["ready"] and not body["progressing"]
+        assert body["why"].startswith("recovering for ") and "no step for" in body["why"]
+        engine.on_recovery(DONE)
+        engine.gate.set()
+        assert (await task).status_code == 200
+
+
+async def test_a_dead_engine_is_not_recovering(server: Any) -> None:
+    async with server.http() as http:
+        server.engine.on_recovery(NOTICE)
+        server.engine.die("the end")
+        body = (await http.get("/health")).json()
+        assert not body["live"] and not body["recovering"] and "the end" in body["why"]
+
+
+async def test_metrics_count_faults(server: Any) -> None:
+    engine = server.engine
+    async with server.http() as http:
+        engine.on_recovery(NOTICE)
+        _, values = await scrape(http)
+        assert values["planaria:faults_total/rank"] == 1 and values["planaria:faults_total/engine"] == 0
+        assert values["planaria:recoveries_total/rank"] == 0 and values["planaria:recovering"] == 1
+        engine.on_recovery(DONE)
+        for message in (NOTICE, DONE):
+            engine.on_recovery(msgspec.structs.replace(message, ranks=[], epoch=0))
+        _, values = await scrape(http)
+        assert [values[f"planaria:{name}_total/{part}"] for name in ("faults", "recoveries")
+                for part in ("rank", "engine")] == [1, 1, 1, 1]  # fmt: skip
+        assert values["planaria:replayed_tokens_total"] == 180 and values["planaria:recovery_seconds_total"] == 1.5
+        assert values["planaria:recovering"] == 0
+        body = (await http.get("/health")).json()
+        assert body["engine_restarts"] == 1 and body["last_fault"]["part"] == "engine"

@@ -1,0 +1,245 @@
+"""When an engine's process ends: every sequence goes on in another, once, or is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from planaria.errors import CapacityError, EngineDead
+from planaria.server import supervisor as module
+from planaria.server.journal import Gap
+from planaria.types import Delta, FinishReason
+from planaria.wire import Cancel, Dead, Processes, ProcessInfo, Recovery, Shutdown
+from tests.api.scripted_process import Client
+
+ROW = ProcessInfo("engine", None, {}, 1, "here", 0, "idle", 1)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    made = await Client(recovery_limit=5).start()
+    yield made
+    await made.supervisor.close()
+
+
+async def settle() -> None:
+    """Everything that was to happen next has happened."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_open_sequences_go_on_with_the_tokens_they_have(client: Client) -> None:
+    client.submit("a", "b", "c")
+    client.now.give("a", "b")
+    client.now.give("a", "c")
+    client.now.give("c", finish=FinishReason.LENGTH)
+    await client.replace()
+    assert [(s.id, s.output, s.seed, s.prompt) for s in client.now.submitted] == [
+        ("a", [100, 101], 7, [1, 2, 3]), ("b", [100], 7, [1, 2, 3]),
+    ]  # fmt: skip
+    client.now.give("a", "b")
+    client.now.give("a", "b", finish=FinishReason.STOP)
+    assert client.tokens("a") == [100, 101, 102, 103] and client.tokens("b") == [100, 101, 102]
+    assert [client.told[id][-1].finish for id in "abc"] == ["stop", "stop", "length"]
+    notice, done = client.heard
+    assert (notice.ranks, notice.phase, notice.seconds) == ([], "step", {}) and "signal 9" in notice.cause
+    assert done.seconds["total"] > 0 and (done.requests, done.tokens) == (2, 3 + 2 + 3 + 1)
+    assert client.supervisor.stats.step == client.now.step + client.processes[0].step  # counters go on
+
+
+async def test_tokens_that_come_twice_are_dropped_and_a_gap_costs_the_process(client: Client) -> None:
+    client.submit("a")
+    client.now.say(Delta("a", 0, [5, 6]))
+    client.now.say(Delta("a", 0, [5]), Delta("a", 1, [6, 7]), Delta("unknown", 9, [1]))
+    assert client.tokens("a") == [5, 6, 7]
+    with pytest.raises(Gap, match="skipped tokens 3 to 4 of a"):
+        client.now.say(Delta("a", 5, [9]))
+    assert client.tokens("a") == [5, 6, 7]
+
+
+async def test_what_comes_while_no_engine_is_up_waits_its_turn(client: Client) -> None:
+    client.submit("a", "b")
+    await client.fall()
+    client.submit("c")
+    client.supervisor.cancel("a")
+    assert client.supervisor.facts is not None and client.now.sent == []
+    assert [row.state for row in await client.supervisor.report()] == ["loading"]
+    client.now.become_ready()
+    assert client.now.has == ["b", "c"]
+    assert client.told["a"] == []
+
+
+async def test_an_engine_that_ends_while_it_loads_is_replaced_too() -> None:
+    client = Client(recovery_limit=2)
+    await client.supervisor.start()
+    await client.fall()
+    client.now.become_ready()
+    assert await client.supervisor.ready() is client.supervisor.facts
+    assert client.heard[0].phase == "start-up"
+    await client.supervisor.close()
+
+
+async def test_the_limit_counts_deaths_without_a_token(client: Client) -> None:
+    client.submit("a", "b")
+    for _ in range(8):  # as long as tokens come
+        client.now.give("a", "b")
+        await client.replace()
+    client = await Client(recovery_limit=2).start()
+    client.submit("a")
+    for _ in range(2):
+        await client.fall("ended with exit code 3")
+    await client.fall("ended with exit code 3")
+    assert client.supervisor.dead is not None and "exit code 3" in client.supervisor.dead.message
+    assert client.told["a"][-1].finish is FinishReason.ERROR and "exit code 3" in (client.error("a") or "")
+    client.submit("b")
+    assert client.error("b") == client.error("a")
+
+
+async def test_with_a_limit_of_0_the_first_death_is_the_end() -> None:
+    client = await Client(recovery_limit=0).start()
+    client.submit("a")
+    await client.fall()
+    assert client.error("a") == client.supervisor.dead.message and len(client.processes) == 1  # type: ignore[union-attr]
+    assert client.heard == []
+
+
+@pytest.mark.parametrize(("kind", "error"), [("capacity", CapacityError), ("error", EngineDead)])
+async def test_an_engine_that_gave_up_is_not_followed_by_another(kind: str, error: type[Exception]) -> None:
+    client = Client()
+    await client.supervisor.start()
+    client.now.hear(Dead(kind, "no room"))
+    client.now.die("ended with exit code 1", Dead(kind, "no room"))
+    with pytest.raises(error, match="no room"):
+        await client.supervisor.ready()
+    await settle()
+    assert len(client.processes) == 1
+
+
+async def test_an_engines_own_exception_is_a_fault_like_any(client: Client) -> None:
+    client.submit("a")
+    crash = Dead("crash", "KeyError: 'x'", "Traceback ...")
+    client.now.hear(crash)
+    await client.fall("ended with exit code 1", crash)
+    client.now.become_ready()
+    assert client.now.has == ["a"] and client.told["a"] == []
+    assert client.heard[0].cause.endswith("ended with exit code 1: KeyError: 'x'")
+    assert client.heard[0].traceback == "Traceback ..."
+
+
+async def test_a_poisonous_request_is_found_and_the_others_go_on(client: Client) -> None:
+    client.submit("a", "poison", "b")
+    deaths = 0
+    while client.error("poison") is None:
+        await settle()
+        if "poison" in client.now.has:
+            deaths += 1
+            alone = client.now.has == ["poison"]
+            assert deaths < 3 or alone  # after two deaths together it isn't with others
+            await client.replace()
+        else:
+            client.now.give(client.now.has[0])
+    assert deaths == 4 and client.told["poison"][-1].finish is FinishReason.ERROR
+    assert "and nothing else" in (client.error("poison") or "")
+    while client.now.has:
+        await settle()
+        for id in client.now.has:
+            client.now.give(id, finish=FinishReason.LENGTH if client.now.tokens[id] == 9 else None)
+        await settle()
+    for id in "ab":
+        assert client.tokens(id) == [100 + i for i in range(10)] and client.error(id) is None
+    assert not client.supervisor.quarantine.faults and len(client.supervisor.journal) == 0
+
+
+async def test_suspects_run_one_at_a_time_until_each_got_a_token(client: Client) -> None:
+    client.submit("a", "b")
+    await client.replace()
+    await client.replace()
+    assert client.now.has == ["a"]
+    client.submit("new")
+    assert client.now.has == ["a"]
+    client.now.give("a")
+    await settle()  # the engine lets go of it
+    assert client.now.has == ["b"]
+    client.supervisor.cancel("b")
+    await settle()
+    assert client.now.has == ["a", "new"]
+    client.now.give("a", "new")
+    assert client.tokens("a") == [100, 101]
+
+
+async def test_a_death_while_others_leave_is_not_the_suspects(client: Client) -> None:
+    """The one that is to run alone isn't accused of a death at which it was not there."""
+    client.submit("a", "b")
+    await client.replace()
+    await client.replace()
+    client.now.give("a")
+    assert client.supervisor.quarantine.running == "b" and client.now.has == ["a"]  # a still leaves
+    await client.replace()
+    assert client.supervisor.quarantine.alone == {}
+
+
+async def test_cancel_reaches_the_engine_once(client: Client) -> None:
+    client.submit("a")
+    client.supervisor.cancel("a")
+    client.supervisor.cancel("a")
+    assert [m for m in client.now.sent if isinstance(m, Cancel)] == [Cancel("a")]
+    await settle()
+    assert client.told["a"] == []
+
+
+async def test_closing_while_another_engine_starts_ends_it(client: Client) -> None:
+    client.submit("a")
+    await client.fall()
+    await client.supervisor.close()
+    assert client.now.killed and len(client.processes) == 2
+    assert client.now.sent == []
+
+
+async def test_closing_asks_an_engine_that_is_up(client: Client) -> None:
+    await client.supervisor.close()
+    await client.supervisor.close()
+    assert client.now.sent == [Shutdown()] and not client.now.killed and client.heard == []
+
+
+async def test_recovering_ranks_may_be_silent_for_long(client: Client) -> None:
+    supervisor = client.supervisor
+    assert supervisor._most_silent() is None
+    client.submit("a")
+    assert supervisor._most_silent() == 300 + module.MARGIN
+    client.now.hear(Recovery(1, [0], "step", "x"))
+    assert supervisor._most_silent() == module.COMING_UP
+    client.now.hear(Recovery(1, [0], "step", "x", seconds={"total": 1.0}))
+    assert supervisor._most_silent() == 300 + module.MARGIN
+
+
+# What is said of an engine's processes when the engine itself can't.
+
+
+async def test_an_engine_that_loads_or_has_ended_is_not_asked(client: Client) -> None:
+    for change, state in (("up", "loading"), ("dead", "ended")):
+        setattr(client.supervisor, change, False if change == "up" else Dead("error", "x"))
+        (row,) = await client.supervisor.report()
+        assert (row.role, row.pid, row.state) == ("engine", client.now.pid, state)
+    assert client.now.sent == []
+    client.supervisor.up = True
+
+
+async def test_all_who_ask_hear_the_answer(client: Client) -> None:
+    asked = [asyncio.create_task(client.supervisor.report()) for _ in range(2)]
+    while len(client.now.sent) < 2:
+        await asyncio.sleep(0)
+    client.now.hear(Processes([ROW]))
+    assert await asyncio.gather(*asked) == [[ROW], [ROW]]
+    client.now.hear(Processes([ROW]))  # the second question's answer: nobody waits
+
+
+async def test_a_silent_engine_is_said_to_be(client: Client, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "REPORT_TIMEOUT", 0.01)
+    (row,) = await client.supervisor.report()
+    assert row.state == "silent for 0.01 s" and client.supervisor._reports == []
+    monkeypatch.setattr(module, "process_state", lambda pid: "T")
+    (row,) = await client.supervisor.report()
+    assert row.state == "stopped"
