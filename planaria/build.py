@@ -53,7 +53,7 @@ def _launcher(config: EngineConfig) -> Any:
     if parallel.distributed_executor_backend == "ray":
         from planaria.executor.ray.launcher import RayLauncher
 
-        return RayLauncher(parallel, config.device.device, "planaria.worker.main:run_rank", ray_settings())
+        return RayLauncher(parallel, config.device.device, "planaria.worker.main:Life", ray_settings())
     if parallel.over_nodes:
         if parallel.node_rank:
             raise ConfigError(

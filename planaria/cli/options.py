@@ -61,6 +61,10 @@ _ENGINE: dict[str, tuple[Any, list[str], str]] = {
     "disable_custom_all_reduce": (bool, ["--disable-custom-all-reduce"], "Use the plain collective (gloo, NCCL)."),
     "worker_cls": (str, ["--worker-cls"], "package.module.Class in place of the worker; auto: Planaria's."),
     "worker_extension_cls": (str, ["--worker-extension-cls"], "package.module.Class whose methods join the worker's."),
+    "batch_invariant": (
+        bool, ["--batch-invariant"],
+        "Promise that a request's tokens depend on nothing but the request, to the last bit, also after a fault.",
+    ),
     "spare_workers": (int, ["--spare-workers"], "Processes that are loaded and wait to replace a lost rank."),
     "recovery_limit": (
         int, ["--recovery-limit"],

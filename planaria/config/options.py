@@ -51,6 +51,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     worker_cls: str = "auto"
     worker_extension_cls: str = ""
     heartbeat_timeout: float = 10.0
+    batch_invariant: bool = False
     spare_workers: int = 0
     recovery_limit: int = 5
     recovery_window: float = 300.0
@@ -84,6 +85,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int  # of a rank
     auto_threads: bool = False  # nobody asked for a number: a rank takes its share of its node's cores
     kernels: str = "native"
+    batch_invariant: bool = False  # promised: a request's numbers depend on nothing but the request
 
 
 class OuterLauncher(msgspec.Struct, frozen=True, kw_only=True):

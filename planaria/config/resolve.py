@@ -81,9 +81,16 @@ def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: 
     _one_of("--kernels", options.kernels, ("auto", "native", "torch"))
     if options.kernels == "native" and device != "cpu":
         raise ConfigError("--kernels", "native", f"are for the CPU, and the device is {device}", "use --kernels torch")
+    if options.batch_invariant and (device != "cpu" or options.kernels == "torch"):
+        what = f"--kernels {options.kernels}" if device == "cpu" else f"--device {device}"
+        raise ConfigError(
+            "--batch-invariant", True, f"only this package's CPU kernels sum in an order of their own, not {what}",
+            "use --device cpu --kernels native",
+        )  # fmt: skip
     return DeviceConfig(
         device=device, dtype=dtype, quantization=quantization,
         threads=options.threads or max(1, usable_cores() // ranks), auto_threads=options.threads is None,
+        batch_invariant=options.batch_invariant,
         kernels="torch" if device != "cpu" or options.kernels == "torch" else "native",
     )  # fmt: skip
 

@@ -35,11 +35,11 @@ class Life:
     """A rank through its epochs. `boot` may be called from any thread: for the first time before `run`, and whenever an
     epoch is over; what the rank waits for inside the old one ends then.
 
-    made: gets the worker, for who brings it steps by another way. once: there will be no other boot.
+    made: gets the worker, for who brings it steps by another way.
     """
 
-    def __init__(self, made: Callable[[Any], None] = lambda worker: None, *, once: bool = False) -> None:
-        self.made, self.once = made, once
+    def __init__(self, made: Callable[[Any], None] = lambda worker: None) -> None:
+        self.made = made
         self.worker: Any = None
         self._boots: queue.SimpleQueue[RankBoot] = queue.SimpleQueue()
 
@@ -68,7 +68,7 @@ class Life:
                 return 0
             except (LinkError, Gone) as e:
                 logger.debug("rank %d: %s", boot.rank, e)
-                if self.once or (isinstance(e, PeerLost) and isinstance(boot.link, At)):  # the driver has ended
+                if isinstance(e, PeerLost) and isinstance(boot.link, At):  # the driver has ended
                     break
             try:
                 boot = self._boots.get(timeout=NEXT_EPOCH)
@@ -98,13 +98,6 @@ class Life:
         finally:
             ended.set()
             port.close()
-
-
-def run_rank(boot: RankBoot, made: Callable[[Any], None] = lambda worker: None) -> int:
-    """A life of one epoch, for who can't bring another boot."""
-    life = Life(made, once=True)
-    life.boot(boot)
-    return life.run()
 
 
 def _pulse(port: Port, ended: threading.Event) -> None:

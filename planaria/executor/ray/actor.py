@@ -37,6 +37,7 @@ class RankActor:
 
     def __init__(self) -> None:
         self.rank: Any = None  # what `run` made
+        self.life: Any = None
         self.thread = 0  # that carries out the graph's steps
 
     def where(self, resource: str, names: list[str]) -> bytes:
@@ -59,8 +60,8 @@ class RankActor:
         )  # fmt: skip
 
     def run(self, entry: str, boot: bytes, environment: dict[str, str]) -> int:
-        """Be the rank until it ends: `entry` (package.module:function) gets the decoded boot. The environment is
-        complete before anything large is imported."""
+        """Be the rank until it ends: `entry` (package.module:class) is made with what hears of the worker, and gets this
+        boot and those of later epochs. The environment is complete before anything large is imported."""
         os.environ.update(environment)
         with contextlib.suppress(OSError):  # Ray's workers are niced as batch work; a rank serves
             os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -69,9 +70,17 @@ class RankActor:
 
         decoded = RankBoot.decode(boot)
         setup_logging(decoded.log_level)
-        module, _, function = entry.partition(":")
-        code: int = getattr(importlib.import_module(module), function)(decoded, self._made)
+        module, _, kind = entry.partition(":")
+        self.life = getattr(importlib.import_module(module), kind)(self._made)
+        self.life.boot(decoded)
+        code: int = self.life.run()
         return code
+
+    def boot(self, boot: bytes) -> None:
+        """Another epoch begins."""
+        from planaria.executor.boot import RankBoot
+
+        self.life.boot(RankBoot.decode(boot))
 
     def _made(self, rank: Any) -> None:
         self.rank = rank

@@ -43,10 +43,10 @@ NSIGHT = {"t": "cuda,cudnn,cublas", "o": "'worker_process_%p'", "cuda-graph-trac
 
 
 class RayLauncher(Fixed):
-    """entry: `package.module:function` that is the rank. device: "cpu" or an accelerator's name."""
+    """entry: `package.module:class` of a rank's life (see planaria.worker.main). device: "cpu" or an accelerator's name."""
 
     name = "ray"
-    link, uses_ray = "queue", True
+    link, uses_ray, replaces = "queue", True, True
 
     def __init__(
         self, parallel: ParallelConfig, device: str, entry: str, settings: RaySettings | None = None, epoch: int = 0
@@ -86,16 +86,18 @@ class RayLauncher(Fixed):
                 ", ".join(str(slot.rank) for slot in group),
             )
         self._offer = env.offered(environment())
-        self.actors = self._make_actors(resource)
-        names = sorted({*self._offer, *env.COMPUTED})
-        self.found = self._where(resource, names)
-        self._hold_local()
+        self.actors = self._make_actors(resource, range(self.layout.size))
+        self.found = self._where(resource, self.actors)
+        self._hold_local(range(self.layout.size))
+        return self._places()
+
+    def _places(self) -> list[Place]:
         return [
             Place(rank, at.home, at.node, at.address, at.pid, at.cores, at.devices)
             for rank, at in enumerate(self.found)
         ]
 
-    def _make_actors(self, resource: str) -> list[Any]:
+    def _make_actors(self, resource: str, ranks: Sequence[int]) -> list[Any]:
         assert self.connection is not None and self.group is not None
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -113,11 +115,12 @@ class RayLauncher(Fixed):
             kind.options(
                 name=actor_name(self.instance, self.layout, rank, self.epoch),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self.group.handle, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+                    self.group.handle, placement_group_bundle_index=self.group.bundles[rank],
+                    placement_group_capture_child_tasks=False,
                 ),
                 **wants,
             ).remote()
-            for rank, bundle in enumerate(self.group.bundles)
+            for rank in ranks
         ]  # fmt: skip
 
     def _runtime_env(self, resource: str) -> dict[str, Any]:
@@ -150,8 +153,9 @@ class RayLauncher(Fixed):
         taken = {name for own in self._get(asked, "the nodes' environment") for name in own}
         return {name: value for name, value in offer.items() if name not in taken}
 
-    def _where(self, resource: str, names: list[str]) -> list[Whereabouts]:
-        answers = self._get([actor.where.remote(resource, names) for actor in self.actors], "ranks to come up")
+    def _where(self, resource: str, actors: Sequence[Any]) -> list[Whereabouts]:
+        names = sorted({*self._offer, *env.COMPUTED})
+        answers = self._get([actor.where.remote(resource, names) for actor in actors], "ranks to come up")
         return [msgspec.msgpack.decode(answer, type=Whereabouts) for answer in answers]
 
     def _get(self, asked: list[Any], what: str) -> list[Any]:
@@ -172,9 +176,10 @@ class RayLauncher(Fixed):
             lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
             raise PlanariaError(f"a worker can't be started on Ray: {lines[-1].strip()}") from e
 
-    def _hold_local(self) -> None:
+    def _hold_local(self, ranks: Sequence[int]) -> None:
         """Descriptors of the processes on this node: no other process is killed by mistake, and an end can be seen."""
-        for rank, at in enumerate(self.found):
+        for rank in ranks:
+            at = self.found[rank]
             if at.home == home():
                 with contextlib.suppress(ProcessLookupError):
                     self._pids[rank] = os.pidfd_open(at.pid)
@@ -186,6 +191,9 @@ class RayLauncher(Fixed):
             masks.setdefault(at.home, []).extend(at.devices)
         shown = set()
         for boot in boots:
+            if boot.rank in self.runs:
+                self.actors[boot.rank].boot.remote(boot.encode())
+                continue
             at = self.found[boot.rank]
             computed = {}
             if at.devices:
@@ -198,6 +206,42 @@ class RayLauncher(Fixed):
             values = {change.name: change.new for change in changes}
             self.runs[boot.rank] = self.actors[boot.rank].run.remote(self.entry, boot.encode(), values)
         self._watcher = Watcher(self.connection.ray, self.runs, self._on_end)
+
+    def replace(self, ranks: Sequence[int]) -> list[Place]:
+        """End these for certain; other actors take their bundles. Where steps come by a compiled graph all are replaced:
+        survivors sit inside its loop. Raises CapacityError when Ray gives none in time."""
+        if self.parallel.ray_link == "compiled-graph":
+            ranks = range(self.layout.size)
+        connection = self.connection
+        if connection is None or not connection.alive:
+            raise CapacityError("Ray is gone: nothing can replace a rank")
+        if self._watcher is not None:
+            self._watcher.stop()
+        self._end_now(ranks)
+        self.epoch += 1
+        resource = connection.resource(self.device)
+        actors = self._make_actors(resource, ranks)
+        for rank, actor, at in zip(ranks, actors, self._where(resource, actors), strict=True):
+            self.actors[rank], self.found[rank] = actor, at
+        self._hold_local(ranks)
+        return self._places()
+
+    def _end_now(self, ranks: Sequence[int]) -> None:
+        """Kill them, wait until they are gone where that can be seen, and forget them."""
+        assert self.connection is not None
+        local = {rank: self._pids[rank] for rank in ranks if rank in self._pids}
+        for pidfd in local.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        self._end_elsewhere(ranks)
+        for rank in ranks:
+            bounded("kill an actor", functools.partial(self.connection.ray.kill, self.actors[rank]))
+            self.runs.pop(rank, None)
+            self._ended.pop(rank, None)
+        for rank, pidfd in local.items():
+            select.select([pidfd], [], [], KILL_TIMEOUT)
+            os.close(pidfd)
+            del self._pids[rank]
 
     # -- ends
 
@@ -219,12 +263,12 @@ class RayLauncher(Fixed):
         for pidfd in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        self._end_elsewhere()
+        self._end_elsewhere(range(len(self.found)))
         self.close()
 
-    def _end_elsewhere(self) -> None:
-        """Kill the ranks of other nodes by pid, through a task on each."""
-        far = [at for rank, at in enumerate(self.found) if rank not in self._pids and at.home != home()]
+    def _end_elsewhere(self, ranks: Sequence[int]) -> None:
+        """Kill those that are on other nodes by pid, through a task on each."""
+        far = [self.found[rank] for rank in ranks if rank not in self._pids and self.found[rank].home != home()]
         if self.connection is None or not self.connection.alive or not far:
             return
         ray = self.connection.ray
