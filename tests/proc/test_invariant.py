@@ -39,8 +39,15 @@ def answers(llm: LLM, which: range = range(64), on_tokens: Any = None) -> Answer
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+DEFAULT = {("bfloat16", "uni"), ("bfloat16", "tp=2"), ("float32", "pp=2")}
+CASES = [
+    pytest.param(dtype, layout, marks=() if (dtype, layout) in DEFAULT else pytest.mark.long)
+    for dtype in ("float32", "bfloat16")
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("dtype", "layout"), CASES)
 def test_nothing_but_the_request_counts(dtype: str, layout: str) -> None:
     options = {**OPTIONS, **LAYOUTS[layout], "dtype": dtype, "quantization": "none"}
     with LLM("smollm2", **options) as llm:

@@ -60,8 +60,8 @@ class RankActor:
         )  # fmt: skip
 
     def run(self, entry: str, boot: bytes, environment: dict[str, str]) -> int:
-        """Be the rank until it ends: `entry` (package.module:class) is made with what hears of the worker, and gets this
-        boot and those of later epochs. The environment is complete before anything large is imported."""
+        """Be the rank until it ends: `entry` (package.module:class) is made with what hears of the worker, and gets
+        this boot and those of later epochs. The environment is complete before anything large is imported."""
         os.environ.update(environment)
         with contextlib.suppress(OSError):  # Ray's workers are niced as batch work; a rank serves
             os.setpriority(os.PRIO_PROCESS, 0, 0)

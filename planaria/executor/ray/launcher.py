@@ -43,7 +43,7 @@ NSIGHT = {"t": "cuda,cudnn,cublas", "o": "'worker_process_%p'", "cuda-graph-trac
 
 
 class RayLauncher(Fixed):
-    """entry: `package.module:class` of a rank's life (see planaria.worker.main). device: "cpu" or an accelerator's name."""
+    """entry: `package.module:class` of a rank's life (planaria.worker.main). device: "cpu" or an accelerator's name."""
 
     name = "ray"
     link, uses_ray, replaces = "queue", True, True
@@ -208,8 +208,8 @@ class RayLauncher(Fixed):
         self._watcher = Watcher(self.connection.ray, self.runs, self._on_end)
 
     def replace(self, ranks: Sequence[int]) -> list[Place]:
-        """End these for certain; other actors take their bundles. Where steps come by a compiled graph all are replaced:
-        survivors sit inside its loop. Raises CapacityError when Ray gives none in time."""
+        """End these for certain; other actors take their bundles. Where steps come by a compiled graph all are
+        replaced: survivors sit inside its loop. Raises CapacityError when Ray gives none in time."""
         if self.parallel.ray_link == "compiled-graph":
             ranks = range(self.layout.size)
         connection = self.connection
