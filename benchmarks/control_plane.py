@@ -34,6 +34,7 @@ import msgspec
 
 from benchmarks import machine, proc, report
 from benchmarks.peers import round_trips
+from planaria.executor.link.address import At, open_port
 from planaria.executor.link.codec import decode_command, decode_reply, encode_command, encode_reply
 from planaria.executor.link.faults import LinkClosed, Port
 from planaria.executor.link.keys import Invitation
@@ -66,6 +67,11 @@ def rank_main(kind: str, *args: str) -> None:
         port = ShmPort.attach(int(args[0]), int(args[1]))
     else:
         port = TcpPort.connect(Invitation.decode(sys.stdin.buffer.read()))
+    answer_all(port)
+
+
+def answer_all(port: Port) -> None:
+    """Until the link ends."""
     try:
         while (got := port.receive(None)) is not None:
             port.reply(got[0], RESULT)
@@ -87,22 +93,52 @@ def linked(kind: str, workers: int) -> tuple[Trip, Trip]:
             process.stdin.write(link.invitation(rank).encode())
             process.stdin.close()
             processes.append(process)
-    number = 0
-
-    def trip() -> None:
-        nonlocal number
-        number += 1
-        link.send(number, PLAN)
-        for _ in range(workers):
-            got = link.receive(LIMIT)
-            assert got is not None and got[1] == number
 
     def close() -> None:
         link.close()
         for process in processes:
             process.wait(LIMIT)
 
-    return trip, close
+    return over(link), close
+
+
+def over(link: ShmLink | TcpLink) -> Trip:
+    number = 0
+
+    def trip() -> None:
+        nonlocal number
+        number += 1
+        link.send(number, PLAN)
+        for _ in range(link.num_ranks):
+            got = link.receive(LIMIT)
+            assert got is not None and got[1] == number
+
+    return trip
+
+
+def ray_linked(workers: int) -> tuple[Trip, Trip]:
+    """The shm link to Ray actors of this node: what `--ray-link queue` uses there."""
+    import ray
+
+    ray.init(address="local", num_cpus=workers + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+    @ray.remote(num_cpus=0)
+    class Rank:
+        def run(self, address: bytes) -> None:
+            from benchmarks import control_plane
+
+            control_plane.answer_all(open_port(msgspec.msgpack.decode(address, type=At)))
+
+    link = ShmLink.create(workers)
+    actors = [Rank.remote() for _ in range(workers)]
+    runs = [actor.run.remote(msgspec.msgpack.encode(link.address_of(rank))) for rank, actor in enumerate(actors)]
+
+    def close() -> None:
+        link.close()
+        ray.get(runs, timeout=LIMIT)
+        ray.shutdown()
+
+    return over(link), close
 
 
 def pipe_worker(connection: Any) -> None:
@@ -182,11 +218,13 @@ def pyzmq(workers: int) -> tuple[Trip, Trip]:
 OURS: dict[str, Callable[[int], tuple[Trip, Trip]]] = {
     "shm": lambda workers: linked("shm", workers),
     "tcp": lambda workers: linked("tcp", workers),
+    "ray-link": ray_linked,
     "pipe": pipe,
     "pyzmq": pyzmq,
 }
 TITLES = {
-    "shm": "planaria, shm link", "tcp": "planaria, tcp link (encrypted)", "pipe": "multiprocessing Pipe",
+    "shm": "planaria, shm link", "ray-link": "planaria, shm link to Ray actors",
+    "tcp": "planaria, tcp link (encrypted)", "pipe": "multiprocessing Pipe",
     "pyzmq": "pyzmq PUSH/PULL, ipc", "vllm": "vLLM MessageQueue", "ray": "Ray actor call", "iceoryx2": "iceoryx2",
 }  # fmt: skip
 
@@ -287,6 +325,7 @@ GOALS = [  # peer, rhythm, at least so many times as fast
     ("ray", "back to back", 20.0),
 ]  # fmt: skip
 FIRST_TRIP, IDLE = 300.0, 0.3  # us after 1.5 s, % of a core
+THROUGH_RAY = 1.1  # times as long at most when ranks are Ray actors
 
 
 def goals(result: dict[str, Any]) -> report.Table:
@@ -303,6 +342,11 @@ def goals(result: dict[str, Any]) -> report.Table:
                 ratio = statistics.median(a / b for a, b in pairs)
                 rows.append([f"{TITLES[peer]} / shm link, {rhythm}, {ranks}", f">= {wanted:g}",
                              f"{ratio:.1f}", "yes" if ratio >= wanted else "no"])  # fmt: skip
+        if "ray-link" in found:
+            pairs = zip(found["ray-link"]["back to back"]["p50"], ours["back to back"]["p50"], strict=True)
+            ratio = statistics.median(a / b for a, b in pairs)
+            rows.append([f"{TITLES['ray-link']} / to processes, back to back, {ranks}", f"<= {THROUGH_RAY:g}",
+                         f"{ratio:.2f}", "yes" if ratio <= THROUGH_RAY else "no"])  # fmt: skip
         if workers == "1":
             first = statistics.median(ours["after 1.5 s"]["p50"])
             rows.append(["first round trip after 1.5 s, us, 1 worker", f"< {FIRST_TRIP:g}", f"{first:.0f}",
@@ -327,7 +371,7 @@ def tables(result: dict[str, Any]) -> list[report.Table]:
                 cells.append(f"{report.spread(cell['p50'], 0)} / {p99}" if cell else "-")
             rows.append([TITLES[name], *cells])
         for peer in names:
-            if peer in ("shm", "tcp") or "shm" not in names:
+            if peer in ("shm", "tcp", "ray-link") or "shm" not in names:
                 continue
             ratios = []
             for found in result["workers"].values():
@@ -367,6 +411,8 @@ def main() -> None:
         show(json.loads(options.measured.read_text()), options.markdown)
         return
     pythons = dict.fromkeys(OURS, sys.executable)
+    if not importlib.util.find_spec("ray"):
+        del pythons["ray-link"]
     for name in ("vllm", "ray", "iceoryx2"):
         if python := getattr(options, f"{name}_python"):
             pythons[name] = python

@@ -3,7 +3,7 @@
     python -m benchmarks.layouts [--vllm-python P] [--layouts tp2,pp2] [--rounds 5] [--markdown docs/performance.md]
 
 One process of two threads, TP=2, PP=2 over mp and, where its python is given, vLLM's CPU build with PP=2. All are
-loaded, then take turns at one stream (128 tokens in, 96 out), 32 at once (128 in, 64 out) and a prompt of 1,024, round
+loaded, then take turns at one stream (128 tokens in, 128 out), 32 at once (the same) and a prompt of 1,024, round
 after round, in bfloat16; vLLM is stopped while others run, since it spins for a while after work. Ratios are of the
 same round. The time of a start is that of a second process of a kind, from its beginning to its first token.
 """
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2, "threads": 1},
     "pp2": {"pipeline_parallel_size": 2, "threads": 1},
 }
-SHAPES = {"single": [[128, 96]], "batch": [[128, 64]] * 32, "ttft": [[1024, 1]]}
+SHAPES = {"single": [[128, 128]], "batch": [[128, 128]] * 32, "ttft": [[1024, 1]]}
 TITLES = {
     "single": "one stream, tok/s", "batch": "32 at once, output tok/s", "ttft": "first token of 1,024, ms",
 }  # fmt: skip
@@ -141,13 +141,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=OUT / "layouts.json")
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--measured", type=Path, help="tables of an earlier run's JSON instead of measuring")
     options = parser.parse_args()
     if options.vllm_python:
         options.vllm_python = options.vllm_python.absolute()
-    logs = OUT / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    result = measure(options, logs)
-    options.json.write_text(json.dumps(result, indent=1))
+    if options.measured:
+        result = json.loads(options.measured.read_text())
+    else:
+        logs = OUT / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        result = measure(options, logs)
+        options.json.write_text(json.dumps(result, indent=1))
     lines = [
         f"{result['when']}, {result['cpu']}, {os.cpu_count()} cores; median (lowest-highest) of the rounds; other "
         f"programs used {result['foreign']:.0f}% of a core in the median turn."
