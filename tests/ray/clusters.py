@@ -43,10 +43,19 @@ def live_groups() -> list[str]:
     return [id for id, group in placement_group_table().items() if group["state"] != "REMOVED"]
 
 
+def cluster_environment() -> dict[str, str]:
+    """Of clusters that tests start: a token of their own, workers that are not niced."""
+    return {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }  # fmt: skip
+
+
 @contextlib.contextmanager
 def several_nodes(*slots: int) -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster` on this machine only, with a token of its own; so many slots on each node."""
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    own = cluster_environment()
+    os.environ |= own
     from ray._private import ray_constants, utils
     from ray._private.authentication_test_utils import reset_auth_token_state
     from ray.cluster_utils import Cluster
@@ -65,5 +74,6 @@ def several_nodes(*slots: int) -> Iterator[Any]:
                 cluster.shutdown()
             address_file = Path(utils.get_ray_address_file(None))  # by which others would find it
             address_file.unlink(missing_ok=True)
-            del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]
+            for name in own:
+                del os.environ[name]
             reset_auth_token_state()

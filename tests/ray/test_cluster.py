@@ -71,7 +71,7 @@ def test_each_rank_is_on_the_node_that_was_decided(connection: Any, small: Path)
     with LLM(str(small), **SMALL) as llm:
         expected = answers(llm, PROMPTS, 8)
     with LLM(str(small), **SMALL, **ray_options("pp2")) as llm:
-        launcher: Any = llm._loop.launcher
+        launcher: Any = llm._loop.crew.launcher
         nodes = [at.ray_node for at in launcher.found]
         assert nodes == [slot.node for slot in launcher.group.placement.slots]
         assert nodes[0] == connection.node != nodes[1]
@@ -84,7 +84,7 @@ def test_each_rank_is_on_the_node_that_was_decided(connection: Any, small: Path)
 def test_a_users_group_is_used_and_kept(connection: Any, group: Any, small: Path) -> None:
     """Its tensor group on one node: so none on the driver's, which has one slot."""
     with LLM(str(small), **SMALL, **ray_options("tp2"), placement_group=group.id.hex()) as llm:
-        launcher: Any = llm._loop.launcher
+        launcher: Any = llm._loop.crew.launcher
         assert len(launcher.group.bundles) == 2 and 0 not in launcher.group.bundles and not launcher.group.owned
         assert not launcher.group.placement.spanning() and connection.node not in launcher.group.placement.nodes
     assert live_groups() == [group.id.hex()]

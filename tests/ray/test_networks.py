@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 
 from tests.proc.servers import needs_smollm2, planaria, wait_until
 from tests.proc.test_nodes import two_networks  # noqa: F401  a fixture
+from tests.ray.clusters import cluster_environment
 
 pytestmark = needs_smollm2
 
@@ -61,9 +61,7 @@ def pids_in(space: str) -> list[int]:
 @pytest.fixture
 def two_nodes(two_networks: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:  # noqa: F811
     """How to run a command on the first node, and the environment that finds the cluster."""
-    env = os.environ | {
-        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",
-    }  # fmt: skip
+    env = os.environ | cluster_environment()
     here, there = two_networks
     folders = [tempfile.mkdtemp(prefix="pr") for _ in range(2)]  # short: sockets' paths have a limit
     try:
