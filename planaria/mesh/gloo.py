@@ -44,10 +44,16 @@ def open_store(host: str, port: int = 0, *, deadline: float = DEADLINE) -> tuple
 
 def join_store(host: str, port: int, *, deadline: float = DEADLINE) -> TCPStore:
     """The store that another rank serves. Raises PeerLost when it can't be reached by the deadline."""
+    # torch's own deadline isn't for a server that takes a connection and says nothing: it would wait for ever
+    silent = threading.Timer(deadline, hang_up, (set(), {(address, port) for address in _numeric(host)}))
+    silent.daemon = True
+    silent.start()
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline), wait_for_workers=False)
     except RuntimeError as e:
         raise PeerLost((), f"no connection to the groups' store at {host} port {port}: {_line(e)}") from e
+    finally:
+        silent.cancel()
 
 
 def leave_store(store: TCPStore) -> None:

@@ -4,6 +4,7 @@ processes where one has to stop."""
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -270,6 +271,15 @@ def test_gloo_names_a_killed_process() -> None:
         comm.receive(torch.zeros(32), 1)
     assert lost.value.ranks == (11,) and time.monotonic() - since < 2
     comm.close()
+
+
+def test_a_store_that_says_nothing_is_given_up_at_the_deadline() -> None:
+    """Such as a stopped rank's: the kernel takes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        since = time.monotonic()
+        with pytest.raises(PeerLost, match="no connection to the groups' store"):
+            join_store("127.0.0.1", silent.getsockname()[1], deadline=1.0)
+        assert 0.9 < time.monotonic() - since < 10
 
 
 def test_a_group_that_is_being_made_ends_with_its_store() -> None:
