@@ -244,12 +244,12 @@ class Program:
     def wait_begun(self) -> None:
         """Until every rank has tokens."""
         files = [self.folder / f"begun {rank}" for rank in range(self.size)]
-        wait_until(f"tokens on every rank: {self.output()}", lambda: all(file.exists() for file in files), limit=90)
+        wait_until(f"tokens on every rank: {self.output()}", lambda: all(file.exists() for file in files), limit=240)
 
     def output(self) -> list[str]:
         return [str(p.stdout.read()) for p in self.processes if p.poll() is not None and p.stdout is not None]
 
-    def wait(self, *ranks: int, seconds: float = 90.0) -> list[dict[str, Any]]:
+    def wait(self, *ranks: int, seconds: float = 300.0) -> list[dict[str, Any]]:
         """What these ranks (none named: all) saw."""
         found = []
         for rank in ranks or range(self.size):
@@ -265,14 +265,14 @@ ONE = ["generate", *OPTIONS, "--max-tokens", "16", "--json", *(word for prompt i
 @pytest.fixture(scope="module")
 def one_process() -> list[object]:
     """Tokens of the plain run."""
-    return [line["token_ids"] for line in lines_of(planaria(*ONE).stdout)]
+    return [line["token_ids"] for line in lines_of(planaria(*ONE, timeout=300).stdout)]
 
 
 def test_torchrun_gives_the_same_tokens_and_one_process_prints(one_process: list[object]) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
          "-m", "planaria", *ONE, "-tp", "2", "--distributed-executor-backend", "external_launcher"],
-        capture_output=True, text=True, timeout=180, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     lines = lines_of(run.stdout)
     assert [line["token_ids"] for line in lines] == one_process, run.stderr
@@ -298,8 +298,8 @@ def test_a_killed_ranks_name_is_everybodys_error(tmp_path: Path, victim: int) ->
         program.wait_begun()
         program.processes[victim].kill()
         killed = time.monotonic()
-        (seen,) = program.wait(1 - victim, seconds=30)
-        assert time.monotonic() - killed < 5.0
+        (seen,) = program.wait(1 - victim, seconds=60)
+        assert time.monotonic() - killed < 10.0
     assert f"EngineDead: rank {victim} failed in step" in seen["error"], seen["error"]
 
 
@@ -308,7 +308,7 @@ def test_a_stopped_ranks_name_is_everybodys_error(tmp_path: Path) -> None:
     with Program(tmp_path, 3, [LONG] * 2000, options=options) as program:
         program.wait_begun()
         program.processes[1].send_signal(signal.SIGSTOP)
-        for seen in program.wait(0, 2, seconds=30):
+        for seen in program.wait(0, 2, seconds=60):
             assert "rank 1 failed in step" in seen["error"], seen["error"]
 
 
