@@ -34,6 +34,7 @@ from planaria.executor.node_messages import (
     FromAgent,
     Here,
     Refused,
+    Replace,
     Run,
     Start,
     Started,
@@ -156,6 +157,12 @@ class NodeAgent:
                 self.local = self.make_local(message.ranks, self.address)
                 self.local.on_exit = self._on_exit
                 self._say(Started(tuple(self.local.start())))
+            case Replace():
+                assert self.local is not None
+                self._told |= set(message.ranks)  # their ends are no news
+                places = self.local.replace(message.ranks)
+                self._told -= set(message.ranks)
+                self._say(Started(tuple(places)))
             case Run():
                 assert self.local is not None
                 self.local.run([self.adapt(RankBoot.decode(data)) for data in message.boots])

@@ -27,6 +27,8 @@ class Here(msgspec.Struct, frozen=True, array_like=True, tag="here"):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
+    """Answer to Start and Replace: where all its ranks are now."""
+
     places: tuple[Place, ...]
 
 
@@ -57,8 +59,14 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     ranks: tuple[int, ...]
 
 
+class Replace(msgspec.Struct, frozen=True, array_like=True, tag="replace"):
+    """See these ranks' ends for certain and make other processes in their place. Answered with Started."""
+
+    ranks: tuple[int, ...]
+
+
 class Run(msgspec.Struct, frozen=True, array_like=True, tag="run"):
-    """An encoded RankBoot for each rank started."""
+    """An encoded RankBoot for each rank."""
 
     boots: tuple[bytes, ...]
 
@@ -76,7 +84,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 FromAgent = Here | Started | Ended | AllEnded | Trouble
-ToAgent = Welcome | Start | Run | End | Refused
+ToAgent = Welcome | Start | Replace | Run | End | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)

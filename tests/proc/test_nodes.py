@@ -89,9 +89,10 @@ def agent(port: int, *more: str, nnodes: int = 2, env: dict[str, str] | None = N
 
 
 def engine(port: int, **more: object) -> LLM:
+    """Whose ranks compute nothing, and which ends with the first loss."""
     return LLM(
         "smollm2", max_model_len=1024, dtype="float32", null_worker=True, nnodes=2,
-        pipeline_parallel_size=2, master_port=port, **more,
+        pipeline_parallel_size=2, master_port=port, recovery_limit=0, **more,
     )  # fmt: skip
 
 
@@ -226,6 +227,31 @@ def test_a_rank_that_dies_on_the_other_node_is_named() -> None:
         assert time.monotonic() - killed < 1.0
         llm.close()
         assert other.wait(30) == 0 and "rank 1 was killed by signal 9" in other.text()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_of_any_node_is_replaced(one_process: list[object], victim: int) -> None:
+    """Its agent, or the engine, makes another in its place; requests go on with the same tokens."""
+    port = free_port()
+    options = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "dtype": "float32", "master_port": port}
+    words = [word for word in PROMPTS if word != "--prompt"]
+    greedy = SamplingParams(temperature=0, max_tokens=16)
+    args = ["serve", *OPTIONS, "-pp", "2", "--nnodes", "2", "--master-port", str(port), "--node-rank", "1"]
+    with Command(*args) as other:
+        with LLM("smollm2", pipeline_parallel_size=2, nnodes=2, **options) as llm:
+            before = [member.pid for member in llm._loop.crew.members]
+            killed: list[int] = []
+
+            def kill(done: int, tokens: int) -> None:
+                if tokens and not killed:
+                    killed.append(before[victim])
+                    os.kill(before[victim], signal.SIGKILL)
+
+            outputs = llm.generate(words, greedy, on_tokens=kill)
+            assert [output.outputs[0].token_ids for output in outputs] == one_process and killed
+            after = [member.pid for member in llm._loop.crew.members]
+            assert after[1 - victim] == before[1 - victim] and after[victim] != before[victim]
+        assert other.wait() == 0, other.text()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

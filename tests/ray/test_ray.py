@@ -38,10 +38,12 @@ def ray_options(layout: str = "tp2", link: str = "queue") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def answers(llm: LLM, prompts: list[Any], count: int) -> list[tuple[list[int], list[float]]]:
+def answers(
+    llm: LLM, prompts: list[Any], count: int, on_tokens: Any = None
+) -> list[tuple[list[int], list[float]]]:
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
     found = []
-    for output in llm.generate(prompts, params):
+    for output in llm.generate(prompts, params, on_tokens=on_tokens):
         (choice,) = output.outputs
         assert choice.logprobs is not None
         found.append((choice.token_ids, [given.logprob for given in choice.logprobs]))
@@ -95,7 +97,7 @@ def test_the_same_answers_and_nothing_left(
     local_ray: Any, small: Path, expected: Any, layout: str, link: str, end: tuple[int, signal.Signals] | None
 ) -> None:
     """And whatever ends it: a rank killed is named within a second, one stopped within the heartbeat's limit."""
-    with LLM(str(small), **SMALL, **ray_options(layout, link), heartbeat_timeout=2.0) as llm:
+    with LLM(str(small), **SMALL, **ray_options(layout, link), heartbeat_timeout=2.0, recovery_limit=0) as llm:
         assert llm.facts.executor == "ray" and llm.facts.link == {"queue": "shm"}.get(link, "ray-graph+shm")
         pids = llm.facts.ranks
         assert len(set(pids)) == LAYOUTS[layout][0] * LAYOUTS[layout][1]
@@ -111,6 +113,32 @@ def test_the_same_answers_and_nothing_left(
     assert not any(alive(pid) for pid in pids)
     wait_until("no actor is left", lambda: not live_actors(local_ray), limit=5)
     wait_until("no placement group is left", lambda: not live_groups(), limit=5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "link", "victim", "how"),
+    [("tp2", "queue", 1, signal.SIGKILL), ("pp2", "queue", 0, signal.SIGSTOP),
+     ("tp2", "compiled-graph", 0, signal.SIGKILL)],
+)  # fmt: skip
+def test_an_actor_is_replaced_and_requests_go_on(
+    local_ray: Any, small: Path, expected: Any, layout: str, link: str, victim: int, how: signal.Signals
+) -> None:
+    """Survivors stay, but where they sit inside the loop of a compiled graph."""
+    with LLM(str(small), **SMALL, **ray_options(layout, link), heartbeat_timeout=2.0) as llm:
+        before = [member.pid for member in llm._loop.crew.members]
+        harmed: list[int] = []
+
+        def harm(done: int, tokens: int) -> None:
+            if tokens and not harmed:
+                harmed.append(before[victim])
+                os.kill(before[victim], how)
+
+        check(answers(llm, PROMPTS, 12, harm), expected)
+        after = [member.pid for member in llm._loop.crew.members]
+        assert harmed and llm._loop.crew.epoch == 1
+        assert after[victim] != before[victim] and (link != "queue" or after[1 - victim] == before[1 - victim])
+        check(answers(llm, PROMPTS, 12), expected)
+    assert not any(alive(pid) for pid in [*before, *after])
 
 
 @needs_smollm2

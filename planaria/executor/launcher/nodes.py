@@ -30,6 +30,7 @@ from planaria.executor.node_messages import (
     FromAgent,
     Here,
     Refused,
+    Replace,
     Run,
     Start,
     Started,
@@ -57,6 +58,8 @@ class LocalLauncher(Protocol):
     def start(self) -> list[Place]: ...
 
     def run(self, boots: Sequence[RankBoot]) -> None: ...
+
+    def replace(self, ranks: Sequence[int]) -> list[Place]: ...
 
     def lost(self) -> dict[int, str]: ...
 
@@ -94,6 +97,7 @@ class _Agent:
         self.number, self.ranks = number, tuple(ranks)
         self.here: Here | None = None
         self.places: tuple[Place, ...] = ()
+        self.started = False
         self.ended: dict[int, str] = {}
         self.all_ended = False
         self.gone = ""  # why
@@ -106,7 +110,7 @@ class NodesLauncher(Fixed):
     """make_local(ranks, address) gives the launcher of this node's ranks. same: what must be equal on all nodes."""
 
     name = "mp"
-    link, uses_ray = "queue", False
+    link, uses_ray, replaces = "queue", False, True
 
     def __init__(
         self, parallel: ParallelConfig, make_local: Callable[[Sequence[int], str], LocalLauncher], secret: bytes,
@@ -150,13 +154,32 @@ class NodesLauncher(Fixed):
         self._await_nodes(self._link)
         for agent in self.agents:
             self._post(agent, Start(agent.ranks))
+        return sorted([*places, *self._await_places(self.agents)], key=lambda place: place.rank)
+
+    def replace(self, ranks: Sequence[int]) -> list[Place]:
+        """Each on its own node. Raises CapacityError when that is gone."""
         with self._changed:
-            self._changed.wait_for(lambda: all(a.places or a.gone for a in self.agents), START_TIMEOUT)
-        for agent in self.agents:
+            told = [agent for agent in self.agents if set(agent.ranks) & set(ranks)]
+            if gone := next((agent for agent in self.agents if agent.gone), None):
+                raise CapacityError(f"{gone} is gone, and with it the place of ranks {list(gone.ranks)}: {gone.gone}")
+            kept = [place for agent in self.agents if agent not in told for place in agent.places]
+            for agent in told:
+                agent.places = ()
+                for rank in ranks:
+                    agent.ended.pop(rank, None)
+        for agent in told:
+            self._post(agent, Replace(tuple(rank for rank in ranks if rank in agent.ranks)))
+        kept += self.local.replace([rank for rank in ranks if rank in {slot.rank for slot in self.placement.on("0")}])
+        return sorted([*kept, *self._await_places(told)], key=lambda place: place.rank)
+
+    def _await_places(self, agents: Sequence[_Agent]) -> list[Place]:
+        """Raises CapacityError when a node does not start its ranks."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(a.places or a.gone for a in agents), START_TIMEOUT)
+        for agent in agents:
             if not agent.places:
                 raise CapacityError(f"{agent} did not start its ranks: {agent.gone or f'{START_TIMEOUT:.0f} s passed'}")
-            places += agent.places
-        return sorted(places, key=lambda place: place.rank)
+        return [place for agent in agents for place in agent.places]
 
     def run(self, boots: Sequence[RankBoot]) -> None:
         by_rank = {boot.rank: boot for boot in boots}
@@ -191,7 +214,7 @@ class NodesLauncher(Fixed):
 
     def _end(self, kill: bool) -> None:
         self.closing()
-        told = [agent for agent in self.agents if agent.places and not agent.gone and not agent.all_ended]
+        told = [agent for agent in self.agents if agent.started and not agent.gone and not agent.all_ended]
         if not self._over:
             for agent in told:
                 self._post(agent, End(kill))
@@ -269,7 +292,7 @@ class NodesLauncher(Fixed):
                 link.send(0, Welcome(), to=agent.number - 1)
                 logger.info("%s is here", agent)
             case Started():
-                agent.places = message.places
+                agent.places, agent.started = message.places, True
             case Ended():
                 agent.ended[message.rank] = f"{message.how} on {agent}"
                 if not self._closing:
@@ -286,13 +309,13 @@ class NodesLauncher(Fixed):
         """Before its ranks were started it may come again."""
         if not self._closing:
             logger.warning("%s is gone: %s", agent, why)
-        if agent.places or self._closing:
+        if agent.started or self._closing:
             agent.gone = why
         else:
             agent.here = None
         with self._changed:
             self._changed.notify_all()
-        if agent.places and not self._closing:
+        if agent.started and not self._closing:
             self.on_exit()
 
 
