@@ -97,7 +97,7 @@ def test_the_same_answers_and_nothing_left(
     local_ray: Any, small: Path, expected: Any, layout: str, link: str, end: tuple[int, signal.Signals] | None
 ) -> None:
     """And whatever ends it: a rank killed is named within a second, one stopped within the heartbeat's limit."""
-    with LLM(str(small), **SMALL, **ray_options(layout, link), heartbeat_timeout=2.0, recovery_limit=0) as llm:
+    with LLM(str(small), **SMALL, **ray_options(layout, link)) as llm:
         assert llm.facts.executor == "ray" and llm.facts.link == {"queue": "shm"}.get(link, "ray-graph+shm")
         pids = llm.facts.ranks
         assert len(set(pids)) == LAYOUTS[layout][0] * LAYOUTS[layout][1]
@@ -124,7 +124,7 @@ def test_an_actor_is_replaced_and_requests_go_on(
     local_ray: Any, small: Path, expected: Any, layout: str, link: str, victim: int, how: signal.Signals
 ) -> None:
     """Survivors stay, but where they sit inside the loop of a compiled graph."""
-    with LLM(str(small), **SMALL, **ray_options(layout, link), heartbeat_timeout=2.0) as llm:
+    with LLM(str(small), **SMALL, **ray_options(layout, link)) as llm:
         before = [member.pid for member in llm._loop.crew.members]
         harmed: list[int] = []
 
@@ -149,7 +149,7 @@ def test_the_real_model(local_ray: Any, real: Any, layout: str, link: str) -> No
         check(answers(llm, prompts, 16), expected)
 
 
-def test_what_a_rank_is_given(local_ray: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_is_given_and_what_listens(local_ray: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's variables, one that is read at start and one that isn't; the user's own runtime environment; none of
     Planaria's secrets. Every socket is this machine's own, and Ray asks for its token. An exception is answered."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
