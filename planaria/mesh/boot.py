@@ -6,12 +6,14 @@ shared memory, or that was asked to do without (`disable_custom_all_reduce`) mee
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from planaria.mesh.comm import DEADLINE, Comm, Solo
+from planaria.mesh.comm import DEADLINE, Comm, PeerLost, Solo
 from planaria.mesh.mesh import Mesh
 from planaria.node import Shared
 from planaria.protocol import Hello
@@ -35,13 +37,52 @@ def create_segments(rank: int, tp: int, pp: int) -> dict[str, tuple[int, int]]:
     return found
 
 
+class Opening:
+    """What `open_mesh` waits for, so that another thread can end it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._end: Callable[[], Any] | None = None
+
+    def abort(self, reason: str) -> None:
+        """End the wait that is on, and any later one, with PeerLost."""
+        with self._lock:
+            self._reason = self._reason or reason
+            if self._end is not None:
+                self._end()
+
+    def check(self) -> None:
+        """Raise PeerLost if it was aborted: called once the mesh is where `abort` is passed on to, so that none is
+        missed."""
+        if self._reason:
+            raise PeerLost((), self._reason)
+
+    @contextlib.contextmanager
+    def waiting(self, end: Callable[[], Any]) -> Iterator[None]:
+        """While the block waits, `end()` would end that. It is never called after the block."""
+        with self._lock:
+            self.check()
+            self._end = end
+        try:
+            yield
+        except PeerLost:
+            self.check()
+            raise
+        finally:
+            with self._lock:
+                self._end = None
+
+
 def open_mesh(
     rank: int, tp: int, pp: int, epoch: int, members: Sequence[Hello], *, fast: bool, kernels: Callable[[], Any],
     lanes: int = 1, crowded: bool = False, cuda: bool = False, deadline: float = DEADLINE,
+    opening: Opening | None = None,
 ) -> Mesh:  # fmt: skip
     """Meet the other ranks. fast: use shared memory where it can be. kernels: gives the compiled kernels' entry, called
-    only for shared memory; lanes, crowded: see RankBoot. Raises PeerLost when a rank does not come within the deadline,
-    Gone when one has ended already."""
+    only for shared memory; lanes, crowded: see RankBoot. opening: by which another thread ends this. Raises PeerLost
+    when a rank does not come within the deadline or the opening is aborted, Gone when a rank has ended already."""
+    opening = opening or Opening()
 
     def group(axis: str, ranks: tuple[int, ...]) -> Comm:
         if len(ranks) == 1:
@@ -49,23 +90,26 @@ def open_mesh(
         own, first = members[rank], members[ranks[0]]
         place = ranks.index(rank)
         if fast and not cuda and axis in first.segments and all(members[r].home == own.home for r in ranks):
-            from planaria.mesh.shared import SharedComm
+            from planaria.mesh.shared import SharedComm, fence_segment
 
             fd = Shared(first.pid, *first.segments[axis]).open()
             try:
-                return SharedComm(
-                    fd, place, ranks, kernels(), lanes=lanes if axis == "tp" else 1, crowded=crowded, deadline=deadline
-                )  # fmt: skip
+                entry = kernels()
+                with opening.waiting(lambda: fence_segment(fd)):
+                    return SharedComm(
+                        fd, place, ranks, entry, lanes=lanes if axis == "tp" else 1, crowded=crowded, deadline=deadline
+                    )  # fmt: skip
             finally:
                 os.close(fd)
         store = members[0].store
         if store is None:
             raise ValueError(f"rank {rank}: the {axis} group of ranks {ranks} has neither shared memory nor a store")
         from planaria.mesh import nccl
-        from planaria.mesh.gloo import GlooComm, join_store
+        from planaria.mesh.gloo import GlooComm, join_store, leave_store
 
         kind = nccl.NcclComm if cuda and nccl.available() else GlooComm
         met = join_store(*store, deadline=deadline)
-        return kind(met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=own.address, deadline=deadline)
+        with opening.waiting(lambda: leave_store(met)):
+            return kind(met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=own.address, deadline=deadline)
 
     return Mesh(rank, **{axis: group(axis, ranks) for axis, ranks in axes(rank, tp, pp).items()})

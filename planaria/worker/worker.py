@@ -20,7 +20,7 @@ from planaria.errors import CapacityError, ModelError, UserError
 from planaria.executor.boot import RankBoot
 from planaria.executor.preflight import Door, doors_of_others, reach, unreachable
 from planaria.layers.deal import deal
-from planaria.mesh.boot import create_segments, open_mesh
+from planaria.mesh.boot import Opening, create_segments, open_mesh
 from planaria.mesh.comm import PeerLost
 from planaria.mesh.edges import EdgeComm
 from planaria.mesh.mesh import Mesh
@@ -87,6 +87,7 @@ class Worker:
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
         self.tp, self.pp = self.config.parallel.tensor_parallel_size, self.config.parallel.pipeline_parallel_size
         self.mesh = Mesh(self.rank)
+        self._opening = Opening()
         self.part: Part | None = None  # of the model, that is loaded
         self.kv: tuple[int, int] | None = None  # its blocks, and tokens in a block
         self.prepared: dict[Part, tuple[Ops, Any]] = {}  # a spare's, until it knows which it is
@@ -126,7 +127,8 @@ class Worker:
         self.seconds = {}
 
     def abort(self, reason: str) -> None:
-        """End what this rank waits for in its groups. Any thread."""
+        """End what this rank waits for in its groups, or where it meets them. Any thread."""
+        self._opening.abort(reason)
         self.mesh.abort(reason)
 
     def prepare(self) -> None:
@@ -146,6 +148,7 @@ class Worker:
     def _join(self, command: Join) -> Reply:
         """Leave the groups of before; say what this rank brings to those of the new epoch."""
         self._leave_groups()
+        self._opening = Opening()
         self.tp, self.pp = command.tp, command.pp
         place = self.boot.place
         self._door = Door(place.address) if command.apart else None
@@ -177,8 +180,9 @@ class Worker:
         self.mesh = open_mesh(
             self.rank, command.tp, command.pp, command.epoch, command.members, fast=self._shares_memory,
             kernels=lambda: _kernels(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
-            cuda=self.config.device.device == "cuda", deadline=command.deadline,
+            cuda=self.config.device.device == "cuda", deadline=command.deadline, opening=self._opening,
         )  # fmt: skip
+        self._opening.check()
         if self.ops is not None:
             self.ops.join(self.mesh.tp)
         if self.config.parallel.ray_link == "compiled-graph" and self.mesh.pp.size > 1:

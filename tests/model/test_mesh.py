@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -24,7 +25,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 from planaria.kernels.cpu.build import load, target_for
 from planaria.kernels.ops import Batch
 from planaria.kernels.reference import Step
-from planaria.mesh.boot import axes, open_mesh
+from planaria.mesh.boot import Opening, axes, create_segments, open_mesh
 from planaria.mesh.comm import Comm, PeerLost, Solo
 from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
 from planaria.mesh.mesh import Mesh
@@ -293,6 +294,32 @@ def test_a_group_that_is_being_made_ends_with_its_store() -> None:
         with pytest.raises(PeerLost):
             making.result(5)
         assert time.monotonic() - since < 2
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["shared", "gloo"])
+def test_meeting_ends_when_it_is_told_to(fast: bool) -> None:
+    """The other rank never comes."""
+    segments = create_segments(0, 2, 1)
+    store, port = open_store("127.0.0.1")
+    first = msgspec.structs.replace(hello(0), segments=segments, store=("127.0.0.1", port))
+    opening = Opening()
+
+    def meet() -> Mesh:
+        entry = load(target_for("float32"))
+        return open_mesh(0, 2, 1, 0, [first, hello(1)], fast=fast, kernels=lambda: entry, opening=opening)
+
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(meet)
+        with pytest.raises(TimeoutError):
+            meeting.result(0.5)
+        opening.abort("told to end")
+        with pytest.raises(PeerLost, match="told to end"):
+            meeting.result(10)
+        with pytest.raises(PeerLost, match="told to end"):  # and from now on at once
+            meet()
+    for fd, _ in segments.values():
+        os.close(fd)
+    del store
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
