@@ -1,0 +1,233 @@
+"""A simulated link of one epoch, and what ranks of that epoch wait for among themselves.
+
+It keeps the contract of real ones (planaria.executor.link.faults): each rank's messages come in order, a loss is
+noticed and raised, an end is noticed and raised, and nothing comes after `close` - except where a fault asks for a ghost:
+a message of an epoch that is over, or one that comes twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from planaria.executor.boot import Place
+from planaria.executor.link.address import Address, Inside
+from planaria.executor.link.faults import LinkClosed, LinkError, MessageLost, PeerLost
+from planaria.protocol import Command, Failed, Regroup, Reply, StepPlan, StepResult
+from tests.sim.process import Process, tokens_of
+
+if TYPE_CHECKING:
+    from tests.sim.simulation import Simulation
+
+SLOWEST_NOTICE = 10.0  # seconds until a lost message is missed, where none follows
+
+
+class Gate:
+    """Collectives: a rank goes on when those that it needs have come. One that is dead or failed breaks them."""
+
+    def __init__(self, sim: Simulation, link: SimLink, tp: int, pp: int) -> None:
+        self.sim, self.link, self.tp, self.pp = sim, link, tp, pp
+        self.here: dict[int, tuple[int, Command]] = {}  # rank -> what it has come to
+        self.done = [-1] * (tp * pp)  # rank -> last number that it is through with
+        self.before: dict[int, int] = {}  # a step's number -> that of the step before it in its turn
+        self._last: dict[int, int] = {}
+        self.broken = ""
+
+    def sent(self, number: int, command: StepPlan) -> None:
+        self.before[number] = self._last.get(command.turn, -1)
+        self._last[command.turn] = number
+
+    def arrive(self, rank: int, number: int, command: Command) -> None:
+        self.here[rank] = number, command
+        if self.broken:
+            self._break(rank)
+        else:
+            self._look()
+
+    def passed(self, rank: int, number: int) -> None:
+        self.done[rank] = number
+        self._look()
+
+    def _look(self) -> None:
+        for rank, (number, command) in list(self.here.items()):
+            if self.here.get(rank) == (number, command) and self._ready(rank, number, command):
+                peers = self._peers(rank, command)
+                for peer in peers:
+                    del self.here[peer]
+                for peer in peers:
+                    self.link.ports[peer].go(number, command)
+
+    def _peers(self, rank: int, command: Command) -> range:
+        if isinstance(command, Regroup):
+            return range(len(self.done))
+        stage = rank // self.tp
+        return range(stage * self.tp, (stage + 1) * self.tp)
+
+    def _ready(self, rank: int, number: int, command: Command) -> bool:
+        if any(self.here.get(peer, (-1, None))[0] != number for peer in self._peers(rank, command)):
+            return False
+        if isinstance(command, Regroup) or self.pp == 1:
+            return True
+        if rank >= self.tp:  # what the stage before hands over
+            return all(self.done[peer - self.tp] >= number for peer in self._peers(rank, command))
+        return self.done[(self.pp - 1) * self.tp] >= self.before[number]  # tokens come back from the last stage
+
+    def broke(self, rank: int, why: Failed) -> None:
+        """This rank can't go on; whoever waits for it hears so."""
+        if not self.broken:
+            self.broken = f"rank {rank} failed in {why.phase}: {why.message}"
+        for peer in list(self.here):
+            self._break(peer)
+
+    def _break(self, rank: int) -> None:
+        number, command = self.here.pop(rank)
+        phase = "step" if isinstance(command, StepPlan) else "groups"
+        process = self.link.ports[rank]
+        process.later(self.sim.takes(0.05), process.fail, number, Failed(rank, phase, self.broken, "", "peer"))
+
+
+class SimLink:
+    name = "simulated"
+
+    def __init__(self, sim: Simulation, places: list[Place], epoch: int) -> None:
+        self.sim, self.world, self.epoch, self.num_ranks = sim, sim.world, epoch, len(places)
+        self.over = self.closed = self._woken = False
+        self.ports: dict[int, Process] = {}
+        parallel = sim.scenario.config.parallel
+        self.gate = Gate(sim, self, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self.heard: deque[tuple[int, int, Reply] | LinkError] = deque()
+        self._waiting: list[list[tuple[int, Command]]] = [[] for _ in places]
+        self._free = [[0.0, 0.0] for _ in places]  # rank -> when its channels (to, from) are free
+        self._results: dict[int, dict[int, int]] = {}
+        self._gaps: dict[int, tuple[int, int]] = {}  # rank whose channel lost something -> its last pulse
+
+    # -- the driver's side
+
+    def address_of(self, rank: int) -> Address:
+        return Inside()
+
+    def pulses(self) -> list[tuple[int, int]]:
+        return [
+            self._gaps.get(rank) or (self.ports[rank].pulse() if rank in self.ports else (0, 0))
+            for rank in range(self.num_ranks)
+        ]
+
+    def send(self, number: int, command: Command) -> None:
+        self.sim.occasion()
+        if self.over:
+            raise LinkClosed("the link is closed")
+        for rank, process in self.ports.items():
+            if process.ended and self.world.random.random() < 0.5:
+                raise PeerLost(f"the process of rank {rank} has ended", rank)
+        if isinstance(command, StepPlan):
+            self.gate.sent(number, command)
+        for rank in range(self.num_ranks):
+            if rank in self.ports and self.sim.strikes("command lost", rank):
+                self._gap(rank, PeerLost(f"rank {rank} missed a message and hung up", rank))
+            elif rank not in self._gaps:
+                self.world.at(self._delay(rank, 0), self._command, rank, number, command)
+
+    def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None:
+        assert timeout is not None, "a wait without end"
+        self.sim.occasion()
+        until = self.world.now + timeout
+        while True:
+            self.sim.watch()
+            if self.heard:
+                heard = self.heard.popleft()
+                if isinstance(heard, LinkError):
+                    raise heard
+                return heard
+            if self._woken:
+                self._woken = False
+                return None
+            if not self.world.step(until):
+                return None
+
+    def wake(self) -> None:
+        self._woken = True
+
+    def fence(self) -> None:
+        self._end()
+
+    def close(self) -> None:
+        self.closed = True
+        self._end()
+
+    def _end(self) -> None:
+        if self.over:
+            return
+        self.over = True
+        for process in self.ports.values():
+            self.world.at(0.001, self._over_at, process)
+
+    def _over_at(self, process: Process) -> None:
+        if process.alive and process.link is self and not process.hung:
+            process.leave()
+
+    # -- the ranks' side
+
+    def attach(self, rank: int, process: Process) -> None:
+        self.ports[rank] = process
+        waiting, self._waiting[rank] = self._waiting[rank], []
+        for number, command in waiting:
+            process.take(number, command)
+
+    def _command(self, rank: int, number: int, command: Command) -> None:
+        process = self.ports.get(rank)
+        if self.over or rank in self._gaps:
+            return
+        if process is None:
+            self._waiting[rank].append((number, command))
+        elif process.link is self and process.alive and not process.cut:
+            if process.stopped:
+                process.inbox.append((number, command))
+                process.later(0.0, process.serve)
+            else:
+                process.take(number, command)
+
+    def reply(self, rank: int, number: int, reply: Reply) -> None:
+        if self.over or rank in self._gaps or self.ports[rank].cut:
+            return
+        self._agree(reply)
+        if self.sim.strikes("reply lost", rank):
+            self._gap(rank, MessageLost(f"a message of rank {rank} is missing", rank))
+            return
+        delay = self._delay(rank, 1)
+        self.world.at(delay, self.hear, (rank, number, reply))
+        if self.sim.strikes("reply twice", rank):
+            self.world.at(delay + self.world.random.random(), self.hear, (rank, number, reply))
+        if self.sim.strikes("late ghost", rank):
+            for _ in range(3):
+                self.world.at(self.world.random.uniform(0.1, 6.0), self.sim.ghost, self, (rank, number, reply))
+
+    def peer_died(self, rank: int, process: Process) -> None:
+        if self.over:
+            return
+        if not self.sim.scenario.quiet_peers:
+            self.world.at(0.05, self.gate.broke, rank, Failed(rank, "step", "its process has ended", ""))
+        self.world.at(self.sim.takes(0.1), self.hear, PeerLost(f"the process of rank {rank} has ended", rank))
+
+    def _gap(self, rank: int, error: LinkError) -> None:
+        """Nothing passes a channel any more that lost something; both ends notice, in a while."""
+        self.sim.harmed(self.ports[rank], "gap")
+        self._gaps[rank] = self.ports[rank].pulse()
+        self.world.at(self.sim.takes(SLOWEST_NOTICE / 3), self.hear, error)
+
+    def hear(self, heard: Any) -> None:
+        if not self.over:
+            self.heard.append(heard)
+
+    def _delay(self, rank: int, way: int) -> float:
+        """Until a message of this channel arrives: in order."""
+        free, now = self._free[rank], self.world.now
+        more = self.world.random.uniform(0.1, 3.0) if self.sim.strikes("delay", rank) else 0.0
+        free[way] = max(free[way], now + 0.0002 + 0.001 * self.world.random.random() + more)
+        return free[way] - now
+
+    def _agree(self, reply: Reply) -> None:
+        """All ranks compute the same."""
+        if isinstance(reply, StepResult):
+            mine = tokens_of(reply.lanes[0])
+            first = self._results.setdefault(reply.step, mine)
+            self.world.require(first == mine, "ranks agree", f"step {reply.step} gave {first} and {mine}")

@@ -1,0 +1,303 @@
+"""A simulated process of a rank: it comes to its link, answers commands in order with the hash model, waits for its
+peers inside steps and in Regroup, and can be harmed. What it has loaded stays from one epoch to the next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from planaria.executor.boot import SPARE
+from planaria.protocol import (
+    Allocate,
+    Call,
+    Command,
+    Done,
+    Exit,
+    Facts,
+    Failed,
+    Hello,
+    Join,
+    LaneResult,
+    Load,
+    Probe,
+    Ready,
+    Regroup,
+    Reply,
+    StepPlan,
+    StepResult,
+)
+from planaria.worker.reference import HashWorker
+from tests.sim.scenario import BLOCK_BYTES, VOCAB
+
+if TYPE_CHECKING:
+    from tests.sim.link import SimLink
+    from tests.sim.simulation import Simulation
+
+PULSE = 1.0
+NOTICED = 0.05  # seconds after a process's end until its watcher knows
+
+
+class Died(Exception):
+    """In the midst of a computation."""
+
+
+class Process:
+    """`harm`: what was done to it, and when the engine could first have acted on it; None: it is well."""
+
+    def __init__(self, sim: Simulation, pid: int) -> None:
+        self.sim, self.world, self.pid = sim, sim.world, pid
+        self.rank = SPARE
+        self.alive, self.ended = True, ""  # ended: how, once the watcher knows
+        self.stopped = self.cut = self.hung = self.fail_next = self.oom_next = False
+        self.slow, self.slow_steps = 1.0, 0
+        self.harm: tuple[str, float] | None = None
+        self.failures = 0  # in a row, without a token
+        self.begun = 0.0  # when it became a rank, by the engine's own time
+        self.loads = 0
+        self.link: SimLink | None = None
+        self.epoch = -1
+        self.attached = 0.0
+        self.paused = 0.0  # seconds of its life in which it could not beat
+        self.still_since = 0.0
+        self.inbox: deque[tuple[int, Command]] = deque()
+        self.busy = False
+        self.worker: HashWorker | None = None
+        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._life = 0  # changes when what it was doing is over
+
+    # -- time
+
+    def later(self, delay: float, act: Callable[..., None], *values: Any) -> None:
+        """Something this process does, unless it is dead by then or does something else; stopped ones do it later."""
+        self.world.at(delay, self._do, self._life, act, values)
+
+    def _do(self, life: int, act: Callable[..., None], values: tuple[Any, ...]) -> None:
+        if not self.alive or life != self._life:
+            return
+        if self.stopped:
+            self._held.append((act, values))
+        else:
+            act(*values)
+
+    def pulse(self) -> tuple[int, int]:
+        """As the link shows it."""
+        until = self.still_since if not self.alive or self.stopped or self.cut else self.world.now
+        return self.pid, int((until - self.attached - self.paused) / PULSE) + 1
+
+    # -- life
+
+    def boot(self, rank: int, link: SimLink | None) -> None:
+        """Be this rank at this link; without one, be a spare."""
+        self.world.at(0.005, self._boot, rank, link)
+
+    def _boot(self, rank: int, link: SimLink | None) -> None:
+        if not self.alive:
+            return
+        if self.stopped:
+            self._held.append((self._boot, (rank, link)))
+            return
+        self.leave()
+        self.rank = rank
+        if link is None:
+            self.later(self.sim.takes(1.0), self._load)
+        elif not self.hung and not self.cut:  # one that hangs never gets to look
+            self.later(self.sim.takes(0.3 if self.epoch < 0 else 0.01), self._attach, link)
+
+    def _load(self) -> None:
+        self.loads += 1
+
+    def _attach(self, link: SimLink) -> None:
+        if link.over:
+            return
+        self.link, self.epoch, self.attached, self.paused = link, link.epoch, self.world.now, 0.0
+        link.attach(self.rank, self)
+
+    def leave(self) -> None:
+        """The epoch is over: what it waits for does not come."""
+        self._life += 1
+        self._held = [item for item in self._held if item[0] == self._boot]
+        self.link, self.busy = None, False
+        self.inbox.clear()
+
+    def end(self, how: str) -> None:
+        if not self.alive:
+            return
+        if not (self.stopped or self.cut):
+            self.still_since = self.world.now
+        self.alive, self.stopped = False, False
+        self.world.note("rank {} (pid {}) {}", self.rank, self.pid, how)
+        self.world.at(self.sim.launcher.notice(), self._noticed, how)
+        if self.link is not None:
+            self.link.peer_died(self.rank, self)
+
+    def _noticed(self, how: str) -> None:
+        self.ended = how
+        self.sim.launcher.ended(self)
+
+    def stop(self) -> None:
+        self.stopped, self.still_since = True, self.world.now
+
+    def go_on(self) -> None:
+        if not self.alive or not self.stopped:
+            return
+        self.stopped = False
+        self.paused += self.world.now - max(self.still_since, self.attached)
+        held, self._held = self._held, []
+        for act, values in held:
+            act(*values)
+
+    # -- work
+
+    def take(self, number: int, command: Command) -> None:
+        self.inbox.append((number, command))
+        self.serve()
+
+    def serve(self) -> None:
+        """Begin with the next command, if it is there and nothing else is being done."""
+        if self.busy or not self.inbox or self.link is None or self.stopped:
+            return
+        self.busy = True
+        number, command = self.inbox[0]
+        if isinstance(command, StepPlan | Regroup):
+            self.link.gate.arrive(self.rank, number, command)
+        else:
+            self.go(number, command)
+
+    def go(self, number: int, command: Command) -> None:
+        """Nothing is missing: the command is carried out after the time that it takes."""
+        seconds = self.sim.takes(self._cost(command))
+        if isinstance(command, StepPlan):
+            if self.hung:
+                self.sim.harmed(self, "hung")
+                return
+            seconds *= self.slow
+            if self.slow_steps:
+                self.slow_steps -= 1
+                self.slow = self.slow if self.slow_steps else 1.0
+        self.later(seconds, self._finish, number, command, seconds)
+
+    def _cost(self, command: Command) -> float:
+        match command:
+            case StepPlan():
+                return 0.01 + 0.0005 * sum(row.count for lane in command.lanes for row in lane)
+            case Load():
+                return 1.0 if not self.loads and self.rank in (command.ranks or (self.rank,)) else 0.001
+            case Regroup():
+                return 0.05
+            case _:
+                return 0.005
+
+    def failed(self) -> None:
+        self.failures += 1
+        self.sim.harmed(self, "failed")
+
+    def fail(self, number: int, failed: Failed) -> None:
+        self._answer(number, failed)
+
+    def _finish(self, number: int, command: Command, seconds: float) -> None:
+        if self.link is None:
+            return
+        try:
+            reply = self._handle(command, seconds)
+        except Died:
+            self.end("was killed by signal 9")
+            return
+        if isinstance(reply, Failed):
+            self.link.gate.broke(self.rank, reply)
+        self._answer(number, reply)
+        if isinstance(command, Exit):
+            self.end("ended with exit code 0")
+
+    def _answer(self, number: int, reply: Reply) -> None:
+        """Say it, and go on with the next command."""
+        link = self.link
+        if link is None or not self.inbox or self.inbox[0][0] != number:
+            return
+        _, command = self.inbox.popleft()
+        self.busy = False
+        link.reply(self.rank, number, reply)
+        if isinstance(command, StepPlan | Regroup):
+            link.gate.passed(self.rank, number)
+        self.serve()
+
+    def _handle(self, command: Command, seconds: float) -> Reply:
+        if self.fail_next and not isinstance(command, Exit):
+            self.fail_next = False
+            self.failed()
+            return Failed(self.rank, _PHASE.get(type(command), "step"), "RuntimeError: injected", "Traceback: injected")
+        if self.oom_next and isinstance(command, StepPlan | Allocate):
+            self.oom_next = False
+            self.failed()
+            return Failed(self.rank, _PHASE.get(type(command), "step"), "out of memory", "Traceback", "capacity")
+        match command:
+            case Join():
+                return Hello(self.rank, self.pid, "sim", "sim", "127.0.0.1")
+            case Load():
+                if not self.loads and self.rank in (command.ranks or (self.rank,)):
+                    self.loads += 1
+                self.world.require(self.loads <= 1, "weights", f"pid {self.pid} loaded again")
+            case Probe():
+                return Facts(self.rank, BLOCK_BYTES, 1 << 30, 0)
+            case Allocate():
+                self.worker = self.sim.new_worker(self, command.num_blocks)
+            case Call():
+                return Done(self.rank, 1)
+            case Exit():
+                return Done(self.rank)
+            case StepPlan():
+                return self._step(command, seconds)
+        return Ready(self.rank)
+
+    def _step(self, plan: StepPlan, seconds: float) -> Reply:
+        assert self.worker is not None
+        self.world.require(plan.epoch == self.epoch, "epoch", f"a plan of {plan.epoch} in epoch {self.epoch}")
+        try:
+            lane = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
+        except (Died, Poisoned) as e:
+            if isinstance(e, Died):
+                self.sim.harmed(self, "dead")
+                raise
+            self.failed()
+            return Failed(self.rank, "step", "RuntimeError: poisoned", "Traceback: poisoned")
+        except Exception as e:
+            self.world.require(False, "plan", f"rank {self.rank} can't carry out step {plan.step}: {e}")
+        return StepResult(plan.epoch, plan.step, (lane,), seconds)
+
+
+_PHASE: dict[type[Any], str] = {
+    Join: "connect", Regroup: "groups", Load: "load", Probe: "probe", Allocate: "allocate", Call: "call",
+}  # fmt: skip
+
+
+class Poisoned(Exception):
+    """By a request, without killing."""
+
+
+class SimWorker(HashWorker):
+    """The hash model, with memory that holds what was there before, and requests that no rank survives."""
+
+    def __init__(self, process: Process, num_blocks: int) -> None:
+        scenario = process.sim.scenario
+        size = scenario.config.cache.block_size
+        super().__init__(num_blocks, size, VOCAB)
+        if scenario.garbage:
+            self.cells = [[process.world.random.getrandbits(30)] * size for _ in range(num_blocks)]
+        if scenario.poisons and scenario.poison_rank in (None, process.rank):
+            apply, poisons = self.books.apply, scenario.poisons
+
+            def checked(*plan: Any) -> Any:
+                work = apply(*plan)
+                for item in work:
+                    at = poisons.get(self.books.rows[item.row].fresh.seed)
+                    if at is not None and item.start + item.size > at:
+                        process.sim.counts["poisoned"] += 1
+                        raise Poisoned if scenario.poison_raises else Died
+                return work
+
+            self.books.apply = checked  # type: ignore[method-assign]
+
+
+def tokens_of(result: LaneResult) -> dict[int, int]:
+    return dict(zip(result.rows, result.tokens, strict=True))

@@ -1,0 +1,163 @@
+"""What a seed stands for: a layout, requests with their times, and which faults there may be. Drawn at once, so that
+it doesn't depend on how the run goes.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from planaria.config.model import ModelConfig, RopeConfig
+from planaria.config.options import CacheConfig, DeviceConfig, EngineConfig, FaultConfig, ParallelConfig, SchedulerConfig
+from planaria.types import SamplingParams
+from planaria.wire import Cancel, Report, Shutdown, Submit, ToEngine
+from planaria.worker.reference import mix
+
+VOCAB = 40
+BLOCK_BYTES = 1000
+LAYOUTS = [(1, 1), (1, 1), (2, 1), (2, 1), (1, 2), (1, 2), (2, 2), (4, 1), (1, 3), (3, 1), (1, 4)]
+
+KILLS = ("kill", "kill several", "spare dies")
+PAUSES = ("stop", "short stop", "cut", "hang", "slow", "slow for long")
+ERRORS = ("exception", "out of memory")
+MESSAGES = ("reply lost", "command lost", "reply twice", "late ghost", "delay")
+LAUNCHES = ("launch dies", "launch fails", "launch is slow")
+CLOCKS = ("engine away", "all asleep")
+NO_DEVICE = ("no device",)
+
+MODEL = ModelConfig(
+    architecture="Hash", family="hash", hidden_size=1, intermediate_size=1, num_layers=4, num_heads=4, num_kv_heads=4,
+    head_dim=1, vocab_size=VOCAB, max_position=1024, norm_eps=0.0, rope=RopeConfig(),
+)  # fmt: skip
+
+
+@dataclass
+class Asked:
+    """A request, and what is true of it: `tokens` are what it gets in full, `poison` the position that can't be
+    computed without killing (or failing) its rank."""
+
+    submit: Submit
+    tokens: list[int]
+    poison: int | None = None
+
+
+@dataclass
+class Scenario:
+    seed: int
+    config: EngineConfig
+    messages: list[tuple[float, ToEngine]]
+    asked: dict[str, Asked]
+    kinds: list[str]  # of faults
+    chance: float  # of a fault, at each occasion
+    budget: int  # of faults
+    poison_raises: bool = False
+    poison_rank: int | None = None  # that is hit by it; None: all
+    garbage: bool = True  # what a KV block holds before it is computed: something, or nothing
+    quiet_peers: bool = False  # ranks that wait for one that is dead say nothing
+    poisons: dict[int, int] = field(default_factory=dict)  # by a request's seed
+
+
+def continuation(prompt: list[int], seed: int, count: int, keyed: bool = True) -> list[int]:
+    """What the hash model draws. keyed: by position; else by how many were drawn (a mutation)."""
+    h = 0
+    for token in prompt:
+        h = mix(h, token)
+    out = []
+    for drawn in range(count):
+        token = mix(h, seed, len(prompt) + drawn if keyed else drawn) % VOCAB
+        out.append(token)
+        h = mix(h, token)
+    return out
+
+
+def draw(seed: int, *, keyed: bool = True) -> Scenario:
+    chance = random.Random(seed * 2 + 1)
+    config = _config(chance)
+    asked, messages = _requests(chance, config, keyed)
+    groups = [KILLS, PAUSES, ERRORS, MESSAGES, LAUNCHES, CLOCKS]
+    kinds = [kind for group in chance.sample(groups, chance.choice([1, 2, 3, 6])) for kind in group]
+    if not any(kind in KILLS for kind in kinds) and any(kind in LAUNCHES for kind in kinds):
+        kinds.append("kill")  # else nothing is ever launched again
+    if chance.random() < 0.03:
+        kinds += NO_DEVICE
+    if chance.random() < 0.08:
+        kinds = []
+    scenario = Scenario(
+        seed, config, messages, asked, kinds,
+        chance=chance.choice([0.005, 0.02, 0.05, 0.2]), budget=chance.choice([1, 2, 3, 5, 8]),
+        poison_raises=chance.random() < 0.3, garbage=chance.random() < 0.7, quiet_peers=chance.random() < 0.3,
+        poison_rank=chance.choice([None, chance.randrange(config.parallel.world_size)]),
+    )  # fmt: skip
+    if chance.random() < 0.15:
+        for request in chance.sample(list(asked.values()), min(len(asked), chance.choice([1, 1, 2]))):
+            last = len(request.submit.prompt) + len(request.tokens) - 2
+            request.poison = chance.randint(0, max(last, 0))
+            if last >= 0:
+                scenario.poisons[request.submit.seed] = request.poison
+            else:
+                request.poison = None
+    return scenario
+
+
+def _config(chance: random.Random) -> EngineConfig:
+    tp, pp = chance.choice(LAYOUTS)
+    depth = chance.choice([1, 2]) if pp == 1 else chance.choice([1, pp, pp + 1])
+    block_size = chance.choice([1, 2, 4, 8])
+    seqs = chance.randint(1, 6)
+    max_model_len = 48
+    needed = -(-max_model_len // block_size)
+    return EngineConfig(
+        model=MODEL, checkpoint={}, served_model_name="hash",
+        scheduler=SchedulerConfig(
+            max_num_seqs=seqs, max_num_batched_tokens=chance.randint(max(seqs, 4), 64), max_model_len=max_model_len,
+            policy=chance.choice(["fcfs", "fcfs", "priority"]), depth=depth, max_logit_rows=seqs + 8,
+            micro_steps=1 if depth < pp else chance.choice([1, pp]),
+        ),
+        cache=CacheConfig(
+            block_size=block_size, memory=chance.randint(needed, 4 * needed) * BLOCK_BYTES,
+            enable_prefix_caching=chance.random() < 0.6,
+        ),
+        device=DeviceConfig(device="cpu", dtype="float32", quantization="none", threads=1),
+        parallel=ParallelConfig(
+            tensor_parallel_size=tp, pipeline_parallel_size=pp, distributed_executor_backend="mp",
+            max_parallel_loading_workers=chance.choice([None, None, 1]),
+        ),
+        faults=FaultConfig(
+            spare_workers=chance.choice([0, 0, 1, 2]), recovery_limit=chance.choice([1, 3, 5, 5, 5, 10]),
+            recovery_window=chance.choice([60.0, 300.0]), step_timeout=chance.choice([15.0, 40.0]),
+        ),
+    )  # fmt: skip
+
+
+def _requests(
+    chance: random.Random, config: EngineConfig, keyed: bool
+) -> tuple[dict[str, Asked], list[tuple[float, ToEngine]]]:
+    spread = chance.choice([0.0, 0.5, 4.0])
+    shared = [chance.randrange(3) for _ in range(20)]
+    asked: dict[str, Asked] = {}
+    messages: list[tuple[float, ToEngine]] = []
+    for i in range(chance.randint(1, 8)):
+        own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 6))]
+        prompt = shared[: chance.choice([0, 4, 12, 20])] + own
+        seed, max_tokens = 1000 * i + chance.randrange(1000), chance.choice([1, 4, 10, 20])
+        tokens = continuation(prompt, seed, max_tokens, keyed)
+        stops: tuple[int, ...] = ()
+        if chance.random() < 0.3:
+            stops = (chance.choice(tokens),)
+            tokens = tokens[: tokens.index(stops[0]) + 1]
+        had = chance.randrange(len(tokens)) if keyed and chance.random() < 0.15 else 0  # admitted again
+        id, when = f"r{i}", chance.uniform(0, spread)
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops)
+        submit = Submit(
+            id, prompt, params, seed, max_tokens, priority=chance.randrange(3), output=tokens[:had]
+        )
+        asked[id] = Asked(submit, tokens)
+        messages.append((when, submit))
+        if chance.random() < 0.12:
+            messages.append((when + chance.choice([0.0, chance.uniform(0, 1), chance.uniform(0, 20)]), Cancel(id)))
+    for _ in range(chance.choice([0, 0, 0, 2])):
+        messages.append((chance.uniform(0, spread + 1), Report()))
+    if chance.random() < 0.04:
+        messages.append((chance.uniform(0, spread + 3), Shutdown()))
+    messages.sort(key=lambda item: item[0])
+    return asked, messages
