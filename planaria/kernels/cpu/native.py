@@ -162,6 +162,11 @@ def pl_copy(dst: int, src: int, count: int) -> None:
     raise NotImplementedError
 
 
+def pl_put_past(dst: int, src: int, count: int) -> None:
+    """Copy bytes for another core, past the caches; dst and count are multiples of 64."""
+    raise NotImplementedError
+
+
 def pl_sum(out: int, a: int, b: int, count: int) -> None:
     """out = a + b of float32; count is a multiple of 16. out may be a or b."""
     raise NotImplementedError

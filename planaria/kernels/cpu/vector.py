@@ -363,6 +363,22 @@ def copy() -> str:
     return f.text()
 
 
+def put_past() -> str:
+    """To memory past the caches: another core reads it, and taking its lines from there costs more than the memory."""
+    f = Function("pl_put_past", ("dst", "src", "count"))
+    dst, src = f.ptr("%dst"), f.ptr("%src")
+
+    def body(i: str, _: list[str]) -> list[str]:
+        value = f.load(F32, f.at(src, i), 1)
+        f.do(f"store {F32} {value}, ptr {f.at(dst, i)}, align 64, !nontemporal !{{i32 1}}")
+        return []
+
+    f.loop(0, "%count", 64, [], body)
+    f.do("fence seq_cst")  # such stores keep no order by themselves
+    f.ret()
+    return f.text()
+
+
 def add() -> str:
     f = Function("pl_sum", ("out", "a", "b", "count"))
     out, a, b = f.ptr("%out"), f.ptr("%a"), f.ptr("%b")
@@ -381,7 +397,7 @@ def vector_module(target: Target) -> str:
     """IR of all row operations."""
     parts = [
         norm(target), silu(target), softmax(target), divide(target), rotate(target), store_key(target),
-        store_value(target), embed_dense(target), block_sums(target), copy(), add(),
+        store_value(target), embed_dense(target), block_sums(target), copy(), put_past(), add(),
     ]  # fmt: skip
     parts.append(
         "declare void @llvm.x86.sse2.pause()\n"
