@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from typing import Any
 
 from planaria.config import EngineConfig
-from planaria.executor.boot import Place
+from planaria.executor.boot import Place, RankBoot
 from planaria.executor.launcher.inline import InlineLauncher
 from planaria.executor.launcher.process import ProcessLauncher
-from planaria.protocol import Command, Reply
-from planaria.worker.worker import Worker, make_rank
+from planaria.protocol import Allocate, Command, Reply, StepPlan
+from planaria.worker.reference import HashWorker
+from planaria.worker.worker import NullRank, Worker, make_rank
+
+POISON = 7
 
 
 class NiceLauncher(ProcessLauncher):
@@ -76,6 +81,26 @@ class Extension:
 
     def something(self) -> object:
         return threading.Lock()
+
+
+class HashRank(NullRank):
+    """No model: each token is a function of the whole history before it, the seed and the position, so that a lost,
+    repeated or foreign token changes all that follow. A step takes a moment; a prompt that begins with POISON kills
+    the process."""
+
+    def __init__(self, boot: RankBoot, *args: Any) -> None:
+        super().__init__(boot)
+
+    def handle(self, command: Command) -> Reply:
+        if isinstance(command, Allocate):
+            config = self.boot.config
+            self.worker = HashWorker(command.num_blocks, config.cache.block_size, config.model.vocab_size)
+        if isinstance(command, StepPlan):
+            for row in command.lanes[0]:
+                if row.fresh is not None and row.fresh.tokens[0] == POISON:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.005)
+        return super().handle(command)
 
 
 class ClashesWithMethod:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import queue
@@ -67,8 +68,12 @@ class Server:
         return self.process.pid
 
     def engine_pid(self) -> int:
-        (engine,) = titled(self.pid, "engine")
+        (engine,) = self.engine_pids()
         return engine
+
+    def engine_pids(self) -> list[int]:
+        """None, while there is no engine that has said what it is."""
+        return titled(self.pid, "engine")
 
     def __enter__(self) -> Server:
         try:
@@ -95,8 +100,13 @@ class Server:
 
 def titled(pid: int, role: str) -> list[int]:
     """Pids of the processes below one that carry this role in their title."""
-    found = ((p.pid, read_title(" ".join(p.cmdline()))) for p in psutil.Process(pid).children(recursive=True))
-    return [child for child, title in found if title is not None and title[0] == role]
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+            title = read_title(" ".join(child.cmdline()))
+            if title is not None and title[0] == role:
+                found.append(child.pid)
+    return found
 
 
 def alive(pid: int) -> bool:
