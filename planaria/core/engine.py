@@ -113,7 +113,6 @@ class EngineCore:
         convict = self.quarantine.fault(present)
         if convict is None:
             return []
-        self.quarantine.cleared(convict)
         deltas = self.cancel(convict, FinishReason.ERROR)
         for delta in deltas:
             delta.error = "the worker failed again and again while it ran this request, and nothing else"

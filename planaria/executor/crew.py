@@ -153,6 +153,7 @@ class Crew:
         self.kv_share = 1.0  # of what would fit; lowered when a rank ran out of memory
         self.seconds: dict[str, float] = {}  # of the last time they came up, by phase
         self.broken = False  # a rank is lost: the link can't be trusted to answer
+        self.came_up = False  # at least once
 
     # -- coming up
 
@@ -171,7 +172,12 @@ class Crew:
         self.fence(str(loss))
         times = {"fence": self.clock() - began}
         began = self.clock()
-        self.places = self.launcher.replace(loss.ranks if loss.dead else ())
+        # those that ended meanwhile, too: else each of them would cost an epoch of its own
+        gone = sorted({*(loss.ranks if loss.dead else ()), *self.launcher.lost()})
+        try:
+            self.places = self.launcher.replace(gone)
+        except OSError as e:  # no process can be started now; there may be room a moment later
+            raise WorkersLost(self.epoch, tuple(gone), f"can't be started: {e}", "replace") from None
         times["replace"] = self.clock() - began
         phases = StartUp(self.group.world_size, lambda news: None, self.clock)
         phases.enter("launch")
@@ -204,12 +210,17 @@ class Crew:
             command = gang.on_done(ticket.in_order())
             if gang.failure is not None:
                 failed = self.root_cause(gang.failure)
-                if failed.kind == "peer":
+                if failed.kind == "peer" or (self.came_up and self._may_pass(failed)):
                     raise self.loss_of(failed)
                 raise Refusal(failed)
         phases.enter("ready")
         self.members, self.num_blocks, self.weight_bytes = gang.members, gang.num_blocks, gang.weight_bytes
         self.seconds = gang.seconds | phases.seconds
+        self.came_up = True
+
+    def _may_pass(self, failed: Failed) -> bool:
+        """A rank failed at what worked before: it may work again, with less memory if that was it."""
+        return failed.kind == "error" or (failed.kind == "capacity" and failed.phase == "allocate")
 
     def stepped(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step that was answered."""

@@ -169,15 +169,18 @@ class EngineLoop:
         core = self.core
         assert core is not None
         began = self.clock()
-        if loss.kind == "capacity":
-            self.crew.kv_share *= LESS
-        notice = Recovery(self.crew.epoch + 1, list(loss.ranks), loss.phase, loss.cause, loss.traceback)
-        self._emit(core.fault())
+        first = loss
+        convicted = core.fault()
+        self._emit(convicted)
+        if convicted:
+            self._tokens = -1  # an answer is progress: what ended the epochs before this one is out of the way
         while True:
+            if loss.kind == "capacity":
+                self.crew.kv_share *= LESS
             if not self._may_go_on(loss):
                 self._die(Failed(loss.ranks[0] if loss.ranks else 0, loss.phase, loss.cause, loss.traceback, loss.kind))
                 return
-            self.emit(notice)
+            self.emit(Recovery(self.crew.epoch + 1, list(loss.ranks), loss.phase, loss.cause, loss.traceback))
             if not loss.dead and self._failed_rank in loss.ranks:
                 loss.dead = True  # it failed twice with no token in between: another process may do better
             self._failed_rank = loss.ranks[0] if loss.ranks and not loss.dead else -1
@@ -197,7 +200,7 @@ class EngineLoop:
         self._emit(core.lost(crew.epoch, crew.num_blocks))
         seconds["total"] = self.clock() - began
         done = Recovery(
-            crew.epoch, notice.ranks, notice.phase, notice.cause, notice.traceback, seconds, crew.layout(),
+            crew.epoch, list(first.ranks), first.phase, first.cause, first.traceback, seconds, crew.layout(),
             [member.pid for member in crew.members], len(core.lane_of), core.replayed_tokens - before,
         )  # fmt: skip
         self.emit(done)
@@ -254,7 +257,7 @@ class EngineLoop:
 
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""
-        return self.core is not None and self.core.has_requests()
+        return self.core is not None and (self.core.has_requests() or bool(self.crew.group.open))
 
     def turn(self) -> bool:
         """One round; True if something was computed. Lost ranks are replaced; open requests are always answered."""
@@ -266,6 +269,7 @@ class EngineLoop:
                 if plan is None:
                     break
                 crew.send(plan)
+            self._answer_reports()  # some may have ended with their epoch
             if not crew.group.open:
                 return False
             for ticket in crew.poll() or ():
