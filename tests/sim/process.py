@@ -137,13 +137,16 @@ class Process:
         self.sim.launcher.ended(self)
 
     def stop(self) -> None:
-        self.stopped, self.still_since = True, self.world.now
+        self.stopped = True
+        if not self.cut:
+            self.still_since = self.world.now
 
     def go_on(self) -> None:
         if not self.alive or not self.stopped:
             return
         self.stopped = False
-        self.paused += self.world.now - max(self.still_since, self.attached)
+        if not self.cut:
+            self.paused += self.world.now - max(self.still_since, self.attached)
         held, self._held = self._held, []
         for act, values in held:
             act(*values)

@@ -30,13 +30,13 @@ from planaria.worker.reference import HashWorker
 from tests.sim.launcher import SimLauncher
 from tests.sim.link import SimLink
 from tests.sim.process import Process, SimWorker
-from tests.sim.scenario import MESSAGES, Asked, Scenario, draw
+from tests.sim.scenario import ERRORS, MESSAGES, Asked, Scenario, draw
 from tests.sim.world import Violation, World
 
 LOOK = 1.0  # seconds between an idle engine's looks at its ranks
 FENCED = 65.0  # seconds after which a rank that does not come to a new epoch is missed
 PATIENCE = 500.0  # seconds within which everything ends after the last fault and the last message
-OCCASIONS = 60_000
+OCCASIONS, TURNS = 60_000, 20_000
 
 MakeWorker = Callable[[Process, int], HashWorker]
 
@@ -239,7 +239,7 @@ class Simulation:
             case "hung":
                 return config.faults.step_timeout + 5.0 if attached else FENCED
             case _:
-                return 5.0
+                return FENCED if process.hung else 5.0
 
     def replacing(self, ranks: Sequence[int]) -> None:
         """Who is given up was harmed, or failed twice; a deadline that was missed may be anyone's."""
@@ -371,6 +371,7 @@ class Simulation:
             loop.start()
         except PlanariaError as e:
             self.world.note("did not start: {}", e)
+            self.doomed = self.doomed or any(self.counts[kind] for kind in ERRORS)  # at first these are refusals
             self._gave_up()
         else:
             self.began = True
@@ -382,6 +383,8 @@ class Simulation:
         loop, world, messages = self.loop, self.world, self.scenario.messages
         came, at = world.now, 0
         while not loop.stopping:
+            self.counts["turns"] += 1
+            world.require(self.counts["turns"] < TURNS, "ends", "the engine turns and gets nowhere")
             while at < len(messages) and came + messages[at][0] <= world.now and not loop.stopping:
                 at += 1
                 self._say(messages[at - 1][1])
