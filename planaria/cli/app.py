@@ -137,6 +137,33 @@ def generate(
 
 @app.command()
 @engine_command
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one a line, in OpenAI's batch format.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Their answers in the same order, once all are there.")],
+    model: Annotated[str | None, typer.Option(help="Model that answers; default: the one the requests name.")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name(s) by which requests may call it; default: MODEL as typed.")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error; default: $PLANARIA_LOG_LEVEL, else info.")
+    ] = None,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Answer a file of requests.
+
+    Killed at any moment, the same command goes on where it stopped; each request is answered once. What is answered so
+    far is in OUT.journal. Exit code 1 if any request failed.
+    """
+    from planaria.cli import batch as command
+
+    command.run(
+        source, output, model, engine, served_model_names=tuple(served_model_name or ()), log_level=log_level
+    )
+
+
+@app.command()
+@engine_command
 def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,

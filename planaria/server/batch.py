@@ -1,0 +1,103 @@
+"""Answering a batch through the routes of the server, with no socket: a request is checked, computed and shaped just
+as over HTTP. What is answered is in the journal before the next request begins in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp
+
+from planaria.errors import EngineDead
+from planaria.server.app import create_app
+from planaria.server.batch_file import Answers, Item
+from planaria.server.config import ServerConfig
+from planaria.server.tokenise import Tokenizer
+from planaria.types import SEED_LIMIT
+from planaria.wire import EngineClient
+
+
+class _Body(msgspec.Struct):
+    class Usage(msgspec.Struct):
+        completion_tokens: int = 0
+
+    usage: Usage | None = None
+
+
+def seed_of(seed: int, custom_id: str) -> int:
+    """For a request that brings none: its own, and the same however often the batch was begun again."""
+    digest = hashlib.blake2b(f"{seed}/{custom_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % SEED_LIMIT
+
+
+async def answer_all(
+    client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig, items: list[Item], answers: Answers,
+    *, most_open: int, on_done: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Answer `items`, `most_open` at a time; `on_done(new tokens)` is called after each. Raises what keeps the engine
+    from coming up, EngineDead when it gives up: what is in the journal then stays."""
+    app = create_app(client, tokenizer, config)
+    await client.ready()
+    left = iter(items)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(most_open, len(items))):
+                group.create_task(_work(app, client, left, answers, on_done))
+    except BaseExceptionGroup as e:
+        raise e.exceptions[0] from None
+    finally:
+        app.state.service.close()
+
+
+async def _work(
+    app: ASGIApp, client: EngineClient, left: Iterator[Item], answers: Answers, on_done: Callable[[int], None]
+) -> None:
+    for item in left:
+        body = dict(item.body)
+        if body.get("seed") is None:
+            body["seed"] = seed_of(answers.header.seed, item.custom_id or "")
+        status, request_id, content = await post(app, item.url, msgspec.json.encode(body))
+        if client.dead is not None:  # an answer that says so is none: it will be asked again
+            raise EngineDead(client.dead.message)
+        response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(content)}
+        answers.add(item, line_of(item, response, None))
+        usage = msgspec.json.decode(content, type=_Body).usage if status == 200 else None
+        on_done(usage.completion_tokens if usage is not None else 0)
+
+
+def line_of(item: Item, response: dict[str, Any] | None, error: tuple[str, str] | None) -> bytes:
+    """A line of the output, without its end."""
+    problem = {"code": error[0], "message": error[1]} if error is not None else None
+    return msgspec.json.encode(
+        {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": item.custom_id, "response": response, "error": problem}
+    )
+
+
+async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
+    """One request of an ASGI application: status, request id and body of its answer."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
+        "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
+    }  # fmt: skip
+    incoming: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()  # after the body nothing comes: nobody leaves
+    incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    status, request_id = 0, ""
+    parts: list[bytes] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal status, request_id
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            request_id = dict(message["headers"]).get(b"x-request-id", b"").decode()
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, incoming.get, send)
+    return status, request_id, b"".join(parts)
