@@ -97,7 +97,7 @@ def test_the_same_answers_and_nothing_left(
     local_ray: Any, small: Path, expected: Any, layout: str, link: str, end: tuple[int, signal.Signals] | None
 ) -> None:
     """And whatever ends it: a rank killed is named within a second, one stopped within the heartbeat's limit."""
-    with LLM(str(small), **SMALL, **ray_options(layout, link)) as llm:
+    with LLM(str(small), **SMALL, **ray_options(layout, link), recovery_limit=0) as llm:
         assert llm.facts.executor == "ray" and llm.facts.link == {"queue": "shm"}.get(link, "ray-graph+shm")
         pids = llm.facts.ranks
         assert len(set(pids)) == LAYOUTS[layout][0] * LAYOUTS[layout][1]
@@ -124,7 +124,7 @@ def test_an_actor_is_replaced_and_requests_go_on(
     local_ray: Any, small: Path, expected: Any, layout: str, link: str, victim: int, how: signal.Signals
 ) -> None:
     """Survivors stay, but where they sit inside the loop of a compiled graph."""
-    with LLM(str(small), **SMALL, **ray_options(layout, link)) as llm:
+    with LLM(str(small), **SMALL, **ray_options(layout, link), recovery_limit=0) as llm:
         before = [member.pid for member in llm._loop.crew.members]
         harmed: list[int] = []
 
@@ -145,7 +145,7 @@ def test_an_actor_is_replaced_and_requests_go_on(
 @pytest.mark.parametrize(("layout", "link"), [("tp2pp2", "queue"), ("pp2", "compiled-graph")])
 def test_the_real_model(local_ray: Any, real: Any, layout: str, link: str) -> None:
     prompts, expected = real
-    with LLM("smollm2", **REAL, **ray_options(layout, link)) as llm:
+    with LLM("smollm2", **REAL, **ray_options(layout, link), recovery_limit=0) as llm:
         check(answers(llm, prompts, 16), expected)
 
 

@@ -40,6 +40,7 @@ class RayGraphLink:
         self.name = f"ray-graph+{queue_link.name}"
         self.actors, self.stages, self.in_flight = list(actors), stages, in_flight
         self._graph: Any = None
+        self._fenced = False
         self._numbers: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._heard: deque[Answer | LinkError] = deque()
         self._reader: threading.Thread | None = None
@@ -77,8 +78,12 @@ class RayGraphLink:
                     self._heard.append((rank, number, heard(result.get(timeout=WITHOUT_LIMIT), rank)))
             except Exception as e:  # whatever Ray raises when an actor or the graph has gone
                 self._heard.append(PeerLost(f"a rank left the graph of steps: {_first_line(e)}"))
-                self.queue.wake()
+                self._wake()
                 return
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(LinkError, ValueError):  # closed meanwhile
             self.queue.wake()
 
     def teardown(self) -> None:
@@ -154,10 +159,13 @@ class RayGraphLink:
         self.queue.wake()
 
     def fence(self) -> None:
+        """The epoch is over. Its graph is torn down by the launcher, once it has killed the ranks that are stopped."""
+        self._fenced = True
         self.queue.fence()
 
     def close(self) -> None:
-        self.teardown()
+        if not self._fenced:
+            self.teardown()
         self.queue.close()
 
 

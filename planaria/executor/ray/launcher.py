@@ -64,7 +64,7 @@ class RayLauncher(Fixed):
         self.address = "127.0.0.1"  # of this node, for those elsewhere
         self._pids: dict[int, int] = {}  # rank -> pidfd, of those on this node
         self._watcher: Watcher | None = None
-        self.before_leaving: list[Callable[[], None]] = []  # what needs Ray to end, called when the ranks have ended
+        self.before_leaving: list[Callable[[], None]] = []  # what needs Ray to end; called when the ranks have
         self._ended: dict[int, str] = {}
         self._closing = False
         self._offer: dict[str, str] = {}
@@ -218,6 +218,7 @@ class RayLauncher(Fixed):
         if self._watcher is not None:
             self._watcher.stop()
         self._end_now(ranks)
+        self._leave()
         self.epoch += 1
         resource = connection.resource(self.device)
         actors = self._make_actors(resource, ranks)
@@ -301,12 +302,16 @@ class RayLauncher(Fixed):
         if self._watcher is not None:
             self._watcher.stop()
         self._await_local_ends()
-        for end in self.before_leaving:
-            end()
+        self._leave()
         if self.group is not None and connection.alive:
             bounded("remove the placement group", self.group.remove)
         self.actors, self.runs = [], {}
         connection.close()
+
+    def _leave(self) -> None:
+        for end in self.before_leaving:
+            end()
+        self.before_leaving.clear()
 
     def _await_local_ends(self) -> None:
         """`ray.kill` only asks. Processes of this node are gone when this returns."""
