@@ -156,7 +156,7 @@ def engine(rank: int, board: Board, world: int, *, slow: bool = False, depth: in
     heard: list[Any] = []
     launcher = ExternalLauncher(outer, lambda boot: Spy(boot, slow), lambda address: joined(rank, board, world))
 
-    def link_for(places: Any) -> SpmdLink:
+    def link_for(places: Any, epoch: int) -> SpmdLink:
         assert launcher.circle is not None
         link = SpmdLink(launcher.circle, launcher.ranks, lambda why: None)
         loop.clock, loop.agree = link.clock, link.agree
@@ -299,7 +299,7 @@ def test_a_killed_ranks_name_is_everybodys_error(tmp_path: Path, victim: int) ->
         program.processes[victim].kill()
         killed = time.monotonic()
         (seen,) = program.wait(1 - victim, seconds=60)
-        assert time.monotonic() - killed < 10.0
+        assert time.monotonic() - killed < 30.0
     assert f"EngineDead: rank {victim} failed in step" in seen["error"], seen["error"]
 
 

@@ -270,10 +270,11 @@ def test_the_users_bundle_indices() -> None:
 @pytest.mark.parametrize("layout", [Layout(tp=8, pp=10_000), Layout(tp=7, pp=11_000)], ids=["even", "spanning"])
 def test_a_large_cluster_takes_no_time(layout: Layout) -> None:
     cluster = Cluster(tuple(Node.of(f"node{i}", 8) for i in range(10_000)), "node5000")
-    seconds = []
     for _ in range(3):
-        began = time.process_time()  # of this process, so that a busy machine doesn't matter
+        began = time.process_time()  # of this process, so that a busy machine matters less
         placement = place(cluster, layout, span=True)
-        seconds.append(time.process_time() - began)
-    assert len(placement.slots) == layout.size
-    assert min(seconds) < 1.0
+        seconds = time.process_time() - began
+        assert len(placement.slots) == layout.size
+        if seconds < 1.0:
+            return
+    pytest.fail(f"{seconds:.1f} s three times")
