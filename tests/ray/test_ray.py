@@ -124,7 +124,7 @@ def test_an_actor_is_replaced_and_requests_go_on(
     local_ray: Any, small: Path, expected: Any, layout: str, link: str, victim: int, how: signal.Signals
 ) -> None:
     """Survivors stay, but where they sit inside the loop of a compiled graph."""
-    with LLM(str(small), **SMALL, **ray_options(layout, link), recovery_limit=0) as llm:
+    with LLM(str(small), **SMALL, **ray_options(layout, link)) as llm:
         before = [member.pid for member in llm._loop.crew.members]
         harmed: list[int] = []
 
@@ -145,7 +145,7 @@ def test_an_actor_is_replaced_and_requests_go_on(
 @pytest.mark.parametrize(("layout", "link"), [("tp2pp2", "queue"), ("pp2", "compiled-graph")])
 def test_the_real_model(local_ray: Any, real: Any, layout: str, link: str) -> None:
     prompts, expected = real
-    with LLM("smollm2", **REAL, **ray_options(layout, link), recovery_limit=0) as llm:
+    with LLM("smollm2", **REAL, **ray_options(layout, link)) as llm:
         check(answers(llm, prompts, 16), expected)
 
 
