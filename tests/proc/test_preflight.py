@@ -22,7 +22,7 @@ def test_a_rank_that_others_cannot_reach_is_named(two_networks: list[tuple[str, 
         Command(*args, "--node-rank", "1", prefix=two_networks[1], env=wrong) as other,
         Command(*args, prefix=two_networks[0]) as head,
     ):
-        assert head.wait(120) == 1
+        assert head.wait(240) == 1
         assert re.search(
             r"rank 0 on \S+ \(10\.93\.0\.1\) can't reach rank 1 on \S+ at 127\.0\.0\.1 port \d+: Connection refused; "
             r"no other node reaches a loopback address: set \$PLANARIA_HOST_IP there",

@@ -80,7 +80,7 @@ def test_nodes_listen_on_their_own_addresses_only(two_networks: list[tuple[str, 
         Command(*args, "--node-rank", "1", prefix=two_networks[1]) as other,
         Command(*args, prefix=two_networks[0]) as head,
     ):
-        head.wait_for(" at http", 120)
+        head.wait_for(" at http", 240)
         first, second = of_network(all_listeners(head.process.pid)), of_network(all_listeners(other.process.pid))
         assert {(found.kind, found.address) for found in first} == {("tcp", "127.0.0.1"), ("tcp", "10.93.0.1")}
         assert [found.port for found in first if found.address == "127.0.0.1"] == [8000]
