@@ -90,6 +90,7 @@ class Lane:
             return None
         entry.open = False
         self._quit(entry)
+        self._collect()
         return entry
 
     def present(self) -> list[str]:
@@ -104,6 +105,7 @@ class Lane:
             self._leave(entry, at_once=True)
             self._rewind(entry)
             heapq.heappush(self.waiting, (entry.key, entry))
+            self._collect()
 
     def lost(self, step: int) -> None:
         """The worker's state is gone: every open request waits again, in its old order, with its tokens."""
@@ -298,7 +300,6 @@ class Lane:
         self.deferred.append((entry.last_step, entry.row, blocks))
         if not keep_open:
             self._disown(entry)
-            self._collect()
 
     def _disown(self, entry: Entry) -> None:
         """It will not compute what it announced."""
@@ -326,6 +327,7 @@ class Lane:
         self._rewind(victim)
         heapq.heappush(self.waiting, (victim.key, victim))
         self.preemptions += 1
+        self._collect()
 
     def _rewind(self, entry: Entry) -> None:
         """The cursor goes back to 0; tokens stay."""
@@ -336,7 +338,8 @@ class Lane:
         entry.end_tick = entry.next_event = NEVER
 
     def _collect(self) -> None:
-        """Take back what no step in flight needs."""
+        """Take back what no step in flight needs. Not in the midst of a commit: rows that follow may be leaving, and
+        have their last token in it."""
         kept: deque[tuple[int, int, list[int]]] = deque()
         for step, row, blocks in self.deferred:
             if step <= self.committed:

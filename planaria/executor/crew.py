@@ -17,14 +17,14 @@ from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
 from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
 from planaria.executor.gang import PHASES, Gang
-from planaria.executor.health import Health
+from planaria.executor.health import LONGEST_LOOK, Health
 from planaria.executor.link.address import Address, Inside
 from planaria.executor.link.faults import LinkError, PeerLost
 from planaria.executor.pace import Pace
 from planaria.executor.preflight import Needs, check_node, look
 from planaria.executor.startup import StartUp
 from planaria.executor.worker_group import Ticket, WorkerGroup
-from planaria.node import node_name, process_state
+from planaria.node import home, node_name, process_state
 from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply, StepPlan, StepResult
 from planaria.wire import FromEngine
 
@@ -241,14 +241,17 @@ class Crew:
     def ask(self, command: Command, timeout: float, phases: StartUp | None = None) -> Ticket:
         """Send a command with nothing else in flight and wait for all ranks. Raises WorkersLost."""
         ticket = self.send(command)
-        deadline = self.clock() + timeout
+        waited, looked = 0.0, self.clock()  # added up over looks, as in `health`
         while not ticket.closed:
             answered = len(ticket.replies)
-            if self.poll(min(deadline, self.clock() + LOOK)) is None:
+            nothing = self.poll(self.clock() + LOOK) is None
+            now = self.clock()
+            waited, looked = waited + min(LONGEST_LOOK, now - looked), now
+            if nothing:
                 owing = self.group.owing()
                 if phases is not None:
                     phases.waiting(owing)
-                if self.clock() >= deadline:
+                if waited >= timeout:
                     raise self.lost(owing, f"did not answer within {timeout:g} s")
             if phases is not None and len(ticket.replies) > answered:
                 phases.done(list(ticket.replies)[-1])
@@ -279,7 +282,8 @@ class Crew:
         assert self.link is not None
         lost = self.launcher.lost()
         if not lost:
-            lost = self.health.look(self.link.pulses(), self.clock(), self.system.is_stopped)
+            here = [place.pid if place.home == home() else 0 for place in self.places]
+            lost = self.health.look(self.link.pulses(), self.clock(), self.system.is_stopped, here)
         if lost:
             raise self.lost(tuple(lost), "; ".join(lost.values()))
         if self.group.open and isinstance(plan := self.group.open[0].command, StepPlan):

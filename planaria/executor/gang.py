@@ -30,8 +30,8 @@ def kv_blocks(
         budget = cache.memory
     else:
         budget = min(int(available * KV_SHARE), KV_CPU_LIMIT) if cpu else available
-    blocks = int(budget * share) // block
     needed = -(-scheduler.max_model_len // cache.block_size)
+    blocks = max(int(budget * share) // block, min(needed, budget // block))
     if blocks < needed:
         raise CapacityError(
             f"KV memory of {budget / 2**20:.0f} MiB holds {blocks * cache.block_size} tokens, one request of "

@@ -23,19 +23,24 @@ class Health:
         self._looked: float | None = None
 
     def look(
-        self, pulses: Sequence[tuple[int, int]], now: float, is_stopped: Callable[[int], bool]
-    ) -> dict[int, str]:
-        """`pulses[rank]`: pid and count, (0, 0) where nothing is known. `is_stopped(pid)` asks the kernel. Returns what
-        is wrong with each rank that must be given up."""
+        self, pulses: Sequence[tuple[int, int]], now: float, is_stopped: Callable[[int], bool],
+        pids: Sequence[int] = (),
+    ) -> dict[int, str]:  # fmt: skip
+        """`pulses[rank]`: pid and count, (0, 0) where nothing is known. `is_stopped(pid)` asks the kernel. `pids`: of
+        processes whose pulse may not have begun, 0 where not known; they may take their time, but not be stopped.
+        Returns what is wrong with each rank that must be given up."""
         passed = 0.0 if self._looked is None else min(LONGEST_LOOK, now - self._looked)
         self._looked = now
         lost: dict[int, str] = {}
         for rank, (pid, count) in enumerate(pulses):
+            begun = pid != 0
+            if not begun and pids:
+                pid, count = pids[rank], -1
             if not pid or self._last.get(rank) != (pid, count):
                 self._last[rank], self._silent[rank] = (pid, count), 0.0
                 continue
             silent = self._silent[rank] = self._silent[rank] + passed
-            if silent >= self.timeout:
+            if begun and silent >= self.timeout:
                 lost[rank] = f"gave no sign of life for {silent:.1f} s"
             elif silent >= STOPPED and is_stopped(pid):
                 lost[rank] = f"is stopped (no sign of life for {silent:.1f} s)"
