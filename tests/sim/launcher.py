@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from planaria.errors import CapacityError
 from planaria.executor.boot import SPARE, Place, RankBoot
+from planaria.node import home
 from tests.sim.process import NOTICED, Process
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class SimLauncher:
         return process
 
     def _places(self) -> list[Place]:
-        return [Place(rank, "sim", "sim", pid=process.pid) for rank, process in sorted(self.ranks.items())]
+        return [Place(rank, home(), "sim", pid=process.pid) for rank, process in sorted(self.ranks.items())]
 
     def run(self, boots: Sequence[RankBoot]) -> None:
         for boot in boots:

@@ -102,7 +102,9 @@ class Process:
         self.rank = rank
         if link is None:
             self.later(self.sim.takes(1.0), self._load)
-        elif not self.hung and not self.cut:  # one that hangs never gets to look
+        elif self.hung:
+            self.sim.harmed(self, "hung")
+        elif not self.cut:
             self.later(self.sim.takes(0.3 if self.epoch < 0 else 0.01), self._attach, link)
 
     def _load(self) -> None:

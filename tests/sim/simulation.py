@@ -218,6 +218,8 @@ class Simulation:
             how, since = process.harm
             if process.rank < 0:
                 continue
+            if how in ("failed", "gap") and since <= self.fence_at:
+                continue
             waited = now - max(since, self.fence_at, process.begun)
             if waited > self._bound(process, how):
                 self.world.require(
@@ -229,7 +231,7 @@ class Simulation:
         attached = process.link is not None and process.link is self.link
         match how:
             case "dead":
-                return 0.5
+                return 0.2 if attached else 0.7
             case "stopped":
                 return 6.0
             case "cut":
@@ -371,8 +373,10 @@ class Simulation:
             loop.start()
         except PlanariaError as e:
             self.world.note("did not start: {}", e)
-            self.doomed = self.doomed or any(self.counts[kind] for kind in ERRORS)  # at first these are refusals
-            self._gave_up()
+            refused = any(self.counts[kind] for kind in ERRORS)  # the first time these are no faults
+            limit = self.scenario.config.faults.recovery_limit
+            harmed = sum(1 for process in self.launcher.all if process.harm is not None)
+            self.world.require(refused or self.doomed or harmed > limit, "gives up", f"{harmed} ranks of {limit}")
         else:
             self.began = True
             self._serve()
