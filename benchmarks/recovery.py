@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -55,7 +56,7 @@ class Server:
         self.url = line.split(" at ")[1].split()[0]
 
     def processes(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = httpx2.get(self.url + "/admin/processes", timeout=30).json()
+        found: list[dict[str, Any]] = httpx2.get(self.url + "/admin/processes", timeout=30).json()["processes"]
         return found
 
     def victim(self, role: str) -> int:
@@ -99,7 +100,7 @@ def pause(pieces: list[tuple[float, int]], struck: float) -> dict[str, float]:
     """Seconds from the blow to the first piece after the longest silence, and to the last stream's first after it."""
     after = sorted(piece for piece in pieces if piece[0] >= struck)
     times = [struck, *(at for at, _ in after)]
-    _, end = max((b - a, b) for a, b in zip(times, times[1:], strict=False))
+    _, end = max((b - a, b) for a, b in itertools.pairwise(times))
     seen: dict[int, float] = {}
     for at, stream in after:
         if at >= end:

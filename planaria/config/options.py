@@ -23,7 +23,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "auto"  # native: this package's CPU kernels; torch: plain torch; auto: native where they run
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None  # None: 512 on a CPU, 2048 on a GPU
     policy: str = "fcfs"
     block_size: int = 16
     kv_cache_memory: int | str | None = None  # bytes, or "2GiB"

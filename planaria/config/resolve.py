@@ -30,6 +30,9 @@ __all__ = ["parse_bytes", "resolve", "usable_cores"]
 logger = logging.getLogger("planaria.config")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# A step's most tokens where nobody says: on a CPU the matrix rate is reached with few rows, and who streams waits for
+# the longest step; a GPU wants more.
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 LOGIT_ROWS = 256  # beyond one per row: positions of prompt logprobs in one step
 
 
@@ -109,17 +112,14 @@ def _faults(options: EngineOptions) -> FaultConfig:
 
 def resolve(options: EngineOptions) -> EngineConfig:
     """Raises ConfigError for a refused option, ModelError for a model that can't be served."""
-    for option, value in (
-        ("--max-num-seqs", options.max_num_seqs),
-        ("--max-num-batched-tokens", options.max_num_batched_tokens),
-    ):
-        _at_least(option, value, 1)
+    _at_least("--max-num-seqs", options.max_num_seqs, 1)
     _one_of("--scheduling-policy", options.policy, tuple(POLICIES))
     if options.block_size < 16 or options.block_size % 16 or options.block_size > 256:
         raise ConfigError("--block-size", options.block_size, "must be a multiple of 16 up to 256")
-    if options.max_num_batched_tokens < options.max_num_seqs:
+    step_tokens = options.max_num_batched_tokens
+    if step_tokens is not None and step_tokens < options.max_num_seqs:
         raise ConfigError(
-            "--max-num-batched-tokens", options.max_num_batched_tokens,
+            "--max-num-batched-tokens", step_tokens,
             f"must be at least --max-num-seqs ({options.max_num_seqs}): each running request may add a token to a step",
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
@@ -158,7 +158,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         served_model_name=options.served_model_name or options.model,
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_batched_tokens=step_tokens or max(STEP_TOKENS[device_name], options.max_num_seqs),
             max_model_len=max_model_len,
             policy=options.policy,  # type: ignore[arg-type]
             depth=steps_in_flight(parallel, options.async_scheduling, device_name),
