@@ -160,12 +160,13 @@ def test_an_engine_that_ends_answers_its_streams(folder: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
     async def last_error(engine: AsyncLLM, end: Callable[[], object]) -> str | None:
-        error = None
-        async for piece in engine.generate(IDS, params):
-            if not error:
-                end()
-            error = piece.error or error
-        return error
+        async def read() -> str | None:
+            return [piece.error async for piece in engine.generate(IDS, params)][-1]
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)  # it has asked, and waits for its first piece
+        end()
+        return await reading
 
     async def main(engine: AsyncLLM, end: Callable[[], object]) -> None:
         async with asyncio.timeout(30):
