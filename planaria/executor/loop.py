@@ -174,15 +174,19 @@ class EngineLoop:
         self._emit(convicted)
         if convicted:
             self._tokens = -1  # an answer is progress: what ended the epochs before this one is out of the way
+        replaced: set[int] = set()
         while True:
             if loss.kind == "capacity":
                 self.crew.kv_share *= LESS
-            if not self._may_go_on(loss):
+            # what killed a rank may have killed others, which is seen a moment later: that is the same attempt
+            again = loss is first or not loss.dead or not loss.ranks or not replaced.isdisjoint(loss.ranks)
+            if again and not self._may_go_on(loss):
                 self._die(Failed(loss.ranks[0] if loss.ranks else 0, loss.phase, loss.cause, loss.traceback, loss.kind))
                 return
             self.emit(Recovery(self.crew.epoch + 1, list(loss.ranks), loss.phase, loss.cause, loss.traceback))
             if not loss.dead and self._failed_rank in loss.ranks:
                 loss.dead = True  # it failed twice with no token in between: another process may do better
+            replaced.update(loss.ranks if loss.dead else ())
             self._failed_rank = loss.ranks[0] if loss.ranks and not loss.dead else -1
             try:
                 seconds = self.crew.reform(loss)
@@ -257,7 +261,7 @@ class EngineLoop:
 
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""
-        return self.core is not None and (self.core.has_requests() or bool(self.crew.group.open))
+        return self.core is not None and bool(self.core.has_requests() or self.crew.group.open or self._reports)
 
     def turn(self) -> bool:
         """One round; True if something was computed. Lost ranks are replaced; open requests are always answered."""
