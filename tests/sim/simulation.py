@@ -81,6 +81,7 @@ class Simulation:
         self.last_event = 0.0  # by the engine's own time
         self.fence_at = 0.0
         self.fruitless: list[float] = []  # recoveries since the last token
+        self.lost_now: set[int] = set()  # since requests went on
         self.doomed = False  # there was a reason to give up at once
         self.disturbed = False  # slow or late, in this epoch: deadlines may be missed by ranks that are well
         self.dead: Dead | None = None
@@ -174,8 +175,9 @@ class Simulation:
                     process.stop()
                     self.world.at(chance.uniform(0.1, 1.3), process.go_on)
             case "cut":
-                process.cut, process.still_since = True, self.world.now
-                self.harmed(process, "cut")
+                if not process.cut:
+                    process.cut, process.still_since = True, self.world.now
+                    self.harmed(process, "cut")
             case "hang":
                 process.hung = True
             case "slow":
@@ -206,6 +208,8 @@ class Simulation:
     def fenced(self) -> None:
         """Another epoch begins: whoever must be noticed has to be noticed there."""
         self.fence_at = self.world.awake()
+        if not self.began:
+            self.fruitless.append(self.world.now)
 
     def watch(self) -> None:
         """Is every harm noticed in time?"""
@@ -266,7 +270,7 @@ class Simulation:
                     self._delta(delta)
             case Recovery() if not message.seconds:
                 self.counts["losses"] += 1
-                self.fruitless.append(self.world.now)
+                self._attempt(message)
                 self.world.note("LOSS of ranks {} in {}: {}", message.ranks, message.phase, message.cause)
                 self._judge(message)
             case Recovery():
@@ -279,6 +283,13 @@ class Simulation:
                 self._gave_up()
             case _:
                 pass
+
+    def _attempt(self, notice: Recovery) -> None:
+        """Is this a further attempt, or the rest of what killed others a moment ago?"""
+        ended = any(word in notice.cause for word in ("process", "connection", "missing", "missed", "started"))
+        if not self.lost_now or not ended or not notice.ranks or not self.lost_now.isdisjoint(notice.ranks):
+            self.fruitless.append(self.world.now)
+        self.lost_now.update(notice.ranks if ended else (-1,))
 
     def _judge(self, notice: Recovery) -> None:
         limit = self.scenario.config.faults.recovery_limit
@@ -295,6 +306,7 @@ class Simulation:
         ranks = self.launcher.ranks
         self.world.require(done.pids == [ranks[rank].pid for rank in sorted(ranks)], "verdict", f"pids {done.pids}")
         self.disturbed = False
+        self.lost_now.clear()
         for process in ranks.values():
             if process.harm is not None and process.harm[0] in ("failed", "gap"):
                 process.harm = None
@@ -374,9 +386,8 @@ class Simulation:
         except PlanariaError as e:
             self.world.note("did not start: {}", e)
             refused = any(self.counts[kind] for kind in ERRORS)  # the first time these are no faults
-            limit = self.scenario.config.faults.recovery_limit
-            harmed = sum(1 for process in self.launcher.all if process.harm is not None)
-            self.world.require(refused or self.doomed or harmed > limit, "gives up", f"{harmed} ranks of {limit}")
+            self.doomed = self.doomed or refused
+            self._gave_up()
         else:
             self.began = True
             self._serve()
