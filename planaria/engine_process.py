@@ -23,11 +23,12 @@ from planaria.errors import CapacityError, ModelError, PlanariaError, UserError
 from planaria.logs import setup_logging
 from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
 from planaria.types import Delta
-from planaria.wire import Dead, FromEngine, Output, Submit, ToEngine
+from planaria.wire import Dead, FromEngine, Output, Recovery, Submit, ToEngine
 
 logger = logging.getLogger("planaria.engine")
 
 MAX_BATCH = 1024  # messages taken in between two steps
+LOOK_MS = 1000  # between looks at ranks while nothing is to be done
 
 
 class Port:
@@ -111,7 +112,13 @@ def main() -> int:
     set_title("engine", server=parent, epoch=0)
     port = Port(address)
     port.hello()
-    loop = build_loop(config, port.send)
+
+    def say(message: FromEngine) -> None:
+        port.send(message)
+        if isinstance(message, Recovery) and message.seconds:
+            set_title("engine", server=parent, epoch=message.epoch)
+
+    loop = build_loop(config, say)
     loop.on_loss = port.wake
     began = time.perf_counter()
     try:
@@ -124,8 +131,10 @@ def main() -> int:
     logger.debug("engine ready after %.2f s", time.perf_counter() - began)
     port.send(facts)
     try:
+        # A rank's end ends the wait for messages; that one is stopped shows only to who looks.
+        idle = LOOK_MS if loop.watches() else -1
         while not loop.stopping:
-            for message in port.receive(0 if loop.busy() else -1):
+            for message in port.receive(0 if loop.busy() else idle):
                 loop.handle(message)
             if not loop.turn():
                 loop.check()

@@ -148,6 +148,10 @@ class EngineLoop:
             link.wake()
         self.on_loss()
 
+    def watches(self) -> bool:
+        """Are there ranks whose silence must be looked for, by calling `check` about once a second?"""
+        return self.crew.link is not None and bool(self.crew.link.pulses())
+
     def check(self) -> None:
         """Look for ranks that ended or fell silent while nothing was running; about once a second."""
         if self.crew.link is None or self.dead is not None:
