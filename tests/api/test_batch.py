@@ -76,7 +76,8 @@ def test_a_journal_goes_on_without_what_was_torn_off(tmp_path: Path) -> None:
     answers.close()
     data = answers.path.read_bytes()
     ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
-    for cut in sorted({*range(0, len(data), 23), *(end + by for end in [0, *ends] for by in (-1, 0, 1) if end + by >= 0)}):
+    around = (end + by for end in [1, *ends] for by in (-1, 0, 1))
+    for cut in sorted({*range(0, len(data), 23), *around}):
         answers.path.write_bytes(data[:cut])
         again = Answers.open(out, Header(VERSION, "digest", "smollm2", 9), None)
         whole = sum(end <= cut for end in ends)

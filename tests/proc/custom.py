@@ -6,13 +6,16 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from planaria.config import EngineConfig
 from planaria.executor.boot import Place, RankBoot
 from planaria.executor.launcher.inline import InlineLauncher
 from planaria.executor.launcher.process import ProcessLauncher
-from planaria.protocol import Allocate, Command, Reply, StepPlan
+from planaria.protocol import Allocate, Command, Reply, StepPlan, StepResult
 from planaria.worker.reference import HashWorker
 from planaria.worker.worker import NullRank, Worker, make_rank
 
@@ -86,7 +89,7 @@ class Extension:
 class HashRank(NullRank):
     """No model: each token is a function of the whole history before it, the seed and the position, so that a lost,
     repeated or foreign token changes all that follow. A step takes a moment; a prompt that begins with POISON kills
-    the process."""
+    the process; if there is a file that $TEST_MISTAKE names, it is removed, and a step's answer can't be."""
 
     def __init__(self, boot: RankBoot, *args: Any) -> None:
         super().__init__(boot)
@@ -100,7 +103,11 @@ class HashRank(NullRank):
                 if row.fresh is not None and row.fresh.tokens[0] == POISON:
                     os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.005)
-        return super().handle(command)
+        reply = super().handle(command)
+        if isinstance(reply, StepResult) and (path := Path(os.environ.get("TEST_MISTAKE", "/none"))).exists():
+            path.unlink()
+            reply = msgspec.structs.replace(reply, step=reply.step + 7)
+        return reply
 
 
 class ClashesWithMethod:

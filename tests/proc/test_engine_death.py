@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -27,8 +29,14 @@ Outcome = tuple[list[int], str, str]  # tokens, text, finish reason
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server("smollm2", *HASH) as server:
+def mistake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make this file, and the engine runs into an exception of its own."""
+    return tmp_path_factory.mktemp("engine") / "mistake"
+
+
+@pytest.fixture(scope="module")
+def server(mistake: Path) -> Iterator[Server]:
+    with Server("smollm2", *HASH, env={"TEST_MISTAKE": str(mistake)}) as server:
         yield server
 
 
@@ -127,6 +135,16 @@ def test_killed_again_while_it_comes_back(server: Server, expected: list[Outcome
 
     assert run(server, harm) == expected
     assert health(server)["last_fault"]["phase"] == "start-up"
+
+
+def test_an_exception_of_the_engine_itself(server: Server, expected: list[Outcome], mistake: Path) -> None:
+    """It ends with a traceback, and answers nobody: another goes on with all of them."""
+    before = health(server)["engine_restarts"]
+    assert run(server, lambda tokens: mistake.touch() if tokens == 200 else None) == expected
+    body = health(server)
+    assert body["engine_restarts"] == before + 1 and not mistake.exists()
+    assert re.search(r"exit code 1: AssertionError: step \d+ committed after", body["last_fault"]["cause"])
+    assert "Traceback" in "".join(server.log)
 
 
 def test_a_request_that_kills_its_engine_is_found(server: Server) -> None:
