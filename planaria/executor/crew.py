@@ -199,6 +199,7 @@ class Crew:
         config = self.config
         link = self.link = self.link_for(self.places, self.epoch)
         self.launcher.run(boots_for(config, self.places, link))
+        self.check()  # who ended while there was no link to wake
         gang = Gang(
             config.cache, config.scheduler, config.parallel, cpu=config.device.device == "cpu", epoch=self.epoch,
             apart=len({place.home for place in self.places}) > 1, share=self.kv_share,
