@@ -80,7 +80,7 @@ class Simulation:
         self.left = scenario.budget
         self.last_event = 0.0  # by the engine's own time
         self.fence_at = 0.0
-        self.fruitless: list[float] = []  # recoveries since the last token
+        self.fruitless: list[tuple[float, bool]] = []  # recoveries since the last token; do they count for sure?
         self.lost_now: set[int] = set()  # since requests went on
         self.doomed = False  # there was a reason to give up at once
         self.disturbed = False  # slow or late, in this epoch: deadlines may be missed by ranks that are well
@@ -209,7 +209,7 @@ class Simulation:
         """Another epoch begins: whoever must be noticed has to be noticed there."""
         self.fence_at = self.world.awake()
         if not self.began:
-            self.fruitless.append(self.world.now)
+            self.fruitless.append((self.world.now, False))
 
     def watch(self) -> None:
         """Is every harm noticed in time?"""
@@ -285,21 +285,22 @@ class Simulation:
                 pass
 
     def _attempt(self, notice: Recovery) -> None:
-        """Is this a further attempt, or the rest of what killed others a moment ago?"""
+        """A further attempt for sure, or maybe the rest of what killed others a moment ago?"""
         ended = any(word in notice.cause for word in ("process", "connection", "missing", "missed", "started"))
-        if not self.lost_now or not ended or not notice.ranks or not self.lost_now.isdisjoint(notice.ranks):
-            self.fruitless.append(self.world.now)
+        sure = not self.lost_now or (ended and not self.lost_now.isdisjoint(notice.ranks))
+        self.fruitless.append((self.world.now, sure))
         self.lost_now.update(notice.ranks if ended else (-1,))
 
     def _judge(self, notice: Recovery) -> None:
         limit = self.scenario.config.faults.recovery_limit
-        self.world.require(self._recent() <= limit, "gives up", f"attempt {self._recent()} of {limit}")
+        self.world.require(self._recent(True) <= limit, "gives up", f"attempt {self._recent(True)} of {limit}")
         sure = "signal" in notice.cause or "stopped" in notice.cause or "no sign of life" in notice.cause
         well = [rank for rank in notice.ranks if self.launcher.ranks[rank].harm is None]
         self.world.require(not well if sure else self.excused, "verdict", f"ranks {well} are well: {notice.cause}")
 
-    def _recent(self) -> int:
-        return sum(1 for when in self.fruitless if self.world.now - when <= self.scenario.config.faults.recovery_window)
+    def _recent(self, sure: bool = False) -> int:
+        since = self.world.now - self.scenario.config.faults.recovery_window
+        return sum(1 for when, counts in self.fruitless if when >= since and (counts or not sure))
 
     def _recovered(self, done: Recovery) -> None:
         self.world.note("RECOVERED: epoch {}, {} requests, {}", done.epoch, done.requests, done.seconds)
