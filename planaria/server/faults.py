@@ -14,6 +14,7 @@ class FaultLog:
     def __init__(self) -> None:
         self.faults = {"rank": 0, "engine": 0}
         self.recoveries = {"rank": 0, "engine": 0}
+        self.epoch = 0  # that is in force
         self.replayed_tokens = 0
         self.seconds = 0.0
         self.since: float | None = None  # time.monotonic() of the fault that is being dealt with
@@ -30,6 +31,7 @@ class FaultLog:
             self.since = self.since if self.since is not None else time.monotonic()
             return
         self.recoveries[part] += 1
+        self.epoch = message.epoch
         self.replayed_tokens += message.tokens
         self.seconds += message.seconds.get("total", 0.0)
         self.since = None

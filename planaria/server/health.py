@@ -35,7 +35,7 @@ def health_of(service: Service) -> dict[str, object]:
             why.append(f"no step for {still:.0f} s with {stats.running} sequences running and {stats.waiting} waiting")
     return {
         "live": live, "ready": not service.not_ready(), "progressing": progressing, "why": "; ".join(why) or "ok",
-        "recovering": recovering, "epoch": stats.epoch, "engine_restarts": service.faults.recoveries["engine"],
+        "recovering": recovering, "epoch": service.faults.epoch, "engine_restarts": service.faults.recoveries["engine"],
         "last_fault": service.faults.last_fault(),
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 
@@ -14,7 +15,7 @@ from planaria import LLM, SamplingParams
 from planaria.errors import EngineDead
 from planaria.protocol import StepPlan
 from planaria.wire import FromEngine, Processes, Recovery, Report
-from tests.proc.servers import alive, needs_smollm2
+from tests.proc.servers import SMALL, Server, alive, needs_smollm2, titled, wait_until
 
 pytestmark = needs_smollm2
 
@@ -152,3 +153,25 @@ def test_losses_that_lead_nowhere_end_the_engine() -> None:
         assert len(watched.done) == 2
     finally:
         watched.llm.close()
+
+
+def get(server: Server) -> dict[str, Any]:
+    health: dict[str, Any] = httpx2.get(server.url + "/health").json()
+    return health
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_notices_while_it_has_nothing_to_do(how: signal.Signals) -> None:
+    """No request asks for the rank: another takes its place all the same, and the next request finds it."""
+    with Server("smollm2", *SMALL, "-tp", "2") as server:
+        engine = server.engine_pid()
+        before = titled(engine, "worker")
+        os.kill(before[1], how)
+        wait_until("it is replaced", lambda: len(after := titled(engine, "worker")) == 2 and after[1] != before[1])
+        wait_until("it says so", lambda: (get(server)["last_fault"] or {}).get("recovered"))
+        health = get(server)
+        assert titled(engine, "worker")[0] == before[0] and not alive(before[1])
+        assert health["epoch"] == 1 and health["last_fault"]["ranks"] == [1] and health["last_fault"]["recovered"]
+        body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=60).json()
+        assert "Paris" in answer["choices"][0]["text"]
