@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from planaria.config.options import EngineOptions
+from planaria.errors import ConfigError
 
 _ENGINE: dict[str, tuple[Any, list[str], str]] = {
     # field: (type, flags, help); defaults are those of EngineOptions
@@ -114,6 +115,8 @@ def _be_agent(model: str, engine: dict[str, Any], log_level: str | None) -> None
 
     if log_level is not None:
         setup_logging(log_level)
+    if not model:
+        raise ConfigError("--model", "", "is needed on every node but the first")
     config = resolve(engine_options(model, engine))
     if config.parallel.over_nodes:
         from planaria.build import run_agent

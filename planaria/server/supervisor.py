@@ -73,7 +73,9 @@ class SupervisedEngine:
         self.up = False  # the engine of now can admit
         self.journal = Journal()
         self.quarantine = Quarantine()
-        self.limit = Reformations(config.faults.recovery_limit, config.faults.recovery_window)
+        # The agents of other nodes end with their engine: another would wait for them in vain.
+        limit = 0 if config.parallel.over_nodes else config.faults.recovery_limit
+        self.limit = Reformations(limit, config.faults.recovery_window)
         self._before = EngineStats()  # what the engines before this one have counted
         self._tokens = 0  # that came from this engine
         self._recovery: Recovery | None = None  # of the engine's process, while it is on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from planaria.config.options import FaultConfig
+from planaria.config.options import FaultConfig, ParallelConfig
 from planaria.server.engine_client import Ended
 from planaria.server.supervisor import SupervisedEngine
 from planaria.types import Delta, FinishReason, SamplingParams
@@ -16,8 +16,9 @@ from tests.api.fake_engine import facts
 class Config:
     """The part of an EngineConfig that a supervisor reads."""
 
-    def __init__(self, **faults: Any) -> None:
+    def __init__(self, nnodes: int = 1, **faults: Any) -> None:
         self.faults = FaultConfig(**faults)
+        self.parallel = ParallelConfig(distributed_executor_backend="mp", nnodes=nnodes)
 
 
 class ScriptedProcess:

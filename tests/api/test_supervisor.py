@@ -98,8 +98,10 @@ async def test_the_limit_counts_deaths_without_a_token(client: Client) -> None:
     assert client.error("b") == client.error("a")
 
 
-async def test_with_a_limit_of_0_the_first_death_is_the_end() -> None:
-    client = await Client(recovery_limit=0).start()
+@pytest.mark.parametrize("config", [{"recovery_limit": 0}, {"nnodes": 2}])
+async def test_where_there_can_be_no_other_the_first_death_is_the_end(config: dict[str, Any]) -> None:
+    """Of other nodes' agents: they end with their engine."""
+    client = await Client(**config).start()
     client.submit("a")
     await client.fall()
     assert client.error("a") == client.supervisor.dead.message and len(client.processes) == 1  # type: ignore[union-attr]
