@@ -288,7 +288,7 @@ class Crew:
         if lost:
             raise self.lost(tuple(lost), "; ".join(lost.values()))
         if self.group.open and isinstance(plan := self.group.open[0].command, StepPlan):
-            waited = self.pace.look(plan.step, planned_tokens(plan), self.clock())
+            waited = self.pace.look(self.group.open[0].number, planned_tokens(plan), self.clock())
             if waited is not None:
                 raise self.lost(self.group.owing(), f"did not finish its step in {waited:.0f} s")
 

@@ -34,7 +34,8 @@ class Pace:
         return min(self.ceiling, max(FLOOR, expected))
 
     def look(self, step: int, tokens: int, now: float) -> float | None:
-        """`step` is the oldest that is not answered. How long that has been so, if it is too long."""
+        """`step` is the oldest that is not answered, by a number that it alone has in all epochs. How long that has
+        been so, if it is too long."""
         passed = 0.0 if self._looked is None else min(LONGEST_LOOK, now - self._looked)
         self._looked = now
         if step != self._step:

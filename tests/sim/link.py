@@ -1,8 +1,8 @@
 """A simulated link of one epoch, and what ranks of that epoch wait for among themselves.
 
 It keeps the contract of real ones (planaria.executor.link.faults): each rank's messages come in order, a loss is
-noticed and raised, an end is noticed and raised, and nothing comes after `close` - except where a fault asks for a ghost:
-a message of an epoch that is over, or one that comes twice.
+noticed and raised, an end is noticed and raised, and nothing comes after `close`, except where a fault asks for a
+ghost: a message of an epoch that is over, or one that comes twice.
 """
 
 from __future__ import annotations

@@ -8,7 +8,14 @@ import random
 from dataclasses import dataclass, field
 
 from planaria.config.model import ModelConfig, RopeConfig
-from planaria.config.options import CacheConfig, DeviceConfig, EngineConfig, FaultConfig, ParallelConfig, SchedulerConfig
+from planaria.config.options import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    FaultConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from planaria.types import SamplingParams
 from planaria.wire import Cancel, Report, Shutdown, Submit, ToEngine
 from planaria.worker.reference import mix

@@ -1,5 +1,5 @@
-"""One seed, one thread: the shipping engine loop, crew, gang, worker group, health, pace, core and quarantine, driven by
-a virtual clock over simulated processes and links, with faults drawn at every step. `simulate` raises Violation.
+"""One seed, one thread: the shipping engine loop, crew, gang, worker group, health, pace, core and quarantine, driven
+by a virtual clock over simulated processes and links, with faults drawn at every step. `simulate` raises Violation.
 
 Rules that must hold, by name
 - once: each accepted request ends exactly once, and nothing of it comes afterwards
@@ -252,9 +252,12 @@ class Simulation:
         for rank in ranks:
             process = self.launcher.ranks[rank]
             self.world.require(
-                process.harm is not None or process.failures > 1 or self.excused, "verdict",
+                self._harmed(process) or process.failures > 1 or self.excused, "verdict",
                 f"rank {rank} (pid {process.pid}) is well and was given up",
             )  # fmt: skip
+
+    def _harmed(self, process: Process) -> bool:
+        return process.harm is not None or process.stopped  # a short stop is one, too, while it lasts
 
     @property
     def excused(self) -> bool:
@@ -295,7 +298,7 @@ class Simulation:
         limit = self.scenario.config.faults.recovery_limit
         self.world.require(self._recent(True) <= limit, "gives up", f"attempt {self._recent(True)} of {limit}")
         sure = "signal" in notice.cause or "stopped" in notice.cause or "no sign of life" in notice.cause
-        well = [rank for rank in notice.ranks if self.launcher.ranks[rank].harm is None]
+        well = [rank for rank in notice.ranks if not self._harmed(self.launcher.ranks[rank])]
         self.world.require(not well if sure else self.excused, "verdict", f"ranks {well} are well: {notice.cause}")
 
     def _recent(self, sure: bool = False) -> int:

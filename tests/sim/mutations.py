@@ -1,0 +1,172 @@
+"""Mistakes that the simulation must find: each is made for the time of a `with`, in the shipping code or in the hash
+model, and comes with the rules one of which it must break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from planaria.core.engine import EngineCore
+from planaria.core.kv_cache import BlockPool
+from planaria.core.quarantine import Quarantine
+from planaria.core.scheduler import Lane
+from planaria.executor.health import Health
+from planaria.executor.reformations import Reformations
+from planaria.executor.worker_group import Ticket, WorkerGroup
+from planaria.protocol import Reply, StepResult
+from planaria.types import Delta
+from planaria.worker.reference import mix
+from planaria.worker.rows import RowState
+from tests.sim.process import SimWorker
+from tests.sim.scenario import VOCAB
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    apply: Callable[[], AbstractContextManager[Any]]
+    rules: frozenset[str]  # that may name it
+    worker: Any = SimWorker
+    keyed: bool = True  # what the model draws depends on the position
+
+
+@contextmanager
+def replay_only_the_prompt() -> Iterator[None]:
+    lost = Lane.lost
+
+    def forget(self: Lane, step: int) -> None:
+        for entry in self.entries.values():
+            entry.request.output.clear()
+        lost(self, step)
+
+    with patch.object(Lane, "lost", forget):
+        yield
+
+
+@contextmanager
+def keep_block_tables() -> Iterator[None]:
+    """What blocks held before the loss is believed to be there still."""
+    reset = Lane.reset
+
+    def keep(self: Lane, step: int) -> None:
+        old: BlockPool | None = getattr(self, "pool", None)
+        reset(self, step)
+        if old is None or old.num_blocks != self.pool.num_blocks:
+            return
+        for key, block in old.block_of.items():
+            self.pool.empty.remove(block)
+            self.pool.idle[block] = None
+            self.pool.block_of[key], self.pool.key_of[block] = block, key
+
+    with patch.object(Lane, "reset", keep):
+        yield
+
+
+@contextmanager
+def accept_a_stale_epoch() -> Iterator[None]:
+    """Replies count by their place alone: neither tickets nor results say which epoch they are of."""
+    end_epoch, commit = WorkerGroup.end_epoch, EngineCore.commit
+
+    def number_again(self: WorkerGroup, why: str) -> None:
+        end_epoch(self, why)
+        self.next_number = 0
+
+    def believe(self: EngineCore, result: StepResult) -> list[Delta]:
+        return commit(self, StepResult(self.epoch, result.step, result.lanes, result.seconds))
+
+    with patch.object(WorkerGroup, "end_epoch", number_again), patch.object(EngineCore, "commit", believe):
+        yield
+
+
+class Unkeyed(SimWorker):
+    """Draws from a stream of its own, not by position."""
+
+    def draw(self, state: RowState, last: int, position: int) -> int:
+        return mix(last, state.fresh.seed, position - len(state.fresh.tokens)) % VOCAB
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def drop_a_reply() -> Iterator[None]:
+    on_reply, count = WorkerGroup.on_reply, 0
+
+    def drop(self: WorkerGroup, rank: int, number: int, reply: Reply) -> list[Ticket]:
+        nonlocal count
+        count += 1
+        return on_reply(self, rank, number, reply) if count % 40 else []
+
+    with patch.object(WorkerGroup, "on_reply", drop):
+        yield
+
+
+@contextmanager
+def collect_in_the_midst_of_a_commit() -> Iterator[None]:
+    """As it once was: a row whose last token is in this commit is forgotten when another ends first."""
+    leave = Lane._leave
+
+    def collect(self: Lane, entry: Any, *, keep_open: bool = False, at_once: bool = False) -> None:
+        leave(self, entry, keep_open=keep_open, at_once=at_once)
+        if not keep_open:
+            self._collect()
+
+    with patch.object(Lane, "_leave", collect):
+        yield
+
+
+@contextmanager
+def deaf_health() -> Iterator[None]:
+    with patch.object(Health, "look", lambda *args: {}):
+        yield
+
+
+@contextmanager
+def endless_patience() -> Iterator[None]:
+    with patch.object(Reformations, "allowed", lambda *args: True):
+        yield
+
+
+@contextmanager
+def convict_at_once() -> Iterator[None]:
+    """Whoever was there is guilty."""
+
+    def first(self: Quarantine, present: Any) -> str | None:
+        ids = list(present)
+        self.faults.update(dict.fromkeys(ids, 1))
+        return ids[0] if ids else None
+
+    with patch.object(Quarantine, "fault", first):
+        yield
+
+
+@contextmanager
+def leak_a_block() -> Iterator[None]:
+    release = BlockPool.release
+
+    def forget_one(self: BlockPool, blocks: Any) -> None:
+        release(self, list(blocks)[1:] if len(list(blocks)) > 3 else blocks)
+
+    with patch.object(BlockPool, "release", forget_one):
+        yield
+
+
+WRONG_TOKENS = frozenset({"tokens", "index", "ranks agree", "plan"})
+MUTATIONS = [
+    Mutation("replay only the prompt", replay_only_the_prompt, WRONG_TOKENS),
+    Mutation("keep block tables after a loss", keep_block_tables, WRONG_TOKENS),
+    Mutation("accept a stale epoch", accept_a_stale_epoch, WRONG_TOKENS | {"verdict", "commit", "crash"}),
+    Mutation("draw without the position key", nothing, WRONG_TOKENS, Unkeyed, keyed=False),
+    Mutation("drop a reply", drop_a_reply, frozenset({"verdict", "ends"})),
+    Mutation("collect in the midst of a commit", collect_in_the_midst_of_a_commit, frozenset({"ends"})),
+    Mutation("deaf health", deaf_health, frozenset({"detect"})),
+    Mutation("endless patience", endless_patience, frozenset({"gives up", "ends"})),
+    Mutation("convict at once", convict_at_once, frozenset({"poison"})),
+    Mutation("leak a block", leak_a_block, frozenset({"leaks", "ends"})),
+]

@@ -1,0 +1,112 @@
+"""Ten thousand runs with faults, and that the rules they are held to bite.
+
+A seed that fails is replayed by `pytest tests/sim --seed N`, which prints its history.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.sim.mutations import MUTATIONS, Mutation
+from tests.sim.simulation import Simulation, history, simulate
+from tests.sim.world import Violation
+
+SEEDS = 10_000
+PART = 250
+PROCESSES = 2
+ENOUGH = 500  # seeds within which a mutation must be found
+
+Found = tuple[list[tuple[int, str]], Counter[str]]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """A hundred thousand recoveries are not for the log."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def run_part(first: int) -> Found:
+    """Seeds first .. first + PART: those that failed, and how often what happened."""
+    logging.disable(logging.CRITICAL)
+    failed: list[tuple[int, str]] = []
+    counts: Counter[str] = Counter()
+    for seed in range(first, first + PART):
+        try:
+            sim = simulate(seed)
+        except Exception as e:
+            failed.append((seed, f"{type(e).__name__}: {e}"))
+            continue
+        counts += sim.counts
+        counts["requests"] += len(sim.answers)
+        counts["tokens"] += sum(len(answer.tokens) for answer in sim.answers.values())
+        counts["engines that gave up"] += sim.dead is not None
+    return failed, counts
+
+
+def test_no_fault_loses_repeats_or_changes_anything(one_seed: int | None) -> None:
+    if one_seed is not None:
+        print(history(simulate(one_seed)))
+        return
+    began = time.monotonic()
+    failed: list[tuple[int, str]] = []
+    counts: Counter[str] = Counter()
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        for more, what in pool.map(run_part, range(0, SEEDS, PART)):
+            failed += more
+            counts += what
+    seconds = time.monotonic() - began
+    print(f"\n{SEEDS} seeds in {seconds:.0f} s ({SEEDS / seconds:.0f} per second): {dict(sorted(counts.items()))}")
+    lines = [f"pytest tests/sim --seed {seed}    # {why}" for seed, why in failed[:10]]
+    assert not failed, f"{len(failed)} of {SEEDS} seeds fail:\n" + "\n".join(lines)
+    for kind in ("kill", "stop", "cut", "hang", "slow", "exception", "reply lost", "late ghost", "launch dies", "convicted"):
+        assert counts[kind] > SEEDS // 500, f"there was next to no {kind}"
+
+
+def test_a_seed_runs_the_same_way_each_time() -> None:
+    for seed in range(30):
+        first, second = simulate(seed), simulate(seed)
+        assert history(first) == history(second) and first.counts == second.counts
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mistakes_are_found(mutation: Mutation, one_seed: int | None) -> None:
+    if one_seed is not None:
+        pytest.skip("one seed is replayed")
+    with mutation.apply():
+        for seed in range(ENOUGH):
+            try:
+                simulate(seed, mutation.worker, keyed=mutation.keyed)
+            except Violation as e:
+                print(f"{mutation.name}: seed {seed}, {e}")
+                assert e.rule in mutation.rules, f"seed {seed} breaks another rule: {e}"
+                return
+    pytest.fail(f"{mutation.name}: nothing noticed in {ENOUGH} seeds")
+
+
+def test_what_is_simulated_is_the_shipping_code() -> None:
+    """Nothing here decides anything: processes, links and time are simulated, and no more."""
+    for path in Path(__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                taken = {"EngineCore", "Lane", "Gang", "WorkerGroup", "Crew", "EngineLoop", "Health", "Pace", "Quarantine"}
+                assert not bases & taken, f"{path.name}: {node.name} is a {bases & taken} of its own"
+                words = ("scheduler", "gang", "router", "quarantine", "workergroup", "core", "health", "pace")
+                assert not any(word in node.name.lower() for word in words), f"{path.name} defines {node.name}"
+    sim = Simulation.__module__
+    assert sim == "tests.sim.simulation"
+    made = simulate(0)
+    for part in (made.loop, made.loop.crew, made.loop.crew.group, made.loop.crew.health, made.loop.crew.pace,
+                 made.loop.limit):  # fmt: skip
+        assert type(part).__module__.startswith("planaria.")
