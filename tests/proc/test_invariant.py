@@ -17,7 +17,8 @@ from tests.proc.servers import needs_smollm2
 pytestmark = needs_smollm2
 
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory": "512MiB", "batch_invariant": True}
-SIXTY_FOUR = [PROMPTS[i * 7 % len(PROMPTS)][-400:] for i in range(64)]
+LONG = max(PROMPTS, key=len)
+SIXTY_FOUR = [LONG if i % 16 == 8 else PROMPTS[i * 7 % len(PROMPTS)][-400:] for i in range(64)]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "uni": {}, "mp": {"distributed_executor_backend": "mp"}, "tp=2": {"tensor_parallel_size": 2},
     "pp=2": {"pipeline_parallel_size": 2},
