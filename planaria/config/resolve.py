@@ -16,6 +16,7 @@ from planaria.config.options import (
     EngineConfig,
     EngineOptions,
     FaultConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
@@ -98,8 +99,15 @@ def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: 
     )  # fmt: skip
 
 
-def _faults(options: EngineOptions) -> FaultConfig:
+def _faults(options: EngineOptions, parallel: ParallelConfig) -> FaultConfig:
     _at_least("--spare-workers", options.spare_workers, 0)
+    backend = parallel.distributed_executor_backend
+    if options.spare_workers and (backend in ("uni", "ray", "external_launcher") or parallel.over_nodes):
+        where = f"over {parallel.nnodes} nodes" if parallel.over_nodes else f"by {backend}"
+        raise ConfigError(
+            "--spare-workers", options.spare_workers, f"spares are processes of one node, and ranks are started {where}",
+            "use --distributed-executor-backend mp, or leave it out: a lost rank is replaced all the same",
+        )  # fmt: skip
     _at_least("--recovery-limit", options.recovery_limit, 0)
     for option, value in (("--recovery-window", options.recovery_window), ("--step-timeout", options.step_timeout)):
         if not value > 0:
@@ -170,6 +178,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=device,
         parallel=parallel,
-        faults=_faults(options),
+        faults=_faults(options, parallel),
         null_worker=options.null_worker,
     )

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from planaria import LLM, SamplingParams
-from planaria.errors import EngineDead
+from planaria.errors import ConfigError, EngineDead
 from planaria.protocol import StepPlan
 from planaria.wire import FromEngine, Processes, Recovery, Report
 from tests.proc.servers import SMALL, Server, alive, needs_smollm2, titled, wait_until
@@ -175,3 +175,8 @@ def test_a_server_notices_while_it_has_nothing_to_do(how: signal.Signals) -> Non
         body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=60).json()
         assert "Paris" in answer["choices"][0]["text"]
+
+
+def test_spares_are_refused_where_nothing_can_keep_them() -> None:
+    with pytest.raises(ConfigError, match="--spare-workers 1: spares are processes of one node"):
+        LLM("smollm2", spare_workers=1)
