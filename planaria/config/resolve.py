@@ -105,7 +105,8 @@ def _faults(options: EngineOptions, parallel: ParallelConfig) -> FaultConfig:
     if options.spare_workers and (backend in ("uni", "ray", "external_launcher") or parallel.over_nodes):
         where = f"over {parallel.nnodes} nodes" if parallel.over_nodes else f"by {backend}"
         raise ConfigError(
-            "--spare-workers", options.spare_workers, f"spares are processes of one node, and ranks are started {where}",
+            "--spare-workers", options.spare_workers,
+            f"spares are processes of one node, and ranks are started {where}",
             "use --distributed-executor-backend mp, or leave it out: a lost rank is replaced all the same",
         )  # fmt: skip
     _at_least("--recovery-limit", options.recovery_limit, 0)
