@@ -99,6 +99,7 @@ class SimLink:
         self._waiting: list[list[tuple[int, Command]]] = [[] for _ in places]
         self._free = [[0.0, 0.0] for _ in places]  # rank -> when its channels (to, from) are free
         self._results: dict[int, dict[int, int]] = {}
+        self._haunted = False  # what is said here will be heard again in other epochs
         self._gaps: dict[int, tuple[int, int]] = {}  # rank whose channel lost something -> its last pulse
 
     # -- the driver's side
@@ -121,6 +122,8 @@ class SimLink:
                 raise PeerLost(f"the process of rank {rank} has ended", rank)
         if isinstance(command, StepPlan):
             self.gate.sent(number, command)
+        if self.sim.ghosts:
+            self.sim.haunt(self, number)
         for rank in range(self.num_ranks):
             if rank in self.ports and self.sim.strikes("command lost", rank):
                 self._gap(rank, PeerLost(f"rank {rank} missed a message and hung up", rank))
@@ -197,9 +200,9 @@ class SimLink:
         self.world.at(delay, self.hear, (rank, number, reply))
         if self.sim.strikes("reply twice", rank):
             self.world.at(delay + self.world.random.random(), self.hear, (rank, number, reply))
-        if self.sim.strikes("late ghost", rank):
-            for _ in range(3):
-                self.world.at(self.world.random.uniform(0.1, 6.0), self.sim.ghost, self, (rank, number, reply))
+        self._haunted = self._haunted or self.sim.strikes("late ghost", rank)
+        if self._haunted:
+            self.sim.remember(self, (rank, number, reply))
 
     def peer_died(self, rank: int, process: Process) -> None:
         if self.over:

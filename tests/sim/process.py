@@ -301,7 +301,7 @@ class SimWorker(HashWorker):
                         raise Poisoned if scenario.poison_raises else Died
                 return work
 
-            self.books.apply = checked  # type: ignore[method-assign]
+            self.books.apply = checked  # type: ignore[method-assign,assignment]
 
 
 def tokens_of(result: LaneResult) -> dict[int, int]:

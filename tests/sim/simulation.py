@@ -7,10 +7,12 @@ Rules that must hold, by name
 - tokens: they are those of the run without faults
 - cancelled, errors: a request ends so only if it was asked for, or if there is a reason
 - poison: a request that no rank survives ends with an error, and no other is convicted in its place
-- verdict: who is given up was harmed; ranks agree: all compute the same; epoch, plan: what ranks are told can be done
+- verdict: who is given up was harmed
+- epoch: what is of another epoch is not believed; plan: ranks can do what they are told; ranks agree: all compute the
+  same
 - detect: harm is noticed within its bound; ends: everything is over soon after the last fault
 - gives up: the engine ends only after its limit, and then; weights: what a process loaded it keeps
-- leaks: no block, row, process or link is left
+- leaks: no block, row, process or link is left; crash: nothing raises what nobody catches
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from planaria.errors import PlanariaError
 from planaria.executor.boot import Place
 from planaria.executor.crew import System
 from planaria.executor.loop import EngineLoop
+from planaria.protocol import Reply
 from planaria.types import Delta, FinishReason
 from planaria.wire import Cancel, Dead, FromEngine, Output, Processes, Recovery, Report, Shutdown, Submit
 from planaria.worker.reference import HashWorker
@@ -37,6 +40,7 @@ LOOK = 1.0  # seconds between an idle engine's looks at its ranks
 FENCED = 65.0  # seconds after which a rank that does not come to a new epoch is missed
 PATIENCE = 500.0  # seconds within which everything ends after the last fault and the last message
 OCCASIONS, TURNS = 60_000, 20_000
+GHOSTS = 100
 
 MakeWorker = Callable[[Process, int], HashWorker]
 
@@ -77,6 +81,7 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.armed: Counter[str] = Counter()
         self.harms: list[Process] = []
+        self.ghosts: list[tuple[int, tuple[int, int, Reply]]] = []
         self.left = scenario.budget
         self.last_event = 0.0  # by the engine's own time
         self.fence_at = 0.0
@@ -104,9 +109,19 @@ class Simulation:
     def _rouse(self) -> None:
         self.woken = True
 
-    def ghost(self, old: SimLink, answer: Any) -> None:
-        if self.link is not None and not self.link.over:
-            self.link.hear(answer)
+    def remember(self, link: SimLink, answer: tuple[int, int, Reply]) -> None:
+        """It will be heard again in an epoch that is not its own, if one follows."""
+        if len(self.ghosts) < GHOSTS:
+            self.ghosts.append((link.epoch, answer))
+
+    def haunt(self, link: SimLink, number: int) -> None:
+        """Messages of epochs before: those that look like an answer to this command, and any."""
+        for ghost in self.ghosts[:]:
+            epoch, answer = ghost
+            if epoch < link.epoch and (answer[1] == number or self.world.random.random() < 0.05):
+                self.ghosts.remove(ghost)
+                self.counts["ghosts"] += 1
+                self.world.at(0.0001, link.hear, answer)
 
     # -- faults
 
@@ -147,7 +162,7 @@ class Simulation:
             return
         if kind == "engine away":
             seconds = chance.choice([chance.uniform(0.5, 20), chance.uniform(20, 200)])
-            self._happened(f"{kind} {seconds:.1f} s", None)
+            self._happened(kind, None)
             self.disturbed = True
             self.world.pass_by(seconds)
             return
@@ -308,7 +323,7 @@ class Simulation:
     def _recovered(self, done: Recovery) -> None:
         self.world.note("RECOVERED: epoch {}, {} requests, {}", done.epoch, done.requests, done.seconds)
         ranks = self.launcher.ranks
-        self.world.require(done.pids == [ranks[rank].pid for rank in sorted(ranks)], "verdict", f"pids {done.pids}")
+        self.world.require(done.pids == [ranks[rank].pid for rank in sorted(ranks)], "epoch", f"pids {done.pids}")
         self.disturbed = False
         self.lost_now.clear()
         for process in ranks.values():
@@ -354,7 +369,7 @@ class Simulation:
                 outside = self.counts["losses"] - self.counts["poisoned"]
                 require(asked.poison is not None or outside >= 2, "poison", f"{id} is innocent")
                 self.fruitless.clear()
-                self.counts["convicted"] += 1
+                self.counts["convicted" if asked.poison is not None else "convicted though innocent"] += 1
             case FinishReason.ERROR:
                 shrunk = self.counts["out of memory"] and "holds" in (answer.error or "")
                 require(self.loop.core is None or shrunk or self._dying(), "errors", f"{id}: {answer.error}")
@@ -458,6 +473,10 @@ def simulate(seed: int, make_worker: MakeWorker = SimWorker, *, keyed: bool = Tr
     except Violation as e:
         e.add_note(history(sim))
         raise
+    except Exception as e:
+        broken = Violation("crash", f"{type(e).__name__}: {e}")
+        broken.add_note(history(sim))
+        raise broken from e
     return sim
 
 
