@@ -260,3 +260,16 @@ def test_parts_of_a_prompt_pipeline() -> None:
     run.run()
     assert run.tokens["b"] == run.tokens["c"] == hash_tokens([i % 5 for i in range(700)], 0, 4, VOCAB)
     all_free(run)
+
+
+def test_a_last_token_is_kept_when_another_request_stops_in_the_same_commit() -> None:
+    """With a step ahead, the second's row is given up before its last token comes; the first's end must not take it."""
+    run = make(depth=2, caching=False)
+    first, second = hash_tokens([1, 2, 3], 5, 3, VOCAB), hash_tokens([4, 5], 6, 3, VOCAB)
+    assert first[2] not in first[:2]
+    run.take(run.core.admit(request("stops", [1, 2, 3], 10, 5, stop_token_ids=(first[2],))))
+    run.take(run.core.admit(request("ends", [4, 5], 3, 6)))
+    run.run()
+    assert run.tokens == {"stops": first, "ends": second}
+    assert run.finish == {"stops": FinishReason.STOP, "ends": FinishReason.LENGTH}
+    all_free(run)
