@@ -196,7 +196,8 @@ class Process:
 
     def failed(self) -> None:
         self.failures += 1
-        self.sim.harmed(self, "failed")
+        if self.link is not None and not self.link.over:  # else nobody will ever hear of it
+            self.sim.harmed(self, "failed")
 
     def fail(self, number: int, failed: Failed) -> None:
         self._answer(number, failed)
