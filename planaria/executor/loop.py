@@ -201,7 +201,8 @@ class EngineLoop:
                 self._die(e.failed)
                 return
             except CapacityError as e:
-                self._die(Failed(loss.ranks[0] if loss.ranks else 0, "replace", str(e), "", "capacity"))
+                rank = loss.ranks[0] if loss.ranks else 0
+                self._die(Failed(rank, loss.phase, f"{loss.cause}; it can't be replaced: {e}", loss.traceback))
                 return
         crew = self.crew
         before = core.replayed_tokens
