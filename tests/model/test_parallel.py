@@ -148,6 +148,7 @@ def test_torch_kernels_and_gloo(real: tuple[EngineConfig, Found], kernels: str, 
         assert_same(together(ranks, config, requests(config.model.vocab_size), 2), real[1])
 
 
+@pytest.mark.long
 def test_two_threads_a_rank(real: tuple[EngineConfig, Found]) -> None:
     config = config_for("smollm2", threads=2)
     with Ranks(config, 2, 1) as ranks:

@@ -40,7 +40,7 @@ def answers(llm: LLM, which: range = range(64), on_tokens: Any = None) -> Answer
     return found
 
 
-DEFAULT = {("bfloat16", "uni"), ("bfloat16", "tp=2"), ("float32", "pp=2")}
+DEFAULT = {("bfloat16", "tp=2")}
 CASES = [
     pytest.param(dtype, layout, marks=() if (dtype, layout) in DEFAULT else pytest.mark.long)
     for dtype in ("float32", "bfloat16")

@@ -35,7 +35,7 @@ def test_the_same_answers_as_uni() -> None:
     assert (lines[1]["executor"], lines[1]["link"]) == ("mp", "shm") and len(lines[1]["ranks"]) == 1
 
 
-@pytest.mark.parametrize("layout", [["-tp", "2"], ["-tp", "3"], ["-pp", "2"], ["-tp", "2", "-pp", "2"]], ids=" ".join)
+@pytest.mark.parametrize("layout", [["-tp", "2", "-pp", "2"]], ids=" ".join)
 def test_layouts_give_the_same_tokens(layout: list[str]) -> None:
     """In float32, unpacked: uneven heads (3 KV heads on 2 ranks), stages, and both."""
     args = ["generate", "smollm2", *SMALL, "--dtype", "float32", "--max-tokens", "24", "--ignore-eos", "--json"]

@@ -152,7 +152,7 @@ def two_networks() -> Iterator[list[tuple[str, ...]]]:
                 Path("/etc/netns", space).rmdir()
 
 
-@pytest.mark.parametrize("layout", ["-pp", "-tp"])
+@pytest.mark.parametrize("layout", ["-pp", pytest.param("-tp", marks=pytest.mark.long)])
 def test_two_networks_give_the_same_tokens(
     layout: str, one_process: list[object], two_networks: list[tuple[str, ...]], tmp_path: Path
 ) -> None:

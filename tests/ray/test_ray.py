@@ -14,14 +14,13 @@ import pytest
 
 from planaria import LLM, SamplingParams
 from planaria.errors import CallFailed, ConfigError, EngineDead
-from tests.proc.servers import alive, needs_smollm2, wait_until
+from tests.proc.servers import alive, wait_until
 from tests.ray.clusters import live_actors, live_groups
 
 SMALL = {
     "skip_tokenizer_init": True, "kv_cache_memory": "16MiB", "max_model_len": 256, "max_num_seqs": 8,
     "max_num_batched_tokens": 48,
 }  # fmt: skip
-REAL = {"dtype": "float32", "quantization": "none", "kv_cache_memory": "128MiB", "max_model_len": 1024}
 PROMPTS = [[(7 + 13 * i + 17 * j * j) % 131 for j in range(length)] for i, length in enumerate((5, 70, 1, 33, 20))]
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
 NAMES = {
@@ -54,13 +53,6 @@ def check(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     pairs = [pair for (_, a), (_, b) in zip(found, expected, strict=True) for pair in zip(a, b, strict=True)]
     assert max(abs(a - b) for a, b in pairs) < 1e-3
-
-
-@pytest.fixture(scope="module")
-def real() -> Any:
-    prompts = ["The capital of France is", "def fibonacci(n):", "1 2 3 4 5 6", "Once upon a time, " * 10]
-    with LLM("smollm2", **REAL) as llm:
-        return prompts, answers(llm, prompts, 16)
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +131,6 @@ def test_an_actor_is_replaced_and_requests_go_on(
         assert after[victim] != before[victim] and (link != "queue" or after[1 - victim] == before[1 - victim])
         check(answers(llm, PROMPTS, 12), expected)
     assert not any(alive(pid) for pid in [*before, *after])
-
-
-@needs_smollm2
-@pytest.mark.parametrize(("layout", "link"), [("tp2pp2", "queue"), ("pp2", "compiled-graph")])
-def test_the_real_model(local_ray: Any, real: Any, layout: str, link: str) -> None:
-    prompts, expected = real
-    with LLM("smollm2", **REAL, **ray_options(layout, link)) as llm:
-        check(answers(llm, prompts, 16), expected)
 
 
 def test_what_a_rank_is_given_and_what_listens(local_ray: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
