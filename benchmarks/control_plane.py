@@ -34,13 +34,11 @@ import msgspec
 
 from benchmarks import machine, proc, report
 from benchmarks.peers import round_trips
-from planaria.executor.link.address import At, open_port
+from planaria.executor.link.address import Address, At, open_port
 from planaria.executor.link.codec import decode_command, decode_reply, encode_command, encode_reply
 from planaria.executor.link.faults import LinkClosed, Port
-from planaria.executor.link.keys import Invitation
-from planaria.executor.link.shm import ShmLink, ShmPort
+from planaria.executor.link.shm import ShmLink
 from planaria.executor.link.tcp import TcpLink
-from planaria.executor.link.tcp_port import TcpPort
 from planaria.protocol import StepPlan, StepResult
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,14 +58,9 @@ RESULT = msgspec.convert(["step_result", *round_trips.result()], StepResult)
 # -- carriers of this process. Each: (one round trip, close)
 
 
-def rank_main(kind: str, *args: str) -> None:
-    """A worker of one of our links."""
-    port: Port
-    if kind == "shm":
-        port = ShmPort.attach(int(args[0]), int(args[1]))
-    else:
-        port = TcpPort.connect(Invitation.decode(sys.stdin.buffer.read()))
-    answer_all(port)
+def rank_main() -> None:
+    """A worker of one of our links, whose address comes through standard input."""
+    answer_all(open_port(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Address)))
 
 
 def answer_all(port: Port) -> None:
@@ -81,18 +74,14 @@ def answer_all(port: Port) -> None:
 
 def linked(kind: str, workers: int) -> tuple[Trip, Trip]:
     link: ShmLink | TcpLink = ShmLink.create(workers) if kind == "shm" else TcpLink.create(workers)
-    command = [sys.executable, "-m", "benchmarks.control_plane", "--rank", kind]
     processes = []
     for rank in range(workers):
-        if isinstance(link, ShmLink):
-            (fd,) = link.fds_to_pass()
-            processes.append(subprocess.Popen([*command, str(fd), str(rank)], pass_fds=(fd,)))
-        else:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE)
-            assert process.stdin is not None
-            process.stdin.write(link.invitation(rank).encode())
-            process.stdin.close()
-            processes.append(process)
+        command = [sys.executable, "-m", "benchmarks.control_plane", "--rank"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.msgpack.encode(link.address_of(rank)))
+        process.stdin.close()
+        processes.append(process)
 
     def close() -> None:
         link.close()
@@ -444,7 +433,7 @@ def show(result: dict[str, Any], markdown: Path | None) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(*sys.argv[2:])
+        rank_main()
     elif sys.argv[1:2] == ["--carrier"]:
         trip_, close_ = OURS[sys.argv[2]](int(sys.argv[3]))
         round_trips.serve(trip_)

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=576)
     parser.add_argument("--json")
     args = parser.parse_args()
-    from planaria.mesh.shared import create_segment
+    from planaria.mesh.boot import create_segment
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -20,14 +20,15 @@ from planaria.wire import Progress
 WORKER = "planaria.worker.main"
 
 
-def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
-    """An engine that isn't started yet; `emit` hears all it says."""
+def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> EngineLoop:
+    """An engine that isn't started yet; `emit` hears all it says. again: another served before it, with this
+    configuration: it begins with fewer ranks where some of the devices are gone."""
     parallel = config.parallel
     if parallel.distributed_executor_backend == "uni":
         return _inline(config, emit)
     if parallel.outer is not None:
         return _spmd(config, parallel.outer, emit)
-    launcher = _launcher(config)
+    launcher = _launcher(config, again)
     if launcher.link == "direct":
         return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
 
@@ -36,24 +37,30 @@ def build_loop(config: EngineConfig, emit: Emit) -> EngineLoop:
             [place.home == home() for place in places], host=launcher.address, heartbeat=parallel.heartbeat_timeout,
             epoch=epoch,
         )
-        if parallel.ray_link == "compiled-graph":
+        if parallel.ray_link == "compiled-graph" and launcher.graph:
             from planaria.executor.link.ray_graph import RayGraphLink
 
-            link = RayGraphLink(link, launcher.actors, parallel.pipeline_parallel_size, config.scheduler.depth)
+            link = RayGraphLink(link, launcher.actors, launcher.layout.pp, config.scheduler.depth)
             launcher.before_leaving.append(link.teardown)
         return link
 
-    return EngineLoop(config, launcher, link_for, emit)
+    if hasattr(launcher, "on_placed"):
+        launcher.on_placed = emit
+    loop = EngineLoop(config, launcher, link_for, emit)
+    loop.crew.came_up = again
+    return loop
 
 
-def _launcher(config: EngineConfig) -> Any:
+def _launcher(config: EngineConfig, again: bool) -> Any:
     parallel = config.parallel
     if "." in parallel.distributed_executor_backend:
         return load_class("--distributed-executor-backend", parallel.distributed_executor_backend)(config)
     if parallel.distributed_executor_backend == "ray":
         from planaria.executor.ray.launcher import RayLauncher
 
-        return RayLauncher(parallel, config.device.device, "planaria.worker.main:Life", ray_settings())
+        return RayLauncher(
+            parallel, config.device.device, f"{WORKER}:Life", ray_settings(), spares=config.faults.spare_workers
+        )
     if parallel.over_nodes:
         if parallel.node_rank:
             raise ConfigError(
@@ -62,12 +69,16 @@ def _launcher(config: EngineConfig) -> Any:
             )  # fmt: skip
         from planaria.executor.launcher.nodes import nodes_launcher
 
-        return nodes_launcher(config, WORKER)
+        return nodes_launcher(config, WORKER, again=again)
     return ProcessLauncher(WORKER, range(parallel.world_size), spares=config.faults.spare_workers)
 
 
 def run_agent(config: EngineConfig) -> int:
-    """Be a node's agent, for as long as the engine on node 0 lives. Returns an exit code."""
+    """Be a node's agent, for as long as there is an engine, or a server of several, on node 0. Returns an exit code."""
+    if config.parallel.data_parallel_size > 1:
+        from planaria.executor.engines_agent import engines_agent
+
+        return engines_agent(config, "planaria.engine_process", "planaria.node_part").run()
     from planaria.executor.agent import node_agent
 
     return node_agent(config, WORKER).run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -61,6 +62,11 @@ def visible_cuda_devices() -> list[str] | None:
     if text is None:
         return None
     return [part for part in text.split(",") if part.strip() not in ("", "-1")]
+
+
+def visible_devices(ids: Sequence[int]) -> dict[str, str]:
+    """What a process must have in its environment to see these CUDA devices only; nothing for none."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))} if ids else {}
 
 
 def outer_launcher() -> OuterLauncher | None:

@@ -69,17 +69,17 @@ class WorkersLost(PlanariaError):
     """Ranks of one epoch are gone, or one could not go on: `cause` says how, `phase` in what, `traceback` where.
 
     `dead`: their processes must be replaced; else they answered, and can go on in another epoch. `kind` as in
-    protocol.Failed.
+    protocol.Failed. `detect`: seconds from the first sign (its process's end, its silence) until it was sure.
     """
 
     def __init__(
         self, epoch: int, ranks: tuple[int, ...], cause: str, phase: str = "", traceback: str = "", *,
-        dead: bool = True, kind: str = "error",
+        dead: bool = True, kind: str = "error", detect: float = 0.0,
     ) -> None:  # fmt: skip
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "a rank"
         super().__init__(f"{who} failed in {phase}: {cause}")
         self.epoch, self.ranks, self.cause, self.phase = epoch, ranks, cause, phase
-        self.traceback, self.dead, self.kind = traceback, dead, kind
+        self.traceback, self.dead, self.kind, self.detect = traceback, dead, kind, detect
 
 
 class EngineDead(PlanariaError):

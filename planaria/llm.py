@@ -19,7 +19,7 @@ import msgspec
 from planaria.build import build_loop
 from planaria.checkpoint import Checkpoint
 from planaria.config.options import EngineConfig, EngineOptions
-from planaria.config.parallel import refuse_outer_launcher
+from planaria.config.parallel import refuse_outer_launcher, refuse_several_engines
 from planaria.config.resolve import resolve
 from planaria.errors import ConfigError, EngineDead, PlanariaError, RequestError
 from planaria.server.inputs import child_seed, submissions
@@ -43,6 +43,7 @@ logger = logging.getLogger("planaria")
 
 Prompt = str | list[int]
 Message = dict[str, Any]
+LOOK = 1.0  # seconds between an idle engine's looks at its ranks
 
 
 @dataclass
@@ -113,6 +114,7 @@ class _Front:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.options = make_options(model, options)
         self.config: EngineConfig = resolve(self.options)
+        refuse_several_engines(self.config.parallel, "an engine in this process")
         self.tokenizer: Tokenizer | None = None
         if not self.options.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(msgspec.convert(self.config.checkpoint, Checkpoint))
@@ -159,7 +161,8 @@ class LLM(_Front):
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].text
 
     `options` are the fields of `EngineOptions`: dtype, quantization, threads, max_model_len, kv_cache_memory, ...
-    Raises ConfigError, ModelError or CapacityError before anything runs.
+    Raises ConfigError, ModelError or CapacityError before anything runs. The engine runs inside your calls: a rank that
+    ends between two of them is replaced by the next.
     """
 
     def __init__(self, model: str, *, on_progress: Callable[[StartUpNews], None] | None = None, **options: Any) -> None:
@@ -301,9 +304,10 @@ class AsyncLLM(_Front):
         super().__init__(model, options)
         refuse_outer_launcher(self.config.parallel, "AsyncLLM")
         self._on_progress = on_progress
-        self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToEngine | str | None] = queue.SimpleQueue()  # "look" at the ranks; None: end
         self._open: dict[str, _Open] = {}
         self._loop = build_loop(self.config, self._hear)
+        self._loop.on_loss = lambda: self._inbox.put("look")
         self._failure: PlanariaError | None = None
         self._ended = ""  # why nothing will come any more
         started = threading.Event()
@@ -333,16 +337,21 @@ class AsyncLLM(_Front):
             self._tell(target, Delta(id, 0, [], FinishReason.ERROR, error=self._ended))
 
     def _turns(self) -> None:
+        # A rank's end ends the wait for messages; that one is stopped shows only to who looks.
+        idle = LOOK if self._loop.watches() else None
         while not self._loop.stopping:
             while True:
                 try:
-                    message = self._inbox.get(block=not self._loop.busy())
+                    message = self._inbox.get(block=not self._loop.busy(), timeout=idle)
                 except queue.Empty:
                     break
                 if message is None:
                     return
+                if isinstance(message, str):
+                    break
                 self._loop.handle(message)
-            self._loop.turn()
+            if not self._loop.turn():
+                self._loop.check()
 
     def _hear(self, message: FromEngine) -> None:
         """In the engine's thread: hand each event loop its deltas."""

@@ -92,6 +92,13 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def available_memory() -> int:
+    """Bytes of this node's memory that could be taken without swapping."""
+    with open("/proc/meminfo") as f:
+        fields = dict(line.split(":", 1) for line in f)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process of this node; 0 if gone."""
     try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from planaria.topology.layout import Layout
 from planaria.types import SamplingParams, TokenLogprobs
 
 # Token ids, array("i"). A prompt is the one thing here that is long: as an array it travels as its bytes, where a tuple
@@ -50,7 +51,8 @@ LanePlan = tuple[Row, ...]
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """One step of every lane. `freed_rows[lane]` are rows that stop before this step.
+    """One step of every lane, also of those that have nothing to do: the ranks of all lanes carry it out together, each
+    its own lane's part. `freed_rows[lane]` are rows that stop before this step.
 
     `turn`: a row that draws in a step is of its turn, and goes on by itself in the later steps of that turn. Steps of
     several turns are in flight in a pipeline.
@@ -74,6 +76,8 @@ class LaneResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="step_result"):
+    """`lanes`: of a rank, its own lane's part alone; for the core, the parts of all lanes."""
+
     epoch: int
     step: int
     lanes: tuple[LaneResult, ...]
@@ -84,14 +88,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="step_result"
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """Say who you are and what you bring to the groups of `epoch`, in a layout of `pp` stages of `tp` ranks.
+    """Say who you are and what you bring to the groups of `epoch`, in this layout.
 
     `apart`: ranks are on several nodes, so some groups can't share memory.
     """
 
     epoch: int
-    tp: int
-    pp: int
+    layout: Layout
     apart: bool = False
 
 
@@ -120,8 +123,7 @@ class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):
     """
 
     epoch: int
-    tp: int
-    pp: int
+    layout: Layout
     members: tuple[Hello, ...]
     deadline: float = 60.0
 

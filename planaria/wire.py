@@ -10,6 +10,9 @@ from typing import Protocol
 
 import msgspec
 
+from planaria.core.resize import Resize
+from planaria.topology import Layout
+from planaria.topology.table import CameUp
 from planaria.types import Delta, SamplingParams
 
 
@@ -31,11 +34,25 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
-    """End now; open requests are answered with finish "abort"."""
+    """End now; open requests are answered with finish "abort". followed: by another engine, in another process."""
+
+    followed: bool = False
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True, tag="share"):
+    """So many engines use this node's cores from now on, this one counted."""
+
+    engines: int
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """Say which processes there are; answered with `Processes`."""
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+    """Another client of the engine's socket has ended: what it has asked for is cancelled."""
+
+    client: str  # by the name it has come under
 
 
 class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
@@ -57,6 +74,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
     layout: str
     ranks: list[int]  # pids
     seconds: dict[str, float]
+    places: list[CameUp] = []  # by rank
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
@@ -81,7 +99,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, tag="output"):
 
 
 class Dead(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
-    """The engine ends. `kind` as in protocol.Failed: it has answered everybody, and another would do no better; or
+    """The engine ends. `kind` as in protocol.Failed: another would do no better, and it answers what is open; or
     "crash": it failed itself, and its requests are open. `message` one line, `detail` a traceback or ""."""
 
     kind: str
@@ -90,9 +108,12 @@ class Dead(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
 
 
 class Recovery(msgspec.Struct, frozen=True, array_like=True, tag="recovery"):
-    """A fault, and what was done about it: said when it is noticed (`seconds` empty) and when requests go on.
+    """A fault, and what was done about it: said when it is noticed (`seconds` empty), when requests go on, and once
+    more when every sequence that had tokens has another.
 
-    `seconds` by part: detect, fence, replace, and the phases of coming up; `layout` as in EngineFacts.
+    `seconds` by part: detect (from the first sign until it was sure), fence, replace (until all processes are there),
+    regroup, load, and `total`, all these; the last time also what came after: "first token", and "replay", until all
+    had one. `layout` as in EngineFacts.
     """
 
     epoch: int  # that begins with it
@@ -105,6 +126,9 @@ class Recovery(msgspec.Struct, frozen=True, array_like=True, tag="recovery"):
     pids: list[int] = []
     requests: int = 0  # open, and replayed
     tokens: int = 0  # that are computed again
+    kind: str = "fault"  # or "layout": nothing failed, the engine changes its layout
+    engine: int = 0  # whose it was: its number in the fleet
+    places: list[CameUp] = []  # as in EngineFacts, once they are there
 
 
 class Phase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):
@@ -116,6 +140,15 @@ class Phase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):
     seconds: float | None = None
 
 
+class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+    """Where the engine's ranks are about to be started, said by who places them. source: on what; ranks: by rank its
+    node, the node's address, the device's number there, and the bundle of the engine's placement group."""
+
+    source: str
+    layout: Layout
+    ranks: list[tuple[str, str, int, int]]
+
+
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """Start-up, for people: part name and fraction done (0..1)."""
 
@@ -124,7 +157,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
 
 
 class ProcessInfo(msgspec.Struct, frozen=True):
-    """One process of a deployment. role: server, engine, worker or spare. coordinates: by axis, those of a worker.
+    """One process of a deployment. role: server, api, engine, worker or spare. coordinates: by axis, those of a worker.
     state: what it does, in a word or two. resident: bytes of memory, as the kernel counts them (shared ones too)."""
 
     role: str
@@ -137,15 +170,59 @@ class ProcessInfo(msgspec.Struct, frozen=True):
     resident: int
 
 
+class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
+    """Somebody told the engine's process to end (SIGTERM). It goes on until it hears Shutdown."""
+
+
 class Processes(msgspec.Struct, frozen=True, array_like=True, tag="processes"):
     """The engine's own process, then its ranks in order, then spares."""
 
     processes: list[ProcessInfo]
 
 
-ToEngine = Submit | Cancel | Report | Shutdown
+class Reshape(msgspec.Struct, frozen=True, array_like=True, tag="reshape"):
+    """Have another layout, in a new epoch and with the same requests. Answered by a Reshaped of the same id."""
+
+    id: str
+    tp: int
+    pp: int
+    dp: int = 0  # lanes; 0: as many as now
+
+
+class Reshaped(msgspec.Struct, frozen=True, array_like=True, tag="reshaped"):
+    """`layout` in force, as in EngineFacts; `error`: why it is not the one asked for."""
+
+    id: str
+    layout: str
+    error: str = ""
+    seconds: float = 0.0
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """One engine behind a front end. state: loading, ready, recovering or ended. ranks: pids. open: sequences;
+    load: tokens, of its KV and still to be computed for them. leaving: it gets no new work."""
+
+    index: int
+    state: str
+    pid: int
+    layout: str
+    ranks: list[int]
+    stats: EngineStats
+    open: int
+    load: int
+    leaving: bool
+    taken: int = 0  # sequences that came here from another engine
+    misplaced: list[str] = []  # a line for each of its ranks that is not where it was planned
+
+    @property
+    def shown(self) -> str:
+        """The state, for people."""
+        return "leaving" if self.leaving else self.state
+
+
+ToEngine = Submit | Cancel | Gone | Report | Reshape | Share | Shutdown
 StartUpNews = Phase | Progress
-FromEngine = EngineFacts | Output | Dead | Recovery | Phase | Processes | Progress
+FromEngine = EngineFacts | Output | Dead | Recovery | Leaving | Phase | Placed | Processes | Progress | Reshaped
 
 Sink = Callable[[Delta], None]
 
@@ -153,14 +230,46 @@ Sink = Callable[[Delta], None]
 class EngineClient(Protocol):
     """How a front end uses an engine, wherever it runs. Called from one event loop; sinks are called there too."""
 
-    facts: EngineFacts | None  # None until ready
-    stats: EngineStats
-    last_progress: float  # time.monotonic() of the last message that showed a new step, or of the last idle state
+    facts: EngineFacts | None  # None until ready; of several engines what they have in common
     dead: Dead | None
     on_recovery: Callable[[Recovery], None]  # hears of every fault, and of its end
+    on_settled: Callable[[int], None]  # hears of every engine that is ready, was given up or has left
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all engines together: counters never fall, `epoch` is the highest."""
+        ...
+
+    @property
+    def last_progress(self) -> float:
+        """time.monotonic() of the last message that showed a new step, or of the last idle state; of several engines
+        that of the one that has not moved for the longest."""
+        ...
+
+    def engines(self) -> list[EngineState]:
+        """Each engine, by number."""
+        ...
 
     async def ready(self) -> EngineFacts:
         """Wait until the engine can admit. Raises ModelError, CapacityError or EngineDead if it can't."""
+        ...
+
+    async def resize(self, id: str, size: int, drain_timeout: float) -> Resize:
+        """Have `size` engines; returns when that is so, or is known not to be. Asked for again with the same id it is
+        not done again. drain_timeout: seconds that sequences may stay in engines that leave. Raises Refused."""
+        ...
+
+    async def reshape(self, tp: int, pp: int) -> list[Reshaped]:
+        """Have every engine's ranks in another layout, one engine after the other; each goes on with its sequences.
+        Ends at the first that can't (`error` says why). Raises Refused."""
+        ...
+
+    def resizes(self) -> list[Resize]:
+        """The latest, the oldest first."""
+        ...
+
+    def drain(self) -> None:
+        """No new sequences will come, nor new engines: the front end shuts down."""
         ...
 
     def submit(self, message: Submit, sink: Sink) -> None:

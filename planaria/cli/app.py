@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -190,6 +191,30 @@ def models(json: Json = False) -> None:
 
 
 @app.command()
+@functools.partial(engine_command, agents=False)
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Where given, its layers and heads are dealt, too.")
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="A cluster as JSON; default: the Ray cluster that runs, else this machine."),
+    ] = None,
+    json: Json = False,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Print where every rank would go, before anything is started.
+
+    Takes the options of `serve`. What doesn't fit is said with the numbers and the nearest layout that does; exit code
+    2.
+    """
+    from planaria.cli import plan as command
+
+    command.run(model, engine, cluster_file=cluster, as_json=json)
+
+
+@app.command()
 def ps(
     port: Annotated[int | None, typer.Option(help="Of one server; default: all that run on this machine.")] = None,
     admin_key: Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")] = None,
@@ -203,6 +228,41 @@ def ps(
     from planaria.env import admin_key as admin_key_from_env
 
     command.run(port=port, key=admin_key or admin_key_from_env(), as_json=json)
+
+
+@app.command()
+def scale(
+    dp: Annotated[int | None, typer.Option("--dp", "--data-parallel-size", help="Engines to have.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", "--tensor-parallel-size", help="Of each engine.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", "--pipeline-parallel-size", help="Of each engine.")] = None,
+    url: Annotated[str | None, typer.Option(help="Of the server; default: the one that runs on this machine.")] = None,
+    id: Annotated[
+        str | None, typer.Option("--id", help="Of the change: given again, it is not done twice; default: drawn.")
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that requests may stay in engines that leave, before they are moved.")
+    ] = 120.0,
+    admin_key: Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")] = None,
+    json: Json = False,
+) -> None:
+    """Change the number of engines behind a running server (--dp), or the layout of each (--tp, --pp).
+
+    No request fails: an engine that leaves gets no new ones, and what it has finishes or goes on in another; engines
+    that change their layout go on with what they have.
+    """
+    from planaria.cli import scale as command
+    from planaria.env import admin_key as admin_key_from_env
+    from planaria.errors import ConfigError
+
+    layout = tp is not None or pp is not None
+    if layout == (dp is not None):
+        raise ConfigError("--dp", dp, "and a layout (--tp, --pp) are two changes", "give one of them at a time")
+    key = admin_key or admin_key_from_env()
+    if layout:
+        tp, pp = (1 if degree is None else degree for degree in (tp, pp))
+        command.run_layout(tp=tp, pp=pp, url=url, key=key, as_json=json)
+    else:
+        command.run(size=dp or 0, url=url, id=id, drain_timeout=drain_timeout, key=key, as_json=json)
 
 
 @app.command(hidden=True)
@@ -261,20 +321,33 @@ def bench_serve(
     base_url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model name; default: the server's first.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 32,
-    concurrency: Annotated[int, typer.Option(min=1, help="Most requests open at a time.")] = 32,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests in all, without --trace.")] = 32,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Most requests open at a time; default: 32, and no limit with --trace.")
+    ] = None,
     request_rate: Annotated[
         float, typer.Option(min=0, help="Arrivals per second (Poisson); 0: as fast as allowed.")
     ] = 0.0,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Replay arrivals and lengths of this file: CSV or lines of JSON, see docs/benchmarks.md."),
+    ] = None,
+    speed_up: Annotated[float, typer.Option(min=1e-6, help="So many times as fast.")] = 1.0,
+    length_scale: Annotated[float, typer.Option(min=1e-6, help="Factor on all lengths.")] = 1.0,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many of the trace.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1e-6, help="Send for so long at most.")] = None,
+    details: Annotated[Path | None, typer.Option(help="Write a line of JSON for each request here.")] = None,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
     json: Json = False,
 ) -> None:
     """A running OpenAI server: request rate, token rate, time to first token, time between tokens."""
-    from planaria.cli import bench
+    from planaria.cli import bench_serve as command
 
-    bench.serve(
+    command.run(
         base_url, model=model, api_key=api_key, num_prompts=num_prompts, concurrency=concurrency,
-        request_rate=request_rate, input_len=input_len, output_len=output_len, seed=seed, as_json=json,
+        request_rate=request_rate, input_len=input_len, output_len=output_len, trace=trace, speed_up=speed_up,
+        length_scale=length_scale, max_requests=max_requests, seconds=seconds, details=details, seed=seed,
+        as_json=json,
     )  # fmt: skip

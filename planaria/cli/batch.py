@@ -16,7 +16,7 @@ from planaria.checkpoint import Checkpoint
 from planaria.cli.look import console, generating, loading, summary
 from planaria.cli.options import engine_options
 from planaria.config.options import EngineConfig
-from planaria.config.parallel import refuse_outer_launcher
+from planaria.config.parallel import refuse_api_servers, refuse_outer_launcher
 from planaria.config.resolve import resolve
 from planaria.logs import setup_logging
 from planaria.server.batch_file import VERSION, Answers, Header, Item, already_there, model_of, num_failed, read_input
@@ -48,6 +48,7 @@ def run(
         if left:
             config = resolve(engine_options(name, engine, served_model_name=(*served_model_names, name)[0]))
             refuse_outer_launcher(config.parallel, "planaria batch")
+            refuse_api_servers(config.parallel, "planaria batch")
             settings = ServerConfig(
                 served_model_names=served_model_names or (name,), model_path=str(config.checkpoint["path"]),
                 eos_ids=config.model.eos_ids,
@@ -75,7 +76,8 @@ def _tell(lines: list[bytes], output: Path, words: str) -> None:
 async def _answer(
     config: EngineConfig, settings: ServerConfig, left: list[Item], total: int, answers: Answers, began: float
 ) -> None:
-    from planaria.server.supervisor import SupervisedEngine
+    from planaria.cli.serve import engines
+    from planaria.server.fleet import Fleet
 
     known = len(answers.done)
     if known:
@@ -84,9 +86,9 @@ async def _answer(
     if quiet.getEffectiveLevel() == logging.INFO:  # a line for each request
         quiet.setLevel(logging.WARNING)
     with contextlib.ExitStack() as bar:
-        client = SupervisedEngine(config, bar.enter_context(loading()))
-        await client.start()
+        client = Fleet(config, bar.enter_context(loading()), *engines(config))
         try:
+            await client.start()
             from planaria.server.batch import answer_all
             from planaria.server.tokenise import load_tokenizer
 

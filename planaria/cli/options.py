@@ -47,10 +47,84 @@ _ENGINE: dict[str, tuple[Any, list[str], str]] = {
         "How ranks are started: uni (in the engine), mp (processes), ray, external_launcher (torchrun), or "
         "package.module.LauncherClass; default: chosen.",
     ),
+    "data_parallel_size": (int, ["--data-parallel-size", "-dp"], "Engines, each with a copy of the model."),
+    "data_parallel_size_local": (
+        int | None, ["--data-parallel-size-local", "-dpl"],
+        "Those of one node; default: all; with --nnodes dealt evenly; with external balancing or the strategy span 1.",
+    ),
+    "data_parallel_rank": (
+        int | None, ["--data-parallel-rank", "-dpn"],
+        "This server has one engine, of this number; an outside balancer picks servers.",
+    ),
+    "data_parallel_start_rank": (
+        int | None, ["--data-parallel-start-rank", "-dpr"],
+        "This server has --data-parallel-size-local engines from this number on; an outside balancer picks servers. "
+        "With --headless: this node has.",
+    ),
+    "data_parallel_backend": (
+        str, ["--data-parallel-backend", "-dpb"], "Who starts engines: mp (processes here) or ray (actors, placed).",
+    ),
+    "data_parallel_external_lb": (
+        bool, ["--data-parallel-external-lb"], "One server per engine (with --data-parallel-rank).",
+    ),
+    "data_parallel_hybrid_lb": (
+        bool, ["--data-parallel-hybrid-lb"], "One server per node (with --data-parallel-start-rank).",
+    ),
+    "data_parallel_address": (
+        str | None, ["--data-parallel-address", "-dpa"],
+        "Address of the node with the first engine: on Ray it comes first, else it is the --master-addr.",
+    ),
+    "data_parallel_rpc_port": (
+        int | None, ["--data-parallel-rpc-port", "-dpp"], "Port nodes meet at there: the --master-port.",
+    ),
+    "headless": (
+        bool, ["--headless"],
+        "No server on this node: its engines (--data-parallel-size-local from --data-parallel-start-rank on) are the "
+        "server's at --data-parallel-address.",
+    ),
+    "disable_nccl_for_dp_synchronization": (
+        bool | None,
+        ["--disable-nccl-for-dp-synchronization/--no-disable-nccl-for-dp-synchronization"],
+        "Engines that meet in collectives use gloo; default: where steps are planned ahead.",
+    ),
+    "ray_dp_pack_strategy": (
+        str | None, ["--ray-dp-pack-strategy"],
+        "How engines on Ray share nodes: strict (the local size on each), fill (as many as fit), span (an engine over "
+        "several nodes); default: strict.",
+    ),
+    "api_server_count": (int, ["--api-server-count", "-asc"], "Server processes in front of the engines."),
+    "enable_expert_parallel": (
+        bool, ["--enable-expert-parallel"], "Deal whole experts to ranks; else each expert is sliced by tensor rank.",
+    ),
+    "expert_placement_strategy": (
+        str, ["--expert-placement-strategy"],
+        "Which rank has which experts: linear ([0,1] [2,3]) or round_robin ([0,2] [1,3]).",
+    ),
+    "enable_eplb": (bool, ["--enable-eplb"], "Move and repeat experts so that ranks have equal load."),
+    "eplb_config": (
+        str | None, ["--eplb-config"],
+        """As JSON: window_size, step_interval, num_redundant_experts, log_balancedness, log_balancedness_interval, """
+        """use_async, policy, e.g. '{"num_redundant_experts": 8}'.""",
+    ),
+    "all2all_backend": (
+        str | None, ["--all2all-backend"],
+        "How tokens reach experts of other ranks: naive, allgather_reducescatter, pplx, deepep_high_throughput, "
+        "deepep_low_latency or flashinfer_all2allv; default: allgather_reducescatter.",
+    ),
+    "enable_dbo": (
+        bool, ["--enable-dbo"], "Compute large steps as two micro-batches: one computes while one exchanges.",
+    ),
+    "ubatch_size": (int, ["--ubatch-size"], "Micro-batches of a large step; 0 or 1: not split. --enable-dbo: two."),
+    "dbo_decode_token_threshold": (
+        int, ["--dbo-decode-token-threshold"], "A step without prompts is split above so many tokens.",
+    ),
+    "dbo_prefill_token_threshold": (
+        int, ["--dbo-prefill-token-threshold"], "A step with prompts is split above so many tokens.",
+    ),
     "ray_link": (str, ["--ray-link"], "How steps reach Ray workers: queue or compiled-graph."),
     "ray_runtime_env": (str | None, ["--ray-runtime-env"], "Runtime environment of Ray workers, as JSON."),
     "ray_workers_use_nsight": (bool, ["--ray-workers-use-nsight"], "Profile Ray workers with nsight."),
-    "placement_group": (str | None, ["--placement-group"], "Ray placement group to use, by name or id."),
+    "placement_group": (str | None, ["--placement-group"], "Ray placement groups to use, one for each engine."),
     "nnodes": (int, ["--nnodes"], "Nodes, without Ray: run the same command on each with its --node-rank."),
     "node_rank": (int, ["--node-rank"], "This node's number, 0 to --nnodes - 1."),
     "master_addr": (str, ["--master-addr"], "Address of the node with --node-rank 0."),
@@ -83,8 +157,9 @@ _ENGINE: dict[str, tuple[Any, list[str], str]] = {
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineOptions)}
 
 
-def engine_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the engine's options to a command. `function` takes `model` and `engine: dict`, a keyword each."""
+def engine_command(function: Callable[..., None], *, agents: bool = True) -> Callable[..., None]:
+    """Adds the engine's options to a command. `function` takes `model` and `engine: dict`, a keyword each. agents: on
+    nodes but the first it runs their ranks."""
     own = inspect.signature(function, eval_str=True)
     extra = [
         inspect.Parameter(
@@ -97,7 +172,7 @@ def engine_command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**values: Any) -> None:
         engine = {name: values.pop(name) for name in _ENGINE}
-        if engine["nnodes"] > 1 and engine["node_rank"] > 0:
+        if agents and (engine["headless"] or (engine["nnodes"] > 1 and engine["node_rank"] > 0)):
             _be_agent(values["model"], engine, values.get("log_level"))
         function(**values, engine=engine)
 

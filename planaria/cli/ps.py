@@ -25,32 +25,48 @@ def running_servers() -> list[dict[str, str]]:
     return [facts for _, role, facts in titled_processes() if role == "server" and "port" in facts]
 
 
-def ask(server: dict[str, str], key: str | None) -> list[dict[str, Any]]:
-    """The server's processes. Raises PlanariaError."""
+def call(
+    server: dict[str, str], method: str, path: str, key: str | None, body: dict[str, Any] | None = None,
+    timeout: float = TIMEOUT,
+) -> tuple[int, bytes]:  # fmt: skip
+    """Status and body of a server's answer on an admin route. Raises PlanariaError when none comes, or no key does."""
     host, port = server.get("host", "127.0.0.1"), int(server["port"])
     host = _LOCAL.get(host, host)
-    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
     if server.get("scheme") == "https":
         context = ssl.create_default_context()
         if host in ("127.0.0.1", "::1"):  # its certificate has another name, and nobody is in between
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT, context=context)
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
     try:
-        connection.request("GET", "/admin/processes", headers={"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connection.request(method, path, msgspec.json.encode(body) if body is not None else None, headers)
         answer = connection.getresponse()
-        status, body = answer.status, answer.read()
+        status, body_of_answer = answer.status, answer.read()
     except (OSError, http.client.HTTPException) as e:
         raise PlanariaError(f"no server answers at {host} port {port}: {e}") from None
     finally:
         connection.close()
     if status in (401, 403):
         raise PlanariaError(f"the server at {host} port {port} wants its admin key: give --admin-key")
+    return status, body_of_answer
+
+
+def not_planaria(server: dict[str, str], status: int) -> PlanariaError:
+    """For an answer of an unknown shape."""
+    where = f"{server.get('host', '127.0.0.1')} port {server['port']}"
+    return PlanariaError(f"what answers at {where} is not a server of Planaria (status {status})")
+
+
+def ask(server: dict[str, str], key: str | None) -> list[dict[str, Any]]:
+    """The server's processes. Raises PlanariaError."""
+    status, body = call(server, "GET", "/admin/processes", key)
     try:
         if status == 200:
             return msgspec.json.decode(body, type=dict[str, list[dict[str, Any]]])["processes"]
     except (msgspec.DecodeError, msgspec.ValidationError, KeyError):
         pass
-    raise PlanariaError(f"what answers at {host} port {port} is not a server of Planaria (status {status})")
+    raise not_planaria(server, status)
 
 
 def run(*, port: int | None, key: str | None, as_json: bool) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
+import socket
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
@@ -14,14 +17,21 @@ import typer
 from planaria.checkpoint import Checkpoint
 from planaria.cli.look import console, loading, summary
 from planaria.cli.options import engine_options
+from planaria.cli.plan import Planned
 from planaria.config.options import EngineConfig
 from planaria.config.parallel import refuse_outer_launcher
 from planaria.config.resolve import resolve
 from planaria.env import admin_key as admin_key_from_env
 from planaria.env import api_keys as api_keys_from_env
+from planaria.env import ray_settings
 from planaria.logs import setup_logging
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from planaria.server.fleet import Fleet, Hosts, Make
+
+logger = logging.getLogger("planaria.server")
 
 
 def run(
@@ -43,36 +53,105 @@ def run(
         model_path=str(config.checkpoint["path"]), eos_ids=config.model.eos_ids, seed=engine["seed"], **server
     )
     settings.verify()
-    code = asyncio.run(_serve(config, settings, started, skip_tokenizer_init))
+    planned = None
+    if config.parallel.distributed_executor_backend in ("uni", "mp"):
+        planned = Planned(config.parallel, config.device.device)
+        if config.parallel.world_size_across_dp > 1:  # of one rank there is nothing to tell
+            _show(planned.text)
+    code = asyncio.run(_serve(config, settings, started, skip_tokenizer_init, planned))
     if code:
         raise typer.Exit(code)
 
 
-async def _serve(config: EngineConfig, settings: ServerConfig, started: float, skip_tokenizer_init: bool) -> int:
-    from planaria.server.supervisor import SupervisedEngine
+def _show(table: str) -> None:
+    console.print(table, soft_wrap=True, markup=False)
 
+
+def _prepare(fleet: Fleet, planned: Planned | None) -> None:
+    """Where ranks are on Ray, who places them says it, before they are started."""
+    fleet.check.plan, fleet.check.on_table = planned, _show
+
+
+def engines(config: EngineConfig) -> tuple[Make, Hosts | None]:
+    """Engines as processes of this node, of several nodes, or as actors on a cluster."""
+    if config.parallel.engine_nodes is not None:
+        from planaria.server.node_hosts import NodeHosts
+
+        nodes = NodeHosts(config)
+        return nodes.make, nodes
+    if config.parallel.data_parallel_backend != "ray":
+        from planaria.server.engine_client import EngineProcess
+
+        return EngineProcess, None
+    from planaria.executor.ray.fleet import RayHosts
+    from planaria.server.ray_engine import RayEngine
+
+    hosts = RayHosts(config, ray_settings())
+    hosts.on_packing = _show
+    return functools.partial(RayEngine, hosts), hosts
+
+
+async def _serve(
+    config: EngineConfig, settings: ServerConfig, started: float, skip_tokenizer_init: bool, planned: Planned | None
+) -> int:
+    from planaria.server.fleet import Fleet
+
+    if config.parallel.api_server_count > 1:
+        return await _serve_from_root(config, settings, started, skip_tokenizer_init, planned)
     with contextlib.ExitStack() as bar:
-        client = SupervisedEngine(config, bar.enter_context(loading()))
-        await client.start()
+        client = Fleet(config, bar.enter_context(loading()), *engines(config))
+        _prepare(client, planned)
         try:
+            await client.start()
             from planaria.server.serve import bind, serve
             from planaria.server.tokenise import load_tokenizer
 
             sock = bind(settings)
-            scheme = "https" if settings.ssl_certfile else "http"
-            host, port = sock.getsockname()[:2]
-            set_title("server", port=port, host=host, scheme=scheme, model=config.served_model_name)
+            _set_title(sock, config, settings)
             tokenizer = None
             if not skip_tokenizer_init:
                 tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
 
             def announce(line: str) -> None:
-                assert client.facts is not None
                 bar.close()
-                console.print(summary(client.facts, {"total": time.monotonic() - started}))
-                sys.stdout.write(line + "\n")
-                sys.stdout.flush()
+                _announce(line, client, started)
 
             return await serve(client, tokenizer, settings, started=started, sock=sock, announce=announce)
         finally:
             await client.close()
+
+
+async def _serve_from_root(
+    config: EngineConfig, settings: ServerConfig, started: float, skip_tokenizer_init: bool, planned: Planned | None
+) -> int:
+    """With several API processes."""
+    from planaria.server.root_serve import serve_from_root
+    from planaria.server.serve import bind
+
+    make, hosts = engines(config)
+    sock = bind(settings)
+    _set_title(sock, config, settings)
+    with contextlib.ExitStack() as bar:
+
+        def announce(line: str, fleet: Fleet) -> None:
+            bar.close()
+            _announce(line, fleet, started)
+
+        return await serve_from_root(
+            config, settings, sock, announce, tokenizer=not skip_tokenizer_init, started=started,
+            on_progress=bar.enter_context(loading()), make=make, hosts=hosts,
+            prepare=lambda fleet: _prepare(fleet, planned),
+        )  # fmt: skip
+
+
+def _set_title(sock: socket.socket, config: EngineConfig, settings: ServerConfig) -> None:
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if settings.ssl_certfile else "http"
+    set_title("server", port=port, host=host, scheme=scheme, model=config.served_model_name)
+
+
+def _announce(line: str, fleet: Fleet, started: float) -> None:
+    assert fleet.facts is not None
+    console.print(summary(fleet.facts, {"total": time.monotonic() - started}))
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

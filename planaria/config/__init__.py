@@ -1,6 +1,6 @@
 """Small frozen configurations, one concern each. `resolve.resolve` makes an EngineConfig from options and facts."""
 
-from planaria.config.model import ModelConfig, RopeConfig
+from planaria.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from planaria.config.options import (
     CacheConfig,
     DeviceConfig,
@@ -16,7 +16,9 @@ __all__ = [
     "DeviceConfig",
     "EngineConfig",
     "EngineOptions",
+    "MLAConfig",
     "ModelConfig",
+    "MoEConfig",
     "OuterLauncher",
     "ParallelConfig",
     "RopeConfig",

@@ -6,6 +6,7 @@ force is given to `compute_hash` instead.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -18,19 +19,23 @@ from planaria.config.options import EngineConfig
 
 NOT_HASHED = frozenset({
     # degrees, ranks, and where things are
-    "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.outer",
+    "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.lanes", "parallel.outer",
     "parallel.nnodes", "parallel.node_rank", "parallel.master_addr", "parallel.master_port",
     "parallel.secret_file",
     # how ranks are started, reached and watched
     "parallel.distributed_executor_backend", "parallel.ray_link", "parallel.ray_runtime_env",
     "parallel.ray_workers_use_nsight", "parallel.placement_group", "parallel.max_parallel_loading_workers",
+    "parallel.data_parallel_size", "parallel.data_parallel_size_local", "parallel.data_parallel_rank",
+    "parallel.data_parallel_start_rank", "parallel.data_parallel_index", "parallel.data_parallel_backend",
+    "parallel.data_parallel_external_lb", "parallel.data_parallel_hybrid_lb", "parallel.data_parallel_address",
+    "parallel.engine_nodes", "parallel.ray_dp_pack_strategy", "parallel.api_server_count", "parallel.api_process_rank",
     "parallel.heartbeat_timeout", "faults.spare_workers", "faults.recovery_limit", "faults.recovery_window",
     "faults.step_timeout",
     # compared by name, see `compared`
     "parallel.disable_custom_all_reduce", "parallel.worker_cls", "parallel.worker_extension_cls",
     # a node's own: paths, cores; and what only front ends use
     "checkpoint.name", "checkpoint.path", "checkpoint.files", "checkpoint.tokenizer_dir", "checkpoint.chat_template",
-    "device.threads", "device.auto_threads", "served_model_name",
+    "device.threads", "device.auto_threads", "device.sharers", "device.devices", "served_model_name",
 })  # fmt: skip
 
 LIBRARIES = ("planaria", "torch", "numpy", "numba", "msgspec")
@@ -74,6 +79,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()[:16]
 
 
+@functools.cache  # a rank says it again in every epoch, and reads no file for that
 def _version(name: str) -> str:
     try:
         return version(name)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from planaria.config.all2all import LIBRARIES
 from planaria.config.options import OuterLauncher
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel, visible_cuda_devices
 from planaria.errors import ConfigError
@@ -31,6 +32,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 1
     accelerators: int = 0  # that this process may use
     ray_installed: bool = False
+    libraries: tuple[str, ...] = ()  # modules that exchange tokens between ranks, those that can be imported
     in_placement_group: bool = False  # this process is a Ray worker inside one
     outer: OuterLauncher | None = None
     data_parallel: SpmdDataParallel | None = None
@@ -114,6 +116,7 @@ def look(backend: str | None) -> Machine:
         cores=usable_cores(),
         accelerators=num_accelerators(),
         ray_installed=importlib.util.find_spec("ray") is not None,
+        libraries=tuple(m for m in sorted({m for m, _ in LIBRARIES.values()}) if importlib.util.find_spec(m)),
         in_placement_group=in_placement_group(),
         outer=outer_launcher() if backend == "external_launcher" else None,
         data_parallel=spmd_data_parallel(),

@@ -16,6 +16,61 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dim: int | None = None  # rotated dimensions of a head; None: all
 
 
+class MLAConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention: keys and values of all heads are made from one latent vector a token.
+
+    Sizes in elements. A query's or key's head is `qk_nope_head_dim` columns without position, then `qk_rope_head_dim`
+    rotated ones, which in keys are the same for all heads.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None  # None: queries are made from the hidden state at once
+    interleaved: bool = True  # rotated pairs are neighbours in the checkpoint, not half a head apart
+
+    @property
+    def width(self) -> int:
+        """What is cached for a token in a layer: the latent and the rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def num_parameters(self, hidden: int, heads: int) -> int:
+        """Weights of one layer's attention, norms among them, biases not."""
+        queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        rank = self.q_lora_rank
+        q = hidden * queries if rank is None else hidden * rank + rank + rank * queries
+        up = heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return q + hidden * self.width + self.kv_lora_rank * (1 + up) + heads * self.v_head_dim * hidden
+
+
+class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts: how a token chooses among them, and what its layers are made of.
+
+    Scores are `scoring` of the router's logits over all experts, in float32. With `num_groups` > 1 only experts of the
+    `top_groups` best groups can be chosen; a group is worth its best expert ("max") or the sum of its best two
+    ("sum2"). With `correction_bias` a number per expert is added for choosing, not for weighting. The weights of the
+    chosen are their scores, divided by their sum if `renormalize`, times `scaling`.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of one expert
+    scoring: str = "softmax"  # softmax | sigmoid
+    renormalize: bool = False
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"  # max | sum2
+    correction_bias: bool = False
+    shared_intermediate_size: int = 0  # of the shared experts together; 0: none
+    shared_gate: bool = False  # the shared experts' output times the sigmoid of a gate
+    dense_layers: tuple[int, ...] = ()  # these have a plain MLP
+    block: str = "mlp"  # how tensors are named: model.layers.N.<block>.experts.E.<gate, up, down>.weight
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_name: str = "shared_expert"
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shapes and switches of a decoder. Sizes in elements; `sliding_window` in tokens (None: full attention)."""
 
@@ -36,10 +91,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool = False  # on o
     mlp_bias: bool = False
     qk_norm: bool = False
+    mla: MLAConfig | None = None  # None: q, k and v of each head
+    wide_qk_norm: bool = False  # q and k are normalised over all heads together, not each head for itself
     windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str = "bfloat16"  # of the checkpoint
+    moe: MoEConfig | None = None  # None: every layer has a plain MLP
+
+    def is_moe(self, layer: int) -> bool:
+        """Has this layer experts in place of an MLP?"""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer, in tokens (the query itself counts), or None."""
@@ -48,10 +110,28 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_parameters(self) -> int:
         """Number of weights, biases and norms among them, the tied embedding counted once."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size + 2)
-        layer += self.attention_bias * (q + 2 * kv) + self.output_bias * self.hidden_size
-        layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        layer += self.qk_norm * 2 * self.head_dim
+        layer = self._attention_parameters() + 2 * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return layer * self.num_layers + tables + self.hidden_size
+        blocks = sum(self._block_parameters(i) for i in range(self.num_layers))
+        return layer * self.num_layers + blocks + tables + self.hidden_size
+
+    def _attention_parameters(self) -> int:
+        """Of one layer."""
+        hidden, output_bias = self.hidden_size, self.output_bias * self.hidden_size
+        if self.mla is not None:
+            biases = self.attention_bias * ((self.mla.q_lora_rank or 0) + self.mla.width)
+            return self.mla.num_parameters(hidden, self.num_heads) + biases + output_bias
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norms = self.qk_norm * 2 * self.head_dim + self.wide_qk_norm * (q + kv)
+        return hidden * (2 * q + 2 * kv) + self.attention_bias * (q + 2 * kv) + output_bias + norms
+
+    def _block_parameters(self, layer: int) -> int:
+        """Of a layer's MLP or experts."""
+        if self.moe is None or not self.is_moe(layer):
+            return 3 * self.hidden_size * self.intermediate_size + self.mlp_bias * (
+                2 * self.intermediate_size + self.hidden_size
+            )
+        moe = self.moe
+        columns = moe.num_experts * moe.intermediate_size + moe.shared_intermediate_size
+        router = moe.num_experts * (self.hidden_size + moe.correction_bias)
+        return 3 * self.hidden_size * columns + router + moe.shared_gate * self.hidden_size

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from planaria.config.data_parallel import data_parallel_fields, on_nodes
+from planaria.config.experts import expert_fields
 from planaria.config.machine import Machine
 from planaria.config.options import EngineOptions, OuterLauncher, ParallelConfig
 from planaria.env import SpmdDataParallel
@@ -29,12 +31,15 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[ParallelConfig, list[Note]]:
     """device: "cpu" or "cuda". Raises ConfigError."""
+    options = on_nodes(options)
     _numbers(options)
+    engines = data_parallel_fields(options)
+    nodes = engines["engine_nodes"]
     config = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        pp_layer_partition=_partition(options.pp_layer_partition),
-        distributed_executor_backend=_backend(options, machine, device),
+        pp_layer_partition=partition(options.pp_layer_partition),
+        distributed_executor_backend=_backend(options, machine, options.nnodes if nodes is None else nodes.per_engine),
         ray_link=_ray_link(options.ray_link),
         ray_runtime_env=_runtime_env(options.ray_runtime_env),
         ray_workers_use_nsight=options.ray_workers_use_nsight,
@@ -50,14 +55,56 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
         worker_extension_cls=_class_path("--worker-extension-cls", options.worker_extension_cls, ""),
         heartbeat_timeout=options.heartbeat_timeout,
         outer=machine.outer,
+        **engines,
+        **expert_fields(options),
     )
     _nodes(config)
     _ray(config, machine)
     _enough(config, machine, device)
     if config.distributed_executor_backend == "external_launcher":
         _outer(config, machine.outer)
-    _spmd(machine.data_parallel)
-    return _all_reduce(config, device, _crowded(config, machine, device))
+    if config.data_parallel_size == 1:
+        _spmd(machine.data_parallel)
+    config, notes = _synchronization(config, options, device)
+    return _all_reduce(config, device, notes + _crowded(config, machine, device))
+
+
+def with_lanes(config: ParallelConfig) -> ParallelConfig:
+    """Experts that are spread over data-parallel ranks make these the lanes of one engine. Raises ConfigError."""
+    size, option = config.data_parallel_size, "--data-parallel-size"
+    if not config.enable_expert_parallel or size == 1:
+        return config
+    one = "and with --enable-expert-parallel data-parallel ranks are lanes of one engine"
+    refusals: list[tuple[bool, str, object, str, str]] = [
+        (
+            config.data_parallel_external_lb, "--data-parallel-external-lb", True, f"is for several engines, {one}",
+            "leave it out, and --data-parallel-rank",
+        ),
+        (
+            config.data_parallel_hybrid_lb, "--data-parallel-hybrid-lb", True, f"is for several engines, {one}",
+            "leave it out, and --data-parallel-start-rank",
+        ),
+        (
+            config.nnodes > 1, "--nnodes", config.nnodes, f"experts over {option} {size} are for one node or for Ray",
+            f"use {_BACKEND} ray, or -tp over the nodes",
+        ),
+        (
+            config.data_parallel_backend == "ray", "--data-parallel-backend", "ray", f"places several engines, {one}",
+            f"leave it out, and use {_BACKEND} ray",
+        ),
+        (
+            config.data_parallel_size_local != size, "--data-parallel-size-local", config.data_parallel_size_local,
+            f"is about several engines, {one}", "leave it out",
+        ),
+        (
+            config.ray_link == "compiled-graph", "--ray-link", config.ray_link, "is for an engine without lanes",
+            "use --ray-link queue",
+        ),
+    ]  # fmt: skip
+    for refused, name, value, rule, fix in refusals:
+        if refused:
+            raise ConfigError(name, value, rule, fix)
+    return msgspec.structs.replace(config, lanes=size, data_parallel_size=1, data_parallel_size_local=1)
 
 
 def refuse_outer_launcher(config: ParallelConfig, what: str) -> None:
@@ -69,9 +116,29 @@ def refuse_outer_launcher(config: ParallelConfig, what: str) -> None:
         )  # fmt: skip
 
 
+def refuse_api_servers(config: ParallelConfig, what: str) -> None:
+    """ConfigError for several server processes where none is started."""
+    if config.api_server_count > 1:
+        raise ConfigError(
+            "--api-server-count", config.api_server_count, f"{what} is no server", "leave it out, or use planaria serve"
+        )
+
+
+def refuse_several_engines(config: ParallelConfig, what: str) -> None:
+    """Several engines are processes behind a server, which `what` has not. Raises ConfigError."""
+    refuse_api_servers(config, what)
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            "--data-parallel-size", config.data_parallel_size, f"is for several engines, and {what} is one",
+            "use `planaria serve` or `planaria batch`, or give each of several processes its share of the prompts",
+        )  # fmt: skip
+
+
 def ranks_here(config: ParallelConfig) -> int:
     """Ranks that share this node's cores, as far as is known before Ray has placed them."""
-    return config.outer.local_world_size if config.outer is not None else config.local_world_size
+    if config.outer is not None:
+        return config.outer.local_world_size
+    return config.local_world_size * (config.data_parallel_size_local or 1)
 
 
 def steps_in_flight(config: ParallelConfig, ahead: bool | None, device: str) -> int:
@@ -79,9 +146,13 @@ def steps_in_flight(config: ParallelConfig, ahead: bool | None, device: str) -> 
 
     ahead: --async-scheduling; None: yes, except where the rank would compute with the very cores that plan.
     """
-    if ahead is None:
-        ahead = device != "cpu" or config.distributed_executor_backend not in ("uni", "external_launcher")
-    return max(config.pipeline_parallel_size, 2 if ahead else 1)
+    return max(config.pipeline_parallel_size, 2 if _ahead(config, ahead, device) else 1)
+
+
+def _ahead(config: ParallelConfig, asked: bool | None, device: str) -> bool:
+    if asked is not None:
+        return asked
+    return device != "cpu" or config.distributed_executor_backend not in ("uni", "external_launcher")
 
 
 def _numbers(options: EngineOptions) -> None:
@@ -107,7 +178,7 @@ def _numbers(options: EngineOptions) -> None:
         )  # fmt: skip
 
 
-def _partition(given: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
+def partition(given: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Whether it fits the model is looked at when the model is known (`planaria.layers.deal`)."""
     if given is None or isinstance(given, tuple):
         return given
@@ -141,21 +212,30 @@ def _class_path(option: str, given: str, default: str) -> str:
     return given
 
 
-def _backend(options: EngineOptions, machine: Machine, device: str) -> str:
-    """The executor back end as asked, else the first rule that matches."""
+def _backend(options: EngineOptions, machine: Machine, nodes: int) -> str:
+    """The executor back end as asked, else the first rule that matches. nodes: of an engine."""
     world = options.tensor_parallel_size * options.pipeline_parallel_size
+    if options.enable_expert_parallel:
+        world *= options.data_parallel_size  # lanes of one engine
     asked = options.distributed_executor_backend
+    on_ray = options.data_parallel_backend == "ray"
     if asked is not None:
         if asked not in BACKENDS and _PATH.fullmatch(asked) is None:
             ways = f"{', '.join(BACKENDS)}, or package.module.LauncherClass"
             raise ConfigError(_BACKEND, asked, "is unknown", f"choose one of {ways}")
         if asked == "uni" and world > 1:
-            rule = f"runs one rank, and -tp {options.tensor_parallel_size} -pp {options.pipeline_parallel_size} "
+            lanes = f" -dp {options.data_parallel_size}" if options.enable_expert_parallel else ""
+            rule = f"runs one rank, and -tp {options.tensor_parallel_size} -pp {options.pipeline_parallel_size}{lanes} "
             raise ConfigError(_BACKEND, "uni", rule + f"are {world}", "use mp or ray")
+        if on_ray and asked != "ray":
+            raise ConfigError(
+                "--data-parallel-backend", "ray", f"places engines with their ranks, and the executor is {asked}",
+                f"leave {_BACKEND} out",
+            )  # fmt: skip
         return asked
-    if options.nnodes > 1:
+    if nodes > 1:
         return "mp"
-    if options.placement_group is not None or machine.in_placement_group:
+    if options.nnodes == 1 and (on_ray or options.placement_group is not None or machine.in_placement_group):
         return "ray"
     return "uni" if world == 1 else "mp"
 
@@ -175,12 +255,14 @@ def _nodes(config: ParallelConfig) -> None:
             "--nnodes", config.nnodes, f"is for mp and external_launcher, and the executor is {backend}",
             "leave --nnodes out (Ray knows its nodes), or use --distributed-executor-backend mp",
         )  # fmt: skip
-    if config.world_size % config.nnodes:
+    nodes = config.nodes_per_engine
+    if config.world_size % nodes:
+        over = f"the {nodes} nodes of an engine" if config.engine_nodes is not None else "the nodes"
         raise ConfigError(
             "--nnodes", config.nnodes,
             f"world size {config.world_size} (-tp {config.tensor_parallel_size} x -pp {config.pipeline_parallel_size}) "
-            "can't be split evenly over the nodes",
-            f"choose -tp and -pp so that their product is a multiple of {config.nnodes}",
+            f"can't be split evenly over {over}",
+            f"choose -tp and -pp so that their product is a multiple of {nodes}",
         )  # fmt: skip
 
 
@@ -198,8 +280,29 @@ def _ray(config: ParallelConfig, machine: Machine) -> None:
                 raise ConfigError(
                     option, value, f"is for workers on Ray, and the executor is {backend}", f"add {_BACKEND} ray"
                 )
-    elif not machine.ray_installed:
+    elif config.placement_group is not None:
+        _groups(config)
+    if uses_ray(config, machine) and not machine.ray_installed:
         raise ConfigError(_BACKEND, backend, "needs the package ray", "pip install 'planaria[ray]'")
+
+
+def _groups(config: ParallelConfig) -> None:
+    """The user's placement groups: one for each engine."""
+    option, given, names = "--placement-group", config.placement_group, config.placement_groups
+    engines = len(config.replicas)
+    if not all(names) or not names:
+        raise ConfigError(option, repr(given), "has an empty name in it", "write names or ids with commas between them")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(option, given, f"names {twice} twice", "give each engine a group of its own")
+    if len(names) != engines:
+        fix = f"give {engines}, separated by commas, or leave it out: a group is made for each engine"
+        raise ConfigError(option, given, f"is {len(names)} groups, and there are {engines} engines", fix)
+    if engines > 1 and config.data_parallel_backend != "ray":
+        raise ConfigError(
+            option, given, "is for engines that Ray starts, and these are processes of this node",
+            "add --data-parallel-backend ray",
+        )  # fmt: skip
 
 
 def _enough(config: ParallelConfig, machine: Machine, device: str) -> None:
@@ -207,10 +310,11 @@ def _enough(config: ParallelConfig, machine: Machine, device: str) -> None:
     ranks = ranks_here(config)
     if device == "cpu" or ranks <= machine.accelerators or uses_ray(config, machine) or machine.launcher is not None:
         return
-    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size_local or 1
+    degrees = f"-tp {tp} -pp {pp}" + (f" with {dp} engines" if dp > 1 else "")
     raise ConfigError(
         "--tensor-parallel-size", tp,
-        f"-tp {tp} -pp {pp} need {ranks} accelerators on this node, and it has {machine.accelerators}",
+        f"{degrees} need {ranks} accelerators on this node, and it has {machine.accelerators}",
         f"use {_BACKEND} ray to place ranks over a cluster, or {_BACKEND} mp with --nnodes on several nodes",
     )  # fmt: skip
 
@@ -244,6 +348,20 @@ def _spmd(replica: SpmdDataParallel | None) -> None:
             "$PLANARIA_DP_SIZE", replica.size, "the model is dense: its replicas have nothing to tell each other",
             "unset it and give each process its share of the prompts",
         )  # fmt: skip
+
+
+def _synchronization(
+    config: ParallelConfig, options: EngineOptions, device: str
+) -> tuple[ParallelConfig, list[Note]]:
+    """What carries the words of replicas that meet in collectives; None: gloo where steps are planned ahead."""
+    asked, option = options.disable_nccl_for_dp_synchronization, "--disable-nccl-for-dp-synchronization"
+    notes: list[Note] = []
+    if asked is not None:
+        if config.data_parallel_size == 1:
+            raise ConfigError(option, asked, "there is one engine", "leave it out, or give --data-parallel-size")
+        notes.append((logging.WARNING, f"{option} changes nothing: the engines of a dense model never meet"))
+    gloo = _ahead(config, options.async_scheduling, device) if asked is None else asked
+    return msgspec.structs.replace(config, disable_nccl_for_dp_synchronization=gloo), notes
 
 
 def _crowded(config: ParallelConfig, machine: Machine, device: str) -> list[Note]:

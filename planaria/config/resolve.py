@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import msgspec
 
 from planaria.checkpoint import resolve_checkpoint
+from planaria.config.experts import expert_shapes, resolve_experts
 from planaria.config.machine import check_module, cuda_available, look, usable_cores
 from planaria.config.options import (
     QUANTIZATIONS,
@@ -19,36 +19,22 @@ from planaria.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
-from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
+from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray, with_lanes
 from planaria.config.secret import deployment_secret
+from planaria.config.sizes import parse_bytes
 from planaria.core.policy import POLICIES
 from planaria.errors import ConfigError
-from planaria.layers.deal import deal
+from planaria.layers.deal import deal, expert_map
 from planaria.models import model_config
 
 __all__ = ["parse_bytes", "resolve", "usable_cores"]
 
 logger = logging.getLogger("planaria.config")
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # A step's most tokens where nobody says: on a CPU the matrix rate is reached with few rows, and who streams waits for
 # the longest step; a GPU wants more.
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 LOGIT_ROWS = 256  # beyond one per row: positions of prompt logprobs in one step
-
-
-def parse_bytes(value: int | str, option: str) -> int:
-    """`4GiB`, `500M`, `1073741824` -> bytes. Raises ConfigError."""
-    if isinstance(value, int):
-        number = float(value)
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value, re.IGNORECASE)
-        if match is None:
-            raise ConfigError(option, value, "is not a size", "write bytes, or a number with a unit: 2GiB, 500M")
-        number = float(match[1]) * _UNITS[(match[2] or "").lower()]
-    if number <= 0:
-        raise ConfigError(option, value, "must be more than 0")
-    return int(number)
 
 
 def _at_least(option: str, value: int, least: int) -> None:
@@ -61,14 +47,15 @@ def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(option, value, "is unknown", f"choose one of {', '.join(choices)}")
 
 
-def _device_name(asked: str) -> str:
+def _device_name(asked: str, used: bool) -> str:
+    """used: by ranks of this node."""
     _one_of("--device", asked, ("auto", "cpu", "cuda"))
     if asked == "cpu":
         return "cpu"
     cuda = cuda_available()
-    if asked == "cuda" and not cuda:
+    if asked == "cuda" and not cuda and used:
         raise ConfigError("--device", "cuda", "no CUDA device is visible to torch", "use --device cpu")
-    return "cuda" if cuda else "cpu"
+    return "cuda" if cuda or asked == "cuda" else "cpu"
 
 
 def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: bool, ranks: int) -> DeviceConfig:
@@ -102,11 +89,10 @@ def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: 
 def _faults(options: EngineOptions, parallel: ParallelConfig) -> FaultConfig:
     _at_least("--spare-workers", options.spare_workers, 0)
     backend = parallel.distributed_executor_backend
-    if options.spare_workers and (backend in ("uni", "ray", "external_launcher") or parallel.over_nodes):
-        where = f"over {parallel.nnodes} nodes" if parallel.over_nodes else f"by {backend}"
+    if options.spare_workers and backend in ("uni", "external_launcher"):
         raise ConfigError(
             "--spare-workers", options.spare_workers,
-            f"spares are processes of one node, and ranks are started {where}",
+            f"spares are for ranks of mp and ray, and these are started by {backend}",
             "use --distributed-executor-backend mp, or leave it out: a lost rank is replaced all the same",
         )  # fmt: skip
     _at_least("--recovery-limit", options.recovery_limit, 0)
@@ -132,7 +118,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             f"must be at least --max-num-seqs ({options.max_num_seqs}): each running request may add a token to a step",
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
-    device_name = _device_name(options.device)
+    device_name = _device_name(options.device, options.data_parallel_size_local != 0)
     machine = look(options.distributed_executor_backend)
     parallel, notes = resolve_parallel(options, machine, device_name)
     if not uses_ray(parallel, machine):  # on Ray, workers may have what isn't here
@@ -155,12 +141,16 @@ def resolve(options: EngineOptions) -> EngineConfig:
             "--max-model-len", max_model_len, f"the model's positions end at {model.max_position}",
             f"use at most {model.max_position}",
         )  # fmt: skip
-    deal(model, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
-    for level, line in notes:
-        logger.log(level, line)
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    deal(model, tp, pp, parallel.pp_layer_partition, expert_map(model, parallel, parallel.expert_parallel_size))
     device = _device(
         options, device_name, model.dtype, packed=checkpoint.format == "gguf", ranks=ranks_here(parallel)
     )  # fmt: skip
+    libraries = None if uses_ray(parallel, machine) else machine.libraries
+    parallel, more = resolve_experts(parallel, options, device_name, expert_shapes(model, device.dtype), libraries)
+    parallel = with_lanes(parallel)
+    for level, line in notes + more:
+        logger.log(level, line)
     return EngineConfig(
         model=model,
         checkpoint=msgspec.to_builtins(checkpoint),
@@ -168,6 +158,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=step_tokens or max(STEP_TOKENS[device_name], options.max_num_seqs),
+            auto_batched_tokens=step_tokens is None and device_name == "cpu",
             max_model_len=max_model_len,
             policy=options.policy,  # type: ignore[arg-type]
             depth=steps_in_flight(parallel, options.async_scheduling, device_name),

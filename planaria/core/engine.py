@@ -14,23 +14,34 @@ from planaria.protocol import StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request
 from planaria.wire import EngineStats
 
+# A request that comes with tokens has been running elsewhere, and somebody waits for its next one: it goes before all
+# that have none yet.
+RESUMED = 1 << 40
+
 
 class EngineCore:
     """`num_blocks` KV blocks in each of `num_lanes` lanes."""
 
     def __init__(self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, num_lanes: int = 1) -> None:
-        self.config = scheduler
+        self.config, self.cache, self.micro_steps = scheduler, cache, scheduler.micro_steps
         self.lanes = [Lane(scheduler, cache, num_blocks) for _ in range(num_lanes)]
         self.lane_of: dict[str, Lane] = {}
         self.epoch = 0
         self.planned = self.committed = 0  # step numbers
         self.turn = 0  # where the search for the next step's turn begins
+        self.order = 0  # of the next request
         self.prompt_tokens = self.generation_tokens = self.replayed_tokens = 0
         self.quarantine = Quarantine()
 
+    def limit_steps(self, tokens: int) -> None:
+        """At most so many tokens in a step from now on, in the bounds of what is configured."""
+        least, most = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        for lane in self.lanes:
+            lane.step_tokens = max(least, min(tokens, most))
+
     def admit(self, request: Request) -> list[Delta]:
         """Take a request. One that can never run is answered at once, with an error."""
-        lane = min(self.lanes, key=Lane.load) if len(self.lanes) > 1 else self.lanes[0]
+        lane = self._least_loaded()
         total = len(request.prompt) + request.max_tokens
         limit = min(self.config.max_model_len, lane.capacity())
         problem = None
@@ -49,7 +60,8 @@ class EngineCore:
             return [Delta(request.id, len(request.output), [], FinishReason.ERROR, error=problem)]
         request.lane = self.lanes.index(lane)
         self.lane_of[request.id] = lane
-        lane.add(request)
+        lane.add(request, self.order - (RESUMED if request.output else 0))
+        self.order += 1
         self.prompt_tokens += len(request.prompt)
         return []
 
@@ -71,7 +83,7 @@ class EngineCore:
             return None
         if self.quarantine.faults and not self._only_suspects():
             return None
-        step, turns = self.planned + 1, self.config.micro_steps
+        step, turns = self.planned + 1, self.micro_steps
         for turn in [(self.turn + i) % turns for i in range(turns)]:
             last_step = self.lanes[0].turns[turn].last_step
             if turns > 1 and last_step > self.committed:
@@ -118,22 +130,53 @@ class EngineCore:
             delta.error = "the worker failed again and again while it ran this request, and nothing else"
         return deltas
 
-    def lost(self, epoch: int, num_blocks: int | None = None) -> list[Delta]:
+    def _least_loaded(self) -> Lane:
+        return min(self.lanes, key=Lane.load) if len(self.lanes) > 1 else self.lanes[0]
+
+    def lost(
+        self, epoch: int, num_blocks: int | None = None, micro_steps: int | None = None, num_lanes: int | None = None
+    ) -> list[Delta]:
         """The workers' state is gone. Every cursor goes to 0, order is kept, uncommitted steps vanish. num_blocks: that
-        the workers have now; requests that can't be held any more are answered."""
+        the workers have now; requests that can't be held any more are answered. micro_steps: of the stages there are
+        now. num_lanes: that there are now; if they are others than before, requests are dealt anew."""
         self.epoch = epoch
+        self.micro_steps = micro_steps or self.micro_steps
         self.planned = self.committed = self.turn = 0
         deltas: list[Delta] = []
         for lane in self.lanes:
             self.replayed_tokens += sum(entry.request.computed for entry in lane.entries.values())
             lane.num_blocks = num_blocks or lane.num_blocks
-            lane.lost(0)
+            lane.lost(0, self.micro_steps)
             for request in [entry.request for entry in lane.entries.values()]:
                 if len(request.prompt) + request.max_tokens > lane.capacity():
                     for delta in self.cancel(request.id, FinishReason.ERROR):
                         delta.error = f"after a fault this engine holds {lane.capacity()} tokens for one request"
                         deltas.append(delta)
+        if num_lanes is not None and num_lanes != len(self.lanes):
+            self._deal(num_lanes)
         return deltas
+
+    def _deal(self, num_lanes: int) -> None:
+        """Have so many lanes, none of which has anything on its worker, and deal the open requests to them."""
+        old, first = self.lanes, self.lanes[0]
+        self.lanes = old[:num_lanes]
+        for _ in range(num_lanes - len(self.lanes)):
+            lane = Lane(self.config, self.cache, first.num_blocks)
+            lane.step_tokens, lane.only = first.step_tokens, first.only
+            lane.lost(0, self.micro_steps)
+            self.lanes.append(lane)
+        for lane in old[num_lanes:]:
+            first.prefix_queries += lane.prefix_queries
+            first.prefix_hits += lane.prefix_hits
+            first.preemptions += lane.preemptions
+        entries = sorted((entry for lane in old for entry in lane.entries.values()), key=lambda entry: entry.key)
+        for lane in self.lanes:
+            lane.entries.clear()
+            lane.waiting.clear()
+        for entry in entries:
+            lane = self._least_loaded()
+            lane.take(entry)
+            self.lane_of[entry.request.id], entry.request.lane = lane, self.lanes.index(lane)
 
     def _only_suspects(self) -> bool:
         """Let only the suspect that must run alone be planned, a step at a time. False: not before a commit."""

@@ -6,6 +6,7 @@ oldest first) or empty. A key maps to at most one block.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from planaria.core.prefix_cache import BlockKey
@@ -18,7 +19,8 @@ class BlockPool:
         self.num_blocks, self.caching = num_blocks, caching
         self.refs = [0] * num_blocks
         self.empty = list(range(num_blocks - 1, -1, -1))
-        self.idle: dict[int, None] = {}  # in order of release
+        # in order of release; a plain dict would walk over every hole in front of its first entry
+        self.idle: OrderedDict[int, None] = OrderedDict()
         self.block_of: dict[BlockKey, int] = {}
         self.key_of: dict[int, BlockKey] = {}
 
@@ -36,8 +38,7 @@ class BlockPool:
             if self.empty:
                 block = self.empty.pop()
             else:
-                block = next(iter(self.idle))
-                del self.idle[block]
+                block, _ = self.idle.popitem(last=False)
                 del self.block_of[self.key_of.pop(block)]
             self.refs[block] = 1
             taken.append(block)

@@ -38,8 +38,8 @@ class Lane:
         self.config, self.block_size = scheduler, cache.block_size
         self.policy = POLICIES[scheduler.policy]
         self.caching = cache.enable_prefix_caching
-        self.num_blocks = num_blocks
-        self.order = 0
+        self.num_blocks, self.micro_steps = num_blocks, scheduler.micro_steps
+        self.step_tokens = scheduler.max_num_batched_tokens  # at most, in one step
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
         self.waiting: list[tuple[Key, Entry]] = []  # a heap
         self.entries: dict[str, Entry] = {}  # every open request
@@ -52,7 +52,7 @@ class Lane:
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self.at_row: list[Entry | None] = [None] * self.config.max_num_seqs
         self.prefilling: list[Entry] = []  # in order of admission
-        self.turns = [Turn(step) for _ in range(self.config.micro_steps)]
+        self.turns = [Turn(step) for _ in range(self.micro_steps)]
         self.freed: list[int] = []  # rows to be named as freed in the next plan
         self.deferred: deque[tuple[int, int, list[int]]] = deque()  # (after commit of step, row, blocks)
         self.chunks: dict[int, list[tuple[Entry, int]]] = {}  # step -> cursors its commit confirms
@@ -61,10 +61,13 @@ class Lane:
 
     # -- requests come and go
 
-    def add(self, request: Request) -> None:
-        entry = Entry(request, self.policy(request, self.order))
-        self.order += 1
-        self.entries[request.id] = entry
+    def add(self, request: Request, order: int) -> None:
+        """order: counts the engine's admissions, so that those of several lanes have one order."""
+        self.take(Entry(request, self.policy(request, order)))
+
+    def take(self, entry: Entry) -> None:
+        """One that has nothing on any worker."""
+        self.entries[entry.request.id] = entry
         heapq.heappush(self.waiting, (entry.key, entry))
 
     def capacity(self) -> int:
@@ -107,8 +110,9 @@ class Lane:
             heapq.heappush(self.waiting, (entry.key, entry))
             self._collect()
 
-    def lost(self, step: int) -> None:
+    def lost(self, step: int, micro_steps: int) -> None:
         """The worker's state is gone: every open request waits again, in its old order, with its tokens."""
+        self.micro_steps = micro_steps
         for entry in self.entries.values():
             self._rewind(entry)
             entry.last_step = 0
@@ -125,7 +129,7 @@ class Lane:
         turn.tick += 1
         changes: dict[int, Row] = {}
         pressed = self._go_on(turn, changes)
-        tokens = self.config.max_num_batched_tokens - turn.num_rows
+        tokens = self.step_tokens - turn.num_rows
         logits = self.config.max_logit_rows - self.config.max_num_seqs  # each row may need one to sample
         confirm: list[tuple[Entry, int]] = []
         room = self._room(turn)

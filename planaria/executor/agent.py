@@ -1,201 +1,135 @@
 """A node's agent: starts, watches and ends this node's ranks for a driver on another node.
 
-It ends, and its ranks with it, when the driver says so or its connection ends. Ranks are children of this process, so
-they end with it also when it is killed.
+Ranks end with their driver: when it says so, and when the connection to it breaks, for it may have ended, or go on
+without this node. Then the agent waits for it, or for the next one in its place, and has ranks again. Ranks are
+children of this process, so they end with it also when it is killed.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from planaria.config.machine import usable_cores
 from planaria.config.options import EngineConfig, ParallelConfig
 from planaria.config.secret import deployment_secret
-from planaria.env import host_ip
-from planaria.errors import CapacityError, PlanariaError, RanksDiffer
 from planaria.executor import node_messages as messages
-from planaria.executor.boot import RankBoot
-from planaria.executor.launcher.nodes import JOIN_TIMEOUT, LocalLauncher, what_must_agree
+from planaria.executor.boot import RankBoot, Room
+from planaria.executor.joining import Attendant
+from planaria.executor.launcher.nodes import JOIN_TIMEOUT, what_must_agree
 from planaria.executor.launcher.process import ProcessLauncher
-from planaria.executor.link.faults import LinkClosed, LinkError, PeerLost
-from planaria.executor.link.keys import Invitation, Keys
-from planaria.executor.link.tcp_port import TcpPort
-from planaria.executor.link.tcp_socket import CHUNK_BYTES, bracketed
-from planaria.executor.node_messages import (
-    AllEnded,
-    End,
-    Ended,
-    FromAgent,
-    Here,
-    Refused,
-    Replace,
-    Run,
-    Start,
-    Started,
-    Trouble,
-    Welcome,
-)
-from planaria.executor.patience import Patience
-from planaria.node import node_name, own_address, resolve_host
-from planaria.processes import set_title
+from planaria.executor.node_messages import Arrange, Ended, GiveUp, Prepare, Prepared, Run, Started
+from planaria.node import home, node_name
 
 logger = logging.getLogger("planaria.agent")
 
-CONNECT = 2.0  # seconds of one attempt
-WELCOME_TIMEOUT = 5.0  # seconds for the driver's first answer
-
-
-class _Told(Exception):
-    """A signal asked this process to end."""
+LOOK = 1.0  # seconds between looks whether a spare has got ready
 
 
 def node_agent(config: EngineConfig, module: str) -> NodeAgent:
     """Of this node; its ranks run `module`. Raises ConfigError for a secret that is missing or bad."""
+    spares = config.faults.spare_workers
 
     def adapt(boot: RankBoot) -> RankBoot:
         own = msgspec.structs.replace(boot.config, checkpoint=config.checkpoint)  # the same model, where it is here
         return msgspec.structs.replace(boot, config=own)
 
     return NodeAgent(
-        config.parallel, lambda ranks, address: ProcessLauncher(module, ranks, address), adapt,
-        deployment_secret(config.parallel), what_must_agree(config),
+        config.parallel, lambda ranks, address: ProcessLauncher(module, ranks, address, spares=spares), adapt,
+        deployment_secret(config.parallel), what_must_agree(config), spares=spares,
     )  # fmt: skip
 
 
-class NodeAgent:
-    """make_local(ranks, address) gives the launcher; adapt(boot) makes a boot fit this node (its own model folder);
-    same: what must be equal on all nodes."""
+class NodeAgent(Attendant):
+    """make_local(ranks, address) gives the launcher; adapt(boot) makes a boot fit this node (its own model folder).
+    The rest is as Attendant's."""
 
     def __init__(
-        self, parallel: ParallelConfig, make_local: Callable[[Sequence[int], str], LocalLauncher],
-        adapt: Callable[[RankBoot], RankBoot], secret: bytes, same: Mapping[str, str], *,
+        self, parallel: ParallelConfig, make_local: Callable[[Sequence[int], str], ProcessLauncher],
+        adapt: Callable[[RankBoot], RankBoot], secret: bytes, same: Mapping[str, str], *, spares: int = 0,
         join_timeout: float = JOIN_TIMEOUT,
     ) -> None:  # fmt: skip
-        self.parallel, self.make_local, self.adapt, self.same = parallel, make_local, adapt, dict(same)
-        self.join_timeout = join_timeout
-        self.local: LocalLauncher | None = None
-        self.address = ""
-        self._keys = Keys.derive(secret, parallel.nnodes - 1, messages.PURPOSE)
-        self._lock = threading.Lock()  # watchers of ranks report too
-        self._told: set[int] = set()
-        self._port: TcpPort | None = None
+        super().__init__(
+            parallel, secret, messages.PURPOSE, same, join_timeout, messages.encode_from_agent,
+            messages.decode_to_agent,
+        )  # fmt: skip
+        self.make_local, self.adapt, self.spares = make_local, adapt, spares
+        self.local: ProcessLauncher | None = None
+        self._told: set[int] = set()  # processes whose end was told, by pid
+        self._room = Room(0, 0, 0)  # as the driver was told
 
-    def run(self) -> int:
-        """Exit code 0 when the driver or a signal ended it, 1 when the connection broke. Raises CapacityError (no
-        driver came), RanksDiffer. Called from the main thread."""
-        before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        set_title("agent", node=self.parallel.node_rank)
-        last = "it has ended"
-        try:
-            self._port = self._connect()
-            self._say(
-                Here(self.parallel.node_rank, node_name(), self.address, os.getpid(), self.same)
-            )
-            item = self._port.receive(WELCOME_TIMEOUT)
-            if item is None:
-                raise CapacityError(
-                    f"node 0 doesn't take this node: another process is node {self.parallel.node_rank} already; give "
-                    "each node its own --node-rank"
-                )
-            while True:
-                if item is not None:
-                    self._obey(item[1])
-                item = self._port.receive(None)
-        except _Told as e:
-            logger.info("node %d ends: %s", self.parallel.node_rank, e)
-            last = f"it was ended by {e}"
-            return 0
-        except LinkClosed:
-            logger.info("node 0 has ended: so does this one")
-            return 0
-        except PeerLost as e:
-            logger.error("node %d ends: %s", self.parallel.node_rank, e)
-            return 1
-        finally:
-            for number in before:
-                signal.signal(number, signal.SIG_IGN)
-            if self.local is not None:
-                self.local.kill()
-            self._say(Trouble(last))
-            if self._port is not None:
-                self._port.close()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def welcomed(self) -> None:
+        self.local = self.make_local((), self.address)
+        self.local.on_exit = self._on_exit
 
-    def _connect(self) -> TcpPort:
-        parallel = self.parallel
-        patience = Patience(logger.info, self.join_timeout)
-        where = f"{parallel.master_addr} port {parallel.master_port}"
-        while True:
-            patience.tell(f"node {parallel.node_rank} of {parallel.nnodes}: waiting for node 0 at {where}")
-            host = resolve_host(parallel.master_addr)
-            invitation = Invitation(
-                f"tcp://{bracketed(host)}:{parallel.master_port}", self._keys.driver.public,
-                self._keys.ranks[parallel.node_rank - 1], parallel.node_rank - 1, 0, CHUNK_BYTES,
-            )  # fmt: skip
-            try:
-                port = TcpPort.connect(
-                    invitation, timeout=CONNECT, heartbeat=parallel.heartbeat_timeout,
-                    encode=messages.encode_from_agent, decode=messages.decode_to_agent,
-                )  # fmt: skip
-            except LinkError as e:
-                if patience.over:
-                    raise CapacityError(f"no node 0 at {where} in {patience.waited:.0f} s: {e}") from None
-                continue
-            self.address = host_ip() or own_address(host)
-            return port
+    def look_after(self) -> float | None:
+        return LOOK if self._awaits_spares() else None
 
-    def _obey(self, message: Any) -> None:
+    def look(self) -> None:
+        if self.local is not None and self.local.capacity() != self._room:
+            self._say_room(self.local)
+
+    def end(self, *, kill: bool) -> None:
+        local, self.local = self.local, None
+        if local is not None and kill:
+            local.kill()
+        elif local is not None:
+            local.close()
+
+    def told(self, message: Any) -> None:
+        assert self.local is not None  # a driver welcomes first
+        local = self.local
         match message:
-            case Start():
-                self.local = self.make_local(message.ranks, self.address)
-                self.local.on_exit = self._on_exit
-                self._say(Started(tuple(self.local.start())))
-            case Replace():
-                assert self.local is not None
-                self._told |= set(message.ranks)  # their ends are no news
-                places = self.local.replace(message.ranks)
-                self._told -= set(message.ranks)
-                self._say(Started(tuple(places)))
+            case Arrange():
+                local.more_slots(message.slots)
+                self.say(self._arranged(local, message))
+                self._on_exit()  # what ended before that was said
+            case Prepare():
+                local.more_slots(message.slots)
+                local.get_ready(message.ranks, self._own(RankBoot.decode(message.boot)))
+                self._say_room(local)
+            case GiveUp():
+                local.give_up(message.ranks)
             case Run():
-                assert self.local is not None
-                self.local.run([self.adapt(RankBoot.decode(data)) for data in message.boots])
-            case End():
-                if self.local is not None:
-                    if message.kill:
-                        self.local.kill()
-                    else:
-                        self.local.close()
-                self._say(AllEnded())
-            case Welcome():
-                logger.info("node %d of %d: joined node 0", self.parallel.node_rank, self.parallel.nnodes)
-            case Refused():
-                raise RanksDiffer(message.why)
+                boots = [self.adapt(RankBoot.decode(data)) for data in message.boots]
+                local.run([boot for boot in boots if boot.rank in local.processes])
+
+    def _arranged(self, local: ProcessLauncher, message: Arrange) -> Started:
+        local.end([*message.lost, *local.lost()])
+        room = local.capacity()
+        if room.good < len(message.ranks):
+            return Started((), room, f"there is room for {room.good} processes, {len(message.ranks)} are asked for")
+        try:
+            places = local.arrange(message.ranks)
+        except OSError as e:
+            return Started((), local.capacity(), f"{e}")
+        return Started(tuple(places), local.capacity())
+
+    def _awaits_spares(self) -> bool:
+        return self.local is not None and not all(spare.ready for spare in self.local.spares)
+
+    def _say_room(self, local: ProcessLauncher) -> None:
+        self._room = local.capacity()
+        self.say(Prepared(self._room))
+
+    def _own(self, boot: RankBoot) -> RankBoot:
+        """A spare's, of this node."""
+        place = msgspec.structs.replace(
+            boot.place, home=home(), node=node_name(), address=self.address, pid=0, cores=usable_cores()
+        )
+        return self.adapt(msgspec.structs.replace(boot, place=place))
 
     def _on_exit(self) -> None:
-        """In a watcher's thread."""
-        assert self.local is not None
-        for rank, how in self.local.lost().items():
-            if rank not in self._told:
-                self._told.add(rank)
+        """In a watcher's thread, too."""
+        local = self.local
+        for rank, how in local.lost().items() if local is not None else ():
+            process = local.processes.get(rank) if local is not None else None
+            if process is not None and process.pid not in self._told:
+                self._told.add(process.pid)
                 logger.error("rank %d %s", rank, how)
-                self._say(Ended(rank, how))
-
-    def _say(self, message: FromAgent) -> None:
-        """To the driver, if it still hears."""
-        if self._port is not None:
-            try:
-                with self._lock:
-                    self._port.reply(0, message)
-            except PlanariaError:
-                logger.debug("the driver did not hear %s", message)
-
-
-def _stop(number: int, frame: object) -> None:
-    raise _Told(signal.Signals(number).name)
+                self.say(Ended(process.pid, how))
+        if (port := self.port) is not None:
+            port.wake()  # it may have been a spare

@@ -19,7 +19,8 @@ SPARE = -1  # the rank of a process that waits to become one
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """Where a rank came up, as its launcher saw it. home: see `planaria.node`; address: by which other nodes reach it;
-    cores: that its node gives to all its ranks together; devices: ids of the accelerators that are its own."""
+    cores: that its node gives to all its ranks together; devices: ids of the accelerators that are its own; host: the
+    launcher's own name of the node, where that is another; bundle: its index in the engine's placement group."""
 
     rank: int
     home: str
@@ -28,6 +29,17 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     pid: int = 0
     cores: int = 1
     devices: tuple[int, ...] = ()
+    host: str = ""
+    bundle: int = -1
+
+
+class Room(msgspec.Struct, frozen=True, array_like=True):
+    """For ranks on a node, counted in processes: all that it has; those that aren't given up; those where one runs as a
+    rank, or could at once."""
+
+    slots: int
+    good: int
+    ready: int
 
 
 class RankBoot(msgspec.Struct, frozen=True, array_like=True):
@@ -66,9 +78,10 @@ class Addresses(Protocol):
 
 
 def boots_for(config: EngineConfig, places: Sequence[Place], link: Addresses) -> list[RankBoot]:
-    """One for each place. Threads are dealt by node: those that were asked for, or the node's cores over its ranks."""
+    """One for each place. Threads are dealt by node: those that were asked for, or the node's cores over the engines
+    there, and over their ranks."""
     given = None if config.device.auto_threads else config.device.threads
-    ranks_at = Counter(place.home for place in places)
+    ranks_at = Counter({home: ranks * config.device.sharers for home, ranks in Counter(p.home for p in places).items()})
     threads = [given or max(1, place.cores // ranks_at[place.home]) for place in places]
     return [
         RankBoot(

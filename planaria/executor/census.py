@@ -48,7 +48,7 @@ def census(
 
 def _coordinates(rank: int, layout: Layout) -> dict[str, int]:
     at = layout.coords(rank)
-    return {"tp": at.tp, "pp": at.pp}
+    return {"tp": at.tp, "pp": at.pp} | ({"dp": at.dp} if layout.dp > 1 else {})
 
 
 def _state(member: Hello, busy: bool) -> str:

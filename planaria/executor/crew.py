@@ -2,30 +2,33 @@
 
 An epoch is never repaired. When a rank is lost, `reform` fences the epoch, makes the lost processes end for certain,
 puts others in their place and brings all of them up again under the next one, over a new link, in new groups; ranks
-that live keep their weights. `start` and `reform` end with ranks that wait for steps, or raise.
+that live keep their weights. Where nothing can take a place, fewer ranks go on in a smaller layout. `start` and
+`reform` end with ranks that wait for steps, or raise.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
+from planaria.executor.backend import Launcher, Link
 from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
 from planaria.executor.gang import PHASES, Gang
 from planaria.executor.health import LONGEST_LOOK, Health
-from planaria.executor.link.address import Address, Inside
+from planaria.executor.link.address import Inside
 from planaria.executor.link.faults import LinkError, PeerLost
 from planaria.executor.pace import Pace
 from planaria.executor.preflight import Needs, check_node, look
-from planaria.executor.startup import StartUp
+from planaria.executor.startup import StartUp, parts_of
 from planaria.executor.worker_group import Ticket, WorkerGroup
 from planaria.node import home, node_name, process_state
 from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply, StepPlan, StepResult
+from planaria.topology import Infeasible, Layout
 from planaria.wire import FromEngine
 
 logger = logging.getLogger("planaria.engine")
@@ -36,62 +39,6 @@ LAST_WORDS = 1.0  # seconds a rank gets to say why another rank could not go on
 TIMEOUTS: dict[type[Command], float] = {Join: 60.0, Regroup: 90.0}  # seconds for a command while coming up
 START_TIMEOUT = 1800.0  # for the others; loading from a slow disk is the longest
 SHARED = 64 << 20  # bytes of memory file that a node must be able to make
-
-
-class Launcher(Protocol):
-    """Where ranks come from. One that can't `replace` a rank has `replaces` False: a loss is then the engine's end."""
-
-    name: str
-    replaces: bool
-    on_exit: Callable[[], None]  # called from any thread when a rank's process ends unasked
-
-    def start(self) -> list[Place]:
-        """Make all ranks' processes, without weight, and say where each is."""
-        ...
-
-    def run(self, boots: Sequence[RankBoot]) -> None:
-        """Give every rank what it begins with, or goes on with in another epoch. It comes to its link by itself."""
-        ...
-
-    def replace(self, ranks: Sequence[int]) -> list[Place]:
-        """End these ranks for certain and make others in their place; where all are now. Raises CapacityError."""
-        ...
-
-    def stand_by(self, boot: RankBoot) -> None:
-        """See that as many spares as were asked for are there and getting ready."""
-        ...
-
-    def spare_pids(self) -> list[int]: ...
-
-    def lost(self) -> dict[int, str]: ...
-
-    def settle(self, ranks: Sequence[int]) -> None:
-        """These have ended: wait a moment until it is known how."""
-        ...
-
-    def closing(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-class Link(Protocol):
-    name: str
-
-    def send(self, number: int, command: Command) -> None: ...
-
-    def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None: ...
-
-    def address_of(self, rank: int) -> Address: ...
-
-    def pulses(self) -> list[tuple[int, int]]: ...
-
-    def wake(self) -> None: ...
-
-    def fence(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 MakeLink = Callable[[list[Place], int], Any]
@@ -143,7 +90,8 @@ class Crew:
         self.config, self.launcher, self.link_for, self.emit, self.clock = config, launcher, link_for, emit, clock
         self.system = system
         self.epoch = 0
-        self.group = WorkerGroup(config.parallel.world_size)
+        self.asked = self.layout = config.parallel.layout  # what there should be, and what there is
+        self.group = WorkerGroup(self.layout.size)
         self.health = Health(config.parallel.heartbeat_timeout)
         self.pace = Pace(config.faults.step_timeout)
         self.places: list[Place] = []
@@ -153,7 +101,8 @@ class Crew:
         self.kv_share = 1.0  # of what would fit; lowered when a rank ran out of memory
         self.seconds: dict[str, float] = {}  # of the last time they came up, by phase
         self.broken = False  # a rank is lost: the link can't be trusted to answer
-        self.came_up = False  # at least once
+        self.came_up = False  # at least once, or an engine before this one: then a smaller layout is better than none
+        self._ending: float | None = None  # when a rank's process was seen to end, in this epoch
 
     # -- coming up
 
@@ -163,26 +112,59 @@ class Crew:
         phases.enter("launch")
         if problems := self.system.problems(self.group.world_size):
             raise CapacityError(problems[0])
-        self.places = self.launcher.start()
+        try:
+            self.places = self.launcher.start()
+        except Infeasible as e:
+            if e.nearest is None or not self.came_up:
+                raise
+            logger.warning("%s; beginning with %s", e.why, e.nearest)
+            self._replace((), e.nearest, False)
+            phases.world_size = self.layout.size
         self._form(phases)
 
-    def reform(self, loss: WorkersLost) -> dict[str, float]:
-        """Begin the next epoch without what was lost. Returns seconds by part. Raises as `start`."""
+    def reform(self, loss: WorkersLost, layout: Layout | None = None, *, exactly: bool = False) -> dict[str, float]:
+        """Begin the next epoch without what was lost, in `layout` (None: that of before) or, unless `exactly` that is
+        wanted, in a smaller one that fits. Returns seconds by part. Raises as `start`."""
         began = self.clock()
         self.fence(str(loss))
-        times = {"fence": self.clock() - began}
+        times = {"detect": loss.detect, "fence": self.clock() - began}
         began = self.clock()
         # those that ended meanwhile, too: else each of them would cost an epoch of its own
-        gone = sorted({*(loss.ranks if loss.dead else ()), *self.launcher.lost()})
+        dead = {rank for rank in loss.ranks if rank < self.layout.size} if loss.dead else set()
+        gone, layout = sorted(dead.union(self.launcher.lost())), layout or self.layout
         try:
-            self.places = self.launcher.replace(gone)
+            self._replace(gone, layout, exactly)
         except OSError as e:  # no process can be started now; there may be room a moment later
-            raise WorkersLost(self.epoch, tuple(gone), f"can't be started: {e}", "replace") from None
+            missing = tuple(gone) or tuple(range(self.layout.size, layout.size))
+            raise WorkersLost(self.epoch, missing, f"can't be started: {e}", "replace") from None
         times["replace"] = self.clock() - began
         phases = StartUp(self.group.world_size, lambda news: None, self.clock)
         phases.enter("launch")
         self._form(phases)
-        return times | phases.seconds
+        parts = parts_of(phases.seconds)
+        return times | parts | {"replace": times["replace"] + parts["replace"]}
+
+    def _replace(self, gone: Sequence[int], layout: Layout, exactly: bool) -> None:
+        while True:
+            try:
+                places = self.launcher.replace(gone, layout)
+                break
+            except Infeasible as e:  # and maybe once more: devices can go while others take places
+                if exactly or e.nearest is None or e.nearest == layout or not self.came_up:
+                    raise
+                logger.warning("%s; going on with %s", e.why, e.nearest)
+                gone, layout = (), e.nearest
+        self.places, self.layout, self.group.world_size = places, layout, layout.size
+
+    def room(self) -> Layout | None:
+        """Where there are fewer ranks than there should be: a larger layout, when one could be had now; where some are
+        in places that are going, one that isn't smaller."""
+        leaving = bool(self.launcher.leaving)
+        if self.layout == self.asked and not leaving:
+            return None
+        found = self.launcher.prepare(self.asked, self._spare_boot())
+        least = self.layout.size if leaving else self.layout.size + 1
+        return found if found is not None and found.size >= least else None
 
     def fence(self, why: str) -> None:
         """The epoch is over: nobody's answer counts any more, and who waits for one is told why."""
@@ -193,7 +175,7 @@ class Crew:
             self.link = None
         self.group.end_epoch(why)
         self.health = Health(self.config.parallel.heartbeat_timeout)
-        self.broken = False
+        self.broken, self._ending = False, None
 
     def _form(self, phases: StartUp) -> None:
         config = self.config
@@ -201,8 +183,9 @@ class Crew:
         self.launcher.run(boots_for(config, self.places, link))
         self.check()  # who ended while there was no link to wake
         gang = Gang(
-            config.cache, config.scheduler, config.parallel, cpu=config.device.device == "cpu", epoch=self.epoch,
+            config.cache, config.scheduler, self.layout, cpu=config.device.device == "cpu", epoch=self.epoch,
             apart=len({place.home for place in self.places}) > 1, share=self.kv_share,
+            loading=config.parallel.max_parallel_loading_workers, sharers=config.device.sharers,
         )  # fmt: skip
         command: Command | None = gang.start()
         while command is not None:
@@ -253,7 +236,7 @@ class Crew:
                 if phases is not None:
                     phases.waiting(owing)
                 if waited >= timeout:
-                    raise self.lost(owing, f"did not answer within {timeout:g} s")
+                    raise self.lost(owing, f"did not answer within {timeout:g} s", waited)
             if phases is not None and len(ticket.replies) > answered:
                 phases.done(list(ticket.replies)[-1])
         return ticket
@@ -281,16 +264,20 @@ class Crew:
     def check(self) -> None:
         """Raises WorkersLost if a rank has ended, is stopped or silent."""
         assert self.link is not None
-        lost = self.launcher.lost()
+        ending, lost = self._ending, self.launcher.lost()
         if not lost:
+            if ending is not None:
+                self._ending = None  # it was a spare's, or one that was asked for
             here = [place.pid if place.home == home() else 0 for place in self.places]
             lost = self.health.look(self.link.pulses(), self.clock(), self.system.is_stopped, here)
+            if lost:
+                raise self.lost(tuple(lost), "; ".join(lost.values()), self.health.silent(lost))
         if lost:
-            raise self.lost(tuple(lost), "; ".join(lost.values()))
+            raise self.lost(tuple(lost), "; ".join(lost.values()), self._since_end())
         if self.group.open and isinstance(plan := self.group.open[0].command, StepPlan):
             waited = self.pace.look(self.group.open[0].number, planned_tokens(plan), self.clock())
             if waited is not None:
-                raise self.lost(self.group.owing(), f"did not finish its step in {waited:.0f} s")
+                raise self.lost(self.group.owing(), f"did not finish its step in {waited:.0f} s", waited)
 
     def root_cause(self, failed: Failed) -> Failed:
         """A rank that only says that another did not come waits for what that one has to say. Raises WorkersLost if
@@ -310,10 +297,18 @@ class Crew:
         command = type(self.group.open[0].command)
         return PHASES.get(command, {"StepPlan": "step"}.get(command.__name__, command.__name__.lower()))
 
-    def lost(self, ranks: Sequence[int], how: str) -> WorkersLost:
-        """A loss of these ranks, whose processes `how`."""
+    def ending(self) -> None:
+        """A process was seen to end. Any thread."""
+        if self._ending is None and self.launcher.replaces:
+            self._ending = self.clock()
+
+    def _since_end(self) -> float:
+        return 0.0 if self._ending is None else self.clock() - self._ending
+
+    def lost(self, ranks: Sequence[int], how: str, detect: float = 0.0) -> WorkersLost:
+        """A loss of these ranks, whose processes `how`; known `detect` seconds after the first sign of it."""
         self.broken = True
-        return WorkersLost(self.epoch, tuple(ranks), f"its process {how}", self.phase())
+        return WorkersLost(self.epoch, tuple(ranks), f"its process {how}", self.phase(), detect=detect)
 
     def loss_of(self, failed: Failed) -> WorkersLost:
         """What a rank's failure costs: its epoch, not its process."""
@@ -328,22 +323,26 @@ class Crew:
             self.launcher.settle(ranks)
         lost = self.launcher.lost()
         if lost:
-            return self.lost(tuple(lost), "; ".join(lost.values()))
+            return self.lost(tuple(lost), "; ".join(lost.values()), self._since_end())
         self.broken = True
         return WorkersLost(self.epoch, ranks, str(error), self.phase())
 
     # -- for people, and for the next fault
 
-    def layout(self) -> str:
-        parallel = self.config.parallel
-        return f"tp={parallel.tensor_parallel_size} pp={parallel.pipeline_parallel_size}"
-
     def stand_by(self) -> None:
         """Have the launcher see to its spares."""
         if self.link is not None and self.places:
-            boot = boots_for(self.config, self.places, self.link)[0]
-            place = msgspec.structs.replace(boot.place, rank=SPARE)
-            self.launcher.stand_by(msgspec.structs.replace(boot, place=place, link=Inside()))
+            try:
+                self.launcher.stand_by(self._spare_boot())
+            except OSError as e:  # not now; the ranks that there are do without
+                logger.warning("no spare can be started: %s", e)
+
+    def _spare_boot(self) -> RankBoot:
+        """Of a process that gets ready for any rank of the layout that there should be."""
+        assert self.link is not None
+        boot = boots_for(self.config.with_layout(self.asked), self.places, self.link)[0]
+        place = msgspec.structs.replace(boot.place, rank=SPARE)
+        return msgspec.structs.replace(boot, place=place, link=Inside())
 
     # -- ending
 

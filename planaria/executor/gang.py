@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planaria.config.options import CacheConfig, ParallelConfig, SchedulerConfig
+from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.errors import CapacityError
 from planaria.protocol import Allocate, Command, Facts, Failed, Hello, Join, Load, Probe, Ready, Regroup, Reply
+from planaria.topology import Layout
 
 KV_SHARE = 0.5  # of available memory, where no size is given on a CPU
 KV_CPU_LIMIT = 2 << 30
 
 
 def kv_blocks(
-    facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig, *, cpu: bool, share: float = 1.0
-) -> int:
-    """How many blocks every rank can hold. Raises CapacityError when one request of full length wouldn't fit."""
+    facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig, *, cpu: bool, share: float = 1.0,
+    sharers: int = 1,
+) -> int:  # fmt: skip
+    """How many blocks every rank can hold; sharers: engines that take from the same memory. Raises CapacityError when
+    one request of full length wouldn't fit."""
     block = max(f.block_bytes for f in facts)
     available = min(f.available_bytes for f in facts)
     if cache.memory is not None:
@@ -29,7 +32,7 @@ def kv_blocks(
             )
         budget = cache.memory
     else:
-        budget = min(int(available * KV_SHARE), KV_CPU_LIMIT) if cpu else available
+        budget = min(int(available * KV_SHARE / sharers), KV_CPU_LIMIT) if cpu else available
     needed = -(-scheduler.max_model_len // cache.block_size)
     blocks = max(int(budget * share) // block, min(needed, budget // block))
     if blocks < needed:
@@ -60,14 +63,15 @@ def differences(members: Sequence[Hello]) -> str:
 
 
 class Gang:
-    """Brings ranks from launched to ready. `num_blocks` and `seconds` are known when `state` is "ready"."""
+    """Brings the ranks of `layout` from launched to ready. loading: how many read weights at a time, None: all.
+    `num_blocks` and `seconds` are known when `state` is "ready"."""
 
     def __init__(
-        self, cache: CacheConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, *, cpu: bool, epoch: int = 0,
-        apart: bool = False, share: float = 1.0,
+        self, cache: CacheConfig, scheduler: SchedulerConfig, layout: Layout, *, cpu: bool, epoch: int = 0,
+        apart: bool = False, share: float = 1.0, loading: int | None = None, sharers: int = 1,
     ) -> None:  # fmt: skip
-        self.cache, self.scheduler, self.parallel, self.cpu = cache, scheduler, parallel, cpu
-        self.epoch, self.apart, self.share = epoch, apart, share
+        self.cache, self.scheduler, self.layout, self.cpu = cache, scheduler, layout, cpu
+        self.epoch, self.apart, self.share, self.loading, self.sharers = epoch, apart, share, loading, sharers
         self.state = "launched"
         self.members: tuple[Hello, ...] = ()
         self.num_blocks = 0
@@ -78,10 +82,7 @@ class Gang:
 
     def start(self) -> Command:
         self.state = "joining"
-        return Join(self.epoch, *self._layout(), self.apart)
-
-    def _layout(self) -> tuple[int, int]:
-        return self.parallel.tensor_parallel_size, self.parallel.pipeline_parallel_size
+        return Join(self.epoch, self.layout, self.apart)
 
     def on_done(self, replies: list[Reply]) -> Command | None:
         """All ranks answered the last command, replies in rank order; the next one, or None when ready or failed."""
@@ -98,11 +99,11 @@ class Gang:
                 if found := differences(self.members):
                     return self._fail(Failed(0, "connect", found, "", "config"))
                 self.state = "grouping"
-                return Regroup(self.epoch, *self._layout(), self.members)
+                return Regroup(self.epoch, self.layout, self.members)
             case "grouping":
                 self.state = "loading"
-                world = range(self.parallel.world_size)
-                few = self.parallel.max_parallel_loading_workers or len(world)
+                world = range(self.layout.size)
+                few = self.loading or len(world)
                 self._to_load = [tuple(world[i : i + few]) for i in range(0, len(world), few)]
                 return Load(self._to_load.pop(0))
             case "loading":
@@ -113,7 +114,9 @@ class Gang:
             case "probing":
                 facts = [reply for reply in replies if isinstance(reply, Facts)]
                 try:
-                    self.num_blocks = kv_blocks(facts, self.cache, self.scheduler, cpu=self.cpu, share=self.share)
+                    self.num_blocks = kv_blocks(
+                        facts, self.cache, self.scheduler, cpu=self.cpu, share=self.share, sharers=self.sharers
+                    )
                 except CapacityError as e:
                     return self._fail(Failed(0, "probe", str(e), "", "capacity"))
                 self.weight_bytes = sum(f.weight_bytes for f in facts)

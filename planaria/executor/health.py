@@ -7,7 +7,7 @@ while doesn't take that for its ranks' silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 LONGEST_LOOK = 1.0  # seconds that pass between two looks at most, as far as silence is concerned
 STOPPED = 2.0  # seconds of silence after which a process that the kernel calls stopped is lost
@@ -21,6 +21,10 @@ class Health:
         self._last: dict[int, tuple[int, int]] = {}
         self._silent: dict[int, float] = {}
         self._looked: float | None = None
+
+    def silent(self, ranks: Iterable[int]) -> float:
+        """For how many seconds the most silent of them has been so."""
+        return max((self._silent.get(rank, 0.0) for rank in ranks), default=0.0)
 
     def look(
         self, pulses: Sequence[tuple[int, int]], now: float, is_stopped: Callable[[int], bool],

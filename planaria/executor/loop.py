@@ -13,19 +13,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
 from planaria.errors import CallFailed, CapacityError, EngineDead, PlanariaError, UserError, WorkersLost
-from planaria.executor.boot import Place
+from planaria.executor.attempts import Attempts
+from planaria.executor.backend import Launcher, Link
+from planaria.executor.boot import Place, boots_for
 from planaria.executor.census import census, here
-from planaria.executor.crew import Crew, Launcher, Link, Refusal, System, failure
+from planaria.executor.crew import Crew, Refusal, System, failure
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
 from planaria.executor.reformations import Reformations
+from planaria.executor.replay import Replay, told_replay
+from planaria.executor.reshape import why_not
+from planaria.executor.told import kind_of, layout_name, told
 from planaria.executor.worker_group import Ticket
 from planaria.protocol import Call, Failed, StepPlan, StepResult
 from planaria.topology import Layout
+from planaria.topology.table import CameUp
 from planaria.types import Delta, FinishReason, Request
 from planaria.wire import (
     Cancel,
@@ -36,6 +44,9 @@ from planaria.wire import (
     Processes,
     Recovery,
     Report,
+    Reshape,
+    Reshaped,
+    Share,
     Shutdown,
     Submit,
     ToEngine,
@@ -45,7 +56,10 @@ logger = logging.getLogger("planaria.engine")
 
 Emit = Callable[[FromEngine], None]
 
+STEP_TOKENS = 128  # of a step, for each thread of a CPU
 LESS = 0.8  # of the KV memory it had, after a rank ran out of memory
+ROOM_LOOK = 1.0  # seconds between looks for devices that are back
+SPARES_AFTER = 15.0  # seconds that a replay has the node's cores to itself, before another spare is started
 
 __all__ = ["Emit", "EngineLoop", "Launcher", "Link"]
 
@@ -60,9 +74,6 @@ class EngineLoop:
     ) -> None:  # fmt: skip
         self.config, self.emit, self.clock = config, emit, clock
         self.crew = Crew(config, launcher, link_for, emit, clock, system or System())
-        parallel = config.parallel
-        # the rank whose step results have tokens: tensor rank 0 of the last stage
-        self.answering = parallel.tensor_parallel_size * (parallel.pipeline_parallel_size - 1)
         self.on_loss: Callable[[], None] = lambda: None
         # Where several processes run the same engine: the messages (and with `clock` the time) that all of them go by.
         self.agree: Callable[[ToEngine], ToEngine] = lambda message: message
@@ -73,6 +84,8 @@ class EngineLoop:
         self.limit = Reformations(config.faults.recovery_limit, config.faults.recovery_window)
         self._tokens = -1  # generated when the last epoch began
         self._failed_rank = -1  # that answered with a failure last, with no token since
+        self._look_for_room = 0.0
+        self._replay: Replay | None = None
         self._reports: list[Pending] = []  # ranks' answers that a Report waits for
 
     # -- starting and ending
@@ -87,8 +100,11 @@ class EngineLoop:
             crew.broken = crew.broken or crew.group.world_size > 1 or not isinstance(e, PlanariaError)
             crew.close()
             raise
-        self.core = EngineCore(config.scheduler, config.cache, crew.num_blocks)
+        self.core = EngineCore(config.scheduler, config.cache, crew.num_blocks, crew.layout.dp)
         self.core.epoch = crew.epoch
+        if crew.layout != crew.asked:
+            self.core.lost(crew.epoch, crew.num_blocks, crew.layout.pp)
+        self._limit_steps()
         crew.seconds["engine"] = self.clock() - began
         model = config.model
         crew.stand_by()
@@ -106,10 +122,19 @@ class EngineLoop:
             weight_bytes=crew.weight_bytes,
             executor=crew.launcher.name,
             link=crew.link.name if crew.link is not None else "",
-            layout=crew.layout(),
+            layout=layout_name(crew.layout),
             ranks=[member.pid for member in crew.members],
             seconds=crew.seconds,
+            places=self._places(),
         )
+
+    def _places(self) -> list[CameUp]:
+        """By rank."""
+        crew = self.crew
+        return [
+            CameUp(at.host or member.node, at.devices, at.bundle)
+            for member, at in zip(crew.members, crew.places, strict=True)
+        ]
 
     def _come_up(self) -> None:
         """The first epoch, or the first that succeeds: a process that ends while it starts is replaced."""
@@ -124,7 +149,7 @@ class EngineLoop:
                     return
                 except WorkersLost as e:
                     loss = e
-                    if not self._may_go_on(loss):
+                    if not self._may_go_on():
                         raise EngineDead(str(loss)) from None
                     logger.warning("%s; trying again", loss)
         except Refusal as e:
@@ -143,6 +168,7 @@ class EngineLoop:
 
     def _on_exit(self) -> None:
         """From another thread: end the wait for an answer that may never come."""
+        self.crew.ending()
         link = self.crew.link
         if link is not None:
             link.wake()
@@ -160,61 +186,112 @@ class EngineLoop:
             self.crew.check()
         except WorkersLost as e:
             self._lost(e)
+        self._grow()
 
-    def _may_go_on(self, loss: WorkersLost) -> bool:
+    def _may_go_on(self) -> bool:
         tokens = self.core.generation_tokens if self.core is not None else 0
         progressed, self._tokens = tokens != self._tokens and self.core is not None, tokens
         if progressed:
             self._failed_rank = -1
         return self.crew.launcher.replaces and self.limit.allowed(self.clock(), progressed)
 
-    def _lost(self, loss: WorkersLost) -> None:
-        """The one place where lost ranks are dealt with."""
-        core = self.core
+    def _grow(self) -> None:
+        """About once a second: see to the spares; where there are fewer ranks than there should be, or some in places
+        that are going, look whether there could be others."""
+        crew, leaving = self.crew, self.crew.launcher.leaving
+        whole = crew.layout == crew.asked and not leaving
+        if self.dead is not None or (whole and not self.config.faults.spare_workers):
+            return
+        if self.clock() < self._look_for_room:
+            return
+        self._look_for_room = self.clock() + ROOM_LOOK
+        if whole:
+            if self._replay is None or self.clock() - self._replay.began >= SPARES_AFTER:
+                crew.stand_by()
+        elif (layout := crew.room()) is not None:
+            where = f"ranks {', '.join(map(str, leaving))} move to places that stay"
+            self._change(layout, where if leaving else "there are devices for it again")
+
+    def _reshape(self, wish: Reshape) -> None:
+        """Have the layout that somebody asks for, or say why not and stay with the present one."""
+        crew, began = self.crew, self.clock()
+        layout = Layout(tp=max(1, wish.tp), pp=max(1, wish.pp), dp=max(1, wish.dp or crew.asked.dp))
+        why = "the engine has ended" if self.dead is not None else (
+            f"a degree is at least 1, asked for tp={wish.tp} pp={wish.pp}" if min(wish.tp, wish.pp) < 1
+            else why_not(self.config, layout, crew.launcher.name, crew.launcher.replaces)
+        )  # fmt: skip
+        if not why and layout != crew.layout:
+            self._change(layout, "asked for")
+            if crew.layout != layout:
+                why = f"{layout_name(layout)} could not be had: the log says why"
+        if not why:
+            crew.asked = layout
+        self.emit(Reshaped(wish.id, layout_name(crew.layout), why, self.clock() - began))
+
+    def _change(self, layout: Layout, why: str) -> None:
+        """Another layout on purpose, by the same door as faults: nobody is suspected, nothing counts as fruitless."""
+        cause = f"the layout becomes {layout}: {why}"
+        self._lost(WorkersLost(self.crew.epoch, (), cause, self.crew.phase(), dead=False, kind="layout"), layout)
+
+    def _lost(self, loss: WorkersLost, layout: Layout | None = None) -> None:
+        """The one place where an epoch ends and the next begins. layout: that it should have; None: the present one."""
+        core, crew = self.core, self.crew
         assert core is not None
-        began = self.clock()
-        first = loss
-        convicted = core.fault()
-        self._emit(convicted)
-        if convicted:
-            self._tokens = -1  # an answer is progress: what ended the epochs before this one is out of the way
-        replaced: set[int] = set()
+        began = self.clock() - loss.detect
+        self._replay = None
+        if loss.kind != "layout":
+            convicted = core.fault()
+            self._emit(convicted)
+            if convicted:
+                self._tokens = -1  # an answer is progress: what ended the epochs before this one is out of the way
+        attempts = Attempts(loss, crew.layout, layout)
         while True:
+            loss = attempts.loss
+            failed = Failed(loss.ranks[0] if loss.ranks else 0, loss.phase, loss.cause, loss.traceback, loss.kind)
             if loss.kind == "capacity":
-                self.crew.kv_share *= LESS
-            # what killed a rank may have killed others, which is seen a moment later: that is the same attempt
-            again = loss is first or not loss.dead or not loss.ranks or not replaced.isdisjoint(loss.ranks)
-            if again and not self._may_go_on(loss):
-                self._die(Failed(loss.ranks[0] if loss.ranks else 0, loss.phase, loss.cause, loss.traceback, loss.kind))
+                crew.kv_share *= LESS
+            if attempts.counts and not self._may_go_on():
+                self._die(failed)
                 return
-            self.emit(Recovery(self.crew.epoch + 1, list(loss.ranks), loss.phase, loss.cause, loss.traceback))
+            self.emit(Recovery(
+                crew.epoch + 1, list(loss.ranks), loss.phase, loss.cause, loss.traceback, kind=kind_of(attempts.first)
+            ))  # fmt: skip
             if not loss.dead and self._failed_rank in loss.ranks:
                 loss.dead = True  # it failed twice with no token in between: another process may do better
-            replaced.update(loss.ranks if loss.dead else ())
+            if crew.layout.size > 1 and (hopeless := attempts.hopeless()):
+                crew.launcher.give_up(hopeless)
+            attempts.replacing()
             self._failed_rank = loss.ranks[0] if loss.ranks and not loss.dead else -1
             try:
-                seconds = self.crew.reform(loss)
+                seconds = crew.reform(loss, attempts.layout, exactly=attempts.changing)
                 break
-            except WorkersLost as e:
-                loss = e
-            except Refusal as e:
-                self._die(e.failed)
-                return
-            except CapacityError as e:
-                rank = loss.ranks[0] if loss.ranks else 0
-                self._die(Failed(rank, loss.phase, f"{loss.cause}; it can't be replaced: {e}", loss.traceback))
-                return
-        crew = self.crew
-        before = core.replayed_tokens
-        self._emit(core.lost(crew.epoch, crew.num_blocks))
+            except (WorkersLost, Refusal, CapacityError) as e:
+                if not attempts.failed(e):
+                    why = f"{loss.cause}; it can't be replaced: {e}"
+                    gone = msgspec.structs.replace(failed, message=why, kind="error")
+                    self._die(e.failed if isinstance(e, Refusal) else gone)
+                    return
+        self._go_on(attempts, seconds, began)
+
+    def _go_on(self, attempts: Attempts, seconds: dict[str, float], began: float) -> None:
+        """Another epoch has begun: everything open is computed again in it."""
+        core, crew, first = self.core, self.crew, attempts.first
+        assert core is not None
+        tokens = core.replayed_tokens
+        # the epoch is news, also with no request
+        self._emit(core.lost(crew.epoch, crew.num_blocks, crew.layout.pp, crew.layout.dp), stepped=True)
         seconds["total"] = self.clock() - began
         done = Recovery(
-            crew.epoch, list(first.ranks), first.phase, first.cause, first.traceback, seconds, crew.layout(),
-            [member.pid for member in crew.members], len(core.lane_of), core.replayed_tokens - before,
+            crew.epoch, list(first.ranks), first.phase, first.cause, first.traceback, seconds, layout_name(crew.layout),
+            [member.pid for member in crew.members], len(core.lane_of), core.replayed_tokens - tokens,
+            kind=kind_of(first), places=self._places(),
         )  # fmt: skip
         self.emit(done)
-        logger.warning("%s", told(done, loss.dead))
-        crew.stand_by()
+        logger.warning("%s", told(done, attempts.loss.dead, attempts.present))
+        if going := [request.id for request in core.snapshot() if request.output]:
+            self._replay = Replay(done, going, self.clock())
+        else:
+            crew.stand_by()
 
     # -- running
 
@@ -238,23 +315,44 @@ class EngineLoop:
                 self._emit(self.core.cancel(message.id))
             case Report():
                 self._report()
+            case Share():
+                self._share(message.engines)
+            case Reshape():
+                self._reshape(message)
             case Shutdown():
-                self.stopping = True
+                self.stopping, self.crew.launcher.followed = True, message.followed
+
+    def _share(self, engines: int) -> None:
+        """Take another share of the node's cores: at once where a rank computes alone, else with the next epoch."""
+        crew = self.crew
+        device = msgspec.structs.replace(crew.config.device, sharers=engines)
+        crew.config = msgspec.structs.replace(crew.config, device=device)
+        if crew.link is not None and self.dead is None and crew.group.world_size == 1:
+            self._limit_steps()
+            (boot,) = boots_for(crew.config, crew.places, crew.link)
+            self.call("use_threads", (boot.threads,))
+
+    def _limit_steps(self) -> None:
+        """With few threads a step of many tokens takes long, and every stream waits for it."""
+        if self.core is not None and self.crew.link is not None and self.config.scheduler.auto_batched_tokens:
+            threads = min(boot.threads for boot in boots_for(self.crew.config, self.crew.places, self.crew.link))
+            self.core.limit_steps(threads * self.crew.layout.tp * STEP_TOKENS)
 
     def _report(self) -> None:
         """Answer a Report; ranks that only they can look into are asked first, between two steps."""
         if self.dead is not None or all(here(member) for member in self.crew.members):
             self._tell_census({})
         else:
-            self._reports.append(self.call("resident"))
+            try:
+                self._reports.append(self.call("resident"))
+            except EngineDead:
+                self._tell_census({})
 
     def _tell_census(self, resident: dict[int, int]) -> None:
-        parallel = self.config.parallel
-        layout = Layout(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
         state = "busy" if self.busy() else "idle"
         crew = self.crew
         spares = crew.launcher.spare_pids()
-        self.emit(Processes(census(crew.members, layout, crew.epoch, crew.group.owing(), resident, state, spares)))
+        self.emit(Processes(census(crew.members, crew.layout, crew.epoch, crew.group.owing(), resident, state, spares)))
 
     def _answer_reports(self) -> None:
         while self._reports and self._reports[0].done():
@@ -272,8 +370,9 @@ class EngineLoop:
         """One round; True if something was computed. Lost ranks are replaced; open requests are always answered."""
         core, crew = self.core, self.crew
         assert core is not None
+        self._grow()
         try:
-            while core.in_flight < self.config.scheduler.depth:
+            while core.in_flight < max(crew.layout.pp, self.config.scheduler.depth):
                 plan = core.plan(self.clock())
                 if plan is None:
                     break
@@ -325,15 +424,38 @@ class EngineLoop:
             return  # whoever asked looks at the ticket
         if ticket.failed is not None:
             raise self.crew.loss_of(self.crew.root_cause(ticket.failed))
-        result = ticket.replies[self.answering]
-        if isinstance(result, StepResult) and isinstance(ticket.command, StepPlan):
-            self.crew.stepped(ticket.command, result)
-            self._emit(self.core.commit(result), stepped=True)
+        if isinstance(ticket.command, StepPlan):
+            drawn = [ticket.replies[rank] for rank in self.crew.layout.drawing]
+            self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
+
+    def _commit(self, plan: StepPlan, parts: list[StepResult]) -> None:
+        """parts: what was drawn in each lane."""
+        assert self.core is not None
+        result = parts[0]
+        if len(parts) > 1:
+            lanes, seconds = tuple(part.lanes[0] for part in parts), max(part.seconds for part in parts)
+            result = StepResult(result.epoch, result.step, lanes, seconds)
+        self.crew.stepped(plan, result)
+        self._emit(self.core.commit(result), stepped=True)
 
     def _emit(self, deltas: list[Delta], *, stepped: bool = False) -> None:
         if deltas or stepped:
             assert self.core is not None
             self.emit(Output(deltas, self.core.stats()))
+        if self._replay is not None:
+            self._watch_replay(deltas)
+
+    def _watch_replay(self, deltas: list[Delta]) -> None:
+        """Tell when all sequences go on that a fault had interrupted."""
+        assert self._replay is not None
+        now = self.clock()
+        for delta in deltas:
+            moved = delta.tokens or delta.finish is not None
+            if moved and (replayed := self._replay.heard(delta.request_id, now)) is not None:
+                self._replay, self._look_for_room = None, 0.0  # spares that waited for it are next
+                self.emit(replayed)
+                logger.warning("%s", told_replay(replayed))
+                return
 
     def _abort_all(self, reason: FinishReason, error: str | None) -> None:
         assert self.core is not None
@@ -348,22 +470,7 @@ class EngineLoop:
         error = failure(failed)
         logger.error("the engine ends: %s\n%s", error, failed.traceback)
         self.crew.broken = True  # ranks may wait for one that failed
-        self._abort_all(FinishReason.ERROR, str(error))
         self.dead = Dead(failed.kind, str(error), failed.traceback)
         self.stopping = True
-        self.emit(self.dead)
-
-
-
-def told(done: Recovery, replaced: bool) -> str:
-    """The block of the log that says what happened and what was done."""
-    ranks = ", ".join(map(str, done.ranks))
-    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in done.seconds.items() if part != "total")
-    lines = [
-        f"rank {ranks} failed in {done.phase}: {done.cause}",
-        *(done.traceback.rstrip().splitlines() if done.traceback else ()),
-        f"{'replaced it' if replaced else 'kept its process'}, began epoch {done.epoch} ({done.layout}) after "
-        f"{done.seconds.get('total', 0.0):.2f} s: {parts}",
-        f"{done.requests} requests go on; {done.tokens} tokens are computed again",
-    ]
-    return "\n  ".join(lines)
+        self.emit(self.dead)  # first: there may be another engine for what is open
+        self._abort_all(FinishReason.ERROR, str(error))

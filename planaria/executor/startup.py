@@ -11,6 +11,18 @@ from planaria.wire import FromEngine, Phase
 logger = logging.getLogger("planaria.engine")
 
 FIRST_LINE = 10.0  # seconds in a phase after which the log says what is awaited
+PARTS = {
+    "launch": "replace", "connect": "replace", "groups": "regroup", "load": "load", "probe KV": "load",
+    "warm-up": "load",
+}  # fmt: skip
+
+
+def parts_of(phases: dict[str, float]) -> dict[str, float]:
+    """Of a recovery, from the seconds of its phases: replace (until all processes are there), regroup, load."""
+    parts = dict.fromkeys(PARTS.values(), 0.0)
+    for phase, part in PARTS.items():
+        parts[part] += phases.get(phase, 0.0)
+    return parts
 
 
 class StartUp:

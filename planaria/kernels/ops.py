@@ -12,7 +12,7 @@ The residual stream is float32; what goes into a matrix product has the back end
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,10 +22,13 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
+    from planaria.config import MoEConfig
+    from planaria.mesh.all2all import All2All
     from planaria.mesh.comm import Comm
 
 Act = Any
 Weight = Any
+Routing = Any  # for each row, the slots and weights of the experts it chose
 KVLayer = Any
 RopeTable = Any
 
@@ -46,7 +49,7 @@ class Quantized:
 class Batch:
     """One step's inputs, in fixed arrays that the runner fills in place. Sequences are in any order.
 
-    counts       int64 [4]: T tokens, number of sequences, S sample positions, 0
+    counts       int64 [4]: T tokens, number of sequences, S sample positions, tokens of all lanes (see `Ops.dispatch`)
     tokens       int32 [max_tokens]        token ids, sequence after sequence
     positions    int32 [max_tokens]        position of each in its sequence
     slots        int64 [max_tokens]        where its key and value go: block * block_size + offset
@@ -80,6 +83,35 @@ class Batch:
         return self.hidden
 
 
+class Slots:
+    """Where a layer's experts are: slots are numbered over all ranks, a slot holds one expert's weights.
+
+    table int32 [experts, 1 + most]: in how many slots an expert is, then which. A token at position p takes number
+    p % (how many), so which replica computes it does not depend on what shares its step. Both arrays are read at each
+    step and may be changed between steps. `held`: the slots of this rank; its `experts` operation computes those only.
+    load int64 [experts]: tokens that chose each expert are added to it in each step; None: not counted.
+    """
+
+    def __init__(self, slots: Sequence[int], num_experts: int, held: range, most: int = 1) -> None:
+        replicas: list[list[int]] = [[] for _ in range(num_experts)]
+        for slot, expert in enumerate(slots):
+            replicas[expert].append(slot)
+        self.held = held
+        self.table: npt.NDArray[np.int32] = np.zeros(
+            (num_experts, 1 + max(most, *(len(r) for r in replicas))), np.int32
+        )
+        self.load: npt.NDArray[np.int64] | None = None
+        self.fill(replicas)
+
+    def fill(self, replicas: Sequence[Sequence[int]]) -> None:
+        """The slots of each expert from now on. Raises ValueError for one that has none or too many."""
+        most = self.table.shape[1] - 1
+        for expert, slots in enumerate(replicas):
+            if not 1 <= len(slots) <= most:
+                raise ValueError(f"expert {expert} in {len(slots)} slots: must be in 1 to {most}")
+            self.table[expert] = [len(slots), *slots, *[0] * (most - len(slots))]
+
+
 class Ops(Protocol):
     """One back end. Loading: `pack`, `vector`, `rope_table`, `kv_layer`. The rest is forward.
 
@@ -88,8 +120,11 @@ class Ops(Protocol):
     them to the last bit; `logits` brings the columns together on rank 0. A group of one does nothing of this.
     """
 
-    def join(self, tp: Comm) -> None:
-        """Share the work with these tensor ranks from now on; what was compiled before is of no more use."""
+    spread: bool  # are experts shared with the ranks of other lanes?
+
+    def join(self, tp: Comm, lanes: All2All | None = None) -> None:
+        """Share the work with these tensor ranks from now on, and experts with the ranks of other lanes; what was
+        compiled before is of no more use."""
         ...
 
     def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Weight:
@@ -115,6 +150,14 @@ class Ops(Protocol):
         """Bytes of one block of one layer, keys and values."""
         ...
 
+    def latent_layer(self, num_blocks: int, block_size: int, width: int) -> KVLayer:
+        """One layer's paged cache of `width` numbers a token, the same for all heads."""
+        ...
+
+    def latent_block_bytes(self, block_size: int, width: int) -> int:
+        """Bytes of one block of one such layer."""
+        ...
+
     def embed(self, table: Weight, vocab: range | None = None) -> Act:
         """[T, H] float32: rows of the table for the batch's tokens. The table may be the packed output head. vocab: the
         token ids of its rows, where other ranks of the group hold the others."""
@@ -125,7 +168,7 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Act, weight: Any, eps: float) -> Act:
-        """x / sqrt(mean(x^2) + eps) * weight, in the activation dtype."""
+        """x / sqrt(mean(x^2) + eps) * weight, in the activation dtype. x: the residual, or a product."""
         ...
 
     def linear(self, x: Act, weight: Weight, residual: Act | None = None, *, reduce: bool = False) -> Act:
@@ -149,8 +192,67 @@ class Ops(Protocol):
         h // (heads / kv_heads); with `window` w, only positions > p - w. [T, heads * head_dim], activation dtype."""
         ...
 
+    def by_head(self, x: Act, weight: Weight, num_heads: int, rope: RopeTable | None = None) -> Act:
+        """Every head's columns of x times its own rows of the weight [heads * N, K]: x [T, heads * K] to
+        [T, heads * N]. With `rope` a head of x has the rotated columns of the table after its K, and they are rotated
+        by position and put after its N."""
+        ...
+
+    def latent_store(self, x: Act, kv: KVLayer, norm: Any, eps: float, rope: RopeTable) -> None:
+        """x [T, width]: RMS-normalise the first columns, as many as `norm` has; rotate the rest by position; store
+        both at the batch's slots."""
+        ...
+
+    def latent_attend(self, q: Act, kv: KVLayer, num_heads: int, rank: int, scale: float) -> Act:
+        """Causal attention of q [T, heads * width] over its sequence's cache, whose rows are the keys of all heads and
+        whose first `rank` columns are the values. [T, heads * rank], activation dtype."""
+        ...
+
     def silu_mul(self, gate_up: Act) -> Act:
         """silu(first half) * second half of the columns."""
+        ...
+
+    def wide_norm(
+        self, qkv: Act, widths: tuple[int, int], whole: tuple[int, int], q_norm: Any, k_norm: Any, eps: float, *,
+        counts_keys: bool = True,
+    ) -> Act:  # fmt: skip
+        """qkv with its first columns (`widths`: of q, of k) RMS-normalised, q and k each over all its columns on all
+        ranks (`whole`: how many). counts_keys: no other rank has these k."""
+        ...
+
+    def gate_rows(self, x: Act, logit: Act) -> Act:
+        """x times the sigmoid of a float32 column [T, 1]."""
+        ...
+
+    def scores(self, x: Act, weight: Weight) -> Act:
+        """x W^T in float32 [T, N]; nothing is summed over ranks."""
+        ...
+
+    def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
+        """The experts of this rank's slots, slot by slot: (gate over up [2 I, H], down [H, I]), all of one kind."""
+        ...
+
+    def route(self, logits: Act, rule: MoEConfig, slots: Slots, correction: Any = None) -> Routing:
+        """Which experts each token chooses by float32 logits [T, experts], and with which weights. Of experts (and
+        groups) that score alike the one with the lower number is chosen. correction: a `vector` [experts]."""
+        ...
+
+    def experts(
+        self, x: Act, routing: Routing, weights: Weight, slots: Slots, residual: Act | None = None, *,
+        reduce: bool = False,
+    ) -> Act:  # fmt: skip
+        """For each row the sum, in order of its choice, of weight * down(silu(gate x) * up x) over the chosen experts
+        whose slots this rank holds; float32. A row's result does not depend on the others. Added to `residual` where
+        one is given, after summing over the ranks with `reduce`; else a new activation."""
+        ...
+
+    def dispatch(self, x: Act, routing: Routing) -> tuple[Act, Routing]:
+        """Where experts are `spread`: the rows of all lanes, for `experts` (without a residual)."""
+        ...
+
+    def combine(self, y: Act, residual: Act) -> Act:
+        """After `dispatch`: the sum over all ranks of what their experts made of this lane's rows, added to the
+        residual."""
         ...
 
     def take(self, x: Act) -> Act:
@@ -166,6 +268,10 @@ class Ops(Protocol):
         """A function that runs `forward` on what `batch` holds at that moment and returns its result as a tensor
         [S, vocabulary] (or [T, H]) float32, valid until the next run. Called with S = 0 it runs and returns an empty
         tensor. Raises PeerLost when a rank of the group is gone."""
+        ...
+
+    def use_threads(self, threads: int) -> None:
+        """Compute with so many threads from the next run on."""
         ...
 
     def close(self) -> None:

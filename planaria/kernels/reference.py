@@ -2,12 +2,13 @@
 
 Rule: nothing here is clever. A quantised weight is unpacked to the activation dtype when it is packed, so its
 memory is that of a plain weight; keys and values lie in one array of slots, block after block.
-On CUDA it is the same code; a step's inputs are copied to the device once, when the step begins.
+On CUDA it is the same code but for the products of experts (triton_experts.py); a step's inputs are copied to the
+device once, when the step begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planaria.kernels.ops import Batch, Quantized
+from planaria.config import MoEConfig
+from planaria.kernels import reference_experts as mixture
+from planaria.kernels import triton_experts
+from planaria.kernels.ops import Batch, Quantized, Slots
 from planaria.loader.quant import dequantise
+from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
 
 LOGIT_ROWS = (
@@ -40,6 +45,14 @@ class Cache:
 
     keys: Tensor
     values: Tensor
+    block_size: int
+
+
+@dataclass
+class LatentCache:
+    """rows [slots, width], keys of all heads; the first columns are the values."""
+
+    rows: Tensor
     block_size: int
 
 
@@ -68,7 +81,7 @@ class Step:
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self.device = device
-        tokens, sequences, samples, _ = (int(n) for n in batch.counts)
+        tokens, sequences, samples, self.all_tokens = (int(n) for n in batch.counts)
         self.tokens = self._put(batch.tokens[:tokens])
         self.positions = self._put(batch.positions[:tokens])
         self.slots = self._put(batch.slots[:tokens])
@@ -123,9 +136,12 @@ class TorchOps:
         self.tp: Comm = tp or Solo()
         self.dtype: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._step: Step | None = None
+        self._triton = self.device.type == "cuda" and triton_experts.available()  # grouped products of experts
+        self.lanes: All2All | None = None
+        self.spread = False
 
-    def join(self, tp: Comm) -> None:
-        self.tp = tp
+    def join(self, tp: Comm, lanes: All2All | None = None) -> None:
+        self.tp, self.lanes, self.spread = tp, lanes, lanes is not None
 
     @property
     def step(self) -> Step:
@@ -154,6 +170,13 @@ class TorchOps:
 
     def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
+
+    def latent_layer(self, num_blocks: int, block_size: int, width: int) -> LatentCache:
+        rows = torch.zeros(num_blocks * block_size, width, dtype=self.dtype, device=self.device)
+        return LatentCache(rows, block_size)
+
+    def latent_block_bytes(self, block_size: int, width: int) -> int:
+        return block_size * width * self.dtype.itemsize
 
     def _keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(device=self.device, dtype=dtype).contiguous()
@@ -192,7 +215,7 @@ class TorchOps:
         num_heads: int, num_kv_heads: int, head_dim: int,
         q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        heads = qkv.view(-1, qkv.shape[1] // head_dim, head_dim)
         q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         if q_norm is not None:
             q = self._norm(q, q_norm, eps)
@@ -225,9 +248,89 @@ class TorchOps:
             out[group.rows] = attended.transpose(1, 2)
         return out.flatten(1)
 
+    def by_head(
+        self, x: Tensor, weight: Linear, num_heads: int, rope: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        heads = x.view(-1, num_heads, x.shape[1] // num_heads)
+        rows = weight.weight.view(num_heads, -1, weight.weight.shape[1])
+        out = torch.einsum("thk,hnk->thn", heads[..., : rows.shape[2]], rows)
+        if rope is not None:
+            cos, sin = (table[self.step.positions][:, None, :] for table in rope)
+            out = torch.cat([out, self._rotate(heads[..., rows.shape[2] :], cos, sin)], -1)
+        return out.flatten(1)
+
+    def latent_store(
+        self, x: Tensor, kv: LatentCache, norm: Tensor, eps: float, rope: tuple[Tensor, Tensor]
+    ) -> None:
+        latent, rotated = x[:, : len(norm)], x[:, len(norm) :]
+        cos, sin = (table[self.step.positions] for table in rope)
+        kv.rows[self.step.slots] = torch.cat([self.rms_norm(latent, norm, eps), self._rotate(rotated, cos, sin)], -1)
+
+    def latent_attend(self, q: Tensor, kv: LatentCache, num_heads: int, rank: int, scale: float) -> Tensor:
+        q = q.view(-1, num_heads, q.shape[1] // num_heads)
+        out = q.new_empty(len(q), num_heads, rank)
+        for group, mask in self.step.groups(kv.block_size, None):
+            keys = kv.rows[group.slots][:, None]
+            attended = F.scaled_dot_product_attention(
+                q[group.rows].transpose(1, 2), keys, keys[..., :rank], attn_mask=mask, scale=scale, enable_gqa=True
+            )
+            out[group.rows] = attended.transpose(1, 2)
+        return out.flatten(1)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(self.dtype)
+
+    def wide_norm(
+        self, qkv: Tensor, widths: tuple[int, int], whole: tuple[int, int], q_norm: Tensor, k_norm: Tensor, eps: float,
+        *, counts_keys: bool = True,
+    ) -> Tensor:  # fmt: skip
+        q, k, v = torch.split(qkv.float(), [*widths, qkv.shape[1] - sum(widths)], dim=-1)
+        squares = torch.stack([q.pow(2).sum(-1), k.pow(2).sum(-1) * counts_keys], dim=-1)
+        if self.tp.size > 1:
+            self.tp.all_reduce(squares)
+        scale = torch.rsqrt(squares / torch.tensor(whole, device=qkv.device) + eps)
+        return torch.cat([q * scale[:, :1] * q_norm, k * scale[:, 1:] * k_norm, v], dim=-1).to(self.dtype)
+
+    def gate_rows(self, x: Tensor, logit: Tensor) -> Tensor:
+        return (x.float() * logit.sigmoid()).to(self.dtype)
+
+    def scores(self, x: Tensor, weight: Linear) -> Tensor:
+        return x.float() @ weight.weight.float().T
+
+    def group(self, experts: Sequence[tuple[Linear, Linear]]) -> list[tuple[Tensor, Tensor]] | triton_experts.Table:
+        weights = [(gate_up.weight, down.weight) for gate_up, down in experts]
+        return triton_experts.Table.of(weights) if self._triton else weights
+
+    def route(
+        self, logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None = None
+    ) -> mixture.Routing:  # fmt: skip
+        return mixture.route(logits, rule, slots, correction, self.step.positions)
+
+    def experts(
+        self, x: Tensor, routing: mixture.Routing, weights: list[tuple[Tensor, Tensor]] | triton_experts.Table,
+        slots: Slots, residual: Tensor | None = None, *, reduce: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if isinstance(weights, triton_experts.Table):
+            y = triton_experts.experts(x.contiguous(), routing.slots, routing.weights, weights, slots.held)
+        else:
+            y = mixture.experts(x, routing, weights, slots.held, self.silu_mul)
+        if reduce and self.tp.size > 1:
+            self.tp.all_reduce(y)
+        return y if residual is None else residual.add_(y)
+
+    def dispatch(self, x: Tensor, routing: mixture.Routing) -> tuple[Tensor, mixture.Routing]:
+        assert self.lanes is not None
+        parts = [x.contiguous(), routing.slots.contiguous(), routing.weights.contiguous()]
+        every = [part.new_empty(self.step.all_tokens, *part.shape[1:]) for part in parts]
+        self.lanes.dispatch(parts, every)
+        return every[0], mixture.Routing(every[1], every[2])
+
+    def combine(self, y: Tensor, residual: Tensor) -> Tensor:
+        assert self.lanes is not None
+        sums = torch.empty_like(residual)
+        self.lanes.combine(y, sums)
+        return residual.add_(sums)
 
     def take(self, x: Tensor) -> Tensor:
         return x[self.step.sample_index]
@@ -243,10 +346,15 @@ class TorchOps:
     def compile(self, forward: Callable[[Any], Tensor], batch: Batch) -> Callable[[], Tensor]:
         @torch.inference_mode()
         def run() -> Tensor:
+            if self.lanes is not None:
+                batch.counts[3] = self.lanes.begin(int(batch.counts[0]))
             self._step = Step(batch, self.device)
             return forward(self)
 
         return run
+
+    def use_threads(self, threads: int) -> None:
+        """Torch keeps their number for each thread that computes; the worker sets it."""
 
     def close(self) -> None:
         self._step = None

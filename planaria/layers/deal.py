@@ -1,4 +1,5 @@
-"""How a layout deals a model to ranks: KV groups, MLP columns and vocabulary to tensor ranks, layers to stages. Pure.
+"""How a layout deals a model to ranks: KV groups, MLP columns and vocabulary to tensor ranks, layers to stages, experts
+by columns to tensor ranks or whole to the ranks of an expert group. Pure.
 
 Rule: every query head, MLP column, token id and layer is held exactly once (a KV head by several ranks only where
 there are more ranks than KV heads), every rank has some of each, and each kind is even within one unit. MLP blocks
@@ -8,11 +9,13 @@ of one and more of the other makes everybody wait twice (docs/adr/0008-dealing.m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
-from planaria.config import ModelConfig
+from planaria.config import ModelConfig, ParallelConfig
 from planaria.errors import ConfigError
 from planaria.layers.shard import Shard
+from planaria.topology.experts import ExpertMap
 
 MLP_BLOCK = 32  # columns; packed weights are cut at multiples of it
 VOCAB_BLOCK = 16  # rows; what a kernel writes at a time
@@ -44,29 +47,59 @@ def deal_blocks(total: int, block: int, ranks: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def deal_tensor(config: ModelConfig, ranks: int) -> list[Shard]:
-    """The shards of `ranks` tensor ranks, all layers each. Raises ConfigError where a rank would be left empty."""
-    if ranks == 1:
-        return [Shard.full(config)]
+def expert_map(config: ModelConfig, parallel: ParallelConfig, ranks: int) -> ExpertMap | None:
+    """Where whole experts are over the `ranks` of an expert group, at the start; None: they are sliced by columns."""
+    if config.moe is None or not parallel.enable_expert_parallel:
+        return None
+    redundant = parallel.eplb_config.num_redundant_experts if parallel.enable_eplb else 0
+    return ExpertMap.placed(parallel.expert_placement_strategy, config.moe.num_experts, ranks, redundant)
+
+
+def deal_tensor(
+    config: ModelConfig, ranks: int, experts: ExpertMap | None = None, lane: int = 0
+) -> list[Shard]:  # fmt: skip
+    """The shards of `ranks` tensor ranks, all layers each. experts: whole experts on each rank of the expert group, in
+    which those of a lane follow one another; None: each tensor rank has some columns of every expert. Raises
+    ConfigError where a rank would be left empty."""
+    whole, moe = Shard.full(config), config.moe
+    if ranks == 1 and experts is None:
+        return [whole]
     limits = {
         "query heads": config.num_heads,
-        f"blocks of {MLP_BLOCK} MLP columns": -(-config.intermediate_size // MLP_BLOCK),
         f"blocks of {VOCAB_BLOCK} tokens": -(-config.vocab_size // VOCAB_BLOCK),
     }
+    if not all(config.is_moe(layer) for layer in range(config.num_layers)):
+        limits[f"blocks of {MLP_BLOCK} MLP columns"] = -(-config.intermediate_size // MLP_BLOCK)
+    if moe and experts is None:
+        limits[f"blocks of {MLP_BLOCK} columns of an expert"] = -(-moe.intermediate_size // MLP_BLOCK)
+    if moe and moe.shared_intermediate_size:
+        limits[f"blocks of {MLP_BLOCK} shared columns"] = -(-moe.shared_intermediate_size // MLP_BLOCK)
     for what, most in limits.items():
         if ranks > most:
             raise ConfigError(
                 "--tensor-parallel-size", ranks, f"{config.architecture} of this size has only {most} {what}",
                 f"use at most {min(limits.values())}",
             )  # fmt: skip
+    if experts is not None and len(experts.slots) < experts.num_ranks:
+        raise ConfigError(
+            "--enable-expert-parallel", "true",
+            f"{len(experts.slots)} experts can't be on {experts.num_ranks} ranks: some would have none",
+            f"use at most {len(experts.slots)} ranks",
+        )  # fmt: skip
     heads = deal_heads(config.num_heads, config.num_kv_heads, ranks)
     columns = deal_blocks(config.intermediate_size, MLP_BLOCK, ranks)
     vocab = deal_blocks(config.vocab_size, VOCAB_BLOCK, ranks)
-    layers = range(config.num_layers)
+    shared = deal_blocks(len(whole.shared_columns), MLP_BLOCK, ranks)
+    sliced = deal_blocks(len(whole.expert_columns), MLP_BLOCK, ranks)
     return [
-        Shard(*held, mlp_columns=mlp, vocab=ids, layers=layers, leads=rank == 0)
-        for rank, (held, mlp, ids) in enumerate(zip(heads, columns, vocab, strict=True))
-    ]
+        Shard(
+            *heads[rank], mlp_columns=columns[rank], vocab=vocab[rank], layers=whole.layers, leads=rank == 0,
+            shared_columns=shared[rank], experts=experts or whole.experts,
+            slots=experts.span(lane * ranks + rank) if experts else whole.slots,
+            expert_columns=whole.expert_columns if experts else sliced[rank],
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
 
 
 def deal_layers(num_layers: int, stages: int, partition: tuple[int, ...] | None = None) -> list[range]:
@@ -86,10 +119,13 @@ def deal_layers(num_layers: int, stages: int, partition: tuple[int, ...] | None 
     return parts(num_layers, stages)
 
 
-def deal(config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] | None = None) -> list[Shard]:
-    """The shard of every rank; rank = stage * tp + tensor rank."""
+def deal(
+    config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] | None = None,
+    experts: ExpertMap | None = None, lane: int = 0,
+) -> list[Shard]:  # fmt: skip
+    """The shard of every rank of a lane; rank = stage * tp + tensor rank. experts: see `deal_tensor`."""
     return [
-        Shard(s.heads, s.kv_heads, s.mlp_columns, s.vocab, layers, s.leads)
+        replace(shard, layers=layers)
         for layers in deal_layers(config.num_layers, pp, partition)
-        for s in deal_tensor(config, tp)
+        for shard in deal_tensor(config, tp, experts, lane)
     ]

@@ -8,8 +8,13 @@ operations reduce over the tensor ranks; a pipeline stage has only its layers.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from planaria.config import ModelConfig
 from planaria.kernels.ops import Act, KVLayer, Ops, RopeTable, Weight
+from planaria.layers.mla import LatentAttention
+from planaria.layers.moe import MoE
 from planaria.layers.shard import Shard, scaled
 from planaria.layers.weights import Part, WeightLoader
 
@@ -20,6 +25,23 @@ class RMSNorm:
 
     def __call__(self, ops: Ops, x: Act) -> Act:
         return ops.rms_norm(x, self.weight, self.eps)
+
+
+class WideNorm:
+    """RMS norms of q and of k over all their heads, on all ranks."""
+
+    def __init__(
+        self, c: ModelConfig, name: str, load: WeightLoader, shard: Shard, queries: range, keys: range
+    ) -> None:
+        self.whole = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.widths, self.eps, self.counts_keys = (len(queries), len(keys)), c.norm_eps, shard.leads_keys(c)
+        self.q = load.vector(f"{name}.q_norm.weight", self.whole[0], queries)
+        self.k = load.vector(f"{name}.k_norm.weight", self.whole[1], keys)
+
+    def __call__(self, ops: Ops, qkv: Act) -> Act:
+        return ops.wide_norm(
+            qkv, self.widths, self.whole, self.q, self.k, self.eps, counts_keys=self.counts_keys
+        )
 
 
 class Attention:
@@ -46,15 +68,24 @@ class Attention:
         )  # fmt: skip
         self.q_norm = load.vector(f"{name}.q_norm.weight", dim) if c.qk_norm else None
         self.k_norm = load.vector(f"{name}.k_norm.weight", dim) if c.qk_norm else None
+        self.wide = WideNorm(c, name, load, shard, queries, keys) if c.wide_qk_norm else None
 
     def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
         qkv = ops.linear(x, self.qkv)
+        if self.wide is not None:
+            qkv = self.wide(ops, qkv)
         q = ops.rope_store(
             qkv, self.kv, self.rope, self.num_heads, self.num_kv_heads, self.head_dim,
             self.q_norm, self.k_norm, self.eps,
         )  # fmt: skip
         x = ops.attend(q, self.kv, self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window)
         return ops.linear(x, self.output, h, reduce=True)
+
+    def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:
+        self.kv = ops.kv_layer(num_blocks, block_size, self.num_kv_heads, self.head_dim)
+
+    def kv_block_bytes(self, ops: Ops, block_size: int) -> int:
+        return ops.kv_block_bytes(block_size, self.num_kv_heads, self.head_dim)
 
 
 class MLP:
@@ -75,9 +106,9 @@ class DecoderLayer:
     def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard, rope: RopeTable) -> None:
         name = f"model.layers.{layer}"
         self.input_norm = RMSNorm(load, f"{name}.input_layernorm", c.hidden_size, c.norm_eps)
-        self.attention = Attention(c, layer, load, shard, rope)
+        self.attention = (Attention if c.mla is None else LatentAttention)(c, layer, load, shard, rope)
         self.post_norm = RMSNorm(load, f"{name}.post_attention_layernorm", c.hidden_size, c.norm_eps)
-        self.mlp = MLP(c, layer, load, shard)
+        self.mlp = MoE(c, layer, load, shard) if c.is_moe(layer) else MLP(c, layer, load, shard)
 
     def __call__(self, ops: Ops, h: Act) -> Act:
         h = self.attention(ops, self.input_norm(ops, h), h)
@@ -110,13 +141,19 @@ class Model:
     def make_kv(self, num_blocks: int, block_size: int) -> None:
         """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one goes."""
         assert self._ops is not None
-        for attention in (layer.attention for layer in self.layers):
-            attention.kv = self._ops.kv_layer(num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
+        for layer in self.layers:
+            layer.attention.make_kv(self._ops, num_blocks, block_size)
+
+    def count_experts(self) -> npt.NDArray[np.int64]:
+        """Zeros [layers with experts, experts], to which every later step adds the tokens that chose each expert. Call
+        it before `Ops.compile`; a model without experts has no rows."""
+        blocks = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
+        load = np.zeros((len(blocks), blocks[0].rule.num_experts if blocks else 0), np.int64)
+        for block, counts in zip(blocks, load, strict=True):
+            block.slots.load = counts
+        return load
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one block over all layers."""
         assert self._ops is not None
-        return sum(
-            self._ops.kv_block_bytes(block_size, layer.attention.num_kv_heads, layer.attention.head_dim)
-            for layer in self.layers
-        )
+        return sum(layer.attention.kv_block_bytes(self._ops, block_size) for layer in self.layers)

@@ -90,17 +90,26 @@ def _yarn(base: float, exponents: Tensor, dim: int, p: dict[str, Any]) -> Tensor
     return 1.0 / (_yarn_factor(p) * periods) * (1 - kept) + 1.0 / periods * kept
 
 
-def _yarn_attention(p: dict[str, Any]) -> float:
-    def scale(mscale: float) -> float:
-        factor = _yarn_factor(p)
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+def _yarn_scale(p: dict[str, Any], mscale: float) -> float:
+    factor = _yarn_factor(p)
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
+
+def _yarn_attention(p: dict[str, Any]) -> float:
     given = p.get("attention_factor")
     if given is not None:
         return float(given)
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return scale(p["mscale"]) / scale(p["mscale_all_dim"])
-    return scale(1)
+        return _yarn_scale(p, p["mscale"]) / _yarn_scale(p, p["mscale_all_dim"])
+    return _yarn_scale(p, 1)
+
+
+def softmax_factor(rope: RopeConfig) -> float:
+    """DeepSeek's factor on the scale of scores: `mscale_all_dim` acts on all columns of queries and keys, also those
+    that are not rotated."""
+    if rope.kind == "yarn" and rope.params.get("mscale_all_dim"):
+        return _yarn_scale(rope.params, rope.params["mscale_all_dim"]) ** 2
+    return 1.0
 
 
 def _longrope(base: float, exponents: Tensor, length: int, p: dict[str, Any]) -> tuple[Tensor, float]:

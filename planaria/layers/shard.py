@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planaria.config import ModelConfig
+from planaria.topology.experts import ExpertMap
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class Shard:
 
     heads: query heads; they read only `kv_heads`. layers: of this pipeline stage; the stage with layer 0 has the
     embedding, the one with the last layer the norm and the output head. leads: this rank adds the biases of
-    products that are summed over ranks.
+    products that are summed over ranks. experts: where the experts of each layer are, over all ranks of the expert
+    group (None: a model without); slots: this rank's; expert_columns: of each expert, shared_columns: of the experts
+    that all tokens share.
     """
 
     heads: range
@@ -27,13 +30,31 @@ class Shard:
     vocab: range
     layers: range
     leads: bool = True
+    experts: ExpertMap | None = None
+    slots: range = range(0)
+    expert_columns: range = range(0)
+    shared_columns: range = range(0)
+
+    @property
+    def held_experts(self) -> tuple[int, ...]:
+        """Logical experts of this rank's slots, slot by slot."""
+        return () if self.experts is None else self.experts.slots[self.slots.start : self.slots.stop]
+
+    def leads_keys(self, config: ModelConfig) -> bool:
+        """Is it this rank's part to count its KV heads, where others may hold them too?"""
+        return self.kv_heads.start * (config.num_heads // config.num_kv_heads) == self.heads.start
 
     @staticmethod
     def full(config: ModelConfig) -> Shard:
         """The whole model on one rank."""
+        moe = config.moe
         return Shard(
             range(config.num_heads), range(config.num_kv_heads), range(config.intermediate_size),
             range(config.vocab_size), range(config.num_layers),
+            experts=ExpertMap.linear(moe.num_experts, 1) if moe else None,
+            slots=range(moe.num_experts if moe else 0),
+            expert_columns=range(moe.intermediate_size if moe else 0),
+            shared_columns=range(moe.shared_intermediate_size if moe else 0),
         )  # fmt: skip
 
     def first(self) -> bool:

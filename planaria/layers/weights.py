@@ -36,11 +36,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor [size, K] of the checkpoint, of which a rank wants `rows` (of its first dimension)."""
+    """A tensor [size, K] of the checkpoint, of which a rank wants `rows` (of its first dimension), in `order` (places
+    among them) where one is given."""
 
     name: str
     size: int
     rows: range
+    order: tuple[int, ...] | None = None
 
 
 def cut(part: range, size: int) -> slice | None:
@@ -73,13 +75,14 @@ class WeightLoader:
         self.num_bytes = 0  # of what was packed: plain weights in the activation dtype, norms in float32
         self._itemsize = 4 if str(getattr(ops, "dtype", "")).endswith("float32") else 2
 
-    def vector(self, name: str, size: int) -> Any:
-        """A norm's weight, float32."""
-        self._expect(name, (size,), size)
+    def vector(self, name: str, size: int, part: range | None = None) -> Any:
+        """A norm's weight, float32; `part` of it."""
+        part = part or range(size)
+        self._expect(name, (size,), len(part))
         if self._ops is None:
             return None
-        packed = self._ops.vector(self._float(name, None))
-        self.num_bytes += 4 * size
+        packed = self._ops.vector(self._float(name, cut(part, size)))
+        self.num_bytes += 4 * len(part)
         self._finish([name])
         return packed
 
@@ -92,9 +95,23 @@ class WeightLoader:
         if self._ops is None:
             return None
         weight = stack([self._matrix(part, columns, size, self._quantization) for part in parts])
-        biases = [self._float(f"{part.name}.bias", cut(part.rows, part.size)) for part in parts if bias]
+        biases = [
+            ordered(self._float(f"{part.name}.bias", cut(part.rows, part.size)), part.order) for part in parts if bias
+        ]
         names = [f"{part.name}.weight" for part in parts]
         return self._pack(names, weight, torch.cat(biases) if biases else None)
+
+    def plain(self, name: str, rows: int, columns: int) -> Weight:
+        """All of a matrix that is kept in the activation dtype, whatever the others are packed to."""
+        self._expect(f"{name}.weight", (rows, columns), rows * columns)
+        if self._ops is None:
+            return None
+        weight = self._matrix(Part(name, rows, range(rows)), range(columns), columns, "none")
+        return self._pack([f"{name}.weight"], weight)
+
+    def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
+        """Experts read by `linear`, as one."""
+        return None if self._ops is None else self._ops.group(experts)
 
     def table(self, name: str, rows: range, size: int, width: int) -> Weight:
         """The embedding or the output head: `rows` of [size, width]."""
@@ -104,6 +121,21 @@ class WeightLoader:
             return None
         kind = "q8_0" if self._quantization == "q4_1" else self._quantization
         return self._pack([f"{name}.weight"], self._matrix(part, range(width), width, kind))
+
+    def keys_and_values(
+        self, name: str, heads: range, num_heads: int, key: int, value: int, rank: int
+    ) -> tuple[Weight, Weight]:
+        """Of [num_heads * (key + value), rank], which makes a head's key and value of a latent: the key's part turned
+        round, [heads * rank, key], and the value's, [heads * value, rank]. Both are plain, whatever the file or the
+        quantisation says: blocks along `rank` can't be turned, and both together are a small part of a layer."""
+        size = num_heads * (key + value)
+        self._expect(f"{name}.weight", (size, rank), len(heads) * (key + value) * rank)
+        if self._ops is None:
+            return None, None
+        rows = range(heads.start * (key + value), heads.stop * (key + value))
+        both = self._float(f"{name}.weight", cut(rows, size)).view(len(heads), key + value, rank)
+        keys, values = both[:, :key].transpose(1, 2).reshape(-1, key), both[:, key:].reshape(-1, rank)
+        return self._pack([], keys), self._pack([f"{name}.weight"], values)
 
     def unused(self, ignored: Callable[[str], bool]) -> list[str]:
         """Tensors of the checkpoint that the model did not ask for."""
@@ -135,6 +167,12 @@ class WeightLoader:
 
     def _matrix(self, part: Part, columns: range, size: int, kind: str) -> Tensor | Quantized:
         """One tensor's part as `kind` wants it; one whose K is no multiple of a block stays plain."""
+        weight = self._columns(part, columns, size, kind)
+        if isinstance(weight, Quantized):
+            return Quantized(weight.kind, ordered(weight.data, part.order), weight.shape)
+        return ordered(weight, part.order)
+
+    def _columns(self, part: Part, columns: range, size: int, kind: str) -> Tensor | Quantized:
         blocks = range(columns.start // BLOCK * BLOCK, min(size, -(-columns.stop // BLOCK) * BLOCK))
         weight = self._source.get(f"{part.name}.weight", rows=cut(part.rows, part.size), cols=cut(blocks, size))
         if blocks != columns:  # heads of a size that cuts through a block of a packed weight
@@ -145,6 +183,11 @@ class WeightLoader:
                 return weight
             weight = dequantise(weight)
         return quantise(weight, kind) if kind in PACKED_KINDS and weight.shape[1] % BLOCK == 0 else weight
+
+
+def ordered(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """The rows in this order."""
+    return rows if order is None else rows[list(order)]
 
 
 def stack(weights: Sequence[Tensor | Quantized]) -> Tensor | Quantized:

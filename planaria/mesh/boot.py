@@ -20,19 +20,25 @@ from planaria.protocol import Hello
 from planaria.topology import Layout
 
 
-def axes(rank: int, tp: int, pp: int) -> dict[str, tuple[int, ...]]:
-    """World ranks of the groups that `rank` is in, by axis."""
-    layout = Layout(tp=tp, pp=pp)
-    return {axis: layout.group(rank, axis) for axis in ("tp", "pp")}
+def axes(rank: int, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """World ranks of the groups that `rank` is in, by axis. "ep", those that share a stage's experts, is a group of its
+    own only where there are several lanes: else these are the tensor ranks."""
+    spread = layout.group(rank, "dp", "pcp", "tp") if layout.dp > 1 else (rank,)
+    return {"tp": layout.group(rank, "tp"), "pp": layout.group(rank, "pp"), "ep": spread}
 
 
-def create_segments(rank: int, tp: int, pp: int) -> dict[str, tuple[int, int]]:
+def create_segment() -> int:
+    """The descriptor of a new memory file, empty: it takes no memory before it is used."""
+    return os.memfd_create("planaria-mesh", os.MFD_CLOEXEC)
+
+
+def create_segments(rank: int, layout: Layout) -> dict[str, tuple[int, int]]:
     """(descriptor, inode) of a new memory file for each group of several that this rank is the first of. They belong to
     the caller, who closes them with the groups."""
     found: dict[str, tuple[int, int]] = {}
-    for axis, members in axes(rank, tp, pp).items():
+    for axis, members in axes(rank, layout).items():
         if sys.platform == "linux" and len(members) > 1 and members[0] == rank:
-            fd = os.memfd_create("planaria-mesh", os.MFD_CLOEXEC)  # takes no memory before it is used
+            fd = create_segment()
             found[axis] = fd, os.fstat(fd).st_ino
     return found
 
@@ -75,7 +81,7 @@ class Opening:
 
 
 def open_mesh(
-    rank: int, tp: int, pp: int, epoch: int, members: Sequence[Hello], *, fast: bool, kernels: Callable[[], Any],
+    rank: int, layout: Layout, epoch: int, members: Sequence[Hello], *, fast: bool, kernels: Callable[[], Any],
     lanes: int = 1, crowded: bool = False, cuda: bool = False, deadline: float = DEADLINE,
     opening: Opening | None = None,
 ) -> Mesh:  # fmt: skip
@@ -112,4 +118,4 @@ def open_mesh(
         with opening.waiting(lambda: leave_store(met)):
             return kind(met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=own.address, deadline=deadline)
 
-    return Mesh(rank, **{axis: group(axis, ranks) for axis, ranks in axes(rank, tp, pp).items()})
+    return Mesh(rank, **{axis: group(axis, ranks) for axis, ranks in axes(rank, layout).items()})

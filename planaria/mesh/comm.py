@@ -101,6 +101,16 @@ class Solo:
         pass
 
 
+def broadcast_by_messages(comm: Comm, x: torch.Tensor, source: int) -> None:
+    """`Comm.broadcast` of a group that has messages and nothing better."""
+    if comm.rank != source:
+        comm.receive(x, source)
+        return
+    for rank in range(comm.size):
+        if rank != source:
+            comm.send(x, rank)
+
+
 def flat(x: Any) -> Any:
     """A tensor as one row; it must be contiguous."""
     if not x.is_contiguous():

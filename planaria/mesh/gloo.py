@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from planaria.mesh.comm import DEADLINE, PeerLost, flat
+from planaria.mesh.comm import DEADLINE, PeerLost, broadcast_by_messages, flat
 from planaria.mesh.sockets import Address, hang_up, listening
 
 IN_FLIGHT = 64  # messages that `send` leaves on their way
@@ -148,12 +148,7 @@ class GlooComm:
             self.attempt(lambda: self._group.recv([flat(x)], source, 0).wait(), source)
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
-        if self.rank != source:
-            self.receive(x, source)
-            return
-        for rank in range(self.size):
-            if rank != source:
-                self.send(x, rank)
+        broadcast_by_messages(self, x, source)
 
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason

@@ -14,6 +14,7 @@ class Mesh:
     rank: int = 0
     tp: Comm = field(default_factory=Solo)
     pp: Comm = field(default_factory=Solo)
+    ep: Comm = field(default_factory=Solo)  # ranks of all lanes that share this stage's experts
 
     @property
     def samples(self) -> bool:
@@ -29,8 +30,10 @@ class Mesh:
         """End every wait of this rank with PeerLost; safe from any thread."""
         self.tp.abort(reason)
         self.pp.abort(reason)
+        self.ep.abort(reason)
 
     def close(self) -> None:
         """Let go of all groups."""
         self.tp.close()
         self.pp.close()
+        self.ep.close()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.memory import Region
 from planaria.kernels.cpu.team import Team
-from planaria.mesh.comm import DEADLINE, PeerLost, flat
+from planaria.mesh.comm import DEADLINE, PeerLost, broadcast_by_messages, flat
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +39,6 @@ def _layout(size: int, lanes: int, ring: int) -> tuple[int, int, int]:
     channels = slots + 2 * size * lanes * SLOT
     end = channels + size * size * (layout.CHANNEL_BYTES + ring * SLOT)
     return slots, channels, -(-end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-
-
-def create_segment() -> int:
-    """The descriptor of a new, empty segment: for `pass_fds` or a unix socket. It takes no memory before it is used."""
-    return os.memfd_create("planaria-mesh", os.MFD_CLOEXEC)
 
 
 def fence_segment(fd: int) -> None:
@@ -189,12 +184,7 @@ class SharedComm:
         self._run(layout.RECEIVE, self.port, source, data.data_ptr(), data.numel() * data.element_size())
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
-        if self.rank != source:
-            self.receive(x, source)
-            return
-        for rank in range(self.size):
-            if rank != source:
-                self.send(x, rank)
+        broadcast_by_messages(self, x, source)
 
     def abort(self, reason: str) -> None:
         self._reason = reason

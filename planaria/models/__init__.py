@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.config import ModelConfig
 from planaria.errors import ModelError
-from planaria.models import llama, mistral, qwen2, qwen3
+from planaria.models import deepseek_v2, deepseek_v3, llama, mistral, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from planaria.layers.shard import Shard
     from planaria.layers.weights import Source
 
-FAMILIES = {family.ARCHITECTURE: family for family in (llama, mistral, qwen2, qwen3)}
+FAMILIES = {
+    family.ARCHITECTURE: family
+    for family in (deepseek_v2, deepseek_v3, llama, mistral, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe)
+}
 SUPPORTED = tuple(sorted(FAMILIES))
 
 

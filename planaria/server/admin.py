@@ -1,14 +1,22 @@
-"""GET /admin/...: for who runs the server. The gate lets in who has the admin key, or, without one, this machine."""
+"""/admin/... and /scale_elastic_ep: for who runs the server. The gate lets in who has the admin key, or, without one,
+this machine."""
 
 from __future__ import annotations
 
 import os
+import uuid
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from planaria.core.resize import COMMITTED, ROLLED_BACK, Refused
 from planaria.node import node_name, resident_bytes
-from planaria.server.common import encode_json
+from planaria.server.common import encode_json, read
+from planaria.server.failure import failure
+from planaria.server.fleet_resize import DRAIN_TIMEOUT
+from planaria.server.metrics import imbalance
+from planaria.server.schema_fleet import LayoutRequest, ScaleRequest
 from planaria.server.service import Service
 from planaria.wire import ProcessInfo
 
@@ -20,3 +28,65 @@ async def list_processes(request: Request) -> Response:
     state = "draining" if service.draining else "ready" if not service.not_ready() else "not ready"
     own = ProcessInfo("server", None, {}, pid, node_name(), None, state, resident_bytes(pid))
     return Response(encode_json({"processes": [own, *await service.client.report()]}), media_type="application/json")
+
+
+async def show_fleet(request: Request) -> Response:
+    """Every engine with its ranks and load, and the latest resizes."""
+    client = request.app.state.service.client
+    engines = client.engines()
+    body = {
+        "size": len(engines),
+        "imbalance": imbalance(engines),
+        "engines": [
+            {
+                "engine": engine.index, "state": engine.shown, "pid": engine.pid, "ranks": engine.ranks,
+                "layout": engine.layout, "epoch": engine.stats.epoch, "running": engine.stats.running,
+                "waiting": engine.stats.waiting, "kv_usage": engine.stats.kv_usage, "open": engine.open,
+                "load_tokens": engine.load, "misplaced": engine.misplaced,
+            }
+            for engine in engines
+        ],
+        "resizes": client.resizes(),
+    }  # fmt: skip
+    return Response(encode_json(body), media_type="application/json")
+
+
+async def scale_elastic_ep(request: Request) -> Response:
+    """Have another number of engines; answers when they are there, or gone, or when it is known that it can't be.
+
+    400: makes no sense or does not fit; 409: another resize is under way; 500: it was begun and rolled back.
+    """
+    body = await read(request, ScaleRequest)
+    size = body.new_data_parallel_size
+    timeout = DRAIN_TIMEOUT if body.drain_timeout is None else body.drain_timeout
+    try:
+        done = await request.app.state.service.client.resize(body.id or uuid.uuid4().hex[:8], size, timeout)
+    except Refused as e:
+        return failure(str(e), 409 if e.busy else 400, param="new_data_parallel_size", code="resize_refused")
+    if done.state == ROLLED_BACK:
+        return failure(f"resize {done.id} was rolled back: {done.reason}", 500, code="resize_rolled_back")
+    assert done.state == COMMITTED
+    message = f"Scaled to {size} data parallel engines"
+    return Response(encode_json({"message": message, **msgspec.structs.asdict(done)}), media_type="application/json")
+
+
+async def change_layout(request: Request) -> Response:
+    """Have every engine's ranks in another layout; answers when requests go on in it, or when it is known that they
+    can't.
+
+    400: it can't be had, or does not fit the model; 409: another change is under way.
+    """
+    body = await read(request, LayoutRequest)
+    client = request.app.state.service.client
+    numbers = [engine.index for engine in client.engines()]
+    try:
+        found = await client.reshape(body.tensor_parallel_size, body.pipeline_parallel_size)
+    except Refused as e:
+        return failure(str(e), 409 if e.busy else 400, code="resize_refused")
+    failed = next((f"engine {n}: {done.error}" for n, done in zip(numbers, found, strict=False) if done.error), "")
+    if failed:
+        return failure(failed, 400, code="layout_refused")
+    engines = [
+        {"engine": n, "layout": done.layout, "seconds": done.seconds} for n, done in zip(numbers, found, strict=True)
+    ]
+    return Response(encode_json({"engines": engines}), media_type="application/json")

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import planaria
 from planaria.errors import RequestError
-from planaria.server import admin, chat, completions, health, schema, tokens
+from planaria.server import admin, chat, completions, dashboard, health, schema, schema_fleet, tokens
 from planaria.server.config import ServerConfig
 from planaria.server.failure import failure, refused
 from planaria.server.gate import OPEN_PATHS, Gate
@@ -29,10 +29,12 @@ _ERRORS = {
     403: "From this machine only, unless the server has an admin key.",
     404: "No such model or path.",
     405: "Not this method.",
+    409: "Another resize is under way.",
     408: "The body did not come.",
     413: "The body is too large.",
     415: "A browser sent a body that is not declared as JSON.",
     500: "The server's fault.",
+    501: "What it needs is not installed here.",
     503: "Not ready, or stopping; see Retry-After.",
 }
 
@@ -142,6 +144,22 @@ def _routes(app: FastAPI) -> None:
     add("/v1/models", health.list_models, schema.ModelList, errors=(401, 503))
     add("/v1/models/{model:path}", health.get_model, schema.ModelCard, errors=(401, 404, 503))
     add("/admin/processes", admin.list_processes, schema.ProcessList, errors=(401, 403))
+    add("/admin/fleet", admin.show_fleet, schema_fleet.FleetResponse, errors=(401, 403))
+    add(
+        "/scale_elastic_ep", admin.scale_elastic_ep, schema_fleet.ScaleResponse, schema_fleet.ScaleRequest,
+        errors=(400, 401, 403, 408, 409, 413, 415, 500),
+    )  # fmt: skip
+    add(
+        "/admin/layout", admin.change_layout, schema_fleet.LayoutResponse, schema_fleet.LayoutRequest,
+        errors=(400, 401, 403, 408, 409, 413, 415),
+    )  # fmt: skip
+    page = {"text/html": {"schema": {"type": "string"}}}
+    add("/dashboard", dashboard.show_dashboard, None, errors=(501,), content=page)
+    add(
+        "/dashboard/plotly.min.js", dashboard.dashboard_script, None, errors=(501,),
+        content={"text/javascript": {"schema": {"type": "string"}}},
+    )  # fmt: skip
+    add("/admin/dashboard", dashboard.dashboard_data, schema_fleet.Dashboard, errors=(401, 403))
     add("/health", health.health, schema.Health, errors=(503,))
     add("/version", health.version, schema.Version, errors=())
     add("/metrics", health.metrics, None, errors=(), content={"text/plain": {"schema": {"type": "string"}}})
@@ -151,6 +169,8 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
     schema.ModelList, schema.ModelCard, schema.Health, schema.Version, schema.ProcessList, schema.ErrorResponse,
+    schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
+    schema_fleet.LayoutResponse, schema_fleet.Dashboard,
 )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""One engine process: started, listened to, watched, ended. `supervisor.py` starts another when it ends.
+"""One engine, as a front end knows it: started, listened to, watched, ended. `supervisor.py` starts another when it
+ends. Here as a process of this machine; `ray_engine.py` has it as an actor.
 
 Its socket is its own, so nothing of an engine that was given up is ever heard again.
 """
@@ -12,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,8 @@ import zmq
 import zmq.asyncio
 
 from planaria.config.options import EngineConfig
+from planaria.env import environment, visible_devices
+from planaria.executor.link.keys import Keys
 from planaria.logs import current_level
 from planaria.node import process_state
 from planaria.wire import Dead, FromEngine, Shutdown, ToEngine
@@ -33,51 +37,54 @@ STOPPED = 2.0  # seconds a process may be stopped (SIGSTOP) before it counts as 
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a process ended. `said`: what it said of that itself; `detect`: seconds until it was known."""
+    """How a process ended. `said`: what it said of that itself. Seconds: `detect` until it was sure that it had to end,
+    `fence` until it had."""
 
     how: str
     said: Dead | None = None
     detect: float = 0.0
+    fence: float = 0.0
 
 
-class EngineProcess:
-    """`hear` gets every message; an exception of it counts as the engine's fault."""
+class EngineEnd:
+    """The front end's end of an engine's socket. `hear` gets every message; an exception of it counts as the engine's
+    fault."""
+
+    pid = 0
+    local = True  # it is a process of this machine
 
     def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
         self.config, self.hear = config, hear
-        self.process: asyncio.subprocess.Process | None = None
+        self.again = False  # another served before it; set before `start`
         self.silent = 0.0  # seconds without a message, by looks: a server that was stopped itself doesn't count them
         self._said: asyncio.Future[Dead] = asyncio.get_running_loop().create_future()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._folder = ""
+        self.address = ""  # of the engine's socket, once it is known
+        self.keys: Keys | None = None  # that who comes there needs, where it is open to other nodes
+        self.on_address: Callable[[], None] = lambda: None
+        self.shared_in: str | None = None  # a folder where the socket's name stays, for others who come
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._listener: asyncio.Task[None] | None = None
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid if self.process is not None else 0
-
     async def start(self) -> None:
-        """Start the process and begin to listen."""
-        self._folder = tempfile.mkdtemp(prefix="planaria-")  # mode 0700
-        address = f"ipc://{self._folder}/engine"
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "planaria.engine_process", address, str(os.getpid()), current_level(),
-            stdin=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.msgpack.encode(self.config))
-        self.process.stdin.close()
+        """Start it and begin to listen."""
+        raise NotImplementedError
+
+    async def _connect(self, address: str, prepare: Callable[[zmq.Socket[Any]], None] = lambda socket: None) -> None:
+        """prepare: sets options of the socket."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0)):
             self._socket.setsockopt(option, value)
+        prepare(self._socket)
         self._socket.connect(address)
         await self._socket.send(b"")
         self._listener = asyncio.create_task(self._listen())
+        self.address = address
+        self.on_address()
 
     def send(self, message: ToEngine) -> None:
         assert self._socket is not None
@@ -85,8 +92,7 @@ class EngineProcess:
         self._socket.send(self._encoder.encode(message))
 
     def connected(self) -> None:
-        """Both ends are, so nothing needs the socket's name: a kill leaves no folder behind."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Both ends are."""
 
     def give_up(self, why: str) -> None:
         """It can't be trusted any more: `ended` kills it."""
@@ -107,10 +113,9 @@ class EngineProcess:
             self.give_up(f"said what can't be: {e}")
 
     async def ended(self, most_silent: Callable[[], float | None]) -> Ended:
-        """Wait for its end; a process that is stopped, or silent for longer than it may be (in seconds; None: as long
-        as it likes), is killed. Nothing is heard of it after this."""
-        assert self.process is not None
-        exit = asyncio.ensure_future(self.process.wait())
+        """Wait for its end; one that is stopped, or silent for longer than it may be (in seconds; None: as long as it
+        likes), is killed. Nothing is heard of it after this."""
+        exit = asyncio.ensure_future(self._wait())
         stopped, detect, why = 0.0, 0.0, ""
         while not why:
             either: set[asyncio.Future[Any]] = {exit, self._broken}
@@ -118,7 +123,7 @@ class EngineProcess:
             if exit.done():
                 break
             # Looks are counted and not seconds: a whole process group that was stopped for a while has done nothing.
-            stopped = stopped + LOOK if process_state(self.pid) == "T" else 0.0
+            stopped = stopped + LOOK if self.local and process_state(self.pid) == "T" else 0.0
             limit = most_silent()
             self.silent = self.silent + LOOK if limit is not None else 0.0
             if self._broken.done():
@@ -127,19 +132,71 @@ class EngineProcess:
                 why, detect = "was stopped", stopped
             elif limit is not None and self.silent > limit:
                 why, detect = f"said nothing for {self.silent:.0f} s", self.silent
+        began = time.monotonic()
         if why:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
-        code = await exit
-        if not why and code >= 0:  # what it said before it ended is the better reason, and may not have been read yet
+            self.kill()
+        how, spoke = await exit
+        fence = time.monotonic() - began
+        if not why and spoke:  # what it said before it ended is the better reason, and may not have been read yet
             await asyncio.wait({self._said}, timeout=LAST_WORDS)
         self._close()
-        how = why or (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
-        return Ended(how, self._said.result() if self._said.done() else None, detect)
+        return Ended(why or how, self._said.result() if self._said.done() else None, detect, fence)
 
-    def end(self) -> None:
-        """Ask it to, while it runs; `ended` says when it has."""
-        self.send(Shutdown())
+    async def _wait(self) -> tuple[str, bool]:
+        """For its end: how it was, and whether it said why before."""
+        raise NotImplementedError
+
+    def end(self, *, followed: bool = False) -> None:
+        """Ask it to, while it runs; `ended` says when it has. followed: by another process."""
+        self.send(Shutdown(followed))
+
+    def kill(self) -> None:
+        """Also a stopped one."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        if self._listener is not None:
+            self._listener.cancel()
+        if self._socket is not None and self._context is not None:
+            self._socket.close()
+            self._context.term()
+
+
+class EngineProcess(EngineEnd):
+    """A process of this machine, its socket in a folder that only this user may enter."""
+
+    def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
+        super().__init__(config, hear)
+        self.process: asyncio.subprocess.Process | None = None
+        self._folder = ""
+
+    @property
+    def pid(self) -> int:  # type: ignore[override]
+        return self.process.pid if self.process is not None else 0
+
+    async def start(self) -> None:
+        """Start the process and begin to listen."""
+        self._folder = tempfile.mkdtemp(prefix="planaria-", dir=self.shared_in)  # mode 0700
+        address = f"ipc://{self._folder}/engine"
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "planaria.engine_process", address, str(os.getpid()), current_level(),
+            *(["again"] if self.again else []), stdin=asyncio.subprocess.PIPE,
+            env={**environment(), **visible_devices(self.config.device.devices)},
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.msgpack.encode(self.config))
+        self.process.stdin.close()
+        await self._connect(address)
+
+    def connected(self) -> None:
+        """Both ends are, so nothing needs the socket's name: a kill leaves no folder behind."""
+        if self.shared_in is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _wait(self) -> tuple[str, bool]:
+        assert self.process is not None
+        code = await self.process.wait()
+        return (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"), code > 0
 
     def kill(self) -> None:
         """Also a stopped one."""
@@ -148,9 +205,5 @@ class EngineProcess:
                 self.process.kill()
 
     def _close(self) -> None:
-        if self._listener is not None:
-            self._listener.cancel()
-        if self._socket is not None and self._context is not None:
-            self._socket.close()
-            self._context.term()
+        super()._close()
         shutil.rmtree(self._folder, ignore_errors=True)

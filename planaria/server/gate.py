@@ -23,7 +23,9 @@ from planaria.server.service import Service
 
 logger = logging.getLogger("planaria.server")
 
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # no key, and answered while draining
+# No key, and answered while draining; the dashboard is a page without data.
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/dashboard", "/dashboard/plotly.min.js"})
+ADMIN_PATHS = ("/admin", "/scale_elastic_ep")
 LINGER_BYTES = 64 << 20  # of a body that is too large, read and dropped so that the client hears why
 LINGER_SECONDS = 10.0
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
@@ -170,7 +172,7 @@ class Gate:
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
         authorization = headers.get(b"authorization")
-        if scope["path"].startswith("/admin"):
+        if scope["path"].startswith(ADMIN_PATHS):
             if self.admin:
                 if not self.admin.accepts(authorization):
                     return _unauthorized("the admin key")

@@ -27,7 +27,8 @@ def health_of(service: Service) -> dict[str, object]:
     why = [reason for reason in (service.not_ready(), service.faults.why() if recovering else "") if reason]
     progressing = live
     stats = client.stats
-    if live and (service.open or stats.running or stats.waiting):
+    opened = service.open or any(engine.open for engine in client.engines())
+    if live and (opened or stats.running or stats.waiting):
         moved = max(client.last_progress, service.busy_since)
         still = time.monotonic() - moved
         if still > service.config.stall_timeout:
@@ -35,8 +36,15 @@ def health_of(service: Service) -> dict[str, object]:
             why.append(f"no step for {still:.0f} s with {stats.running} sequences running and {stats.waiting} waiting")
     return {
         "live": live, "ready": not service.not_ready(), "progressing": progressing, "why": "; ".join(why) or "ok",
-        "recovering": recovering, "epoch": service.faults.epoch, "engine_restarts": service.faults.recoveries["engine"],
-        "last_fault": service.faults.last_fault(),
+        "recovering": recovering, "epoch": stats.epoch, "engine_restarts": service.faults.recoveries["engine"],
+        "last_fault": service.faults.last_fault(), "last_layout_change": service.faults.last_change,
+        "engines": [
+            {
+                "engine": engine.index, "state": engine.shown,
+                "epoch": engine.stats.epoch, "running": engine.stats.running, "waiting": engine.stats.waiting,
+            }
+            for engine in client.engines()
+        ],
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """/metrics: what dashboards made for vLLM look for, under the same names, from a registry of our own.
 
-A request here is one sequence (a request with n > 1 is n of them). Queue lengths, KV usage and the prefix cache
-are the engine's, read when asked; times and token counts are the server's, as its clients see them.
+A request here is one sequence (a request with n > 1 is n of them). Queue lengths, KV usage and the prefix cache are
+each engine's, read when asked, under its number; times and token counts are the server's, as its clients see them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,34 @@ from prometheus_client.registry import Collector
 
 from planaria.server.faults import FaultLog
 from planaria.types import FinishReason
-from planaria.wire import EngineStats
+from planaria.wire import EngineState
 
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 E2E = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+
+
+_Number = Callable[[EngineState], float]
+_GAUGES: tuple[tuple[str, str, _Number], ...] = (
+    ("vllm:num_requests_running", "Sequences being computed.", lambda e: e.stats.running),
+    ("vllm:num_requests_waiting", "Sequences waiting for room.", lambda e: e.stats.waiting),
+    ("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it.", lambda e: e.stats.kv_usage),
+    ("planaria:epoch", "Epoch of an engine's ranks; begins with 0 in another process.", lambda e: e.stats.epoch),
+    ("planaria:engine_ready", "1 while an engine can admit.", lambda e: e.state == "ready"),
+    ("planaria:engine_load_tokens", "In KV, and still to be computed for what is open.", lambda e: e.load),
+)
+_COUNTERS: tuple[tuple[str, str, _Number], ...] = (
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda e: e.stats.prefix_queries),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda e: e.stats.prefix_hits),
+    ("vllm:num_preemptions", "Times a sequence gave its KV blocks to another.", lambda e: e.stats.preemptions),
+    ("planaria:requests_taken", "Sequences that came from another engine.", lambda e: e.taken),
+)
+
+
+def imbalance(engines: Iterable[EngineState]) -> float:
+    """The highest load over the mean, of the engines that get new work; 1 is even, and 1 too when nothing is open."""
+    loads = [engine.load for engine in engines if engine.state == "ready" and not engine.leaving]
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
 
 class Histogram:
@@ -49,10 +72,10 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """All numbers of one server. `stats` and `name` are asked at each scrape."""
+    """All numbers of one server. `engines` and `name` are asked at each scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats], name: Callable[[], str], faults: FaultLog) -> None:
-        self._stats, self._name, self._faults = stats, name, faults
+    def __init__(self, engines: Callable[[], list[EngineState]], name: Callable[[], str], faults: FaultLog) -> None:
+        self._engines, self._name, self._faults = engines, name, faults
         self.ttft = Histogram(TTFT)
         self.itl = Histogram(ITL)
         self.e2e = Histogram(E2E)
@@ -63,22 +86,11 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
         label, value = ["model_name"], [self._name()]
-        for name, text, number in (
-            ("num_requests_running", "Sequences being computed.", stats.running),
-            ("num_requests_waiting", "Sequences waiting for room.", stats.waiting),
-            ("kv_cache_usage_perc", "KV cache in use; 1 is all of it.", stats.kv_usage),
-        ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=label)
-            gauge.add_metric(value, number)
-            yield gauge
+        yield from self._of_engines(value[0])
         for name, text, number in (
             ("prompt_tokens", "Prompt tokens of sequences that gave a first token.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("num_preemptions", "Times a sequence gave its KV blocks to another.", stats.preemptions),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=label)
             counter.add_metric(value, number)
@@ -98,9 +110,22 @@ class Metrics(Collector):
             family.add_metric(value, histogram.buckets(), histogram.total)
             yield family
 
-        yield from self._recovery(stats, value[0])
+        yield from self._recovery(value[0])
 
-    def _recovery(self, stats: EngineStats, model: str) -> Iterable[Metric]:
+    def _of_engines(self, model: str) -> Iterable[Metric]:
+        engines = self._engines()
+        for name, text, number in _GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name", "engine"])
+            for engine in engines:
+                gauge.add_metric([model, str(engine.index)], number(engine))
+            yield gauge
+        for name, text, number in _COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["model_name", "engine"])
+            for engine in engines:
+                counter.add_metric([model, str(engine.index)], number(engine))
+            yield counter
+
+    def _recovery(self, model: str) -> Iterable[Metric]:
         faults = self._faults
         for name, text, by_part in (
             ("faults", "Losses of ranks, and of the engine's process.", faults.faults),
@@ -112,18 +137,27 @@ class Metrics(Collector):
             yield parts
         for name, text, total in (
             ("replayed_tokens", "Tokens computed again after a fault.", float(faults.replayed_tokens)),
+            ("layout_changes", "Changes of an engine's layout that no fault asked for.", float(faults.layout_changes)),
             ("recovery_seconds", "From faults until requests went on.", faults.seconds),
         ):
             counter = CounterMetricFamily(f"planaria:{name}", text, labels=["model_name"])
             counter.add_metric([model], total)
             yield counter
-        for name, text, now in (
-            ("recovering", "1 while a fault is being dealt with.", int(faults.recovering)),
-            ("epoch", "Epoch of the engine's ranks; begins with 0 in another engine process.", stats.epoch),
-        ):
-            gauge = GaugeMetricFamily(f"planaria:{name}", text, labels=["model_name"])
-            gauge.add_metric([model], now)
-            yield gauge
+        gauge = GaugeMetricFamily(
+            "planaria:fleet_imbalance", "The highest load of an engine over the mean.", labels=["model_name"]
+        )
+        gauge.add_metric([model], imbalance(self._engines()))
+        yield gauge
+        spent = CounterMetricFamily(
+            "planaria:recovery_part_seconds", "Of recoveries, by part; replay: until every sequence had another token.",
+            labels=["model_name", "phase"],
+        )  # fmt: skip
+        for name, total in faults.parts.items():
+            spent.add_metric([model, name], total)
+        yield spent
+        gauge = GaugeMetricFamily("planaria:recovering", "1 while a fault is being dealt with.", labels=["model_name"])
+        gauge.add_metric([model], int(faults.recovering))
+        yield gauge
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Body and content type for what the scraper accepts."""

@@ -7,12 +7,15 @@ Tokens carry their index, so a delta that comes twice adds nothing and a gap is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 
 from planaria.server.detokenise import Detokenizer
 from planaria.server.tokenise import Tokenizer
 from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
 from planaria.wire import Submit
+
+logger = logging.getLogger("planaria")
 
 PROMPT_TAIL = 8  # tokens of the prompt a detokeniser looks at
 
@@ -77,9 +80,17 @@ class Sequence:
         return "".join(self.text_parts)
 
     def push(self, delta: Delta) -> Piece | None:
-        """Take in a delta. None when it brings nothing new: a repeated one, or one after the end."""
+        """Take in a delta. None when it brings nothing new: a repeated one, or one after the end. What goes wrong with
+        its text or its stop rule ends this sequence, and is nobody else's."""
         if self.finish is not None:
             return None
+        try:
+            return self._take(delta)
+        except Exception as e:
+            logger.exception("%s: its text can't be made", self.id)
+            return self.fail(f"its text can't be made: {type(e).__name__}: {e}")
+
+    def _take(self, delta: Delta) -> Piece | None:
         finish = delta.finish
         if finish is FinishReason.ERROR or finish is FinishReason.ABORT:
             return self.fail(delta.error or "the engine dropped the request", finish, cancel=False)

@@ -270,6 +270,7 @@ class Fault(Strict):
 
     when: str
     part: str  # rank, or engine: its process
+    engine: int  # its number in the fleet
     ranks: list[int]
     phase: str
     cause: str
@@ -281,6 +282,23 @@ class Fault(Strict):
     replayed_tokens: int
 
 
+class EngineHealth(Strict):
+    engine: int  # its number in the fleet
+    state: str  # loading, ready, recovering, leaving or ended
+    epoch: int
+    running: int
+    waiting: int
+
+
+class LayoutChange(Strict):
+    when: str  # UTC
+    engine: int
+    cause: str
+    layout: str
+    epoch: int
+    seconds: dict[str, float]  # by part
+
+
 class Health(Strict):
     live: bool
     ready: bool
@@ -290,6 +308,8 @@ class Health(Strict):
     epoch: int  # of the engine of now
     engine_restarts: int
     last_fault: Fault | None
+    last_layout_change: LayoutChange | None  # that no fault asked for
+    engines: list[EngineHealth]
 
 
 class Version(Strict):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from fastapi import FastAPI
 
 from planaria.errors import CapacityError, ConfigError, EngineDead, UserError
 from planaria.server.app import create_app
@@ -25,6 +26,9 @@ from planaria.wire import EngineClient
 
 logger = logging.getLogger("planaria.server")
 
+# Connections that may wait to be accepted. uvicorn's number is also how many are accepted at a time: 1 where several
+# processes accept, or the first to look would take all.
+BACKLOG = 2048
 LAST_ANSWERS = 2.0  # seconds aborted requests get to be told
 ENGINE_LAST_WORDS = 1.0  # seconds after an engine's death for its answers to be written
 
@@ -115,8 +119,10 @@ class Lifecycle:
         self.server.should_exit = True
 
     def look_at_engine(self) -> None:
-        """The engine is dead: nothing will come any more, so say it to everyone and end."""
-        dead = self.service.client.dead
+        """Note what it does; if it is dead nothing will come any more, so say it to everyone and end."""
+        service = self.service
+        service.history.look(time.monotonic(), time.time(), service.client.stats)
+        dead = service.client.dead
         if dead is None or self.code == 1:
             return
         self.code = 1
@@ -145,12 +151,15 @@ async def serve(
     announce: Callable[[str], None] | None = None,
     signals: bool = True,
     stop: asyncio.Event | None = None,
+    prepare: Callable[[FastAPI], None] = lambda app: None,
+    shared: bool = False,
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code.
 
     0 after a first SIGTERM or SIGINT, 128 + the signal's number after a second, 1 if the engine died. `started`:
     time.monotonic() of the process's start, for the line that says it is ready. `sock`: already bound (by `bind`).
-    `stop`: setting it is a first SIGTERM, for those who run this inside a program of theirs.
+    `stop`: setting it is a first SIGTERM, again a second, for those who run this inside a program of theirs.
+    `prepare`: gets the application before it runs. `shared`: other processes accept connections from `sock` too.
     Raises UserError, CapacityError or EngineDead if the engine never becomes ready, ConfigError for options.
     """
     started = time.monotonic() if started is None else started
@@ -158,13 +167,14 @@ async def serve(
     sock = bind(config) if sock is None else sock
     app = create_app(client, tokenizer, config)
     service: Service = app.state.service
+    prepare(app)
     try:
         settings = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
             timeout_keep_alive=int(config.keep_alive_timeout), timeout_graceful_shutdown=1, proxy_headers=False,
             ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
             ssl_keyfile_password=config.ssl_keyfile_password, ssl_ca_certs=config.ssl_ca_certs,
-            ssl_cert_reqs=2 if config.ssl_ca_certs else 0,
+            ssl_cert_reqs=2 if config.ssl_ca_certs else 0, backlog=1 if shared else BACKLOG,
         )  # fmt: skip
         settings.load()
     except OSError as e:  # ssl.SSLError is one
@@ -182,6 +192,7 @@ async def serve(
         try:
             await client.ready()
             await server.accepting.wait()
+            sock.listen(BACKLOG)
         except (UserError, CapacityError, EngineDead) as e:
             failure.append(e)
             service.drain(f"the engine could not start: {e}")
@@ -194,8 +205,10 @@ async def serve(
             print(line, flush=True)
 
     async def wait_stop(stop: asyncio.Event) -> None:
-        await stop.wait()
-        life.on_signal(signal.SIGTERM)
+        while True:
+            await stop.wait()
+            stop.clear()
+            life.on_signal(signal.SIGTERM)
 
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT) if signals else ()
@@ -217,4 +230,4 @@ async def serve(
         service.close()
     if failure:
         raise failure[0]
-    return life.code
+    return life.code or int(client.dead is not None)  # it may have ended with the last request of a drain

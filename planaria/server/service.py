@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from planaria.errors import RequestError
 from planaria.server.config import ServerConfig
 from planaria.server.faults import FaultLog
+from planaria.server.history import History
 from planaria.server.inputs import child_seed
 from planaria.server.metrics import Metrics
 from planaria.server.tokenise import Tokenizer
@@ -37,15 +38,17 @@ class Service:
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig) -> None:
         self.client, self.tokenizer, self.config = client, tokenizer, config
-        self.faults = FaultLog()
-        client.on_recovery = self.faults.hear
-        self.metrics = Metrics(lambda: client.stats, lambda: self.model_names[0], self.faults)
+        self.history = History()
+        self.faults = FaultLog(lambda: [engine.index for engine in client.engines() if engine.state != "ended"])
+        client.on_recovery, client.on_settled = self.faults.hear, self.faults.settled
+        self.metrics = Metrics(client.engines, lambda: self.model_names[0], self.faults)
         self.created = int(time.time())
         self.draining = ""  # the reason, for those who are turned away
         self.open: dict[Generation, None] = {}
         self.reading: dict[asyncio.Timeout, None] = {}  # of requests whose body is still coming
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty
         self.requests = 0  # HTTP requests being answered
+        self.elsewhere: int | None = None  # of several processes, in all of them together
         self._numbers = itertools.count()
         self._longest_token: int | None = None  # characters
         self._texts = ThreadPoolExecutor(1, "planaria-text")
@@ -153,6 +156,7 @@ class Service:
     def drain(self, reason: str) -> None:
         """Admit nothing from now on, nor wait for what has come in half."""
         self.draining = self.draining or reason
+        self.client.drain()
         for clock in self.reading:
             if not clock.expired():
                 clock.reschedule(0)

@@ -2,20 +2,29 @@
 
 from planaria.topology.cluster import Bundle, Cluster, Device, Node, cluster_of_bundles
 from planaria.topology.layout import AXES, Coords, Layout
+from planaria.topology.nearest import DoesNotFit, HeadTooSmall, Instead
+from planaria.topology.packing import STRATEGIES, Packing, pack, pack_groups
 from planaria.topology.placement import Infeasible, Placement, Slot, place, place_at, shrink
 
 __all__ = [
     "AXES",
+    "STRATEGIES",
     "Bundle",
     "Cluster",
     "Coords",
     "Device",
+    "DoesNotFit",
+    "HeadTooSmall",
     "Infeasible",
+    "Instead",
     "Layout",
     "Node",
+    "Packing",
     "Placement",
     "Slot",
     "cluster_of_bundles",
+    "pack",
+    "pack_groups",
     "place",
     "place_at",
     "shrink",

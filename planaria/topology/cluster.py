@@ -11,21 +11,27 @@ from planaria.errors import ConfigError
 
 
 class Device(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One place for one rank: an accelerator, a CPU slot, or a placement group's bundle. `id` is unique on its node."""
+    """One place for one rank: an accelerator, a CPU slot, or a placement group's bundle. `id` is unique on its node;
+    `memory` in bytes, 0: unknown."""
 
     id: int
+    kind: str = ""
+    memory: int = 0
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True):
-    """A machine and its free devices. Its `id` is whatever names it for the launcher."""
+    """A machine and its free devices. Its `id` is whatever names it for the launcher; `addresses` those by which other
+    nodes reach it, where that matters."""
 
     id: str
     devices: tuple[Device, ...]
+    addresses: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, id: str, devices: int | Iterable[int]) -> Node:
+    def of(cls, id: str, devices: int | Iterable[int], *addresses: str) -> Node:
         """`devices`: how many (ids from 0), or their ids."""
-        return cls(id, tuple(Device(i) for i in (range(devices) if isinstance(devices, int) else devices)))
+        ids = range(devices) if isinstance(devices, int) else devices
+        return cls(id, tuple(Device(i) for i in ids), addresses)
 
 
 class Cluster(msgspec.Struct, frozen=True, array_like=True):
@@ -39,17 +45,30 @@ class Cluster(msgspec.Struct, frozen=True, array_like=True):
         if len({node.id for node in self.nodes}) < len(self.nodes):
             raise ValueError("a cluster names a node twice")
         for node in self.nodes:
-            if len(set(node.devices)) < len(node.devices):
+            if len({device.id for device in node.devices}) < len(node.devices):
                 raise ValueError(f"node {node.id} names a device twice")
 
     @property
     def num_devices(self) -> int:
         return sum(len(node.devices) for node in self.nodes)
 
+    def headed_by(self, address: str | None) -> Cluster:
+        """The same, the node of this address being the head; None: as it is. Raises ConfigError."""
+        having = [node.id for node in self.nodes if address in node.addresses]
+        if address is None or self.head in having:
+            return self
+        if not having:
+            there = ", ".join(sorted({each for node in self.nodes for each in node.addresses})[:8]) or "none"
+            raise ConfigError(
+                "--data-parallel-address", address, "no node of the cluster has it, and it is to come first",
+                f"give one of {there}, or leave it out: then the server's node does",
+            )  # fmt: skip
+        return Cluster(self.nodes, min(having, key=natural))
+
     def ordered(self) -> list[Node]:
         """The driver's node, then the others by id in natural order (node2 before node10); devices ascending."""
         nodes = sorted(self.nodes, key=lambda node: (node.id != self.head, natural(node.id)))
-        return [Node(node.id, tuple(sorted(node.devices))) for node in nodes]
+        return [Node(n.id, tuple(sorted(n.devices, key=lambda device: device.id)), n.addresses) for n in nodes]
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:

@@ -57,6 +57,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         """The inverse of `coords`."""
         return ((coords.dp * self.pp + coords.pp) * self.pcp + coords.pcp) * self.tp + coords.tp
 
+    @property
+    def drawing(self) -> range:
+        """The rank of each lane that draws its tokens: the first tensor rank of the last stage."""
+        return range(self.rank(Coords(0, self.pp - 1, 0, 0)), self.size, self.size // self.dp)
+
     def holds(self, coords: Coords) -> bool:
         """Is there a rank with these coordinates?"""
         return all(0 <= at < size for at, size in zip(coords, self.shape, strict=True))

@@ -17,10 +17,11 @@ from planaria.topology.layout import Coords, Layout
 
 class Infeasible(CapacityError):
     """There is no such placement on this cluster (a larger one may have it). `why` is one line with both numbers;
-    `nearest` the largest layout that fits instead, if any; `needed` and `found` count devices."""
+    `nearest` the largest layout that fits instead, no tensor group over several nodes, if any; `needed` and `found`
+    count devices."""
 
-    def __init__(self, why: str, nearest: Layout | None, needed: int, found: int) -> None:
-        super().__init__(why + (f"; {nearest} would fit" if nearest is not None else ""))
+    def __init__(self, why: str, nearest: Layout | None, needed: int, found: int, options: str = "") -> None:
+        super().__init__(why + (f"; {nearest}{options} would fit" if nearest is not None else ""))
         self.why, self.nearest, self.needed, self.found = why, nearest, needed, found
 
 
@@ -117,7 +118,7 @@ def place(
     rest += whole[at:]
     found, needed = cluster.num_devices, layout.size
     if rest and (not span or needed > found):
-        nearest = shrink(cluster, layout, span=span)
+        nearest = shrink(cluster, layout)  # also with `span`: nobody wants a group over nodes who can have none
         raise Infeasible(_why(nodes, layout, rest, taken), nearest if nearest != layout else None, needed, found)
     spare = _devices(free, *(node.id for node in nodes))
     for group in sorted(rest):
@@ -202,13 +203,17 @@ def _fill(group: tuple[int, ...], taken: dict[int, tuple[str, int]], devices: It
             taken[rank] = next(devices)
 
 
+def per_node(nodes: Sequence[Node]) -> str:
+    """How many devices each node has, of the first few."""
+    some = ", ".join(f"{node.id} {len(node.devices)}" for node in nodes[:8]) or "no nodes"
+    return some + (f", and {len(nodes) - 8} more nodes" if len(nodes) > 8 else "")
+
+
 def _why(nodes: list[Node], layout: Layout, rest: list[tuple[int, ...]], taken: dict[int, tuple[str, int]]) -> str:
     needed, found = layout.size, sum(len(node.devices) for node in nodes)
     many = "s" if needed > 1 else ""
     if found < needed:
-        per_node = ", ".join(f"{node.id} {len(node.devices)}" for node in nodes[:8]) or "no nodes"
-        more = f", and {len(nodes) - 8} more nodes" if len(nodes) > 8 else ""
-        return f"{layout} needs {needed} device{many}, the cluster has {found} ({per_node}{more})"
+        return f"{layout} needs {needed} device{many}, the cluster has {found} ({per_node(nodes)})"
     group = min(rest)
     if any(rank in taken for rank in group):
         return f"ranks {', '.join(map(str, group))} are one tensor group, and with those that stay they span nodes"

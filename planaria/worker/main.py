@@ -1,8 +1,9 @@
 """A rank's life, in whatever process a launcher gave it: in each epoch it opens its end of the link and answers every
 command. What it has loaded stays from one epoch to the next.
 
-As a process of its own: `python -m planaria.worker.main PARENT`, encoded RankBoots on standard input, each after its
-length in 8 bytes. Standard input stays open as long as the parent lives: its end is the rank's.
+As a process of its own: `python -m planaria.worker.main PARENT READY`, encoded RankBoots on standard input, each after
+its length in 8 bytes; a spare that is prepared writes a byte to the descriptor READY. Standard input stays open as
+long as the parent lives: its end is the rank's.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class Life:
     """A rank through its epochs. `boot` may be called from any thread: for the first time before `run`, and whenever an
     epoch is over; what the rank waits for inside the old one ends then.
 
-    made: gets the worker, for who brings it steps by another way.
+    made: gets the worker, for who brings it steps by another way. prepared: called when it is a spare that is ready.
     """
 
-    def __init__(self, made: Callable[[Any], None] = lambda worker: None) -> None:
-        self.made = made
+    def __init__(
+        self, made: Callable[[Any], None] = lambda worker: None, prepared: Callable[[], None] = lambda: None
+    ) -> None:
+        self.made, self.prepared = made, prepared
         self.worker: Any = None
         self._boots: queue.SimpleQueue[RankBoot] = queue.SimpleQueue()
 
@@ -61,6 +64,7 @@ class Life:
             if boot.rank == SPARE:
                 set_title("spare")
                 self.worker.prepare()
+                self.prepared()
                 boot = self._boots.get()
                 continue
             try:
@@ -90,8 +94,9 @@ class Life:
                 assert item is not None
                 number, command = item
                 if isinstance(command, Join):
-                    pp, tp = divmod(boot.rank, command.tp)
-                    set_title("worker", rank=boot.rank, tp=tp, pp=pp, epoch=command.epoch)
+                    at = command.layout.coords(boot.rank)
+                    lane = {"dp": at.dp} if command.layout.dp > 1 else {}
+                    set_title("worker", rank=boot.rank, **lane, tp=at.tp, pp=at.pp, epoch=command.epoch)
                 port.reply(number, self.worker.handle(command))
                 if isinstance(command, Exit):
                     return
@@ -127,7 +132,12 @@ def _read(size: int) -> bytes:
 def main() -> int:
     die_with_parent(int(sys.argv[1]))
     leave_signals_to_parent()
-    life = Life()
+    ready = int(sys.argv[2])
+
+    def prepared() -> None:
+        os.write(ready, b"1")
+
+    life = Life(prepared=prepared)
     threading.Thread(target=_listen, args=(life,), name="planaria-boots", daemon=True).start()
     return life.run()
 

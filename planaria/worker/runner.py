@@ -26,14 +26,15 @@ class Runner:
     """`forward` runs the model on what `batch` holds and returns logits [S, vocabulary] float32.
 
     On a rank with a part of the model `stage` runs that part, and only the rank that draws tokens has a result; the
-    others keep the same rows. A row that drew in a step goes on in the next step of its turn.
+    others keep the same rows. A row that drew in a step goes on in the next step of its turn. meets: other lanes' ranks
+    are met in every step, also in one in which this lane has nothing to do.
     """
 
     def __init__(
         self, batch: Batch, forward: Callable[[], torch.Tensor], sampler: Sampler | Follower,
-        scheduler: SchedulerConfig, block_size: int, stage: Stage | None = None,
+        scheduler: SchedulerConfig, block_size: int, stage: Stage | None = None, *, meets: bool = False,
     ) -> None:  # fmt: skip
-        self.batch, self.sampler = batch, sampler
+        self.batch, self.sampler, self.meets = batch, sampler, meets
         self.stage = stage or Stage(batch, forward)
         self.block_size = block_size
         rows = scheduler.max_num_seqs
@@ -78,7 +79,7 @@ class Runner:
                 samples.append(chunk.row)
         self.batch.seq_start[num_seqs] = num_tokens
         self.batch.counts[:3] = (num_tokens, num_seqs, num_samples)
-        if not num_tokens:
+        if not num_tokens and not self.meets:
             return LaneResult([], [], errors=refused)
         logits = self.stage.run(step, num_tokens)
         sampler = self.sampler if isinstance(self.sampler, Sampler) else None

@@ -19,12 +19,12 @@ from planaria.env import cache_dir, visible_cuda_devices
 from planaria.errors import CapacityError, ModelError, UserError
 from planaria.executor.boot import RankBoot
 from planaria.executor.preflight import Door, doors_of_others, reach, unreachable
-from planaria.layers.deal import deal
+from planaria.layers.deal import deal, expert_map
 from planaria.mesh.boot import Opening, create_segments, open_mesh
 from planaria.mesh.comm import PeerLost
 from planaria.mesh.edges import EdgeComm
 from planaria.mesh.mesh import Mesh
-from planaria.node import resident_bytes
+from planaria.node import available_memory, resident_bytes
 from planaria.protocol import (
     Allocate,
     Call,
@@ -44,10 +44,12 @@ from planaria.protocol import (
     StepPlan,
     StepResult,
 )
+from planaria.topology import Layout
 from planaria.worker.classes import call, make
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
+    from planaria.mesh.all2all import All2All
     from planaria.worker.runner import Runner
     from planaria.worker.sampler import Follower, Sampler
 
@@ -56,7 +58,7 @@ logger = logging.getLogger("planaria.worker")
 REACH_TIMEOUT = 10.0  # seconds to connect to every rank elsewhere
 
 Progress = Callable[[str, float], None]
-Part = tuple[int, int, int]  # rank, tensor ranks, stages
+Part = tuple[int, Layout]  # of the model: what this rank of this layout has
 
 
 _KINDS: list[tuple[type[Exception], str]] = [
@@ -73,7 +75,8 @@ def guard(rank: int, phase: str, run: Callable[[], Reply]) -> Reply:
         if isinstance(e, MemoryError):
             kind, e = "capacity", CapacityError(f"out of memory while {phase}")
         message = str(e) if kind != "error" else f"{type(e).__name__}: {e}"
-        return Failed(rank, phase, message, traceback.format_exc(), kind)
+        # where it waited for another explains nothing, and a traceback is made of source files
+        return Failed(rank, phase, message, traceback.format_exc() if kind != "peer" else "", kind)
 
 
 class Worker:
@@ -85,8 +88,9 @@ class Worker:
 
     def __init__(self, boot: RankBoot, progress: Progress | None = None) -> None:
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
-        self.tp, self.pp = self.config.parallel.tensor_parallel_size, self.config.parallel.pipeline_parallel_size
+        self.layout = self.config.parallel.layout
         self.mesh = Mesh(self.rank)
+        self.exchange: All2All | None = None  # of tokens, with the ranks of other lanes
         self._opening = Opening()
         self.part: Part | None = None  # of the model, that is loaded
         self.kv: tuple[int, int] | None = None  # its blocks, and tokens in a block
@@ -137,10 +141,34 @@ class Worker:
 
         self.take_thread()
         with torch.inference_mode():
-            for rank in range(self.tp * self.pp):
-                part = rank, self.tp, self.pp
+            for part in dict.fromkeys(self._part_of(rank) for rank in range(self.layout.size)):
                 ops = make_ops(self.config, self.boot.threads)
                 self.prepared[part] = ops, self._build(ops, part)
+
+    def _part_of(self, rank: int) -> Part:
+        """What of the model a rank of the present layout has: the same in every lane, where no experts are spread over
+        them."""
+        layout = self.layout
+        if self._spreads:
+            return rank, layout
+        return rank % (layout.tp * layout.pp), Layout(tp=layout.tp, pp=layout.pp)
+
+    @property
+    def _spreads(self) -> bool:
+        """Are experts dealt to the ranks of all lanes?"""
+        return self.layout.dp > 1 and self.config.model.moe is not None and self.config.parallel.enable_expert_parallel
+
+    def _exchange(self) -> All2All | None:
+        """Called by all ranks of the expert group together."""
+        if not self._spreads:
+            return None
+        from planaria.mesh.all2all import make
+
+        scheduler, parallel = self.config.scheduler, self.config.with_layout(self.layout).parallel
+        limits = scheduler.max_num_batched_tokens, -(-self.config.model.hidden_size // 16) * 64
+        return make(
+            parallel.all2all_backend, self.mesh.ep, self.layout.tp, limits, dealt=parallel.use_sequence_parallel_moe
+        )
 
     def _timed(self, part: str, since: float) -> None:
         self.seconds[part] = time.perf_counter() - since
@@ -149,12 +177,12 @@ class Worker:
         """Leave the groups of before; say what this rank brings to those of the new epoch."""
         self._leave_groups()
         self._opening = Opening()
-        self.tp, self.pp = command.tp, command.pp
+        self.layout = layout = command.layout
         place = self.boot.place
         self._door = Door(place.address) if command.apart else None
-        self._segments = create_segments(self.rank, command.tp, command.pp)
+        self._segments = create_segments(self.rank, layout)
         store = None
-        if self.rank == 0 and command.tp * command.pp > 1 and (command.apart or not self._shares_memory):
+        if self.rank == 0 and layout.size > 1 and (command.apart or not self._shares_memory):
             from planaria.mesh.gloo import open_store
 
             self._store, port = open_store(place.address)
@@ -178,17 +206,26 @@ class Worker:
         if failed:
             raise CapacityError(unreachable(own, command.members, failed))
         self.mesh = open_mesh(
-            self.rank, command.tp, command.pp, command.epoch, command.members, fast=self._shares_memory,
+            self.rank, command.layout, command.epoch, command.members, fast=self._shares_memory,
             kernels=lambda: _kernels(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
             cuda=self.config.device.device == "cuda", deadline=command.deadline, opening=self._opening,
         )  # fmt: skip
         self._opening.check()
+        self.exchange = self._exchange()
         if self.ops is not None:
-            self.ops.join(self.mesh.tp)
+            self.ops.use_threads(self.boot.threads)
+            self.ops.join(self.mesh.tp, self.exchange)
         if self.config.parallel.ray_link == "compiled-graph" and self.mesh.pp.size > 1:
             self.mesh = dataclasses.replace(self.mesh, pp=EdgeComm(self.mesh.pp))
         self._timed("groups", since)
         return Ready(self.rank, self.seconds)
+
+    def use_threads(self, threads: int) -> None:
+        """Compute with so many from now on. Between two steps, in the thread that carries them out."""
+        self.boot = msgspec.structs.replace(self.boot, threads=threads)
+        self.take_thread()
+        if self.ops is not None:
+            self.ops.use_threads(threads)
 
     def take_thread(self) -> None:
         """Make the calling thread one that can carry out steps: torch keeps its number of threads and its device for
@@ -202,7 +239,7 @@ class Worker:
     def _leave_groups(self) -> None:
         self.runner = None  # what it waits for will not come
         self.mesh.close()
-        self.mesh = Mesh(self.rank)
+        self.mesh, self.exchange = Mesh(self.rank), None
         self._store = None
         self._close_door()
         for fd, _ in self._segments.values():
@@ -216,7 +253,7 @@ class Worker:
 
     def _load(self, command: Load) -> Reply:
         self._close_door()  # every rank has answered Regroup, so has reached whom it must
-        part = self.rank, self.tp, self.pp
+        part = self._part_of(self.rank)
         if self.part == part or (command.ranks and self.rank not in command.ranks):
             return Ready(self.rank)
         since = time.perf_counter()
@@ -235,7 +272,7 @@ class Worker:
             with torch.inference_mode():
                 self.model = self._build(self.ops, part)
         self.prepared.clear()
-        self.ops.join(self.mesh.tp)
+        self.ops.join(self.mesh.tp, self.exchange)
         self.part = part
         self._timed("weights", since)
         return Ready(self.rank, self.seconds)
@@ -244,12 +281,18 @@ class Worker:
         from planaria.loader import open_weights
         from planaria.models import build
 
-        rank, tp, pp = part
-        shards = deal(self.config.model, tp, pp, self.config.parallel.pp_layer_partition)
+        rank, layout = part
+        tp, pp = layout.tp, layout.pp
+        partition = self.config.parallel.pp_layer_partition
+        if partition is not None and len(partition) != pp:
+            partition = None  # of the layout that was asked for, and this is another
+        model = self.config.model
+        lane, own = divmod(rank, tp * pp)
+        shards = deal(model, tp, pp, partition, expert_map(model, self.config.parallel, layout.dp * tp), lane)
         return build(
             self.config.model, open_weights(msgspec.convert(self.config.checkpoint, Checkpoint)), ops,
             quantization=self.config.device.quantization, max_positions=self.config.scheduler.max_model_len,
-            progress=lambda done, total: self.progress("weights", done / total), shard=shards[rank],
+            progress=lambda done, total: self.progress("weights", done / total), shard=shards[own],
         )  # fmt: skip
 
     def _unload(self) -> None:
@@ -288,12 +331,14 @@ class Worker:
         )  # fmt: skip
         forward = self.ops.compile(self.model.forward, batch)
         rows, model = scheduler.max_num_seqs, self.config.model
+        if self.sampler is not None:  # of the epoch before
+            self.sampler.close()
         if self.mesh.samples:
             self.sampler = Sampler(rows, model.vocab_size, cache_dir() / "numba", threads=self.boot.threads)
         else:
             self.sampler = Follower(rows, model.vocab_size)
         stage = Stage(batch, forward, self.mesh, model.hidden_size)
-        self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage)
+        self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage, meets=self.exchange is not None)
         self._timed("kv", since)
         return Ready(self.rank, self.seconds)
 
@@ -301,10 +346,10 @@ class Worker:
         import torch
 
         assert self.runner is not None
-        since = time.perf_counter()
+        since, own = time.perf_counter(), self.layout.coords(self.rank).dp
         try:
             with torch.inference_mode():
-                lane = self.runner.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
+                lane = self.runner.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
         except Exception as e:
             self.mesh.abort(f"rank {self.rank} failed in step {plan.step}: {e}")  # the others wait for it
             raise
@@ -324,16 +369,23 @@ class NullRank:
     """Answers like `Worker`, computes nothing: for measuring the engine alone (`--null-worker`)."""
 
     def __init__(self, boot: RankBoot) -> None:
+        self.enter(boot)
+
+    def prepare(self) -> None:
+        """A spare has nothing to load."""
+
+    def enter(self, boot: RankBoot) -> None:
         from planaria.worker.reference import NullWorker
 
         self.boot, self.rank, self.worker = boot, boot.rank, NullWorker()
+        self.layout = boot.config.parallel.layout
 
     def handle(self, command: Command) -> Reply:
         match command:
             case StepPlan():
                 return guard(self.rank, "step", lambda: self._step(command))
             case Join():
-                place, config = self.boot.place, self.boot.config
+                place, config, self.layout = self.boot.place, self.boot.config, command.layout
                 return Hello(
                     self.rank, os.getpid(), place.home, place.node, place.address, compared(config), hash_fields(config)
                 )
@@ -347,7 +399,8 @@ class NullRank:
                 return Done(self.rank)
 
     def _step(self, plan: StepPlan) -> Reply:
-        lane: LaneResult = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
+        own = self.layout.coords(self.rank).dp
+        lane: LaneResult = self.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
         return StepResult(plan.epoch, plan.step, (lane,))
 
 
@@ -384,9 +437,7 @@ def available_bytes(config: EngineConfig) -> int:
 
         free, total = torch.cuda.mem_get_info()
         return int(free - 0.08 * total)
-    with open("/proc/meminfo") as f:
-        fields = dict(line.split(":", 1) for line in f)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return available_memory()
 
 
 def make_rank(boot: RankBoot, progress: Progress | None = None) -> Any:

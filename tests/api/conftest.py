@@ -10,10 +10,17 @@ import pytest
 
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import ModelError
+from planaria.server import fleet_resize
 from planaria.server.config import ServerConfig
 from planaria.server.serve import bind, serve, url_of
 from planaria.server.tokenise import load_tokenizer
 from tests.api.fake_engine import FakeEngine
+
+
+@pytest.fixture(autouse=True)
+def _no_wait_for_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted engines say a token only when a test tells them to."""
+    monkeypatch.setattr(fleet_resize, "GOES_ON", 0.0)
 
 
 @pytest.fixture(scope="session")
@@ -42,10 +49,10 @@ class Running:
         return AsyncOpenAI(base_url=self.url + "/v1", api_key=kwargs.pop("api_key", "none"), max_retries=0, **kwargs)
 
     def http(self, **kwargs) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=20, **kwargs)
+        return httpx.AsyncClient(base_url=self.url, timeout=60, **kwargs)
 
     async def exit_code(self) -> int:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             return await self.task
 
 
@@ -61,7 +68,7 @@ async def running(engine, tokenizer, **options):
     )  # fmt: skip
     try:
         if engine.facts is not None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await asyncio.wait({server.line, server.task}, return_when=asyncio.FIRST_COMPLETED)
         yield server
     finally:

@@ -13,8 +13,9 @@ import time
 
 import msgspec
 
+from planaria.core.resize import Refused, Resize
 from planaria.types import Delta, FinishReason, TokenLogprobs
-from planaria.wire import Dead, EngineFacts, EngineStats, ProcessInfo, Sink, Submit
+from planaria.wire import Dead, EngineFacts, EngineState, EngineStats, ProcessInfo, Reshaped, Sink, Submit
 
 TEXTS = (
     " the", " quick", " brown", " fox", ".", ",", "\n", " jumps", " STOP", " a", "é", "日本", "🙂", "👩‍👩‍👧", " 42",
@@ -99,6 +100,27 @@ class FakeEngine:
             self._count()
             self._notify()
 
+    def engines(self) -> list[EngineState]:
+        state = "ended" if self.dead is not None else "ready" if self.facts is not None else "loading"
+        return [EngineState(0, state, 11, "tp1", [12], self.stats, len(self.open), 0, False)]
+
+    def drain(self) -> None:
+        pass
+
+    async def resize(self, id: str, size: int, drain_timeout: float) -> Resize:
+        self.asked = (id, size, drain_timeout)
+        if size > 4:
+            raise Refused("4 fit", busy=size == 9)
+        return Resize(id, 1, size, [], [], "rolled back" if size == 4 else "committed", "no room" if size == 4 else "")
+
+    async def reshape(self, tp: int, pp: int) -> list[Reshaped]:
+        if tp == 9:
+            raise Refused("another change is under way", busy=True)
+        return [Reshaped("", f"tp={tp} pp={pp}", f"{tp} ranks don't fit" if tp > 4 else "", 0.5)]
+
+    def resizes(self) -> list[Resize]:
+        return []
+
     async def report(self) -> list[ProcessInfo]:
         return [
             ProcessInfo("engine", None, {}, 11, "here", 0, "ready", 1 << 20),
@@ -127,7 +149,7 @@ class FakeEngine:
 
     async def until(self, condition) -> None:
         """Wait until `condition()`; it is looked at after each submit, cancel and step."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

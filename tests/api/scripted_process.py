@@ -5,20 +5,39 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from planaria.config.options import FaultConfig, ParallelConfig
+import msgspec
+
+from planaria.config.options import CacheConfig, DeviceConfig, FaultConfig, ParallelConfig
 from planaria.server.engine_client import Ended
 from planaria.server.supervisor import SupervisedEngine
+from planaria.topology import Layout
 from planaria.types import Delta, FinishReason, SamplingParams
-from planaria.wire import Cancel, Dead, EngineStats, Output, Recovery, Shutdown, Submit
+from planaria.wire import Cancel, Dead, EngineStats, Output, Recovery, Reshape, Reshaped, Shutdown, Submit
 from tests.api.fake_engine import facts
 
 
-class Config:
-    """The part of an EngineConfig that a supervisor reads."""
+class Config(msgspec.Struct):
+    """The part of an EngineConfig that a supervisor and a fleet read."""
 
-    def __init__(self, nnodes: int = 1, **faults: Any) -> None:
-        self.faults = FaultConfig(**faults)
-        self.parallel = ParallelConfig(distributed_executor_backend="mp", nnodes=nnodes)
+    faults: FaultConfig
+    parallel: ParallelConfig
+    cache: CacheConfig = CacheConfig()
+    device: DeviceConfig = DeviceConfig(device="cpu", dtype="float32", quantization="none", threads=1)
+
+    def with_layout(self, layout: Layout) -> Config:
+        parallel = msgspec.structs.replace(
+            self.parallel, tensor_parallel_size=layout.tp, pipeline_parallel_size=layout.pp
+        )
+        return msgspec.structs.replace(self, parallel=parallel)
+
+    @classmethod
+    def of(cls, nnodes: int = 1, data_parallel_size: int = 1, **faults: Any) -> Config:
+        return cls(
+            FaultConfig(**faults),
+            ParallelConfig(
+                distributed_executor_backend="mp", nnodes=nnodes, data_parallel_size=data_parallel_size
+            ),
+        )
 
 
 class ScriptedProcess:
@@ -26,6 +45,8 @@ class ScriptedProcess:
 
     def __init__(self, config: Any, hear: Any) -> None:
         self.hear, self.silent, self.sent, self.killed, self.step = hear, 0.0, [], False, 0
+        self.config = config
+        self.index = config.parallel.data_parallel_index
         self.tokens: dict[str, int] = {}  # of each sequence it has: the next index
         self._end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
@@ -37,6 +58,9 @@ class ScriptedProcess:
         if isinstance(message, Submit):
             assert message.id not in self.tokens
             self.tokens[message.id] = len(message.output)
+        elif isinstance(message, Reshape) and message.tp <= 4:  # of more nothing is heard
+            error = "" if message.tp < 4 else "4 don't fit"
+            self.hear(Reshaped(message.id, f"tp={message.tp} pp={message.pp}", error, 0.5))
         elif isinstance(message, Cancel):
             asyncio.get_running_loop().call_soon(self._cancel, message.id)
 
@@ -47,8 +71,8 @@ class ScriptedProcess:
     def connected(self) -> None:
         pass
 
-    def end(self) -> None:
-        self.send(Shutdown())
+    def end(self, *, followed: bool = False) -> None:
+        self.send(Shutdown(followed))
         self.die("ended")
 
     def kill(self) -> None:
@@ -96,7 +120,7 @@ class Client:
 
     def __init__(self, **faults: Any) -> None:
         self.processes: list[ScriptedProcess] = []
-        self.supervisor = SupervisedEngine(Config(**faults), make=self._make)  # type: ignore[arg-type]
+        self.supervisor = SupervisedEngine(Config.of(**faults), make=self._make)  # type: ignore[arg-type]
         self.heard: list[Recovery] = []
         self.supervisor.on_recovery = self.heard.append
         self.told: dict[str, list[Delta]] = {}
@@ -123,7 +147,7 @@ class Client:
         """The process of now ends; until another is there, or it is clear that there will be none."""
         before = len(self.processes)
         self.now.die(how, said)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.processes) == before and self.supervisor.dead is None:
                 await asyncio.sleep(0)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from planaria.server.faults import PARTS
 from planaria.wire import EngineStats, Recovery
 from tests.api.test_metrics import scrape
 
@@ -15,6 +16,7 @@ NOTICE = Recovery(1, [1], "step", "its process was killed by signal 9", "Traceba
 DONE = msgspec.structs.replace(
     NOTICE, seconds={"fence": 0.01, "load": 0.5, "total": 0.75}, layout="tp=2 pp=1", pids=[7, 8], requests=1, tokens=90
 )
+REPLAYED = msgspec.structs.replace(DONE, seconds=DONE.seconds | {"first token": 0.1, "replay": 0.25})
 
 
 async def test_health_explains_a_recovery(server: Any) -> None:
@@ -35,10 +37,28 @@ async def test_health_explains_a_recovery(server: Any) -> None:
         when = body["last_fault"].pop("when")
         assert when.endswith("Z") and len(when) == len("2026-01-01T00:00:00.000Z")
         assert body["last_fault"] == {
-            "part": "rank", "ranks": [1], "phase": "step", "cause": "its process was killed by signal 9",
+            "part": "rank", "engine": 0, "ranks": [1], "phase": "step", "cause": "its process was killed by signal 9",
             "recovered": True, "epoch": 1, "layout": "tp=2 pp=1",
             "seconds": {"fence": 0.01, "load": 0.5, "total": 0.75}, "requests": 1, "replayed_tokens": 90,
         }  # fmt: skip
+
+
+async def test_a_replay_is_told_when_it_is_over(server: Any) -> None:
+    """It adds to the fault it belongs to, is no other one, and never takes the place of a later one."""
+    engine = server.engine
+    async with server.http() as http:
+        for message in (NOTICE, DONE, REPLAYED):
+            engine.on_recovery(message)
+        body = (await http.get("/health")).json()
+        assert body["last_fault"]["seconds"] == REPLAYED.seconds and body["last_fault"]["recovered"]
+        engine.on_recovery(msgspec.structs.replace(NOTICE, epoch=2))
+        engine.on_recovery(REPLAYED)
+        body = (await http.get("/health")).json()
+        assert body["recovering"] and body["last_fault"]["epoch"] == 2
+        _, values = await scrape(http)
+        assert values["planaria:faults_total/rank"] == 2 and values["planaria:recoveries_total/rank"] == 1
+        spent = {name: values[f"planaria:recovery_part_seconds_total/{name}"] for name in PARTS}
+        assert spent == {"detect": 0, "fence": 0.01, "replace": 0, "regroup": 0, "load": 0.5, "replay": 0.5}
 
 
 async def test_a_recovery_that_lasts_is_no_progress(start: Any) -> None:
@@ -84,3 +104,19 @@ async def test_metrics_count_faults(server: Any) -> None:
         assert values["planaria:recovering"] == 0
         body = (await http.get("/health")).json()
         assert body["engine_restarts"] == 1 and body["last_fault"]["part"] == "engine"
+
+
+async def test_a_change_of_the_layout_is_no_fault(server: Any) -> None:
+    engine = server.engine
+    change = Recovery(2, [], "idle", "the layout becomes tp=2: there are devices for it again", kind="layout")
+    async with server.http() as http:
+        engine.on_recovery(change)
+        assert "the layout becomes tp=2" in (await http.get("/health")).json()["why"]
+        engine.on_recovery(msgspec.structs.replace(change, seconds={"total": 1.5}, layout="tp=2 pp=1"))
+        body = (await http.get("/health")).json()
+        assert body["last_fault"] is None and not body["recovering"] and body["engine_restarts"] == 0
+        assert (body["last_layout_change"]["layout"], body["last_layout_change"]["seconds"]) == (
+            "tp=2 pp=1", {"total": 1.5}
+        )  # fmt: skip
+        _, values = await scrape(http)
+        assert values["planaria:faults_total/engine"] == 0 and values["planaria:layout_changes_total"] == 1

@@ -13,12 +13,13 @@ C = "/v1/completions"
 
 GAUGES = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "planaria:recovering",
-    "planaria:epoch",
+    "planaria:epoch", "planaria:engine_ready", "planaria:engine_load_tokens", "planaria:fleet_imbalance",
 }  # fmt: skip
 COUNTERS = {
     "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
     "vllm:request_success", "vllm:num_preemptions", "planaria:faults", "planaria:recoveries",
-    "planaria:replayed_tokens", "planaria:recovery_seconds",
+    "planaria:replayed_tokens", "planaria:recovery_seconds", "planaria:recovery_part_seconds",
+    "planaria:layout_changes", "planaria:requests_taken",
 }  # fmt: skip
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
@@ -33,7 +34,7 @@ async def scrape(http):
     for family in families.values():
         for s in family.samples:
             assert s.labels["model_name"] == "smollm2"
-            extra = [v for k, v in s.labels.items() if k in ("finished_reason", "le", "part")]
+            extra = [v for k, v in s.labels.items() if k in ("finished_reason", "le", "part", "phase")]
             values["/".join([s.name, *extra])] = s.value
     return families, values
 

@@ -47,6 +47,14 @@ def test_the_engines_errors_pass_through(tokenizer):
     assert piece.finish is ABORT and piece.error and stream.done
 
 
+def test_a_text_that_can_not_be_made_ends_its_sequence_alone(tokenizer, monkeypatch):
+    stream = stream_of(tokenizer, n=2)
+    monkeypatch.setattr(stream.sequences[0], "_detokenizer", object())
+    piece = stream.push(Delta("r-0", 0, [100]))
+    assert piece.finish is ERROR and piece.cancel and "AttributeError" in piece.error
+    assert stream.push(Delta("r-1", 0, [100])).text and not stream.done
+
+
 def test_a_stop_string_inside_one_delta(tokenizer):
     ids = tokenizer.encode(" one two three four five")
     stream = stream_of(tokenizer, stop=("three",), logprobs=0)

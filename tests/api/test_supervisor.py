@@ -44,10 +44,38 @@ async def test_open_sequences_go_on_with_the_tokens_they_have(client: Client) ->
     client.now.give("a", "b", finish=FinishReason.STOP)
     assert client.tokens("a") == [100, 101, 102, 103] and client.tokens("b") == [100, 101, 102]
     assert [client.told[id][-1].finish for id in "abc"] == ["stop", "stop", "length"]
-    notice, done = client.heard
+    notice, done, replayed = client.heard
     assert (notice.ranks, notice.phase, notice.seconds) == ([], "step", {}) and "signal 9" in notice.cause
     assert done.seconds["total"] > 0 and (done.requests, done.tokens) == (2, 3 + 2 + 3 + 1)
+    assert list(done.seconds) == ["detect", "fence", "replace", "regroup", "load", "total"]
+    assert 0 < replayed.seconds["first token"] <= replayed.seconds["replay"]
     assert client.supervisor.stats.step == client.now.step + client.processes[0].step  # counters go on
+
+
+async def test_the_replay_is_over_when_the_last_goes_on_or_has_ended(client: Client) -> None:
+    client.submit("a", "b", "c", "new")
+    client.now.give("a", "b", "c")
+    await client.replace()
+    heard = len(client.heard)
+    client.now.give("a", "b", "new")
+    client.now.give("a", "b", "new")
+    assert len(client.heard) == heard
+    client.supervisor.cancel("c")
+    assert len(client.heard) == heard + 1 and "replay" in client.heard[-1].seconds
+    client.now.give("a", "new")
+    assert len(client.heard) == heard + 1
+
+
+async def test_a_replay_that_another_death_ends_is_not_told(client: Client) -> None:
+    client.submit("a", "b")
+    client.now.give("a", "b")
+    await client.replace()
+    client.now.give("a")
+    await client.replace()
+    client.now.give("b")
+    assert not any("replay" in message.seconds for message in client.heard)
+    client.now.give("a")
+    assert "replay" in client.heard[-1].seconds
 
 
 async def test_tokens_that_come_twice_are_dropped_and_a_gap_costs_the_process(client: Client) -> None:
@@ -98,10 +126,8 @@ async def test_the_limit_counts_deaths_without_a_token(client: Client) -> None:
     assert client.error("b") == client.error("a")
 
 
-@pytest.mark.parametrize("config", [{"recovery_limit": 0}, {"nnodes": 2}])
-async def test_where_there_can_be_no_other_the_first_death_is_the_end(config: dict[str, Any]) -> None:
-    """Of other nodes' agents: they end with their engine."""
-    client = await Client(**config).start()
+async def test_where_there_may_be_no_other_the_first_death_is_the_end() -> None:
+    client = await Client(recovery_limit=0).start()
     client.submit("a")
     await client.fall()
     assert client.error("a") == client.supervisor.dead.message and len(client.processes) == 1  # type: ignore[union-attr]

@@ -33,10 +33,19 @@ QWEN3: dict[str, Any] = {
 }
 
 
-def logits(device: str, dtype: str, kind: str | None = None) -> dict[int, Tensor]:
+EXPERTS = {
+    **{name: value for name, value in QWEN3.items() if "window" not in name},
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def logits(
+    device: str, dtype: str, kind: str | None = None, config: dict[str, Any] = QWEN3
+) -> dict[int, Tensor]:  # fmt: skip
     """Of three texts: whole, then a step with a chunk and two single tokens."""
     ops = TorchOps(device, dtype)
-    model = build(model_config(QWEN3), RandomSource(kind), ops, quantization="keep")
+    model = build(model_config(config), RandomSource(kind), ops, quantization="keep")
     driver = Driver(model, ops, block_size=16)
     draw = random.Random(0)
     texts = {i: [draw.randrange(1000) for _ in range(n)] for i, n in enumerate((1, 40, 130))}
@@ -52,6 +61,13 @@ def logits(device: str, dtype: str, kind: str | None = None) -> dict[int, Tensor
 @pytest.mark.parametrize("kind", [None, "q8_0", "q4_1"])
 def test_float32_equals_the_cpu(cuda: str, kind: str | None) -> None:
     here, there = logits("cpu", "float32", kind), logits(cuda, "float32", kind)
+    for i in here:
+        assert float((here[i] - there[i]).abs().max()) < 1e-4
+
+
+def test_experts_in_float32_equal_those_of_the_cpu(cuda: str) -> None:
+    """By Triton's kernels, where it is installed."""
+    here, there = logits("cpu", "float32", config=EXPERTS), logits(cuda, "float32", config=EXPERTS)
     for i in here:
         assert float((here[i] - there[i]).abs().max()) < 1e-4
 

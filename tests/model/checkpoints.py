@@ -41,6 +41,9 @@ def write_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any)
                 parameter.copy_(0.3 * noise)
             else:
                 parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
 

@@ -6,6 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Where torch computes in the test's own process: other tests, which run at the same time, have the other cores."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["torch", "cpu"])

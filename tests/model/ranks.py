@@ -15,6 +15,7 @@ from planaria.executor.boot import Place, RankBoot
 from planaria.executor.link.address import Inside
 from planaria.node import home
 from planaria.protocol import Command, Hello, Join, Ready, Regroup, Reply
+from planaria.topology import Layout
 from tests.model.rank_main import decode, encode
 
 
@@ -32,6 +33,7 @@ class Ranks:
         self, config: EngineConfig, tp: int, pp: int, *, gloo: bool = False, deadline: float = 60.0
     ) -> None:
         self.tp, self.pp, self.size = tp, pp, tp * pp
+        layout = Layout(tp=tp, pp=pp)
         parallel = msgspec.structs.replace(
             config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, disable_custom_all_reduce=gloo
         )
@@ -44,9 +46,9 @@ class Ranks:
             )  # fmt: skip
             self.procs.append(proc)
             self._write(proc, boot_of(config, rank, self.size))
-        hellos = self.ask(Join(0, tp, pp))
+        hellos = self.ask(Join(0, layout))
         self.members = tuple(hello for hello in hellos if isinstance(hello, Hello))
-        for reply in self.ask(Regroup(0, tp, pp, self.members, deadline)):
+        for reply in self.ask(Regroup(0, layout, self.members, deadline)):
             assert isinstance(reply, Ready), reply
 
     @staticmethod

@@ -466,7 +466,7 @@ def test_waiting_threads_use_no_cpu(cache: Path) -> None:
     time.sleep(0.02)  # past the short spin after a run
     start = time.process_time()
     time.sleep(0.3)  # the time that is measured
-    assert time.process_time() - start < 0.02
+    assert time.process_time() - start < 0.15  # one that spins has 0.3
     ops.close()
 
 
@@ -534,9 +534,9 @@ def test_kernels_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept.write_bytes(kept.read_bytes()[:-100])  # damaged: compiled again and replaced
     assert build.ensure(target, tmp_path) == data and count == [target]
     assert build.ensure(target, tmp_path) == data and len(count) == 1
-    start = time.perf_counter()
+    start = time.process_time()
     build.load(target, tmp_path)
-    assert time.perf_counter() - start < 0.3
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.usefixtures("nothing_loaded")

@@ -230,3 +230,20 @@ def test_close_ends_the_threads() -> None:
     for _ in range(20):
         CpuOps("float32", 3)  # dropped without close
     assert not {t for t in set(threading.enumerate()) - before if t.is_alive()}
+
+
+def test_threads_come_and_go_between_runs() -> None:
+    """What was compiled goes on with them, with the same numbers."""
+    before = set(threading.enumerate())
+    ops = CpuOps("float32", 2)
+    table = ops.pack(draw(48, 64))
+    program = ops.compile(lambda o: o.logits(o.take(o.embed(table)), table), batch_of([1, 5, 7]))
+    expected = program().clone()
+    for threads in (1, 2, 1):
+        ops.use_threads(threads)
+        assert ops.threads == threads and len(set(threading.enumerate()) - before) == threads - 1
+        for _ in range(20):
+            assert torch.equal(program(), expected)
+    ops.use_threads(10_000)  # more than there is memory for
+    assert ops.threads <= 10_000 and torch.equal(program(), expected)
+    ops.close()

@@ -25,14 +25,17 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 from planaria.kernels.cpu.build import load, target_for
 from planaria.kernels.ops import Batch
 from planaria.kernels.reference import Step
-from planaria.mesh.boot import Opening, axes, create_segments, open_mesh
+from planaria.mesh.boot import Opening, axes, create_segment, create_segments, open_mesh
 from planaria.mesh.comm import Comm, PeerLost, Solo
 from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
 from planaria.mesh.mesh import Mesh
 from planaria.mesh.nccl import NcclComm
-from planaria.mesh.shared import RING, SLOT, SharedComm, create_segment, fence_segment
+from planaria.mesh.shared import RING, SLOT, SharedComm, fence_segment
 from planaria.protocol import Hello
+from planaria.topology import Layout
 from planaria.worker.stage import Stage
+
+SOON = 15.0  # seconds: sooner than any deadline here
 
 Together = Callable[[Callable[[Comm], Any]], list[Any]]
 
@@ -180,7 +183,7 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
     since = time.monotonic()
     with pytest.raises(PeerLost, match=r"rank 11 .*did not come within 1 s") as lost:
         group.comms[0].all_reduce(torch.zeros(32))
-    assert lost.value.ranks == (11,) and 0.9 < time.monotonic() - since < 5
+    assert lost.value.ranks == (11,) and 0.9 < time.monotonic() - since < SOON
     group.close()
 
 
@@ -223,8 +226,8 @@ def test_a_wait_ends_when_it_is_told_to(kind: str, by: str, wait: str) -> None:
     else:
         fence_segment(group.fd)
     with pytest.raises(PeerLost, match="told to end" if by == "abort" else "fenced"):
-        waiting.result(5)
-    assert time.monotonic() - since < 2
+        waiting.result(60)
+    assert time.monotonic() - since < SOON
     with pytest.raises(PeerLost):
         group.comms[0].all_reduce(torch.zeros(32))
     group.close()
@@ -254,9 +257,9 @@ def test_gloo_ends_a_wait_for_a_stopped_process(wait: str) -> None:
             since = time.monotonic()
             comm.abort("rank 11 is stopped")
             with pytest.raises(PeerLost, match="rank 11 is stopped"):
-                waiting.result(5)
+                waiting.result(60)
             comm.close()
-            assert time.monotonic() - since < 2
+            assert time.monotonic() - since < SOON
     finally:
         peer.kill()
         peer.wait()
@@ -270,7 +273,7 @@ def test_gloo_names_a_killed_process() -> None:
     since = time.monotonic()
     with pytest.raises(PeerLost, match="rank 11 is gone") as lost:
         comm.receive(torch.zeros(32), 1)
-    assert lost.value.ranks == (11,) and time.monotonic() - since < 2
+    assert lost.value.ranks == (11,) and time.monotonic() - since < SOON
     comm.close()
 
 
@@ -280,7 +283,7 @@ def test_a_store_that_says_nothing_is_given_up_at_the_deadline() -> None:
         since = time.monotonic()
         with pytest.raises(PeerLost, match="no connection to the groups' store"):
             join_store("127.0.0.1", silent.getsockname()[1], deadline=1.0)
-        assert 0.9 < time.monotonic() - since < 10
+        assert 0.9 < time.monotonic() - since < SOON
 
 
 def test_a_group_that_is_being_made_ends_with_its_store() -> None:
@@ -292,21 +295,21 @@ def test_a_group_that_is_being_made_ends_with_its_store() -> None:
         since = time.monotonic()
         leave_store(store)
         with pytest.raises(PeerLost):
-            making.result(5)
-        assert time.monotonic() - since < 2
+            making.result(60)
+        assert time.monotonic() - since < SOON
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["shared", "gloo"])
 def test_meeting_ends_when_it_is_told_to(fast: bool) -> None:
     """The other rank never comes."""
-    segments = create_segments(0, 2, 1)
+    segments = create_segments(0, Layout(tp=2))
     store, port = open_store("127.0.0.1")
     first = msgspec.structs.replace(hello(0), segments=segments, store=("127.0.0.1", port))
     opening = Opening()
 
     def meet() -> Mesh:
         entry = load(target_for("float32"))
-        return open_mesh(0, 2, 1, 0, [first, hello(1)], fast=fast, kernels=lambda: entry, opening=opening)
+        return open_mesh(0, Layout(tp=2), 0, [first, hello(1)], fast=fast, kernels=lambda: entry, opening=opening)
 
     with ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(meet)
@@ -314,7 +317,7 @@ def test_meeting_ends_when_it_is_told_to(fast: bool) -> None:
             meeting.result(0.5)
         opening.abort("told to end")
         with pytest.raises(PeerLost, match="told to end"):
-            meeting.result(10)
+            meeting.result(60)
         with pytest.raises(PeerLost, match="told to end"):  # and from now on at once
             meet()
     for fd, _ in segments.values():
@@ -370,12 +373,13 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
 
 
 def test_coordinates() -> None:
-    assert axes(3, 2, 3) == {"tp": (2, 3), "pp": (1, 3, 5)}
-    mesh = open_mesh(0, 1, 1, 0, [hello(0)], fast=True, kernels=lambda: None)
+    assert axes(3, Layout(tp=2, pp=3)) == {"tp": (2, 3), "pp": (1, 3, 5), "ep": (3,)}
+    assert axes(3, Layout(tp=2, dp=2)) == {"tp": (2, 3), "pp": (3,), "ep": (0, 1, 2, 3)}
+    mesh = open_mesh(0, Layout(), 0, [hello(0)], fast=True, kernels=lambda: None)
     assert isinstance(mesh.tp, Solo) and mesh.samples and mesh.reads_tokens
     assert not Mesh(0, pp=_axis(0, 2)).samples and Mesh(1, pp=_axis(1, 2)).samples
     with pytest.raises(ValueError, match="neither shared memory nor a store"):
-        open_mesh(0, 2, 1, 0, [hello(0), hello(1)], fast=False, kernels=lambda: None)
+        open_mesh(0, Layout(tp=2), 0, [hello(0), hello(1)], fast=False, kernels=lambda: None)
 
 
 def hello(rank: int) -> Hello:

@@ -26,7 +26,14 @@ from tests.model.checkpoints import write_checkpoint
 from tests.model.ranks import Ranks, boot_of
 
 BLOCKS = 96
-LAYOUTS = [(2, 1), (3, 1), (1, 2), (2, 2)]
+
+
+def long(*values: Any) -> Any:
+    """Of the default run's cases the others have what this one has."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+LAYOUTS = [long(2, 1), (3, 1), long(1, 2), (2, 2)]
 Found = dict[str, tuple[list[int], list[TokenLogprobs], list[TokenLogprobs | None]]]
 
 
@@ -140,7 +147,7 @@ def test_the_real_model_gives_the_same_tokens(real: tuple[EngineConfig, Found], 
             assert_same(together(ranks, turns, requests(config.model.vocab_size), depth), expected)
 
 
-@pytest.mark.parametrize("kernels, gloo", [("torch", False), ("torch", True), ("native", True)])
+@pytest.mark.parametrize("kernels, gloo", [("torch", False), long("torch", True), ("native", True)])
 def test_torch_kernels_and_gloo(real: tuple[EngineConfig, Found], kernels: str, gloo: bool) -> None:
     config = config_for("smollm2", kernels)
     with Ranks(config, 2, 2, gloo=gloo) as ranks:
@@ -181,16 +188,24 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("family, overrides", FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_families(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+FAMILY_CASES = [
+    pytest.param(
+        family, overrides, tp, pp, id=f"{family} tp={tp} pp={pp}", marks=pytest.mark.long if (tp + i) % 2 == 0 else ()
+    )
+    for i, (family, overrides) in enumerate(FAMILIES)
+    for tp, pp in ((3, 1), (2, 2))
+]
+
+
+@pytest.mark.parametrize("family, overrides, tp, pp", FAMILY_CASES)
+def test_families(tmp_path: Path, family: str, overrides: dict[str, Any], tp: int, pp: int) -> None:
     write_checkpoint(tmp_path, family, num_hidden_layers=3, **overrides)
     config = config_for(str(tmp_path))
     torch.set_num_threads(1)
     expected = alone(config, requests(config.model.vocab_size))
-    for tp, pp in ((3, 1), (2, 2)):
-        with Ranks(config, tp, pp) as ranks:
-            start(ranks)
-            assert_same(together(ranks, config, requests(config.model.vocab_size), 2), expected)
+    with Ranks(config, tp, pp) as ranks:
+        start(ranks)
+        assert_same(together(ranks, config, requests(config.model.vocab_size), 2), expected)
 
 
 @pytest.fixture
@@ -219,10 +234,15 @@ def until_failed(ranks: Ranks, config: EngineConfig, stop: Any, at: int) -> list
         core.commit(drawn)
 
 
-@pytest.mark.parametrize("gloo", [False, True], ids=["shared", "gloo"])
-@pytest.mark.parametrize("tp, pp, victim", [(2, 1, 1), (2, 1, 0), (1, 2, 0), (3, 1, 1)])
+@pytest.mark.parametrize(
+    "tp, pp, victim, gloo",
+    [
+        (2, 1, 1, False), long(2, 1, 0, False), (1, 2, 0, False), (3, 1, 1, False),
+        long(2, 1, 1, True), long(2, 1, 0, True), (1, 2, 0, True), (3, 1, 1, True),
+    ],
+)  # fmt: skip
 def test_a_killed_rank_is_named_by_the_others(small: EngineConfig, tp: int, pp: int, victim: int, gloo: bool) -> None:
-    with Ranks(small, tp, pp, gloo=gloo, deadline=20) as ranks:
+    with Ranks(small, tp, pp, gloo=gloo, deadline=60) as ranks:
         start(ranks)
 
         def stop() -> int:
@@ -235,14 +255,14 @@ def test_a_killed_rank_is_named_by_the_others(small: EngineConfig, tp: int, pp: 
         assert len(failures) == tp * pp - 1
         for failed in failures:
             assert failed.phase == "step" and failed.rank != victim
-            # gloo does not say which of several it was
-            named = f"rank {victim}" if not gloo or tp * pp == 2 else "one of the ranks"
-            assert named in failed.message
-        assert time.monotonic() - since < 10  # not by waiting for the deadline
+            # gloo does not say which of several it was, or names one that has failed before for the same reason
+            assert ("is gone: its connection closed" if gloo else f"rank {victim}") in failed.message
+            assert tp * pp > 2 or f"rank {victim}" in failed.message
+        assert time.monotonic() - since < 30  # not by waiting for the deadline
 
 
 def test_a_stopped_rank_is_named_at_the_deadline(small: EngineConfig) -> None:
-    with Ranks(small, 3, 1, deadline=2) as ranks:
+    with Ranks(small, 3, 1, deadline=5) as ranks:
         start(ranks)
 
         def stop() -> int:
@@ -251,7 +271,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(small: EngineConfig) -> None:
 
         since = time.monotonic()
         failures = until_failed(ranks, small, stop, 3)
-        assert len(failures) == 2 and time.monotonic() - since < 8
+        assert len(failures) == 2 and time.monotonic() - since < 30
         assert all("rank 2" in failed.message for failed in failures)
 
 
@@ -268,7 +288,7 @@ def test_a_fence_ends_a_wait(small: EngineConfig) -> None:
 
         since = time.monotonic()
         failures = until_failed(ranks, small, stop, 3)
-        assert len(failures) == 1 and "fenced" in failures[0].message and time.monotonic() - since < 10
+        assert len(failures) == 1 and "fenced" in failures[0].message and time.monotonic() - since < 30
 
 
 def test_a_rank_that_fails_by_itself_is_named(small: EngineConfig) -> None:
@@ -301,16 +321,15 @@ def test_micro_steps_of_several_rows_are_in_flight(small: EngineConfig) -> None:
             fresh = Fresh(prompt, len(prompt), params, 0)
             lane = (Row(row, 0, len(prompt), (2 * row, 2 * row + 1), True, fresh),)
         plans.append(StepPlan(0, step, (lane,), ((),), (step - 1) % 2))
-    for tp, pp in ((1, 2), (2, 2)):
-        with Ranks(small, tp, pp) as ranks:
-            start(ranks)
-            for plan in plans:
-                ranks.send(plan)
-            drawn: dict[int, list[int]] = {0: [], 1: []}
-            for plan in plans:
-                replies = [ranks.answer(rank) for rank in range(ranks.size)]
-                result = replies[ranks.drawing]
-                assert isinstance(result, StepResult), result
-                assert result.lanes[0].rows == [(plan.step - 1) % 2]
-                drawn[result.lanes[0].rows[0]] += result.lanes[0].tokens
-            assert [drawn[0], drawn[1]] == [expected["r0"][0], expected["r1"][0]]
+    with Ranks(small, 2, 2) as ranks:
+        start(ranks)
+        for plan in plans:
+            ranks.send(plan)
+        drawn: dict[int, list[int]] = {0: [], 1: []}
+        for plan in plans:
+            replies = [ranks.answer(rank) for rank in range(ranks.size)]
+            result = replies[ranks.drawing]
+            assert isinstance(result, StepResult), result
+            assert result.lanes[0].rows == [(plan.step - 1) % 2]
+            drawn[result.lanes[0].rows[0]] += result.lanes[0].tokens
+        assert [drawn[0], drawn[1]] == [expected["r0"][0], expected["r1"][0]]

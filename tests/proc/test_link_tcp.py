@@ -19,15 +19,16 @@ import zmq
 
 from planaria.executor.link.address import Tcp
 from planaria.executor.link.codec import encode_reply
-from planaria.executor.link.faults import LinkError, PeerLost
+from planaria.executor.link.faults import Fenced, LinkError, PeerLost
 from planaria.executor.link.keys import Invitation, Keys, Pair
 from planaria.executor.link.stream import Kind, Stream
 from planaria.executor.link.tcp import TcpLink
 from planaria.executor.link.tcp_port import TcpPort
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, WINDOW
-from planaria.protocol import Call, Done, Failed
+from planaria.protocol import Call, Done, Exit, Failed
 from tests.proc.link_rank import ENDED
 from tests.proc.links import HEARTBEAT, LIMIT, start_rank, within
+from tests.proc.servers import SOON, wait_until
 
 
 class Deployment:
@@ -272,7 +273,7 @@ def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> No
             with pytest.raises(PeerLost) as error:
                 link.receive(LIMIT)
             assert error.value.ranks == (rank,)
-            within(HEARTBEAT + 1, since)
+            within(HEARTBEAT + SOON, since)
             link.forget(rank)
         link.send(2, Call("echo", (2,)), to=0)
         assert link.receive(LIMIT) == (0, 2, Done(0, 2))
@@ -283,6 +284,23 @@ def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> No
         for process in processes:
             process.kill()
             process.wait(LIMIT)
+
+
+def test_who_is_forgotten_while_it_is_there_is_fenced_and_may_come_again() -> None:
+    link = TcpLink.create(1)
+    try:
+        for number in (1, 2):
+            port = TcpPort.connect(link.invitation(0))
+            wait_until("it is there", lambda: link.attached() == [0])
+            link.send(number, Exit())
+            assert port.receive(LIMIT) == (number, Exit())
+            link.forget(0)
+            with pytest.raises(Fenced):
+                port.receive(LIMIT)
+            port.close()
+            assert link.attached() == []
+    finally:
+        link.close()
 
 
 def test_the_port_is_bound_before_it_is_told() -> None:

@@ -25,6 +25,7 @@ from planaria.node import Gone, Shared
 from planaria.protocol import Call, Command, Done, Failed, Reply, Row, StepPlan, StepResult
 from tests.proc.link_rank import ENDED, do, lose
 from tests.proc.links import KINDS, LIMIT, Gate, Ranks, within
+from tests.proc.servers import SOON, segments
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -144,14 +145,14 @@ def test_receive_ends_at_its_deadline_and_at_wake(kind: str) -> None:
         ranks.ask("echo", 0)
         began = time.monotonic()
         assert ranks.link.receive(0) is None
-        within(5, began)
+        within(SOON, began)
         assert ranks.link.receive(0.2) is None
-        assert 0.2 <= time.monotonic() - began < 5
+        assert 0.2 <= time.monotonic() - began < SOON
         timer = threading.Timer(0.2, ranks.link.wake)
         timer.start()
         began = time.monotonic()
         assert ranks.link.receive(None) is None
-        within(5, began)
+        within(SOON, began)
         timer.join()
         assert ranks.ask("echo", 1) == {0: 1, 1: 1}
 
@@ -170,7 +171,7 @@ def test_a_rank_that_lags_is_named_at_the_deadline(kind: str) -> None:
         assert error.value.ranks == (1,) and "rank 1" in str(error.value)
         if kind == "shm":
             assert isinstance(error.value, PeerLags)
-        within(10, began)
+        within(SOON, began)
 
 
 @kinds
@@ -261,7 +262,7 @@ def test_a_stranger_is_refused(kind: str) -> None:
 
 
 @kinds
-def test_a_killed_rank_is_named_within_a_second(kind: str) -> None:
+def test_a_killed_rank_is_named_at_once(kind: str) -> None:
     with Ranks(kind, 4) as ranks:
         ranks.ask("echo", 0)
         for victim in (2, 3):  # of joined: one of each part
@@ -272,7 +273,7 @@ def test_a_killed_rank_is_named_within_a_second(kind: str) -> None:
                 began = time.monotonic()
                 while (got := ranks.link.receive(LIMIT)) is not None:
                     answered.add(got[:2])
-            within(2, began)  # promised: 1 s, on a machine that is not busy
+            within(SOON, began)  # promised: 1 s, on a machine that is not busy
             assert error.value.ranks == (victim,) and f"rank {victim}" in str(error.value)
             assert answered <= {(rank, number) for rank in range(4) if rank != victim}
             if kind != "joined":
@@ -334,7 +335,7 @@ def test_ranks_notice_the_drivers_death(kind: str) -> None:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(processes, timeout=LIMIT)
     assert not alive
-    within(5, began)
+    within(SOON, began)
 
 
 @kinds
@@ -348,7 +349,7 @@ def test_fence_ends_every_wait(kind: str) -> None:
         with pytest.raises(Fenced):
             ranks.send(Call("echo", (1,)))
         assert ranks.ended() == [ENDED[Fenced]] * 2
-        within(10, began)
+        within(SOON, began)
         ranks.link.fence()
 
 
@@ -385,16 +386,16 @@ def test_close_tells_ranks_and_is_idempotent(kind: str) -> None:
 def test_nothing_is_left_behind(kind: str) -> None:
     with Ranks(kind, 2) as ranks:  # whatever is made once per process exists from here on
         ranks.exit()
-    before, segments = descriptors(), sorted(Path("/dev/shm").iterdir())
+    before, shared = descriptors(), segments()
     threads = set(threading.enumerate())
     for _ in range(3):
         with Ranks(kind, 2) as ranks:
             ranks.ask("check", bytes(1 << 20))
-            assert sorted(Path("/dev/shm").iterdir()) == segments
+            assert segments() <= shared
             ranks.processes[1].kill()
             ranks.processes[1].wait(LIMIT)
     assert descriptors() == before
-    assert sorted(Path("/dev/shm").iterdir()) == segments
+    assert segments() <= shared
     for thread in set(threading.enumerate()) - threads:
         thread.join(LIMIT)
         assert not thread.is_alive(), thread
@@ -409,4 +410,4 @@ def test_a_rank_at_rest_costs_nothing(kind: str) -> None:
         assert ranks.link.receive(2.0) is None
         used = {rank: seconds - before[rank] for rank, seconds in ranks.ask("cpu").items()}
         used[-1] = time.process_time() - own
-        assert all(seconds < 0.02 for seconds in used.values()), used  # 1% with the calls themselves
+        assert all(seconds < 0.1 for seconds in used.values()), used  # with the calls themselves; one that spins has 2

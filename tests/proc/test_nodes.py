@@ -23,7 +23,8 @@ from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, ConfigError, EngineDead, RanksDiffer
 from planaria.executor.launcher.nodes import NodesLauncher, placement_of
 from planaria.executor.launcher.process import ProcessLauncher
-from tests.proc.servers import alive, needs_smollm2, planaria, wait_until
+from tests.proc import networks
+from tests.proc.servers import SOON, alive, needs_smollm2, planaria, wait_until
 
 pytestmark = needs_smollm2
 
@@ -126,30 +127,11 @@ def test_two_nodes_on_one_machine_give_the_same_tokens(one_process: list[object]
 @pytest.fixture
 def two_networks() -> Iterator[list[tuple[str, ...]]]:
     """How to run a command in each of two network namespaces, 10.93.0.1 and 10.93.0.2. Needs root."""
-    spaces = [f"planaria-{os.getpid()}-{i}" for i in (1, 2)]
-    ends = [f"pln{os.getpid() % 100000}{i}" for i in "ab"]
-    commands = [["netns", "add", space] for space in spaces]
-    commands.append(["link", "add", ends[0], "netns", spaces[0], "type", "veth", "peer", ends[1], "netns", spaces[1]])
-    for i, (space, end) in enumerate(zip(spaces, ends, strict=True), 1):
-        commands += [["-n", space, "addr", "add", f"10.93.0.{i}/24", "dev", end]]
-        commands += [["-n", space, "link", "set", device, "up"] for device in (end, "lo")]
     try:
-        for command in commands:
-            try:
-                subprocess.run(["ip", *command], check=True, capture_output=True, text=True)
-            except (OSError, subprocess.CalledProcessError) as e:
-                pytest.skip(f"network namespaces can't be made here: {getattr(e, 'stderr', '') or e}")
-        for space in spaces:  # without an answer to names, each look for one would take seconds
-            folder = Path("/etc/netns", space)
-            folder.mkdir(parents=True)
-            (folder / "resolv.conf").write_text("")
-        yield [("ip", "netns", "exec", space) for space in spaces]
-    finally:
-        for space in spaces:
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
-            (Path("/etc/netns", space) / "resolv.conf").unlink(missing_ok=True)
-            if Path("/etc/netns", space).is_dir():
-                Path("/etc/netns", space).rmdir()
+        with networks.two_networks() as made:
+            yield made.prefixes
+    except (OSError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"network namespaces can't be made here: {getattr(e, 'stderr', '') or e}")
 
 
 @pytest.mark.parametrize("layout", ["-pp", pytest.param("-tp", marks=pytest.mark.long)])
@@ -170,25 +152,6 @@ def test_two_networks_give_the_same_tokens(
     assert [line["token_ids"] for line in lines] == one_process
     assert lines[0]["link"] == "shm+tcp"
     assert ("of one tensor group are on several nodes" in head.text()) == (layout == "-tp")
-
-
-def test_a_cut_network_ends_both_sides(two_networks: list[tuple[str, ...]]) -> None:
-    """Nobody hears of a cable that was pulled: heartbeats do."""
-    args = [*NULL, "-pp", "2", "--nnodes", "2", "--master-addr", "10.93.0.1", "--heartbeat-timeout", "2"]
-    with (
-        Command("serve", *args, "--node-rank", "1", prefix=two_networks[1], env=SHARED) as other,
-        Command("serve", *args, "--port", "0", prefix=two_networks[0], env=SHARED) as head,
-    ):
-        head.wait_for("Planaria serving")
-        ranks = [*other.ranks(), *head.ranks()]
-        assert len(ranks) >= 2
-        space = two_networks[0][-1]
-        links = subprocess.run(["ip", "-n", space, "-o", "link"], capture_output=True, text=True, check=True).stdout
-        (end,) = re.findall(r"\d+: (pln\w+)@", links)
-        subprocess.run(["ip", "-n", space, "link", "set", end, "down"], check=True)
-        assert other.wait(20) == 1 and "node 1 ends: the connection to the driver broke" in other.text()
-        assert head.wait(20) == 1 and "rank 1 failed in idle" in head.text()
-        wait_until("all ranks end", lambda: not any(alive(rank) for rank in ranks), limit=5)
 
 
 # -- faults; ranks that compute nothing
@@ -224,12 +187,12 @@ def test_a_rank_that_dies_on_the_other_node_is_named() -> None:
             os.kill(victim, signal.SIGKILL)
 
         assert re.search(r"rank 1 failed in step", endless(llm, kill))
-        assert time.monotonic() - killed < 1.0
+        assert time.monotonic() - killed < SOON
         llm.close()
         assert other.wait(30) == 0 and "rank 1 was killed by signal 9" in other.text()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_of_any_node_is_replaced(one_process: list[object], victim: int) -> None:
     """Its agent, or the engine, makes another in its place; requests go on with the same tokens."""
     port = free_port()
@@ -262,22 +225,10 @@ def test_an_agents_end_is_its_ranks_end(how: signal.Signals) -> None:
         error = endless(llm, lambda: other.process.send_signal(how))
         assert "rank 1 failed" in error
         assert other.wait(30) == (0 if how == signal.SIGTERM else -9)
-        wait_until("its rank ends", lambda: not alive(rank), limit=5)
+        wait_until("its rank ends", lambda: not alive(rank), limit=SOON)
         own = llm.facts.ranks[0]
         llm.close()
         assert not alive(own)
-
-
-def test_the_engines_end_is_the_agents_end() -> None:
-    port = free_port()
-    nodes = ["-pp", "2", "--nnodes", "2", "--master-port", str(port)]
-    with agent(port) as other, Command("serve", *NULL, *nodes, "--port", "0") as head:
-        head.wait_for("Planaria serving")
-        ranks = [*other.ranks(), *head.ranks()]
-        assert len(ranks) >= 2
-        head.process.kill()
-        assert other.wait(30) == 1, other.text()
-        wait_until("all ranks end", lambda: not any(alive(rank) for rank in ranks), limit=5)
 
 
 def test_a_node_has_one_agent() -> None:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import msgspec
 import pytest
 
-from planaria import LLM, SamplingParams
+from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.errors import ConfigError, EngineDead
+from planaria.executor.replay import is_replayed
 from planaria.protocol import StepPlan
+from planaria.server.detokenise import Detokenizer
 from planaria.wire import FromEngine, Processes, Recovery, Report
+from tests.proc import custom
 from tests.proc.servers import SMALL, Server, alive, needs_smollm2, titled, wait_until
 
 pytestmark = needs_smollm2
 
 OPTIONS = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "dtype": "float32"}
-PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, seed=5)
+SLACK = 4096  # bytes: a page
+FAULT = 65536  # bytes, as the kernel does it by default
 PROMPTS = ["Once upon a time", "The capital of France is", "1 2 3 4", "def f(n):"]
 
 
@@ -28,7 +37,7 @@ class Watched:
     """An LLM, and what it was told of recoveries."""
 
     def __init__(self, **options: Any) -> None:
-        self.llm = LLM("smollm2", **OPTIONS, **options)
+        self.llm = LLM("smollm2", **{**OPTIONS, **options})
         self.expected = self.run()
         self.heard: list[Recovery] = []
         self.processes: list[Processes] = []
@@ -49,7 +58,11 @@ class Watched:
 
     @property
     def done(self) -> list[Recovery]:
-        return [message for message in self.heard if message.seconds]
+        return [message for message in self.heard if message.seconds and not is_replayed(message)]
+
+    @property
+    def replayed(self) -> list[Recovery]:
+        return [message for message in self.heard if is_replayed(message)]
 
     def run(self, at: int = 0, harm: Any = None) -> list[list[int]]:
         """All prompts; `harm` is called once, when more than `at` tokens have come."""
@@ -66,7 +79,7 @@ class Watched:
         return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.fixture(scope="module", params=["tp", "pp"])
+@pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest) -> Iterator[Watched]:
     size = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}[request.param]
     watched = Watched(**{size: 2})
@@ -74,8 +87,17 @@ def two(request: pytest.FixtureRequest) -> Iterator[Watched]:
     watched.llm.close()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+DEFAULT = {("tp", 0, KILL), ("tp", 1, STOP), ("pp", 0, STOP), ("pp", 1, KILL)}
+CASES = [
+    pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.long)
+    for case in itertools.product(("tp", "pp"), (0, 1), (KILL, STOP))
+]
+on_tp = pytest.mark.parametrize("two", ["tp", pytest.param("pp", marks=pytest.mark.long)], indirect=True)
+on_pp = pytest.mark.parametrize("two", [pytest.param("tp", marks=pytest.mark.long), "pp"], indirect=True)
+
+
+@pytest.mark.parametrize(("two", "victim", "how"), CASES, indirect=["two"])
 def test_requests_go_on_with_the_same_tokens(two: Watched, victim: int, how: signal.Signals) -> None:
     before = two.pids
     two.heard.clear()
@@ -88,6 +110,43 @@ def test_requests_go_on_with_the_same_tokens(two: Watched, victim: int, how: sig
     assert not alive(before[victim])  # for certain, also when it was only stopped
 
 
+class Reads:
+    """What a process has read so far. calls: bytes, from files and pipes alike. storage: bytes that files had to be
+    fetched for. faults: pages touched for the first time; each brings in at most FAULT bytes of a mapped file. mapped:
+    bytes of files in its memory."""
+
+    def __init__(self, pid: int) -> None:
+        io, status = (
+            dict(line.split(":", 1) for line in Path(f"/proc/{pid}/{name}").read_text().splitlines() if ":" in line)
+            for name in ("io", "status")
+        )
+        self.calls, self.storage = int(io["rchar"]), int(io["read_bytes"])
+        self.mapped = int(status["RssFile"].split()[0]) * 1024
+        self.faults = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+
+@on_tp
+def test_survivors_keep_their_weights_and_read_no_file(two: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank reads in a recovery is its boot, from the engine's pipe, and how much memory is free. It maps no part
+    of the checkpoint again, nor does it touch one that was still mapped."""
+    launcher: Any = two.llm._loop.crew.launcher
+    boots: list[int] = []
+    run = launcher.run
+    monkeypatch.setattr(launcher, "run", lambda made: (boots.append(8 + len(made[0].encode())), run(made)))
+    weights = two.llm.facts.weight_bytes
+    survivor, victim = two.pids
+    before = Reads(survivor)
+    assert two.run(100, lambda: os.kill(victim, signal.SIGKILL)) == two.expected
+    after = Reads(survivor)
+    assert two.pids[0] == survivor and len(boots) == 1
+    assert 0 <= after.calls - before.calls - boots[0] <= len(Path("/proc/meminfo").read_bytes()) + SLACK
+    assert after.storage - before.storage <= SLACK and after.mapped - before.mapped < weights // 20
+    assert (after.faults - before.faults) * FAULT < weights // 4  # a rank has half of them
+    new = Reads(two.pids[1])
+    assert new.calls > 100 * (after.calls - before.calls)  # which a rank that begins can't do without
+
+
+@on_pp
 def test_a_rank_that_dies_while_idle_is_replaced(two: Watched) -> None:
     before = two.pids
     two.heard.clear()
@@ -96,6 +155,7 @@ def test_a_rank_that_dies_while_idle_is_replaced(two: Watched) -> None:
     assert len(two.done) == 1 and two.pids[1] == before[1]
 
 
+@on_tp
 def test_an_exception_costs_an_epoch_and_no_process(two: Watched) -> None:
     """A plan that a rank finds wrong, which is what a mistake in a kernel looks like."""
     before = two.pids
@@ -120,6 +180,30 @@ def test_an_exception_costs_an_epoch_and_no_process(two: Watched) -> None:
     assert two.pids == before
 
 
+@on_pp
+def test_what_is_wrong_with_a_request_is_its_own_matter(two: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may draw no token at all, one's stop rule raises: each fails by itself. No epoch ends, no rank notices."""
+    two.heard.clear()
+    before = two.pids
+    vocabulary = two.llm.facts.vocab_size
+    choiceless = msgspec.structs.replace(PARAMS, bad_words_ids=tuple((token,) for token in range(vocabulary)))
+    stopping = msgspec.structs.replace(PARAMS, stop=("no such text",))
+    push = Detokenizer.push
+
+    def raises(self: Detokenizer, tokens: list[int]) -> str:
+        if self._stops is not None:
+            raise ValueError("a rule of its own")
+        return push(self, tokens)
+
+    monkeypatch.setattr(Detokenizer, "push", raises)
+    outputs = two.llm.generate(["one", "two", *PROMPTS], [choiceless, stopping, *[PARAMS] * len(PROMPTS)])
+    first, second, *others = [output.outputs[0] for output in outputs]
+    assert first.finish_reason == second.finish_reason == "error"
+    assert "every token is banned" in (first.error or "") and "ValueError: a rule of its own" in (second.error or "")
+    assert [output.token_ids for output in others] == two.expected
+    assert two.heard == [] and two.pids == before
+
+
 def test_a_spare_takes_over_and_another_is_made() -> None:
     watched = Watched(tensor_parallel_size=2, spare_workers=1)
     try:
@@ -128,7 +212,17 @@ def test_a_spare_takes_over_and_another_is_made() -> None:
         before = watched.pids
         watched.llm._loop.handle(Report())
         assert [(p.role, p.pid) for p in watched.processes[-1].processes if p.role == "spare"] == [("spare", spare.pid)]
+        loop, others = watched.llm._loop, list[tuple[bool, int]]()
+        hear = loop.emit
+
+        def listen(message: FromEngine) -> None:
+            if isinstance(message, Recovery) and message.seconds:
+                others.append(("replay" in message.seconds, len(launcher.spares)))
+            hear(message)
+
+        loop.emit = listen
         assert watched.run(100, lambda: os.kill(before[1], signal.SIGKILL)) == watched.expected
+        assert others == [(False, 0), (True, 0)], "the cores were not left to the replay"
         assert watched.pids == [before[0], spare.pid]
         assert [other.pid for other in launcher.spares] not in ([], [spare.pid])
     finally:
@@ -138,13 +232,14 @@ def test_a_spare_takes_over_and_another_is_made() -> None:
 
 def test_losses_that_lead_nowhere_end_the_engine() -> None:
     """A rank that dies each time before a token comes."""
-    watched = Watched(distributed_executor_backend="mp", recovery_limit=2)
+    watched = Watched(distributed_executor_backend="mp", recovery_limit=2, null_worker=True, kv_cache_memory=None)
     loop: Any = watched.llm._loop
     try:
         plan = loop.core.plan
 
         def plan_and_kill(now: float) -> StepPlan | None:
-            os.kill(watched.pids[0], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the one killed before may still be the rank's
+                os.kill(watched.pids[0], signal.SIGKILL)
             return plan(now)
 
         loop.core.plan = plan_and_kill
@@ -155,12 +250,53 @@ def test_losses_that_lead_nowhere_end_the_engine() -> None:
         watched.llm.close()
 
 
+def test_async_llm_looks_after_its_ranks_while_idle() -> None:
+    """Nobody asks for anything: a rank is killed, then the other stopped, and each is replaced all the same."""
+    llm = AsyncLLM("smollm2", **OPTIONS, tensor_parallel_size=2)
+
+    def pids() -> list[int]:
+        return [member.pid for member in llm._loop.crew.members]
+
+    async def ask() -> list[int]:
+        return [token async for piece in llm.generate(PROMPTS[1], PARAMS) for token in piece.token_ids]
+
+    try:
+        expected, before = asyncio.run(ask()), pids()
+        os.kill(before[1], signal.SIGKILL)
+        wait_until("the first is replaced", lambda: llm.stats.epoch == 1)
+        os.kill(before[0], signal.SIGSTOP)
+        wait_until("the second, too", lambda: llm.stats.epoch == 2)
+        assert set(before).isdisjoint(pids()) and not any(map(alive, before))
+        assert asyncio.run(ask()) == expected
+    finally:
+        llm.close()
+
+
+def test_a_rank_out_of_memory_goes_on_with_less_kv() -> None:
+    """Once: with as many blocks as before it would run out again."""
+    size = 100  # bytes, and blocks: this worker's take one each
+    watched = Watched(
+        worker_cls=f"{custom.__name__}.Overcommitted", distributed_executor_backend="mp", max_model_len=512,
+        kv_cache_memory=size,
+    )  # fmt: skip
+    try:
+        before = watched.pids
+        assert watched.llm._loop.crew.num_blocks == size
+        assert watched.run() == watched.expected
+        (done,) = watched.done
+        assert done.cause == "out of memory while step" and watched.pids == before
+        assert watched.llm._loop.crew.num_blocks == int(0.8 * size)
+        assert watched.run() == watched.expected and len(watched.done) == 1
+    finally:
+        watched.llm.close()
+
+
 def get(server: Server) -> dict[str, Any]:
     health: dict[str, Any] = httpx2.get(server.url + "/health").json()
     return health
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(KILL, marks=pytest.mark.long), STOP])
 def test_a_server_notices_while_it_has_nothing_to_do(how: signal.Signals) -> None:
     """No request asks for the rank: another takes its place all the same, and the next request finds it."""
     with Server("smollm2", *SMALL, "-tp", "2") as server:
@@ -178,5 +314,5 @@ def test_a_server_notices_while_it_has_nothing_to_do(how: signal.Signals) -> Non
 
 
 def test_spares_are_refused_where_nothing_can_keep_them() -> None:
-    with pytest.raises(ConfigError, match="--spare-workers 1: spares are processes of one node"):
+    with pytest.raises(ConfigError, match="--spare-workers 1: spares are for ranks of mp and ray"):
         LLM("smollm2", spare_workers=1)

@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.proc.servers import SMALL, Server, alive, needs_smollm2, wait_until
+from tests.proc.servers import PATIENCE, SMALL, SOON, Server, alive, needs_smollm2, wait_until
 
 pytestmark = needs_smollm2
 
@@ -135,7 +135,7 @@ def test_terminate_drains() -> None:
             count += 1
             last = chunk
         assert count == 200 and last.choices[0].finish_reason == "length"
-        assert server.process.wait(20) == 0
+        assert server.process.wait(PATIENCE) == 0
         assert not alive(engine)
 
 
@@ -154,7 +154,7 @@ def test_second_signal_aborts() -> None:
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError):
             list(stream)
-        assert server.process.wait(15) == 128 + signal.SIGTERM
+        assert server.process.wait(PATIENCE) == 128 + signal.SIGTERM
 
 
 def test_engine_death_answers_everyone() -> None:
@@ -172,7 +172,7 @@ def test_engine_death_answers_everyone() -> None:
                 )  # fmt: skip
             )
             next(chunks)
-            started.wait(30)
+            started.wait(PATIENCE)
             try:
                 for _ in chunks:
                     pass
@@ -182,11 +182,11 @@ def test_engine_death_answers_everyone() -> None:
 
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             results = [pool.submit(stream, i) for i in range(4)]
-            started.wait(30)
+            started.wait(PATIENCE)
             kill(server.engine_pid())
             for result in results:
-                assert "engine" in result.result(20)
-        assert server.process.wait(20) == 1
+                assert "engine" in result.result(PATIENCE)
+        assert server.process.wait(PATIENCE) == 1
 
 
 def test_server_death_ends_the_engine(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_server_death_ends_the_engine(tmp_path: Path) -> None:
     with Server("smollm2", *SMALL, env={"TMPDIR": str(tmp_path)}) as server:
         engine = server.engine_pid()
         kill(server.pid)
-        server.process.wait(5)
-        wait_until("the engine ends", lambda: not alive(engine), limit=2.0)
+        server.process.wait(PATIENCE)
+        wait_until("the engine ends", lambda: not alive(engine), limit=SOON)
         assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.executor.link.codec import (
@@ -117,13 +117,11 @@ def _reads(data: bytes) -> None:
             assert type(value).__module__ == "planaria.protocol"
 
 
-@settings(max_examples=500)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_message_or_one_clear_error(data: bytes) -> None:
     _reads(data)
 
 
-@settings(max_examples=500)
 @given(commands | replies, st.data())
 def test_damaged_messages(value: Any, data: st.DataObject) -> None:
     good = bytearray(encode_command(value))
@@ -223,7 +221,6 @@ def test_streams_notice_what_is_missing_or_repeated(sizes: list[int], data: st.D
     assert b.taken == len(frames)
 
 
-@settings(max_examples=300)
 @given(st.binary(max_size=60), st.binary(max_size=20))
 def test_streams_refuse_any_other_bytes(header: bytes, payload: bytes) -> None:
     a, b = ends()

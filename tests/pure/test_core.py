@@ -19,15 +19,27 @@ VOCAB = 50
 
 @dataclass
 class Run:
-    """An engine core, a reference worker and what each request was given."""
+    """An engine core, a reference worker for each lane, and what each request was given."""
 
     core: EngineCore
-    worker: HashWorker
+    workers: list[HashWorker]
     depth: int
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finish: dict[str, FinishReason] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     flight: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        parts = zip(self.workers, plan.lanes, plan.freed_rows, strict=True)
+        lanes = tuple(worker.step(plan.step, rows, freed, plan.turn) for worker, rows, freed in parts)
+        return StepResult(plan.epoch, plan.step, lanes)
+
+    def restart(self, num_lanes: int | None = None) -> None:
+        """All that workers had is gone; maybe there are more or fewer lanes."""
+        num_lanes, old = num_lanes or len(self.workers), self.workers[0]
+        self.workers = [HashWorker(len(old.cells), old.block_size, VOCAB) for _ in range(num_lanes)]
+        self.flight.clear()
+        self.take(self.core.lost(self.core.epoch + 1, num_lanes=num_lanes))
 
     def take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -43,20 +55,20 @@ class Run:
     def step(self) -> bool:
         """Plan up to `depth` steps ahead, then commit one. False when there is nothing to do."""
         while len(self.flight) < self.depth and (plan := self.core.plan(0.0)) is not None:
-            part = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
-            self.flight.append((plan, StepResult(plan.epoch, plan.step, (part,))))
+            self.flight.append((plan, self.compute(plan)))
             if self.core.config.micro_steps > 1:
                 self.check_turns()
         if not self.flight:
             return False
         self.take(self.core.commit(self.flight.popleft()[1]))
-        self.core.lanes[0].pool.check()
+        for lane in self.core.lanes:
+            lane.pool.check()
         return True
 
     def check_turns(self) -> None:
         """The steps in flight are of different turns, and no row draws in two of them."""
         turns = [plan.turn for plan, _ in self.flight]
-        drawing = [row for _, result in self.flight for row in result.lanes[0].rows]
+        drawing = [(i, row) for _, result in self.flight for i, lane in enumerate(result.lanes) for row in lane.rows]
         assert len(set(turns)) == len(turns) and len(set(drawing)) == len(drawing)
 
     def run(self, limit: int = 10_000) -> None:
@@ -68,14 +80,15 @@ class Run:
 
 def make(
     *, num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 64, depth: int = 2, caching: bool = True,
-    policy: str = "fcfs", micro_steps: int = 1,
+    policy: str = "fcfs", micro_steps: int = 1, lanes: int = 1,
 ) -> Run:  # fmt: skip
     scheduler = SchedulerConfig(
         max_num_seqs=seqs, max_num_batched_tokens=max(budget, seqs), max_model_len=num_blocks * block_size,
         policy=policy, depth=depth, micro_steps=micro_steps, max_logit_rows=seqs + 8,
     )  # fmt: skip
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-    return Run(EngineCore(scheduler, cache, num_blocks), HashWorker(num_blocks, block_size, VOCAB), depth)
+    workers = [HashWorker(num_blocks, block_size, VOCAB) for _ in range(lanes)]
+    return Run(EngineCore(scheduler, cache, num_blocks, lanes), workers, depth)
 
 
 def request(id: str, prompt: list[int], max_tokens: int, seed: int = 0, priority: int = 0, **params: object) -> Request:
@@ -83,30 +96,31 @@ def request(id: str, prompt: list[int], max_tokens: int, seed: int = 0, priority
 
 
 def all_free(run: Run) -> None:
-    lane = run.core.lanes[0]
-    lane.pool.check()
-    assert lane.pool.num_free == lane.num_blocks
-    assert sorted(lane.free_rows) == list(range(lane.config.max_num_seqs))
-    assert not lane.entries and not lane.waiting and not lane.computing and not run.core.lane_of
+    assert not run.core.lane_of
+    for lane in run.core.lanes:
+        lane.pool.check()
+        assert lane.pool.num_free == lane.num_blocks
+        assert sorted(lane.free_rows) == list(range(lane.config.max_num_seqs))
+        assert not lane.entries and not lane.waiting and not lane.computing
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 jobs = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     jobs, st.integers(11, 40), st.sampled_from([1, 2, 4, 8]), st.integers(1, 6), st.integers(1, 40), st.integers(1, 4),
-    st.booleans(), st.sampled_from(["fcfs", "priority"]), st.integers(1, 3),
+    st.booleans(), st.sampled_from(["fcfs", "priority"]), st.integers(1, 3), st.sampled_from([1, 1, 2, 3]),
 )  # fmt: skip
 def test_no_schedule_changes_a_token(  # type: ignore[no-untyped-def]
-    jobs, blocks, block_size, seqs, budget, depth, caching, policy, micro_steps
+    jobs, blocks, block_size, seqs, budget, depth, caching, policy, micro_steps, lanes
 ):
-    """Pool size, block size, rows, budget, depth, caching, micro-steps and arrival times: the tokens are those of the
-    definition."""
+    """Pool size, block size, rows, budget, depth, caching, micro-steps, lanes and arrival times: the tokens are those
+    of the definition."""
     num_blocks = max(blocks, -(-42 // block_size))
     run = make(num_blocks=num_blocks, block_size=block_size, seqs=seqs, budget=budget, depth=depth, caching=caching,
-               policy=policy, micro_steps=micro_steps)  # fmt: skip
+               policy=policy, micro_steps=micro_steps, lanes=lanes)  # fmt: skip
     for i, (prompt, max_tokens, seed, wait) in enumerate(jobs):
         run.take(run.core.admit(request(f"r{i}", list(prompt), max_tokens, seed, priority=wait % 3)))
         for _ in range(wait):
@@ -118,11 +132,12 @@ def test_no_schedule_changes_a_token(  # type: ignore[no-untyped-def]
     all_free(run)
 
 
-@settings(max_examples=200, deadline=None)
-@given(jobs, st.integers(11, 20), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_cancel_and_loss_at_any_step(jobs, blocks, depth, micro_steps, data):  # type: ignore[no-untyped-def]
-    """Cancelled requests stop and free their blocks; after a loss everything open starts over with its tokens."""
-    run = make(num_blocks=blocks, block_size=4, seqs=4, budget=16, depth=depth, micro_steps=micro_steps)
+@settings(max_examples=2 * settings.default.max_examples)
+@given(jobs, st.integers(11, 20), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 1, 2, 3]), st.data())
+def test_cancel_and_loss_at_any_step(jobs, blocks, depth, micro_steps, lanes, data):  # type: ignore[no-untyped-def]
+    """Cancelled requests stop and free their blocks; after a loss, also one after which there are other lanes,
+    everything open starts over with its tokens."""
+    run = make(num_blocks=blocks, block_size=4, seqs=4, budget=16, depth=depth, micro_steps=micro_steps, lanes=lanes)
     for i, (prompt, max_tokens, seed, _) in enumerate(jobs):
         run.take(run.core.admit(request(f"r{i}", list(prompt), max_tokens, seed)))
     cancelled = set()
@@ -134,10 +149,8 @@ def test_cancel_and_loss_at_any_step(jobs, blocks, depth, micro_steps, data):  #
                     cancelled.add(victim)
                 run.take(run.core.cancel(victim))
             case "lose":
-                run.core.lost(run.core.epoch + 1)
-                run.worker = HashWorker(blocks, 4, VOCAB)
                 stale = [result for _, result in run.flight]
-                run.flight.clear()
+                run.restart(data.draw(st.integers(1, 3)) if lanes > 1 else 1)
                 assert all(run.core.commit(result) == [] for result in stale), "a ghost of an old epoch was heard"
             case _:
                 if not run.step():
@@ -152,7 +165,7 @@ def test_cancel_and_loss_at_any_step(jobs, blocks, depth, micro_steps, data):  #
     all_free(run)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(prompts, st.integers(1, 30), st.integers(0, 3), st.integers(1, 4), st.integers(0, 40), st.integers(1, 3))
 def test_stop_tokens(prompt, max_tokens, min_tokens, depth, stop, micro_steps):  # type: ignore[no-untyped-def]
     """It ends with the first stop token after `min_tokens`, and says which; the step in flight adds nothing."""
@@ -176,6 +189,30 @@ def test_shared_prompt_is_computed_once() -> None:
     assert [run.cached[f"r{i}"] for i in range(64)] == [0] + [40] * 63
     lane = run.core.lanes[0]
     assert lane.prefix_hits == 63 * 40 and lane.prefix_queries == 64 * 41
+
+
+def test_a_replay_shares_prefixes_and_goes_by_age() -> None:
+    """64 requests of one prompt are lost in the middle: it is computed again once, the oldest are back first, and one
+    that comes now waits for them."""
+    run = make(num_blocks=512, block_size=4, seqs=8, budget=64)
+    prompt = [i % 7 for i in range(41)]
+    for i in range(64):
+        run.take(run.core.admit(request(f"r{i}", list(prompt), 6, seed=i)))
+    while len(run.tokens) < 8 or min(map(len, run.tokens.values())) < 2:
+        run.step()
+    started = [f"r{i}" for i in range(8)]
+    assert sorted(run.tokens) == started  # the oldest run, the others wait
+    run.flight.clear()
+    run.workers = [HashWorker(512, 4, VOCAB)]
+    run.take(run.core.lost(1))
+    run.take(run.core.admit(request("late", list(prompt), 6)))
+    lane = run.core.lanes[0]
+    queries, hits = lane.prefix_queries, lane.prefix_hits
+    run.run()
+    assert lane.prefix_queries - queries - (lane.prefix_hits - hits) < 2 * 41 + 64 * 8, "the prompt was computed again"
+    assert list(run.finish)[:8] == started and list(run.finish)[-1] == "late"
+    for i in range(64):
+        assert run.tokens[f"r{i}"] == hash_tokens(prompt, i, 6, VOCAB)
 
 
 def test_preemption_keeps_order_and_tokens() -> None:
@@ -215,7 +252,7 @@ def test_plan_is_flat_in_unchanged_rows() -> None:
     for _ in range(40):
         plan = run.core.plan(0.0)
         assert plan is not None and plan.lanes == ((),) and plan.freed_rows == ((),)
-        part = run.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0])
+        part = run.workers[0].step(plan.step, plan.lanes[0], plan.freed_rows[0])
         run.take(run.core.commit(StepResult(plan.epoch, plan.step, (part,))))
 
 
@@ -255,7 +292,7 @@ def test_parts_of_a_prompt_pipeline() -> None:
     run.take(run.core.admit(request("c", [i % 5 for i in range(700)], 4)))
     for plan in plans:
         assert plan is not None
-        part = run.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
+        part = run.workers[0].step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
         run.take(run.core.commit(StepResult(plan.epoch, plan.step, (part,))))
     run.run()
     assert run.tokens["b"] == run.tokens["c"] == hash_tokens([i % 5 for i in range(700)], 0, 4, VOCAB)
@@ -272,4 +309,52 @@ def test_a_last_token_is_kept_when_another_request_stops_in_the_same_commit() ->
     run.run()
     assert run.tokens == {"stops": first, "ends": second}
     assert run.finish == {"stops": FinishReason.STOP, "ends": FinishReason.LENGTH}
+    all_free(run)
+
+
+def test_steps_get_shorter_and_longer_while_requests_run() -> None:
+    """In the bounds of what is configured, and with the same tokens."""
+    run = make(budget=64, depth=1, num_blocks=256)
+    prompts = [list(range(i, i + 150)) for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        run.take(run.core.admit(request(str(i), prompt, 20)))
+    longest = []
+    for limit in (16, 40, 1000, 1):
+        run.core.limit_steps(limit)
+        took = []
+        for _ in range(3):
+            plan = run.core.plan(0.0)
+            assert plan is not None
+            part = run.workers[0].step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
+            took.append(sum(row.count for row in plan.lanes[0]))
+            run.take(run.core.commit(StepResult(plan.epoch, plan.step, (part,))))
+        longest.append(max(took))
+    assert longest == [16, 40, 64, 7]  # and one row that goes on by itself
+    run.run()
+    for i, prompt in enumerate(prompts):
+        assert run.tokens[str(i)] == hash_tokens(prompt, 0, 20, VOCAB)
+
+
+def test_lanes_share_the_work_and_their_order_outlives_a_change_of_their_number() -> None:
+    """Requests go to the lane with the least; a lane with nothing to do has an empty part in every plan; a lost request
+    is served in the order it came, whichever lane it is dealt to."""
+    run = make(lanes=3, seqs=2)
+    for i in range(2):
+        run.take(run.core.admit(request(f"r{i}", [i, 1, 2], 12, seed=i)))
+    plan = run.core.plan(0.0)
+    assert plan is not None and [len(rows) for rows in plan.lanes] == [1, 1, 0] and plan.freed_rows == ((), (), ())
+    run.flight.append((plan, run.compute(plan)))
+    for i in range(2, 9):
+        run.take(run.core.admit(request(f"r{i}", [i, 1, 2], 12, seed=i)))
+    assert sorted(len(lane.entries) for lane in run.core.lanes) == [3, 3, 3]
+    for lanes in (1, 2, 3):
+        for _ in range(3):
+            run.step()
+        run.restart(lanes)
+        assert [r.id for r in run.core.snapshot()] == [f"r{i}" for i in range(9)]
+        assert len(run.core.lanes) == lanes and run.core.stats().waiting == 9
+        for lane in run.core.lanes:  # dealt evenly, the first first
+            assert len(lane.entries) == 9 // lanes + (lane is run.core.lanes[0] and 9 % lanes)
+    run.run()
+    assert all(run.tokens[f"r{i}"] == hash_tokens([i, 1, 2], i, 12, VOCAB) for i in range(9))
     all_free(run)

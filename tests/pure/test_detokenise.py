@@ -38,7 +38,7 @@ def made(make: Callable[[], Backend]) -> Tokenizer:
 SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(ids=st.lists(st.integers(0, 49151) | st.integers(0, 260)), sizes=SIZES, skip=st.booleans())
 def test_streamed_is_one_shot(smollm2: Tokenizer, ids: list[int], sizes: list[int], skip: bool) -> None:  # noqa: F811
     """Random tokens: special ones, and parts of characters that never become one."""
@@ -48,7 +48,6 @@ def test_streamed_is_one_shot(smollm2: Tokenizer, ids: list[int], sizes: list[in
     assert detokenizer.num_tokens == len(ids)
 
 
-@settings(deadline=None, max_examples=80)
 @given(text=ANY_TEXT)
 def test_characters_come_out_whole_and_at_once(smollm2: Tokenizer, text: str) -> None:  # noqa: F811
     ids = smollm2.encode(text)
@@ -116,7 +115,7 @@ def stops_of(draw: st.DrawFn) -> tuple[str, tuple[str, ...]]:
     return text, tuple(stops)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(case=stops_of(), sizes=SIZES, include=st.booleans(), min_tokens=st.integers(0, 8))
 def test_stop_strings(
     smollm2: Tokenizer,  # noqa: F811
@@ -137,7 +136,6 @@ def test_stop_strings(
         assert detokenizer.num_tokens == wanted.num_tokens
 
 
-@settings(deadline=None, max_examples=80)
 @given(case=stops_of())
 def test_no_more_is_held_back_than_could_begin_a_stop_string(
     smollm2: Tokenizer,  # noqa: F811
@@ -173,7 +171,6 @@ def test_a_stop_string_that_only_began_comes_out_in_the_end(smollm2: Tokenizer) 
     assert detokenizer.stop_reason is None
 
 
-@settings(deadline=None, max_examples=100)
 @given(text=TEXTS, sizes=SIZES, stop=st.sampled_from([(), ("zzz", "\n\n")]))
 def test_offsets(smollm2: Tokenizer, text: str, sizes: list[int], stop: tuple[str, ...]) -> None:  # noqa: F811
     ids = smollm2.encode(text)
@@ -191,7 +188,6 @@ def test_offsets_cost_nothing_unless_asked_for(smollm2: Tokenizer) -> None:  # n
 
 
 @pytest.mark.parametrize("make", [sentencepiece_like, word_pieces])
-@settings(deadline=None, max_examples=60)
 @given(sizes=SIZES, text=st.sampled_from(["hello world", "the quick brown fox jumps", "a 12 dog", "lazy"]))
 def test_other_tokenizers(make: Callable[[], Backend], sizes: list[int], text: str) -> None:
     tokenizer = made(make)

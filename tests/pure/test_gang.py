@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from planaria.config.options import CacheConfig, ParallelConfig, SchedulerConfig
+from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.executor.gang import Gang, differences
 from planaria.protocol import Allocate, Command, Facts, Failed, Hello, Join, Load, Probe, Ready, Regroup, Reply
+from planaria.topology import Layout
 
 GIB = 1 << 30
 SCHEDULER = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
 
 
 def gang(tp: int = 2, pp: int = 1, loading: int | None = None, memory: int | None = None) -> Gang:
-    parallel = ParallelConfig(
-        tensor_parallel_size=tp, pipeline_parallel_size=pp, max_parallel_loading_workers=loading
-    )
-    return Gang(CacheConfig(block_size=16, memory=memory), SCHEDULER, parallel, cpu=True, epoch=3, apart=True)
+    cache, layout = CacheConfig(block_size=16, memory=memory), Layout(tp=tp, pp=pp)
+    return Gang(cache, SCHEDULER, layout, cpu=True, epoch=3, apart=True, loading=loading)
 
 
 def hello(rank: int, **more: dict[str, str]) -> Hello:
@@ -41,7 +40,7 @@ def bring_up(gang: Gang, ranks: int, **more: list[int]) -> list[Command]:
 def test_the_order_and_what_each_carries() -> None:
     found = gang()
     join, regroup, load, probe, allocate = bring_up(found, 2)
-    assert join == Join(3, 2, 1, True)
+    assert join == Join(3, Layout(tp=2), True)
     assert isinstance(regroup, Regroup) and [m.rank for m in regroup.members] == [0, 1] and regroup.epoch == 3
     assert load == Load((0, 1)) and probe == Probe() and allocate == Allocate(found.num_blocks)
     assert found.state == "ready" and found.weight_bytes == 20 and found.seconds["part"] == 1.0

@@ -8,21 +8,23 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.errors import PlanariaError
 from planaria.executor import node_messages as nodes
-from planaria.executor.boot import Place, RankBoot
+from planaria.executor.boot import Place, RankBoot, Room
 from planaria.executor.link import circle
 from planaria.executor.link.address import Tcp
 from planaria.executor.link.codec import CodecError, decode_command, decode_reply, encode_command, encode_reply
 from planaria.executor.link.keys import Invitation, Pair
 from planaria.protocol import Hello, Join, Regroup
+from planaria.topology import Layout
 
 small = st.integers(0, 2**31)
 text = st.text(max_size=20)
 digests = st.dictionaries(text, text, max_size=3)
+layouts = st.builds(Layout, *[st.integers(1, 1 << 20)] * 4)
 places = st.builds(
     Place, small, text, text, text, small, small, st.lists(small, max_size=2).map(tuple)
 )  # fmt: skip
@@ -36,7 +38,7 @@ invitations = st.builds(
 )  # fmt: skip
 
 
-@given(st.builds(Join, small, small, small, st.booleans()))
+@given(st.builds(Join, small, layouts, st.booleans()))
 def test_join(join: Join) -> None:
     assert decode_command(encode_command(join)) == join
 
@@ -46,7 +48,7 @@ def test_hello(hello: Hello) -> None:
     assert decode_reply(encode_reply(hello)) == hello
 
 
-@given(st.builds(Regroup, small, small, small, st.lists(hellos, max_size=3).map(tuple)))
+@given(st.builds(Regroup, small, layouts, st.lists(hellos, max_size=3).map(tuple)))
 def test_regroup(regroup: Regroup) -> None:
     assert decode_command(encode_command(regroup)) == regroup
 
@@ -58,12 +60,16 @@ def test_invitation(invitation: Invitation) -> None:
 
 @given(places)
 def test_agents_messages(place: Place) -> None:
+    room = Room(3, 2, 1)
     for said in (
-        nodes.Here(1, "node", "10.0.0.1", 7, {"a": "b"}), nodes.Started((place,)), nodes.Ended(3, "how"),
-        nodes.AllEnded(), nodes.Trouble("why"),
+        nodes.Here(1, "node", "10.0.0.1", 7, {"a": "b"}), nodes.Started((place,), room), nodes.Ended(3, "how"),
+        nodes.AllEnded(), nodes.Trouble("why"), nodes.Prepared(room),
     ):  # fmt: skip
         assert nodes.decode(nodes.encode_from_agent(0, said), 0) == said
-    for told in (nodes.Welcome(), nodes.Start((1, 2)), nodes.Run((b"boot",)), nodes.End(True), nodes.Refused("why")):
+    for told in (
+        nodes.Welcome(), nodes.Arrange((1,), (1, 2), 2), nodes.Prepare(1, 2, b"boot"), nodes.GiveUp((1,)),
+        nodes.Run((b"boot",)), nodes.End(True), nodes.Refused("why"),
+    ):  # fmt: skip
         assert nodes.decode_to_agent(nodes.encode(told)) == told
 
 
@@ -124,7 +130,6 @@ def test_bytes_that_are_no_message(name: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=300)
 @given(data=st.binary(max_size=200))
 def test_any_bytes(name: str, data: bytes) -> None:
     check(name, data)
@@ -137,18 +142,17 @@ def boot() -> bytes:
 
 
 GOOD: dict[str, list[bytes]] = {
-    "command": [encode_command(Regroup(1, 2, 1, (Hello(0, 1, "home", "node", "10.0.0.1"),)))],
+    "command": [encode_command(Regroup(1, Layout(tp=2), (Hello(0, 1, "home", "node", "10.0.0.1"),)))],
     "reply": [encode_reply(Hello(0, 1, "home", "node", "10.0.0.1", {"a": "b"}, {}, {"tp": (1, 2)}, ("10.0.0.1", 1)))],
     "invitation": [Invitation("tcp://10.0.0.1:1", "key", Pair("public", "secret"), 1, 0, 1).encode()],
     "boot": [boot()],
-    "agent said": [nodes.encode_from_agent(0, nodes.Started((Place(1, "home", "node"),)))],
+    "agent said": [nodes.encode_from_agent(0, nodes.Started((Place(1, "home", "node"),), Room(1, 1, 1)))],
     "agent told": [nodes.encode(nodes.Run((b"boot",)))],
     "round": [circle.encode(circle.Round(1.5, (circle.Part("step 1", b"hash", b"reply"),)))],
 }
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=300)
 @given(data=st.data())
 def test_damaged_messages(name: str, data: st.DataObject) -> None:
     good = bytearray(data.draw(st.sampled_from(GOOD[name])))

@@ -12,10 +12,18 @@ import typer
 from planaria.checkpoint import Checkpoint
 from planaria.cli.app import app
 from planaria.config import EngineConfig, EngineOptions, ParallelConfig
+from planaria.config.data_parallel import as_api_process, engine_config
 from planaria.config.digest import NOT_HASHED, compared, compute_hash, hash_fields
+from planaria.config.engine_nodes import EngineNodes
 from planaria.config.machine import LauncherFacts, Machine, check_module, launcher_facts
 from planaria.config.options import CacheConfig, DeviceConfig, FaultConfig, OuterLauncher, SchedulerConfig
-from planaria.config.parallel import ranks_here, refuse_outer_launcher, resolve_parallel, steps_in_flight
+from planaria.config.parallel import (
+    ranks_here,
+    refuse_outer_launcher,
+    refuse_several_engines,
+    resolve_parallel,
+    steps_in_flight,
+)
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel
 from planaria.errors import ConfigError
 from planaria.layers.deal import deal
@@ -42,6 +50,7 @@ def notes(machine: Machine, **options: Any) -> list[tuple[int, str]]:
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
 RAY, MP, EXTERNAL = ({"distributed_executor_backend": name} for name in ("ray", "mp", "external_launcher"))
+DP4, DP_RAY = {"data_parallel_size": 4}, {"data_parallel_backend": "ray"}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +99,12 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
     ("graph off Ray", LAPTOP, "cpu", {**TP2, "ray_link": "compiled-graph"}, "the executor is mp", "backend ray"),
     ("environment off Ray", LAPTOP, "cpu", {"ray_runtime_env": "{}"}, "--ray-runtime-env {}", "backend ray"),
     ("group off Ray", LAPTOP, "cpu", {**MP, "placement_group": "mine"}, "--placement-group mine", "backend ray"),
+    ("too few groups", LAPTOP, "cpu", {**DP4, **DP_RAY, "placement_group": "a,b"}, "is 2 groups, and there are 4",
+     "give 4, separated by commas"),
+    ("a group twice", LAPTOP, "cpu", {**DP4, **DP_RAY, "placement_group": "a,b,a,c"}, "names a twice", "of its own"),
+    ("a nameless group", LAPTOP, "cpu", {**DP4, **DP_RAY, "placement_group": "a,,b,c"}, "an empty name", "commas"),
+    ("groups for processes", LAPTOP, "cpu", {**DP4, **RAY, "placement_group": "a,b,c,d"}, "processes of this node",
+     "add --data-parallel-backend ray"),
     ("environment", LAPTOP, "cpu", {**RAY, "ray_runtime_env": "[1]"}, "--ray-runtime-env '[1]'", "env_vars"),
     ("ray link", LAPTOP, "cpu", {**RAY, "ray_link": "dag"}, "--ray-link dag", "queue, compiled-graph"),
     ("partition", LAPTOP, "cpu", {"pp_layer_partition": "10;20"}, "--pp-layer-partition '10;20'", "10,20"),
@@ -100,6 +115,66 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
      "WORLD_SIZE is 2, and -tp 1 -pp 1 are 1 ranks", "--nproc-per-node 1"),
     ("RANK too high", msgspec.structs.replace(LAPTOP, outer=OuterLauncher(rank=2, world_size=2)), "cpu",
      {**TP2, **EXTERNAL}, "RANK is 2 of 2", "torchrun"),
+    ("no engines", LAPTOP, "cpu", {"data_parallel_size": 0}, "--data-parallel-size 0", "at least 1"),
+    ("no servers", LAPTOP, "cpu", {"api_server_count": 0}, "--api-server-count 0", "at least 1"),
+    ("local above all", LAPTOP, "cpu", {**DP4, "data_parallel_size_local": 5}, "size-local 5", "0 to --data-parallel"),
+    ("engine's rank", LAPTOP, "cpu", {**DP4, "data_parallel_rank": 4}, "--data-parallel-rank 4", "0 to 3"),
+    ("engine's rank below 0", LAPTOP, "cpu", {**DP4, "data_parallel_rank": -1}, "--data-parallel-rank -1", "0 to 3"),
+    ("first engine", LAPTOP, "cpu", {**DP4, "data_parallel_start_rank": 4}, "--data-parallel-start-rank 4", "0 to 3"),
+    ("engines' port", LAPTOP, "cpu", {"data_parallel_rpc_port": 0}, "--data-parallel-rpc-port 0", "1 to 65535"),
+    ("engines' address", LAPTOP, "cpu", {"data_parallel_address": ""}, "--data-parallel-address ''", "first engine"),
+    ("engines' backend", LAPTOP, "cpu", {"data_parallel_backend": "k8s"}, "--data-parallel-backend k8s", "mp, ray"),
+    ("engines on Ray, ranks not", LAPTOP, "cpu", {**DP4, **DP_RAY, **MP}, "the executor is mp", "leave --distributed"),
+    ("engines over nodes on Ray", LAPTOP, "cpu", {**DP4, **DP_RAY, "nnodes": 2}, "--nnodes 2", "Ray knows its nodes"),
+    ("a server on each node", LAPTOP, "cpu", {**DP4, "nnodes": 2, "data_parallel_rank": 1}, "--nnodes 2", "leave --nn"),
+    ("engines and nodes uneven", LAPTOP, "cpu", {**DP4, "nnodes": 3}, "--nnodes 3: 4 engines", "multiple of the other"),
+    ("engines of a node uneven", LAPTOP, "cpu", {**DP4, "nnodes": 2, "data_parallel_size_local": 3}, "size-local 3",
+     "a divisor"),
+    ("groups of nodes uneven", LAPTOP, "cpu", {**DP4, "nnodes": 3, "data_parallel_size_local": 2},
+     "--nnodes 3: 4 engines, 2 on a node, make 2 groups", "a multiple of 2"),
+    ("ranks of an engine uneven", LAPTOP, "cpu", {**DP4, **TP2, "nnodes": 12}, "the 3 nodes of an engine",
+     "a multiple of 3"),
+    ("nobody has engines", LAPTOP, "cpu", {**DP4, "data_parallel_size_local": 0}, "nobody would start 4 of 4", "--nn"),
+    ("address of one node", LAPTOP, "cpu", {**DP4, "data_parallel_address": "10.0.0.2"}, "--data-parallel-address 10.0",
+     "or give --data-parallel-size-local"),
+    ("port of one node", LAPTOP, "cpu", {**DP4, "data_parallel_rpc_port": 99}, "-rpc-port 99", "leave it out"),
+    ("address of one engine", LAPTOP, "cpu", {"data_parallel_address": "10.0.0.2"}, "there is one engine", "leave it"),
+    ("address behind a balancer", LAPTOP, "cpu", {**DP4, "data_parallel_rank": 1, "data_parallel_address": "10.0.0.2"},
+     "don't meet", "leave it out"),
+    ("port on Ray", LAPTOP, "cpu", {**DP4, **DP_RAY, "data_parallel_rpc_port": 99}, "where they come up", "leave it"),
+    ("two meeting places", LAPTOP, "cpu", {**DP4, "nnodes": 2, "data_parallel_address": "10.0.0.2",
+     "master_addr": "10.0.0.1"}, "--master-addr 10.0.0.1", "one of them"),
+    ("headless alone", LAPTOP, "cpu", {"headless": True}, "--headless True: is for a node", "--data-parallel-address"),
+    ("headless, how many", LAPTOP, "cpu", {**DP4, "headless": True}, "how many engines", "--data-parallel-size-local"),
+    ("headless, none", LAPTOP, "cpu", {**DP4, "headless": True, "data_parallel_size_local": 0}, "how many", "local"),
+    ("headless, where", LAPTOP, "cpu", {**DP4, "headless": True, "data_parallel_size_local": 2}, "where the server is",
+     "add --data-parallel-address"),
+    ("headless, which", LAPTOP, "cpu", {**DP4, "headless": True, "data_parallel_size_local": 2,
+     "data_parallel_address": "10.0.0.2"}, "which engines", "add --data-parallel-start-rank"),
+    ("headless, between", LAPTOP, "cpu", {**DP4, "headless": True, "data_parallel_size_local": 2,
+     "data_parallel_start_rank": 1, "data_parallel_address": "10.0.0.2"}, "-start-rank 1", "multiple of 2"),
+    ("engines of torchrun", msgspec.structs.replace(LAPTOP, outer=RANK_1), "cpu", {**DP4, **EXTERNAL},
+     "--data-parallel-size 4", "share of the prompts"),
+    ("both balancings", LAPTOP, "cpu", {**DP4, "data_parallel_rank": 1, "data_parallel_hybrid_lb": True},
+     "--data-parallel-hybrid-lb", "one kind"),
+    ("external, one engine", LAPTOP, "cpu", {"data_parallel_rank": 0}, "--data-parallel-external-lb", "leave it out"),
+    ("hybrid, one engine", LAPTOP, "cpu", {"data_parallel_hybrid_lb": True}, "there is one engine", "leave it out"),
+    ("external, which", LAPTOP, "cpu", {**DP4, "data_parallel_external_lb": True}, "isn't said", "rank 0 to 3"),
+    ("external on Ray", LAPTOP, "cpu", {**DP4, **DP_RAY, "data_parallel_rank": 1}, "Ray places them", "backend mp"),
+    ("external, several", LAPTOP, "cpu", {**DP4, "data_parallel_rank": 1, "data_parallel_size_local": 2},
+     "size-local 2", "leave it out"),
+    ("hybrid, too many", LAPTOP, "cpu", {**DP4, "data_parallel_start_rank": 2, "data_parallel_size_local": 3},
+     "size-local 3", "give 1 to 2"),
+    ("hybrid, none", LAPTOP, "cpu", {**DP4, "data_parallel_hybrid_lb": True, "data_parallel_size_local": 0},
+     "size-local 0", "give 1 to 4"),
+    ("nobody's engines", LAPTOP, "cpu", {**DP4, "data_parallel_size_local": 1}, "start 3 of 4", "backend ray"),
+    ("strategy", LAPTOP, "cpu", {**DP4, **DP_RAY, "ray_dp_pack_strategy": "loose"}, "loose", "strict, fill, span"),
+    ("strategy off Ray", LAPTOP, "cpu", {**DP4, "ray_dp_pack_strategy": "fill"}, "fill", "--data-parallel-backend ray"),
+    ("span with a local size", LAPTOP, "cpu",
+     {**DP4, **DP_RAY, "ray_dp_pack_strategy": "span", "data_parallel_size_local": 2}, "size-local 2", "leave it out"),
+    ("strict with none", LAPTOP, "cpu", {**DP4, **DP_RAY, "data_parallel_size_local": 0}, "size-local 0", "fill"),
+    ("too few for engines", BOX, "cuda", {**DP4, **TP2}, "with 4 engines need 8 accelerators", "ray"),
+    ("synchronisation of one", LAPTOP, "cpu", {"disable_nccl_for_dp_synchronization": True}, "one engine", "leave it"),
     ("replica's rank", replica(2, rank=2), "cpu", {}, "$PLANARIA_DP_RANK 2", "count from 0"),
     ("replica's local rank", replica(2, rank_local=2), "cpu", {}, "$PLANARIA_DP_RANK_LOCAL 2", "count from 0"),
     ("dense replicas", replica(2), "cpu", {}, "$PLANARIA_DP_SIZE 2: the model is dense", "unset it"),
@@ -133,6 +208,98 @@ def test_a_layout_that_cannot_be_dealt_is_refused(
         deal(MODEL, tp, pp, partition)
 
 
+def test_engines_of_a_server() -> None:
+    """Local unset is all of them, or 1; a rank or a start rank says who balances."""
+    assert (resolved().data_parallel_size_local, list(resolved().replicas)) == (1, [0])
+    all_here = resolved(**DP4, **TP2)
+    assert (all_here.data_parallel_size_local, list(all_here.replicas)) == (4, [0, 1, 2, 3])
+    assert (all_here.world_size, all_here.world_size_across_dp, ranks_here(all_here)) == (2, 8, 8)
+    external = resolved(**DP4, data_parallel_rank=2)
+    assert external.data_parallel_external_lb and not external.data_parallel_hybrid_lb
+    assert (external.data_parallel_size_local, list(external.replicas)) == (1, [2])
+    hybrid = resolved(**DP4, data_parallel_start_rank=1, data_parallel_size_local=2)
+    assert hybrid.data_parallel_hybrid_lb and list(hybrid.replicas) == [1, 2]
+    on_ray = resolved(**DP4, **DP_RAY)
+    assert (on_ray.distributed_executor_backend, on_ray.ray_dp_pack_strategy) == ("ray", "strict")
+    assert on_ray.data_parallel_size_local is None and list(on_ray.replicas) == [0, 1, 2, 3]
+    assert resolved(**DP4, **DP_RAY, ray_dp_pack_strategy="span").data_parallel_size_local == 1
+    assert resolved(**DP4, **DP_RAY, ray_dp_pack_strategy="fill", data_parallel_size_local=0).replicas == range(4)
+    assert ranks_here(resolved(**DP4, **DP_RAY, ray_dp_pack_strategy="fill", data_parallel_size_local=0)) == 1
+
+
+def test_engines_over_nodes() -> None:
+    """Nodes of an engine: nnodes // (DP // DP_local)."""
+    def at(node: int = 0, **options: Any) -> ParallelConfig:
+        return resolved(node_rank=node, **options)
+
+    one_each = at(**DP4, nnodes=2)
+    assert one_each.engine_nodes == EngineNodes(0, 2, 2, 1) and one_each.data_parallel_size_local == 2
+    assert (one_each.distributed_executor_backend, one_each.over_nodes) == ("uni", True)
+    assert (one_each.local_world_size, ranks_here(one_each), list(one_each.replicas)) == (1, 2, [0, 1, 2, 3])
+    spread = at(**DP4, **TP4, nnodes=4, data_parallel_size_local=2)
+    assert spread.engine_nodes == EngineNodes(0, 4, 2, 2) and spread.distributed_executor_backend == "mp"
+    assert (spread.local_world_size, ranks_here(spread)) == (2, 4)
+    assert [list(spread.engine_nodes.of(engine)) for engine in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [spread.engine_nodes.seat(engine) for engine in range(4)] == [0, 1, 0, 1]
+    own = engine_config(msgspec.structs.replace(CONFIG, parallel=spread), 3, 4)
+    assert (own.parallel.nnodes, own.parallel.node_rank, own.parallel.master_port) == (2, 0, 29505)
+    assert (own.parallel.data_parallel_index, own.device.sharers, own.parallel.over_nodes) == (3, 2, True)
+    assert engine_config(msgspec.structs.replace(CONFIG, parallel=spread), 2, 3).device.sharers == 1
+    alone = engine_config(msgspec.structs.replace(CONFIG, parallel=one_each), 1, 4, accelerators=[5, 6])
+    assert (alone.parallel.nnodes, alone.parallel.over_nodes, alone.device.devices) == (1, False, (6,))
+
+
+def test_processes_of_a_server() -> None:
+    """Each knows which one it is; an engine's is none of them."""
+    config = msgspec.structs.replace(CONFIG, parallel=resolved(**DP4, api_server_count=2))
+    assert [as_api_process(config.parallel, rank).api_process_rank for rank in (0, 1)] == [0, 1]
+    assert engine_config(config, 3, 4).parallel.api_process_rank == -1 and config.parallel.api_process_rank == 0
+    for rank in (-2, 2):
+        with pytest.raises(ConfigError, match=rf"api_process_rank {rank}: must be -1 .* to 1 with --api-server"):
+            as_api_process(config.parallel, rank)
+
+
+def test_a_node_with_the_server_only() -> None:
+    """The same command everywhere, or the number that the other nodes have."""
+    front, other = (resolved(**DP4, nnodes=3, node_rank=rank, data_parallel_size_local=0) for rank in (0, 1))
+    assert front.engine_nodes == other.engine_nodes == EngineNodes(1, 3, 2, 1)
+    assert (front.data_parallel_size_local, other.data_parallel_size_local) == (0, 2)
+    named = resolved(**DP4, nnodes=3, node_rank=1, data_parallel_size_local=2)
+    assert named == other
+    assert resolved(**DP4, **TP2, nnodes=9, data_parallel_size_local=0).engine_nodes == EngineNodes(1, 9, 1, 2)
+
+
+def test_engines_over_nodes_in_other_words() -> None:
+    """As vLLM's users say it: an address and a port for where nodes meet, nodes without a server headless."""
+    met = {"data_parallel_address": "10.0.0.2", "data_parallel_rpc_port": 4321}
+    ours = {"nnodes": 2, "master_addr": "10.0.0.2", "master_port": 4321}
+    two = {**DP4, "data_parallel_size_local": 2}
+    assert resolved(**two, **met) == resolved(**two, **ours)
+    assert resolved(**two, **met, headless=True, data_parallel_start_rank=2) == resolved(**two, **ours, node_rank=1)
+    none, all = {**DP4, "data_parallel_size_local": 0}, {**DP4, "data_parallel_size_local": 4}
+    assert resolved(**none, **met) == resolved(**none, **ours)
+    assert resolved(**all, **met, headless=True, data_parallel_start_rank=0) == resolved(**none, **ours, node_rank=1)
+    ours["nnodes"] = 3
+    assert resolved(**none, **met, nnodes=3) == resolved(**none, **ours)
+    headless = resolved(**two, **met, nnodes=3, headless=True, data_parallel_start_rank=2)
+    assert headless == resolved(**none, **ours, node_rank=2)
+    assert resolved(**two, data_parallel_address="10.0.0.2").master_port == 29550
+    assert resolved(**DP4, **DP_RAY, data_parallel_address="10.0.0.2").data_parallel_address == "10.0.0.2"
+
+
+def test_what_engines_synchronise_over() -> None:
+    assert not resolved(**DP4).disable_nccl_for_dp_synchronization  # uni doesn't plan ahead on a CPU
+    assert resolved(**DP4, async_scheduling=True).disable_nccl_for_dp_synchronization
+    assert not resolved(**DP4, **MP, async_scheduling=False).disable_nccl_for_dp_synchronization
+    assert not resolved(**DP4, **MP, disable_nccl_for_dp_synchronization=False).disable_nccl_for_dp_synchronization
+    lines = [line for _, line in notes(LAPTOP, **DP4, disable_nccl_for_dp_synchronization=True)]
+    assert any("changes nothing" in line for line in lines)
+
+
+def test_the_environments_replicas_are_read_only_without_the_option() -> None:
+    assert resolved(replica(2), **DP4).data_parallel_size == 4
+
+
 def test_ranks_and_nodes() -> None:
     config = resolved(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3)
     assert (config.world_size, config.local_world_size, ranks_here(config)) == (6, 2, 2)
@@ -163,6 +330,19 @@ FLAGS: dict[str, tuple[list[str], Any]] = {
     "pipeline_parallel_size": (["-pp", "3"], 3),
     "pp_layer_partition": (["--pp-layer-partition", "10,10,10"], "10,10,10"),
     "distributed_executor_backend": (["--distributed-executor-backend", "ray"], "ray"),
+    "data_parallel_size": (["-dp", "4"], 4),
+    "data_parallel_size_local": (["--data-parallel-size-local", "2"], 2),
+    "data_parallel_rank": (["--data-parallel-rank", "1"], 1),
+    "data_parallel_start_rank": (["--data-parallel-start-rank", "2"], 2),
+    "data_parallel_backend": (["--data-parallel-backend", "ray"], "ray"),
+    "data_parallel_external_lb": (["--data-parallel-external-lb"], True),
+    "data_parallel_hybrid_lb": (["--data-parallel-hybrid-lb"], True),
+    "data_parallel_address": (["--data-parallel-address", "10.0.0.2"], "10.0.0.2"),
+    "data_parallel_rpc_port": (["--data-parallel-rpc-port", "4321"], 4321),
+    "headless": (["--headless"], True),
+    "disable_nccl_for_dp_synchronization": (["--disable-nccl-for-dp-synchronization"], True),
+    "ray_dp_pack_strategy": (["--ray-dp-pack-strategy", "fill"], "fill"),
+    "api_server_count": (["--api-server-count", "2"], 2),
     "ray_link": (["--ray-link", "compiled-graph"], "compiled-graph"),
     "ray_runtime_env": (["--ray-runtime-env", "{}"], "{}"),
     "ray_workers_use_nsight": (["--ray-workers-use-nsight"], True),
@@ -342,3 +522,9 @@ def test_what_else_is_compared() -> None:
     assert mine["all-reduce"] == "fast" and mine["worker class"] == "auto" and mine["torch"] != "not installed"
     plain = msgspec.structs.replace(CONFIG, parallel=ParallelConfig(disable_custom_all_reduce=True))
     assert {key for key in mine if compared(plain)[key] != mine[key]} == {"all-reduce"}
+
+
+def test_several_server_processes_are_for_a_server() -> None:
+    with pytest.raises(ConfigError, match="--api-server-count 2: AsyncLLM is no server; leave it out"):
+        refuse_several_engines(ParallelConfig(api_server_count=2), "AsyncLLM")
+    refuse_several_engines(ParallelConfig(), "AsyncLLM")

@@ -3,20 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.proc.networks import Networks
 from tests.proc.servers import wait_until
+
+# Ray notices that a raylet is gone in a second or two, not in 15; not one that is slow.
+NOTICE = {
+    "health_check_initial_delay_ms": 1000, "health_check_period_ms": 300, "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 4,
+}  # fmt: skip
+
+# Waits until these addresses are of living nodes.
+JOINED = """
+import sys, time
+from ray._raylet import GcsClient
+
+address, *wanted = sys.argv[1:]
+while True:
+    try:
+        nodes = GcsClient(address=address).get_all_node_info(timeout=10).values()
+        if set(wanted) <= {node.node_manager_address for node in nodes if not node.state}:
+            break
+    except Exception as e:
+        print(e, file=sys.stderr)
+    time.sleep(0.2)
+"""
 
 
 def ray_processes() -> set[int]:
-    """Below this process."""
-    return {p.pid for p in psutil.Process().children(recursive=True)}
+    """Below this process. What Python keeps for itself as long as it runs is not Ray's."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                found.add(process.pid)
+    return found
+
+
+def stored() -> list[str]:
+    """Names of Ray's shared memory."""
+    return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("plasma")]
 
 
 @contextlib.contextmanager
@@ -25,8 +64,7 @@ def ended() -> Iterator[None]:
     before = ray_processes()
     yield
     wait_until("Ray's processes are gone", lambda: not before & ray_processes())
-    left = [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("plasma")]
-    assert not left, left
+    wait_until("Ray's shared memory is gone", lambda: not stored())  # a file has a name only while it is being made
 
 
 def live_actors(ray: Any) -> list[str]:
@@ -34,6 +72,14 @@ def live_actors(ray: Any) -> list[str]:
     from ray._private.state import actors
 
     return [a["Name"] for a in actors().values() if a["State"] not in ("DEAD",)]
+
+
+def actor_nodes(ray: Any) -> list[str]:
+    """Ids of the nodes of actors that live, by the actors' names."""
+    from ray._private.state import actors
+
+    living = [a for a in actors().values() if a["State"] == "ALIVE"]
+    return [a["Address"]["NodeID"] for a in sorted(living, key=lambda a: a["Name"])]
 
 
 def live_groups() -> list[str]:
@@ -44,16 +90,18 @@ def live_groups() -> list[str]:
 
 
 def cluster_environment() -> dict[str, str]:
-    """Of clusters that tests start: a token of their own, workers that are not niced."""
+    """Of clusters that tests start: a token of their own, workers that are not niced, and none killed because others
+    use the machine's memory."""
     return {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
     }  # fmt: skip
 
 
 @contextlib.contextmanager
-def several_nodes(*slots: int) -> Iterator[Any]:
-    """A `ray.cluster_utils.Cluster` on this machine only, with a token of its own; so many slots on each node."""
+def several_nodes(*slots: int, dashboard: bool = False) -> Iterator[Any]:
+    """A `ray.cluster_utils.Cluster` on this machine only, with a token of its own; so many slots on each node.
+    dashboard: with Ray's, which answers questions about its state."""
     own = cluster_environment()
     os.environ |= own
     from ray._private import ray_constants, utils
@@ -65,9 +113,11 @@ def several_nodes(*slots: int) -> Iterator[Any]:
     reset_auth_token_state()
     with loopback(ray_constants):
         cluster = Cluster()
+        head: dict[str, Any] = {"_system_config": NOTICE, "include_dashboard": dashboard}
         try:
             for count in slots:
-                cluster.add_node(num_cpus=1, resources={"planaria_slot": count}, include_dashboard=False)
+                cluster.add_node(num_cpus=1, resources={"planaria_slot": count}, **head)
+                head = {"include_dashboard": False}
             yield cluster
         finally:
             with ended():
@@ -77,3 +127,88 @@ def several_nodes(*slots: int) -> Iterator[Any]:
             for name in own:
                 del os.environ[name]
             reset_auth_token_state()
+
+
+@contextlib.contextmanager
+def ray_node(prefix: tuple[str, ...], env: dict[str, str], *args: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`ray start ARGS --block` in a namespace; at the end nothing of it is left there."""
+    command = [*prefix, str(Path(sys.executable).parent / "ray"), "start", *args, "--block", "--num-cpus", "1"]
+    command += ["--resources", '{"planaria_slot": 1}', "--object-store-memory", str(100 << 20)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            for pid in pids_in(prefix[-1]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait(60)
+
+
+def pids_in(space: str) -> list[int]:
+    """Processes of one of the test's own namespaces."""
+    found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid in found.split()]
+
+
+class RayNodes:
+    """Ray on several networks: `start` a node on one of them, the first is the head. A node is killed with all its
+    processes at once, or told to end as users do it. Only the head is told its own address."""
+
+    def __init__(self, networks: Networks) -> None:
+        self.networks, self.env = networks, os.environ | cluster_environment()
+        self.address = "10.93.0.1:6379"
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}  # that end a node when one of its own has ended
+        self._stacks: dict[int, contextlib.ExitStack] = {}
+
+    def start(self, *which: int) -> None:
+        """Counted from 0. Returns when Ray knows them."""
+        for i in which:
+            stack = self._stacks[i] = contextlib.ExitStack()
+            folder = tempfile.mkdtemp(prefix="pr")  # short: sockets' paths have a limit
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            how = ["--address", self.address]
+            if not i:
+                how = ["--head", "--port", "6379", "--include-dashboard", "false", "--node-ip-address", "10.93.0.1"]
+                how += ["--system-config", json.dumps(NOTICE)]
+            node = ray_node(self.networks.prefixes[i], self.env, *how, "--temp-dir", folder)
+            self.processes[i] = stack.enter_context(node)
+            if not i:
+                self._wait_for(0)
+        self._wait_for(*which)
+
+    def _wait_for(self, *which: int) -> None:
+        command = [*self.networks.prefixes[0], sys.executable, "-c", JOINED, self.address]
+        addresses = [f"10.93.0.{i + 1}" for i in which]
+        subprocess.run([*command, *addresses], env=self.env, timeout=180, check=True, capture_output=True)
+
+    def pids(self, which: int) -> list[int]:
+        return pids_in(self.networks.spaces[which])
+
+    def kill(self, which: int) -> None:
+        for pid in self.pids(which):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self, which: int) -> None:
+        """So that it can be started again."""
+        self._stacks.pop(which).close()
+
+    def close(self) -> None:
+        for which in sorted(self._stacks, reverse=True):
+            self.end(which)
+
+
+def raylet_of(node: Any) -> int:
+    """Pid of a node's raylet."""
+    (info,) = node.all_processes["raylet"]
+    return int(info.process.pid)
+
+
+def kill_node(node: Any, *pids: int) -> None:
+    """A node's raylet, and these actors on it, at once."""
+    for pid in (raylet_of(node), *pids):
+        os.kill(pid, signal.SIGKILL)

@@ -11,7 +11,11 @@ import pytest
 
 from tests.ray.clusters import ended
 
-collect_ignore = [] if importlib.util.find_spec("ray") else ["test_ray.py", "test_cluster.py", "test_networks.py"]
+NEED_RAY = [
+    "test_ray.py", "test_cluster.py", "test_networks.py", "test_losses.py", "test_without_ray.py", "test_fleet.py",
+    "test_fleet_networks.py", "test_fleet_state.py", "test_lanes.py",
+]  # fmt: skip
+collect_ignore = [] if importlib.util.find_spec("ray") else NEED_RAY
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from planaria import LLM
+from planaria.cli import main
 from planaria.env import RaySettings
 from planaria.errors import CapacityError, ConfigError
 from planaria.topology import Layout
 from tests.proc.servers import wait_until
-from tests.ray.clusters import live_groups, several_nodes
+from tests.ray.clusters import actor_nodes, live_groups, several_nodes
 from tests.ray.test_ray import PROMPTS, SMALL, answers, check, ray_options
 
 SLOT = "planaria_slot"
@@ -50,14 +52,14 @@ def group(connection: Any) -> Iterator[Any]:
     from ray.util import placement_group, remove_placement_group
 
     made = placement_group([{"CPU": 0.1}, *([{SLOT: 1}] * 3)], strategy="PACK")
-    assert made.wait(10)
+    assert made.wait(60)
     yield made
     remove_placement_group(made)
     free_again(connection, 3)
 
 
 def free_again(connection: Any, count: int) -> None:
-    wait_until("slots are free again", lambda: connection.snapshot(SLOT).num_devices == count, limit=10)
+    wait_until("slots are free again", lambda: connection.snapshot(SLOT).num_devices == count)
 
 
 def test_it_joins_and_does_not_end_a_cluster_that_was_there(connection: Any) -> None:
@@ -67,18 +69,46 @@ def test_it_joins_and_does_not_end_a_cluster_that_was_there(connection: Any) -> 
     assert cluster.head == connection.node and len(cluster.ordered()[0].devices) == 1
 
 
-def test_each_rank_is_on_the_node_that_was_decided(connection: Any, small: Path) -> None:
+def plan(capsys: Any, *args: str) -> dict[str, Any]:
+    """What `planaria plan --json` says of this cluster."""
+    capsys.readouterr()
+    code = main(["plan", *args, "--json"])
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert said["feasible"] == (code == 0) and said["source"].startswith("Ray at ")
+    return said
+
+
+def test_each_rank_is_on_the_node_that_was_planned(connection: Any, small: Path, capsys: Any) -> None:
     with LLM(str(small), **SMALL) as llm:
         expected = answers(llm, PROMPTS, 8)
+    planned = [(row["node"], row["device"]) for row in plan(capsys, "-pp", "2", "--device", "cpu")["ranks"]]
     with LLM(str(small), **SMALL, **ray_options("pp2")) as llm:
         launcher: Any = llm._loop.crew.launcher
-        nodes = [at.ray_node for at in launcher.found]
+        nodes = [member.at.ray_node for _, member in sorted(launcher.ranks.items())]
         assert nodes == [slot.node for slot in launcher.group.placement.slots]
-        assert nodes[0] == connection.node != nodes[1]
+        assert nodes == [node for node, _ in planned] == actor_nodes(connection.ray)
+        assert nodes[0] == connection.node != nodes[1] and [device for _, device in planned] == [0, 0]
         check(answers(llm, PROMPTS, 8), expected)
     assert connection.alive, "others may be using it"
-    wait_until("its placement group is gone", lambda: not live_groups(), limit=5)
+    wait_until("its placement group is gone", lambda: not live_groups())
     free_again(connection, 3)
+
+
+def test_plans_of_this_cluster(connection: Any, group: Any, capsys: Any) -> None:
+    """Its group takes all devices; without it there is room for an engine on each node."""
+    inside = plan(capsys, "-tp", "2", "--placement-group", group.id.hex())
+    (node,) = {row["node"] for row in inside["ranks"]}
+    assert node != connection.node and inside["layout"] == {"dp": 1, "pp": 1, "tp": 2}
+    taken = plan(capsys, "-dp", "2")
+    assert (taken["needed"], taken["found"], taken["nearest"]) == (2, 0, None)
+    connection.ray.util.remove_placement_group(group)
+    free_again(connection, 3)
+    engines = plan(capsys, "-dp", "2")
+    assert engines["strategy"] == "strict" and engines["head"] == connection.node == engines["ranks"][0]["node"]
+    assert engines["ranks"][1]["node"] == node and engines["ranks"][1]["address"] == connection.address
+    few = plan(capsys, "-dp", "2", "-tp", "2")
+    assert few["needed"] == 4 and few["nearest"]["layout"] == {"dp": 2, "pp": 1, "tp": 1}
+    assert connection.alive and not live_groups()
 
 
 def test_a_users_group_is_used_and_kept(connection: Any, group: Any, small: Path) -> None:
@@ -137,15 +167,15 @@ def test_a_broken_rule_is_not_waited_for(connection: Any) -> None:
 
 def test_a_cluster_that_grows_is_waited_for(nodes: Any, connection: Any) -> None:
     found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(obtain(connection, Layout(pp=5), wait=60)))
+    waiting = threading.Thread(target=lambda: found.append(obtain(connection, Layout(pp=5), wait=120)))
     waiting.start()
-    wait_until("the demand is stated", live_groups, limit=10)
+    wait_until("the demand is stated", live_groups)
     node = nodes.add_node(num_cpus=1, resources={SLOT: 2})
-    waiting.join(60)
+    waiting.join(120)
     (got,) = found
     assert got.owned and len(got.placement.nodes) == 3 and live_groups() == [got.handle.id.hex()]
     got.remove()
-    wait_until("removed", lambda: not live_groups(), limit=10)
+    wait_until("removed", lambda: not live_groups())
     nodes.remove_node(node)
 
 

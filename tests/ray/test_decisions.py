@@ -90,6 +90,7 @@ def test_a_rank_on_the_drivers_node_can_be_asked_for() -> None:
         ("HF_HOME", Kind.NODE), ("PLANARIA_CACHE", Kind.NODE), ("UCX_NET_DEVICES", Kind.NODE),
         ("NCCL_DEBUG", Kind.GLOBAL), ("HF_TOKEN", Kind.GLOBAL), ("OMP_NUM_THREADS", Kind.GLOBAL),
         ("LD_PRELOAD", Kind.GLOBAL), ("PLANARIA_LOG_LEVEL", Kind.GLOBAL), ("PLANARIA_API_KEY", Kind.NEVER),
+        ("PLANARIA_ADMIN_KEY", Kind.NEVER), ("PLANARIA_SECRET", Kind.NEVER),
         ("RAY_AUTH_TOKEN", Kind.NEVER), ("AWS_SECRET_ACCESS_KEY", Kind.NEVER), ("PATH", Kind.NEVER),
         ("HOME", Kind.NEVER), ("PLANARIA_DP_RANK", Kind.NEVER),
     ],

@@ -1,4 +1,5 @@
-"""As tests/proc/test_every_prompt.py, on Ray by both links. Some combinations are marked long."""
+"""As tests/proc/test_every_prompt.py, on Ray by both links. In the default run a small model does on Ray what it does
+in one process (test_ray.py), and the real one across two networks (test_networks.py)."""
 
 from __future__ import annotations
 
@@ -10,17 +11,11 @@ from planaria import LLM
 from tests.proc.servers import needs_smollm2
 from tests.proc.test_every_prompt import LAYOUTS, OPTIONS, Answers, answers, check, expected  # noqa: F401
 
-pytestmark = needs_smollm2
-
-DEFAULT = {("tp=2", "queue"), ("tp=2 pp=2", "compiled-graph")}
-CASES = [
-    pytest.param(layout, link, marks=() if (layout, link) in DEFAULT else pytest.mark.long)
-    for layout in LAYOUTS
-    for link in ("queue", "compiled-graph")
-]
+pytestmark = [needs_smollm2, pytest.mark.long]
 
 
-@pytest.mark.parametrize(("layout", "link"), CASES)
+@pytest.mark.parametrize("link", ["queue", "compiled-graph"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ray(local_ray: Any, expected: Answers, layout: str, link: str) -> None:  # noqa: F811
     tp, pp = LAYOUTS[layout]
     options: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 
 from planaria import LLM, SamplingParams
 from planaria.errors import CallFailed, ConfigError, EngineDead
-from tests.proc.servers import alive, wait_until
+from tests.proc.servers import PATIENCE, SOON, alive, wait_until
 from tests.ray.clusters import live_actors, live_groups
 
 SMALL = {
@@ -88,7 +88,7 @@ def strike(llm: LLM, victim: int, how: signal.Signals) -> float:
 def test_the_same_answers_and_nothing_left(
     local_ray: Any, small: Path, expected: Any, layout: str, link: str, end: tuple[int, signal.Signals] | None
 ) -> None:
-    """And whatever ends it: a rank killed is named within a second, one stopped within the heartbeat's limit."""
+    """And whatever ends it: a rank killed is named at once, one stopped within the heartbeat's limit."""
     with LLM(str(small), **SMALL, **ray_options(layout, link), recovery_limit=0) as llm:
         assert llm.facts.executor == "ray" and llm.facts.link == {"queue": "shm"}.get(link, "ray-graph+shm")
         pids = llm.facts.ranks
@@ -99,12 +99,12 @@ def test_the_same_answers_and_nothing_left(
         check(answers(llm, PROMPTS, 12), expected)
         if end is not None:
             took = strike(llm, *end)
-            assert took < (1.0 if end[1] is signal.SIGKILL else 10.0)
+            assert took < (SOON if end[1] is signal.SIGKILL else PATIENCE)
         began = time.monotonic()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 2 * SOON
     assert not any(alive(pid) for pid in pids)
-    wait_until("no actor is left", lambda: not live_actors(local_ray), limit=5)
-    wait_until("no placement group is left", lambda: not live_groups(), limit=5)
+    wait_until("no actor is left", lambda: not live_actors(local_ray))
+    wait_until("no placement group is left", lambda: not live_groups())
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_no_room_is_refused_at_once_where_nobody_adds_nodes(local_ray: Any, smal
     began = time.monotonic()
     with pytest.raises(CapacityError, match="needs 6 devices, the cluster has 4"):
         LLM(str(small), **SMALL, pipeline_parallel_size=2, tensor_parallel_size=3, distributed_executor_backend="ray")
-    assert time.monotonic() - began < 10 and not live_groups()
+    assert time.monotonic() - began < PATIENCE and not live_groups()
 
 
 def test_the_command_line(small: Path) -> None:

@@ -8,12 +8,14 @@ ghost: a message of an epoch that is over, or one that comes twice.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from planaria.executor.boot import Place
 from planaria.executor.link.address import Address, Inside
 from planaria.executor.link.faults import LinkClosed, LinkError, MessageLost, PeerLost
-from planaria.protocol import Command, Failed, Regroup, Reply, StepPlan, StepResult
+from planaria.protocol import Command, Failed, LaneResult, Regroup, Reply, StepPlan
+from planaria.topology import Layout
 from tests.sim.process import Process, tokens_of
 
 if TYPE_CHECKING:
@@ -23,12 +25,14 @@ SLOWEST_NOTICE = 10.0  # seconds until a lost message is missed, where none foll
 
 
 class Gate:
-    """Collectives: a rank goes on when those that it needs have come. One that is dead or failed breaks them."""
+    """Collectives: a rank goes on when those that it needs have come. One that is dead or failed breaks them. Ranks of
+    all lanes meet in each step, as those do that share experts."""
 
-    def __init__(self, sim: Simulation, link: SimLink, tp: int, pp: int) -> None:
-        self.sim, self.link, self.tp, self.pp = sim, link, tp, pp
+    def __init__(self, sim: Simulation, link: SimLink) -> None:
+        self.sim, self.link = sim, link
+        self.layout = Layout()  # as Regroup says
         self.here: dict[int, tuple[int, Command]] = {}  # rank -> what it has come to
-        self.done = [-1] * (tp * pp)  # rank -> last number that it is through with
+        self.done = [-1] * link.num_ranks  # rank -> last number that it is through with
         self.before: dict[int, int] = {}  # a step's number -> that of the step before it in its turn
         self._last: dict[int, int] = {}
         self.broken = ""
@@ -39,6 +43,9 @@ class Gate:
 
     def arrive(self, rank: int, number: int, command: Command) -> None:
         self.here[rank] = number, command
+        if isinstance(command, Regroup):
+            self.layout, size = command.layout, self.link.num_ranks
+            self.sim.world.require(self.layout.size == size, "layout", f"{command} for {size} ranks")
         if self.broken:
             self._break(rank)
         else:
@@ -57,20 +64,20 @@ class Gate:
                 for peer in peers:
                     self.link.ports[peer].go(number, command)
 
-    def _peers(self, rank: int, command: Command) -> range:
+    def _peers(self, rank: int, command: Command) -> Sequence[int]:
         if isinstance(command, Regroup):
             return range(len(self.done))
-        stage = rank // self.tp
-        return range(stage * self.tp, (stage + 1) * self.tp)
+        return self.layout.group(rank, "dp", "tp")
 
     def _ready(self, rank: int, number: int, command: Command) -> bool:
-        if any(self.here.get(peer, (-1, None))[0] != number for peer in self._peers(rank, command)):
+        layout, peers = self.layout, self._peers(rank, command)
+        if any(self.here.get(peer, (-1, None))[0] != number for peer in peers):
             return False
-        if isinstance(command, Regroup) or self.pp == 1:
+        if isinstance(command, Regroup) or layout.pp == 1:
             return True
-        if rank >= self.tp:  # what the stage before hands over
-            return all(self.done[peer - self.tp] >= number for peer in self._peers(rank, command))
-        return self.done[(self.pp - 1) * self.tp] >= self.before[number]  # tokens come back from the last stage
+        if layout.coords(rank).pp:  # what the stage before hands over
+            return all(self.done[peer - layout.tp] >= number for peer in peers)
+        return all(self.done[last] >= self.before[number] for last in layout.drawing)  # tokens come back from there
 
     def broke(self, rank: int, why: Failed) -> None:
         """This rank can't go on; whoever waits for it hears so."""
@@ -93,13 +100,12 @@ class SimLink:
         self.sim, self.world, self.epoch, self.num_ranks = sim, sim.world, epoch, len(places)
         self.over = self.closed = self._woken = False
         self.ports: dict[int, Process] = {}
-        parallel = sim.scenario.config.parallel
-        self.gate = Gate(sim, self, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self.gate = Gate(sim, self)
         self.heard: deque[tuple[int, int, Reply] | LinkError] = deque()
         self._waiting: list[list[tuple[int, Command]]] = [[] for _ in places]
         self._free = [[0.0, 0.0] for _ in places]  # rank -> when its channels (to, from) are free
-        self._results: dict[int, dict[int, int]] = {}
-        self._haunted = False  # what is said here will be heard again in other epochs
+        self._results: dict[tuple[int, int], dict[int, int]] = {}
+        self._haunted = False  # by what was said in other epochs
         self._gaps: dict[int, tuple[int, int]] = {}  # rank whose channel lost something -> its last pulse
 
     # -- the driver's side
@@ -114,7 +120,7 @@ class SimLink:
         ]
 
     def send(self, number: int, command: Command) -> None:
-        self.sim.occasion()
+        self.sim.faults.occasion()
         if self.over:
             raise LinkClosed("the link is closed")
         for rank, process in self.ports.items():
@@ -122,20 +128,22 @@ class SimLink:
                 raise PeerLost(f"the process of rank {rank} has ended", rank)
         if isinstance(command, StepPlan):
             self.gate.sent(number, command)
-        if self.sim.ghosts:
-            self.sim.haunt(self, number)
+        if self.epoch and self.sim.faults.ghosts:
+            self._haunted = self._haunted or self.sim.faults.strikes("late ghost", None)
+            if self._haunted:
+                self.sim.faults.haunt(self, number)
         for rank in range(self.num_ranks):
-            if rank in self.ports and self.sim.strikes("command lost", rank):
+            if rank in self.ports and self.sim.faults.strikes("command lost", rank):
                 self._gap(rank, PeerLost(f"rank {rank} missed a message and hung up", rank))
             elif rank not in self._gaps:
                 self.world.at(self._delay(rank, 0), self._command, rank, number, command)
 
     def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None:
         assert timeout is not None, "a wait without end"
-        self.sim.occasion()
+        self.sim.faults.occasion()
         until = self.world.now + timeout
         while True:
-            self.sim.watch()
+            self.sim.rules.watch()
             if self.heard:
                 heard = self.heard.popleft()
                 if isinstance(heard, LinkError):
@@ -192,17 +200,15 @@ class SimLink:
     def reply(self, rank: int, number: int, reply: Reply) -> None:
         if self.over or rank in self._gaps or self.ports[rank].cut:
             return
-        self._agree(reply)
-        if self.sim.strikes("reply lost", rank):
+        if self.sim.faults.strikes("reply lost", rank):
             self._gap(rank, MessageLost(f"a message of rank {rank} is missing", rank))
             return
         delay = self._delay(rank, 1)
         self.world.at(delay, self.hear, (rank, number, reply))
-        if self.sim.strikes("reply twice", rank):
+        if self.sim.faults.strikes("reply twice", rank):
             self.world.at(delay + self.world.random.random(), self.hear, (rank, number, reply))
-        self._haunted = self._haunted or self.sim.strikes("late ghost", rank)
-        if self._haunted:
-            self.sim.remember(self, (rank, number, reply))
+        if self.sim.faults.remembers:
+            self.sim.faults.remember(self, (rank, number, reply))
 
     def peer_died(self, rank: int, process: Process) -> None:
         if self.over:
@@ -213,7 +219,7 @@ class SimLink:
 
     def _gap(self, rank: int, error: LinkError) -> None:
         """Nothing passes a channel any more that lost something; both ends notice, in a while."""
-        self.sim.harmed(self.ports[rank], "gap")
+        self.sim.faults.harmed(self.ports[rank], "gap")
         self._gaps[rank] = self.ports[rank].pulse()
         self.world.at(self.sim.takes(SLOWEST_NOTICE / 3), self.hear, error)
 
@@ -223,14 +229,13 @@ class SimLink:
 
     def _delay(self, rank: int, way: int) -> float:
         """Until a message of this channel arrives: in order."""
-        free, now = self._free[rank], self.world.now
-        more = self.world.random.uniform(0.1, 3.0) if self.sim.strikes("delay", rank) else 0.0
+        free, now = self._free[rank], self.world.now - self.world.slept
+        more = self.world.random.uniform(0.1, 3.0) if self.sim.faults.strikes("delay", rank) else 0.0
         free[way] = max(free[way], now + 0.0002 + 0.001 * self.world.random.random() + more)
         return free[way] - now
 
-    def _agree(self, reply: Reply) -> None:
-        """All ranks compute the same."""
-        if isinstance(reply, StepResult):
-            mine = tokens_of(reply.lanes[0])
-            first = self._results.setdefault(reply.step, mine)
-            self.world.require(first == mine, "ranks agree", f"step {reply.step} gave {first} and {mine}")
+    def agree(self, step: int, lane: int, result: LaneResult) -> None:
+        """All ranks of a lane compute the same."""
+        mine = tokens_of(result)
+        first = self._results.setdefault((step, lane), mine)
+        self.world.require(first == mine, "ranks agree", f"step {step} gave {first} and {mine}")

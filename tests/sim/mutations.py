@@ -21,6 +21,17 @@ from planaria.protocol import Reply, StepResult
 from planaria.types import Delta
 from planaria.worker.reference import mix
 from planaria.worker.rows import RowState
+from tests.sim.fleet_mutations import (
+    always_healthy,
+    keep_the_answering_rank,
+    leave_them_there,
+    lose_a_request_at_a_layout_change,
+    mix_up_the_lanes,
+    move_without_the_tokens,
+    never_grow,
+    route_to_an_engine_that_left,
+    trust_silence,
+)
 from tests.sim.process import SimWorker
 from tests.sim.scenario import VOCAB
 
@@ -38,10 +49,10 @@ class Mutation:
 def replay_only_the_prompt() -> Iterator[None]:
     lost = Lane.lost
 
-    def forget(self: Lane, step: int) -> None:
+    def forget(self: Lane, step: int, micro_steps: int) -> None:
         for entry in self.entries.values():
             entry.request.output.clear()
-        lost(self, step)
+        lost(self, step, micro_steps)
 
     with patch.object(Lane, "lost", forget):
         yield
@@ -158,15 +169,25 @@ def leak_a_block() -> Iterator[None]:
 
 
 WRONG_TOKENS = frozenset({"tokens", "index", "ranks agree", "plan"})
+STUCK = frozenset({"ends", "verdict", "health"})
 MUTATIONS = [
     Mutation("replay only the prompt", replay_only_the_prompt, WRONG_TOKENS),
     Mutation("keep block tables after a loss", keep_block_tables, WRONG_TOKENS),
     Mutation("accept a stale epoch", accept_a_stale_epoch, WRONG_TOKENS | {"epoch", "crash"}),
     Mutation("draw without the position key", nothing, WRONG_TOKENS, Unkeyed, keyed=False),
     Mutation("drop a reply", drop_a_reply, frozenset({"verdict", "ends"})),
-    Mutation("collect in the midst of a commit", collect_in_the_midst_of_a_commit, frozenset({"ends"})),
+    Mutation("collect in the midst of a commit", collect_in_the_midst_of_a_commit, STUCK),
     Mutation("deaf health", deaf_health, frozenset({"detect"})),
     Mutation("endless patience", endless_patience, frozenset({"gives up", "ends"})),
     Mutation("convict at once", convict_at_once, frozenset({"poison"})),
     Mutation("leak a block", leak_a_block, frozenset({"leaks", "ends"})),
+    Mutation("keep the old layout's answering rank", keep_the_answering_rank, frozenset({"crash", "ends", "once"})),
+    Mutation("lose a request at a layout change", lose_a_request_at_a_layout_change, frozenset({"once"})),
+    Mutation("mix up the lanes", mix_up_the_lanes, WRONG_TOKENS | {"once", "ends", "crash", "leaks"}),
+    Mutation("never grow", never_grow, frozenset({"layout"})),
+    Mutation("route to an engine that left", route_to_an_engine_that_left, frozenset({"route"})),
+    Mutation("move a request without its tokens", move_without_the_tokens, frozenset({"tokens", "index"})),
+    Mutation("leave requests where they are", leave_them_there, frozenset({"route", "errors"})),
+    Mutation("always healthy", always_healthy, frozenset({"health"})),
+    Mutation("trust silence", trust_silence, frozenset({"detect"})),
 ]

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from planaria.executor.boot import SPARE
+from planaria.executor.boot import SPARE, RankBoot
 from planaria.protocol import (
     Allocate,
     Call,
@@ -28,14 +28,17 @@ from planaria.protocol import (
     StepPlan,
     StepResult,
 )
+from planaria.topology import Layout
 from planaria.worker.reference import HashWorker
-from tests.sim.scenario import BLOCK_BYTES, VOCAB
+from tests.sim.scenario import VOCAB
 
 if TYPE_CHECKING:
+    from tests.sim.launcher import Device
     from tests.sim.link import SimLink
     from tests.sim.simulation import Simulation
 
 PULSE = 1.0
+Part = tuple[int, int, int]  # rank in its lane, tensor ranks, stages: lanes hold the same
 NOTICED = 0.05  # seconds after a process's end until its watcher knows
 
 
@@ -46,16 +49,20 @@ class Died(Exception):
 class Process:
     """`harm`: what was done to it, and when the engine could first have acted on it; None: it is well."""
 
-    def __init__(self, sim: Simulation, pid: int) -> None:
-        self.sim, self.world, self.pid = sim, sim.world, pid
+    def __init__(self, sim: Simulation, pid: int, device: Device) -> None:
+        self.sim, self.world, self.pid, self.device = sim, sim.world, pid, device
         self.rank = SPARE
         self.alive, self.ended = True, ""  # ended: how, once the watcher knows
+        self.for_good = False  # that it is stopped
         self.stopped = self.cut = self.hung = self.fail_next = self.oom_next = False
         self.slow, self.slow_steps = 1.0, 0
         self.harm: tuple[str, float] | None = None
         self.failures = 0  # in a row, without a token
         self.begun = 0.0  # when it became a rank, by the engine's own time
-        self.loads = 0
+        self.layout = Layout()  # that it was last told of
+        self.part: Part | None = None  # of the model, that it has loaded
+        self.prepared: Layout | None = None  # as a spare: any rank's part
+        self.moved = False  # to another rank, by its launcher
         self.link: SimLink | None = None
         self.epoch = -1
         self.attached = 0.0
@@ -88,27 +95,32 @@ class Process:
 
     # -- life
 
-    def boot(self, rank: int, link: SimLink | None) -> None:
+    def boot(self, boot: RankBoot, link: SimLink | None) -> None:
         """Be this rank at this link; without one, be a spare."""
-        self.world.at(0.005, self._boot, rank, link)
+        self.world.at(0.005, self._boot, boot, link)
 
-    def _boot(self, rank: int, link: SimLink | None) -> None:
+    def _boot(self, boot: RankBoot, link: SimLink | None) -> None:
         if not self.alive:
             return
         if self.stopped:
-            self._held.append((self._boot, (rank, link)))
+            self._held.append((self._boot, (boot, link)))
             return
         self.leave()
-        self.rank = rank
+        self.rank = boot.rank
         if link is None:
-            self.later(self.sim.takes(1.0), self._load)
+            self.later(self.sim.takes(1.0), self._prepare, boot.config.parallel.layout)
         elif self.hung:
-            self.sim.harmed(self, "hung")
+            self.sim.faults.harmed(self, "hung")
         elif not self.cut:
             self.later(self.sim.takes(0.3 if self.epoch < 0 else 0.01), self._attach, link)
 
-    def _load(self) -> None:
-        self.loads += 1
+    def _prepare(self, layout: Layout) -> None:
+        self.prepared = layout
+
+    @property
+    def ready(self) -> bool:
+        """As a spare: is it there, and prepared?"""
+        return self.prepared is not None and not self.ended
 
     def _attach(self, link: SimLink) -> None:
         if link.over:
@@ -139,12 +151,12 @@ class Process:
         self.sim.launcher.ended(self)
 
     def stop(self) -> None:
-        self.stopped = True
-        if not self.cut:
+        if not self.cut and not self.stopped:
             self.still_since = self.world.now
+        self.stopped = True
 
     def go_on(self) -> None:
-        if not self.alive or not self.stopped:
+        if not self.alive or not self.stopped or self.for_good:
             return
         self.stopped = False
         if not self.cut:
@@ -175,7 +187,7 @@ class Process:
         seconds = self.sim.takes(self._cost(command))
         if isinstance(command, StepPlan):
             if self.hung:
-                self.sim.harmed(self, "hung")
+                self.sim.faults.harmed(self, "hung")
                 return
             seconds *= self.slow
             if self.slow_steps:
@@ -188,16 +200,34 @@ class Process:
             case StepPlan():
                 return 0.01 + 0.0005 * sum(row.count for lane in command.lanes for row in lane)
             case Load():
-                return 1.0 if not self.loads and self.rank in (command.ranks or (self.rank,)) else 0.001
+                return 1.0 if self._reads(command) and not self._is_prepared else 0.001
             case Regroup():
                 return 0.05
             case _:
                 return 0.005
 
+    def _reads(self, command: Load) -> bool:
+        return self.rank in (command.ranks or (self.rank,)) and self.part != self._own
+
+    @property
+    def _own(self) -> Part:
+        layout = self.layout
+        return self.rank % (layout.tp * layout.pp), layout.tp, layout.pp
+
+    @property
+    def _is_prepared(self) -> bool:
+        return self.prepared is not None and (self.prepared.tp, self.prepared.pp) == self._own[1:]
+
     def failed(self) -> None:
         self.failures += 1
         if self.link is not None and not self.link.over:  # else nobody will ever hear of it
-            self.sim.harmed(self, "failed")
+            self.sim.faults.harmed(self, "failed")
+
+    @property
+    def is_hit(self) -> bool:
+        """Is it one of those that a poisonous request kills?"""
+        rank, (own, tp, pp) = self.sim.scenario.poison_rank, self._own
+        return rank is None or own == min(rank, tp * pp - 1)
 
     def fail(self, number: int, failed: Failed) -> None:
         self._answer(number, failed)
@@ -239,13 +269,15 @@ class Process:
             return Failed(self.rank, _PHASE.get(type(command), "step"), "out of memory", "Traceback", "capacity")
         match command:
             case Join():
+                self.layout = command.layout
                 return Hello(self.rank, self.pid, "sim", "sim", "127.0.0.1")
             case Load():
-                if not self.loads and self.rank in (command.ranks or (self.rank,)):
-                    self.loads += 1
-                self.world.require(self.loads <= 1, "weights", f"pid {self.pid} loaded again")
+                if self._reads(command):
+                    same = self.part is not None and self.part[1:] == self._own[1:] and not self.moved
+                    self.world.require(not same, "weights", f"pid {self.pid} had {self.part} and reads {self._own}")
+                    self.part, self.prepared, self.moved = self._own, None, False
             case Probe():
-                return Facts(self.rank, BLOCK_BYTES, 1 << 30, 0)
+                return Facts(self.rank, self.sim.block_bytes(self.layout), 1 << 30, 0)
             case Allocate():
                 self.worker = self.sim.new_worker(self, command.num_blocks)
             case Call():
@@ -259,16 +291,21 @@ class Process:
     def _step(self, plan: StepPlan, seconds: float) -> Reply:
         assert self.worker is not None
         self.world.require(plan.epoch == self.epoch, "epoch", f"a plan of {plan.epoch} in epoch {self.epoch}")
+        own = self.layout.coords(self.rank).dp
         try:
-            lane = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
+            lane = self.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
         except (Died, Poisoned) as e:
             if isinstance(e, Died):
-                self.sim.harmed(self, "dead")
+                self.sim.faults.harmed(self, "dead")
                 raise
             self.failed()
             return Failed(self.rank, "step", "RuntimeError: poisoned", "Traceback: poisoned")
         except Exception as e:
             self.world.require(False, "plan", f"rank {self.rank} can't carry out step {plan.step}: {e}")
+        assert self.link is not None
+        self.link.agree(plan.step, own, lane)
+        if self.rank not in self.layout.drawing:  # only the first of the last stage has tokens
+            lane = LaneResult([], [])
         return StepResult(plan.epoch, plan.step, (lane,), seconds)
 
 
@@ -290,7 +327,7 @@ class SimWorker(HashWorker):
         super().__init__(num_blocks, size, VOCAB)
         if scenario.garbage:
             self.cells = [[process.world.random.getrandbits(30)] * size for _ in range(num_blocks)]
-        if scenario.poisons and scenario.poison_rank in (None, process.rank):
+        if scenario.poisons and process.is_hit:
             apply, poisons = self.books.apply, scenario.poisons
 
             def checked(*plan: Any) -> Any:

@@ -1,11 +1,12 @@
-"""What a seed stands for: a layout, requests with their times, and which faults there may be. Drawn at once, so that
-it doesn't depend on how the run goes.
+"""What a seed of one engine stands for: nodes and their devices, a layout and others that are asked for, requests with
+their times, and which faults there may be. Drawn at once, so that it doesn't depend on how the run goes.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from planaria.config.model import ModelConfig, RopeConfig
 from planaria.config.options import (
@@ -17,12 +18,15 @@ from planaria.config.options import (
     SchedulerConfig,
 )
 from planaria.types import SamplingParams
-from planaria.wire import Cancel, Report, Shutdown, Submit, ToEngine
+from planaria.wire import Cancel, Report, Reshape, Shutdown, Submit, ToEngine
 from planaria.worker.reference import mix
 
 VOCAB = 40
 BLOCK_BYTES = 1000
-LAYOUTS = [(1, 1), (1, 1), (2, 1), (2, 1), (1, 2), (1, 2), (2, 2), (4, 1), (1, 3), (3, 1), (1, 4)]
+LAYOUTS = [  # tensor ranks, stages, lanes
+    (1, 1, 1), (1, 1, 1), (2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 3, 1), (3, 1, 1),
+    (1, 4, 1), (1, 1, 2), (1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (1, 1, 4),
+]  # fmt: skip
 
 KILLS = ("kill", "kill several", "spare dies")
 PAUSES = ("stop", "short stop", "cut", "hang", "slow", "slow for long")
@@ -30,11 +34,13 @@ ERRORS = ("exception", "out of memory")
 MESSAGES = ("reply lost", "command lost", "reply twice", "late ghost", "delay")
 LAUNCHES = ("launch dies", "launch fails", "launch is slow")
 CLOCKS = ("engine away", "all asleep")
+DEVICES = ("device leaves", "node leaves", "node will leave", "device is bad")
 NO_DEVICE = ("no device",)
 
+MOST = 4  # ranks along an axis
 MODEL = ModelConfig(
-    architecture="Hash", family="hash", hidden_size=1, intermediate_size=1, num_layers=4, num_heads=4, num_kv_heads=4,
-    head_dim=1, vocab_size=VOCAB, max_position=1024, norm_eps=0.0, rope=RopeConfig(),
+    architecture="Hash", family="hash", hidden_size=1, intermediate_size=32 * MOST, num_layers=MOST, num_heads=MOST,
+    num_kv_heads=MOST, head_dim=1, vocab_size=16 * MOST, max_position=1024, norm_eps=0.0, rope=RopeConfig(),
 )  # fmt: skip
 
 
@@ -54,6 +60,7 @@ class Scenario:
     config: EngineConfig
     messages: list[tuple[float, ToEngine]]
     asked: dict[str, Asked]
+    nodes: list[int]  # devices of each
     kinds: list[str]  # of faults
     chance: float  # of a fault, at each occasion
     budget: int  # of faults
@@ -61,6 +68,7 @@ class Scenario:
     poison_rank: int | None = None  # that is hit by it; None: all
     garbage: bool = True  # what a KV block holds before it is computed: something, or nothing
     quiet_peers: bool = False  # ranks that wait for one that is dead say nothing
+    tight: bool = False  # with fewer ranks a block takes more memory of each
     poisons: dict[int, int] = field(default_factory=dict)  # by a request's seed
 
 
@@ -79,10 +87,10 @@ def continuation(prompt: list[int], seed: int, count: int, keyed: bool = True) -
 
 def draw(seed: int, *, keyed: bool = True) -> Scenario:
     chance = random.Random(seed * 2 + 1)
-    config = _config(chance)
-    asked, messages = _requests(chance, config, keyed)
-    groups = [KILLS, PAUSES, ERRORS, MESSAGES, LAUNCHES, CLOCKS]
-    kinds = [kind for group in chance.sample(groups, chance.choice([1, 2, 3, 6])) for kind in group]
+    config = draw_config(chance)
+    asked, messages = draw_requests(chance, config, keyed)
+    groups = [KILLS, PAUSES, ERRORS, MESSAGES, LAUNCHES, CLOCKS, DEVICES]
+    kinds = [kind for group in chance.sample(groups, chance.choice([1, 2, 3, 7])) for kind in group]
     if not any(kind in KILLS for kind in kinds) and any(kind in LAUNCHES for kind in kinds):
         kinds.append("kill")  # else nothing is ever launched again
     if chance.random() < 0.03:
@@ -90,24 +98,28 @@ def draw(seed: int, *, keyed: bool = True) -> Scenario:
     if chance.random() < 0.08:
         kinds = []
     scenario = Scenario(
-        seed, config, messages, asked, kinds,
+        seed, config, messages, asked, _nodes(chance, config), kinds,
         chance=chance.choice([0.005, 0.02, 0.05, 0.2]), budget=chance.choice([1, 2, 3, 5, 8]),
         poison_raises=chance.random() < 0.3, garbage=chance.random() < 0.7, quiet_peers=chance.random() < 0.3,
-        poison_rank=chance.choice([None, chance.randrange(config.parallel.world_size)]),
+        poison_rank=chance.choice([None, chance.randrange(config.parallel.world_size)]), tight=chance.random() < 0.3,
     )  # fmt: skip
     if chance.random() < 0.15:
-        for request in chance.sample(list(asked.values()), min(len(asked), chance.choice([1, 1, 2]))):
-            last = len(request.submit.prompt) + len(request.tokens) - 2
-            request.poison = chance.randint(0, max(last, 0))
-            if last >= 0:
-                scenario.poisons[request.submit.seed] = request.poison
-            else:
-                request.poison = None
+        scenario.poisons = draw_poisons(chance, asked)
     return scenario
 
 
-def _config(chance: random.Random) -> EngineConfig:
-    tp, pp = chance.choice(LAYOUTS)
+def draw_poisons(chance: random.Random, asked: dict[str, Asked]) -> dict[int, int]:
+    """Make one or two requests poisonous; their positions, by seed."""
+    poisons = {}
+    for request in chance.sample(list(asked.values()), min(len(asked), chance.choice([1, 1, 2]))):
+        last = len(request.submit.prompt) + len(request.tokens) - 2
+        if last >= 0:
+            request.poison = poisons[request.submit.seed] = chance.randint(0, last)
+    return poisons
+
+
+def draw_config(chance: random.Random) -> EngineConfig:
+    tp, pp, lanes = chance.choice(LAYOUTS)
     depth = chance.choice([1, 2]) if pp == 1 else chance.choice([1, pp, pp + 1])
     block_size = chance.choice([1, 2, 4, 8])
     seqs = chance.randint(1, 6)
@@ -126,7 +138,7 @@ def _config(chance: random.Random) -> EngineConfig:
         ),
         device=DeviceConfig(device="cpu", dtype="float32", quantization="none", threads=1),
         parallel=ParallelConfig(
-            tensor_parallel_size=tp, pipeline_parallel_size=pp, distributed_executor_backend="mp",
+            tensor_parallel_size=tp, pipeline_parallel_size=pp, lanes=lanes, distributed_executor_backend="mp",
             max_parallel_loading_workers=chance.choice([None, None, 1]),
         ),
         faults=FaultConfig(
@@ -136,7 +148,23 @@ def _config(chance: random.Random) -> EngineConfig:
     )  # fmt: skip
 
 
-def _requests(
+def _nodes(chance: random.Random, config: EngineConfig) -> list[int]:
+    """At least as many devices as ranks and spares."""
+    devices = config.parallel.world_size + config.faults.spare_workers + chance.choice([0, 0, 0, 1, 2])
+    ends = sorted(chance.sample(range(1, devices), min(devices - 1, chance.choice([0, 1, 1, 2]))))
+    return [end - start for start, end in pairwise([0, *ends, devices])]
+
+
+def _layouts(chance: random.Random, spread: float) -> list[tuple[float, ToEngine]]:
+    """Layouts that are asked for; some can't be."""
+    messages: list[tuple[float, ToEngine]] = []
+    for i in range(chance.choice([1, 1, 2, 4])):
+        tp, pp, lanes = chance.choice([*LAYOUTS, (0, 1, 1), (1, 1, 0), (MOST + 1, 1, 1), (1, MOST + 1, 1)])
+        messages.append((chance.uniform(0, spread + 1), Reshape(f"l{i}", tp, pp, lanes)))
+    return messages
+
+
+def draw_requests(
     chance: random.Random, config: EngineConfig, keyed: bool
 ) -> tuple[dict[str, Asked], list[tuple[float, ToEngine]]]:
     spread = chance.choice([0.0, 0.5, 4.0])
@@ -164,6 +192,8 @@ def _requests(
             messages.append((when + chance.choice([0.0, chance.uniform(0, 1), chance.uniform(0, 20)]), Cancel(id)))
     for _ in range(chance.choice([0, 0, 0, 2])):
         messages.append((chance.uniform(0, spread + 1), Report()))
+    if chance.random() < 0.25:
+        messages += _layouts(chance, spread)
     if chance.random() < 0.04:
         messages.append((chance.uniform(0, spread + 3), Shutdown()))
     messages.sort(key=lambda item: item[0])

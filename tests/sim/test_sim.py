@@ -1,4 +1,4 @@
-"""Ten thousand runs with faults, and that the rules they are held to bite.
+"""Ten thousand runs with faults, of engines and of fleets, and that the rules they are held to bite.
 
 A seed that fails is replayed by `pytest tests/sim --seed N`, which prints its history.
 """
@@ -16,14 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim.deployment import Deployment
 from tests.sim.mutations import MUTATIONS, Mutation
-from tests.sim.simulation import history, simulate
+from tests.sim.seeds import FLEETS, history, simulate
+from tests.sim.simulation import Simulation
 from tests.sim.world import Violation
 
 SEEDS = 10_000
 PART = 250
 PROCESSES = 2
-ENOUGH = 500  # seeds within which a mutation must be found
+ENOUGH = 1000  # seeds within which a mutation must be found
 
 Found = tuple[list[tuple[int, str]], Counter[str]]
 
@@ -48,16 +50,26 @@ def run_part(first: int) -> Found:
             failed.append((seed, f"{type(e).__name__}: {e}"))
             continue
         counts += sim.counts
-        counts["requests"] += len(sim.answers)
-        counts["tokens"] += sum(len(answer.tokens) for answer in sim.answers.values())
-        counts["engines that gave up"] += sim.dead is not None
+        counts["requests"] += len(sim.client.answers)
+        counts["tokens"] += sum(len(answer.tokens) for answer in sim.client.answers.values())
+        counts["engines that gave up"] += isinstance(sim, Simulation) and sim.dead is not None
     return failed, counts
 
 
-def test_no_fault_loses_repeats_or_changes_anything(one_seed: int | None) -> None:
+def test_a_seed_is_replayed(one_seed: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --seed it is the only test that runs."""
+    found: Violation | None = None
+    try:
+        told = history(simulate(0 if one_seed is None else one_seed))
+    except Violation as e:
+        found, told = e, "\n".join(e.__notes__)
     if one_seed is not None:
-        print(history(simulate(one_seed)))
-        return
+        with capsys.disabled():
+            print(f"\n{told}")
+    assert found is None, f"{found}"
+
+
+def test_no_fault_loses_repeats_or_changes_anything() -> None:
     began = time.monotonic()
     failed: list[tuple[int, str]] = []
     counts: Counter[str] = Counter()
@@ -69,7 +81,12 @@ def test_no_fault_loses_repeats_or_changes_anything(one_seed: int | None) -> Non
     print(f"\n{SEEDS} seeds in {seconds:.0f} s ({SEEDS / seconds:.0f} per second): {dict(sorted(counts.items()))}")
     lines = [f"pytest tests/sim --seed {seed}    # {why}" for seed, why in failed[:10]]
     assert not failed, f"{len(failed)} of {SEEDS} seeds fail:\n" + "\n".join(lines)
-    kinds = ("kill", "stop", "cut", "hang", "slow", "exception", "reply lost", "ghosts", "launch dies", "convicted")
+    kinds = (
+        "kill", "stop", "cut", "hang", "slow", "exception", "reply lost", "ghosts", "launch dies", "convicted",
+        "device leaves", "node leaves", "node will leave", "device is bad", "shrunk", "grown", "layouts",
+        "engines lost", "moved", "resizes", "told to end", "said twice", "said too late", "said for nothing",
+        "ranks lost", "several lanes",
+    )  # fmt: skip
     for kind in kinds:
         assert counts[kind] > SEEDS // 500, f"there was next to no {kind}"
 
@@ -81,9 +98,7 @@ def test_a_seed_runs_the_same_way_each_time() -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_mistakes_are_found(mutation: Mutation, one_seed: int | None) -> None:
-    if one_seed is not None:
-        pytest.skip("one seed is replayed")
+def test_mistakes_are_found(mutation: Mutation) -> None:
     with mutation.apply():
         for seed in range(ENOUGH):
             try:
@@ -97,15 +112,25 @@ def test_mistakes_are_found(mutation: Mutation, one_seed: int | None) -> None:
 
 def test_what_is_simulated_is_the_shipping_code() -> None:
     """Nothing here decides anything: processes, links and time are simulated, and no more."""
-    taken = {"EngineCore", "Lane", "Gang", "WorkerGroup", "Crew", "EngineLoop", "Health", "Pace", "Quarantine"}
-    words = ("scheduler", "gang", "router", "quarantine", "workergroup", "core", "health", "pace")
+    taken = {
+        "EngineCore", "Lane", "Gang", "WorkerGroup", "Crew", "EngineLoop", "Health", "Pace", "Quarantine", "Router",
+        "Fleet", "Resizer", "SupervisedEngine", "Journal", "Service", "FaultLog", "Reformations",
+    }  # fmt: skip
+    words = ("scheduler", "gang", "router", "quarantine", "workergroup", "core", "health", "pace", "journal")
     for path in Path(__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 assert not bases & taken, f"{path.name}: {node.name} is a {bases & taken} of its own"
                 assert not any(word in node.name.lower() for word in words), f"{path.name} defines {node.name}"
-    made = simulate(0)
-    for part in (made.loop, made.loop.crew, made.loop.crew.group, made.loop.crew.health, made.loop.crew.pace,
-                 made.loop.limit):  # fmt: skip
-        assert type(part).__module__.startswith("planaria.")
+    one, fleet = simulate(0), simulate(FLEETS - 1)
+    assert isinstance(one, Simulation) and isinstance(fleet, Deployment)
+    member = fleet.fleet.members[0]
+    core = fleet.remotes[0].core
+    parts = [
+        one.loop, one.loop.crew, one.loop.crew.group, one.loop.crew.health, one.loop.crew.pace, one.loop.limit,
+        fleet.fleet, fleet.fleet.router, fleet.fleet.resizer, fleet.service, fleet.service.faults, member,
+        member.journal, member.quarantine, member.limit, core,
+    ]  # fmt: skip
+    for part in parts:
+        assert type(part).__module__.startswith("planaria."), part

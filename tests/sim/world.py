@@ -23,8 +23,9 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.now = self.away = 0.0
+        self.now = self.away = self.slept = 0.0
         self.inside = False  # `pass_by`
+        self.violation: Violation | None = None  # the first one, should anybody catch it
         self.history: list[tuple[float, str, tuple[Any, ...]]] = []
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -35,6 +36,11 @@ class World:
     def awake(self) -> float:
         """Seconds that the engine could act in."""
         return self.now - self.away
+
+    @property
+    def pending(self) -> bool:
+        """Will anything happen by itself?"""
+        return bool(self._events)
 
     def note(self, what: str, *values: Any) -> None:
         self.history.append((self.now, what, values))
@@ -71,9 +77,11 @@ class World:
         """The whole machine sleeps: the clock jumps, and nothing happened meanwhile."""
         self.now += seconds
         self.away += seconds
+        self.slept += seconds
         self._events = [(when + seconds, count, act, values) for when, count, act, values in self._events]
 
     def require(self, holds: bool, rule: str, what: str) -> None:
         if not holds:
             self.note("VIOLATION {}: {}", rule, what)
-            raise Violation(rule, what)
+            self.violation = self.violation or Violation(rule, what)
+            raise self.violation

@@ -13,7 +13,7 @@ import msgspec
 from planaria.config.machine import accelerator_ids, usable_cores
 from planaria.config.options import OuterLauncher
 from planaria.executor.boot import Place, RankBoot
-from planaria.executor.launcher.fixed import Fixed
+from planaria.executor.launcher.defaults import Defaults
 from planaria.executor.launcher.inline import Handler
 from planaria.executor.link.circle import Circle
 from planaria.node import home, node_name, own_address, resolve_host
@@ -21,7 +21,7 @@ from planaria.node import home, node_name, own_address, resolve_host
 START_TIMEOUT = 300.0  # seconds for all processes to come
 
 
-class ExternalLauncher(Fixed):
+class ExternalLauncher(Defaults):
     """factory(boot) makes this process's rank, which `ranks` has from `run` on; open_circle(address) the connection to
     the other processes."""
 

@@ -8,15 +8,17 @@ from typing import Protocol
 
 from planaria.config.machine import usable_cores
 from planaria.executor.boot import Place, RankBoot
+from planaria.executor.launcher.defaults import Defaults
 from planaria.node import home, node_name
 from planaria.protocol import Command, Reply
+from planaria.topology import Infeasible, Layout
 
 
 class Handler(Protocol):
     def handle(self, command: Command) -> Reply: ...
 
 
-class InlineLauncher:
+class InlineLauncher(Defaults):
     """Makes rank 0 by calling `factory`; `ranks` has it from `run` on."""
 
     name = "uni"
@@ -35,19 +37,14 @@ class InlineLauncher:
         if not self.ranks:
             self.ranks += [self.factory(boot) for boot in boots]
 
-    def replace(self, ranks: Sequence[int]) -> list[Place]:
-        """A rank that failed again and again is made anew."""
+    def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
+        """A rank that failed again and again is made anew. There is one at most."""
+        if layout.size > 1:
+            why = f"{layout} needs {layout.size} processes, ranks here share this one"
+            raise Infeasible(why, Layout(), layout.size, 1)
         if ranks:
             self.ranks.clear()
         return self.start()
-
-    def stand_by(self, boot: RankBoot) -> None:
-        """There are no spares: nothing but this process's own end ends its rank."""
-
-    def spare_pids(self) -> list[int]:
-        return []
-
-    def settle(self, ranks: Sequence[int]) -> None: ...
 
     def lost(self) -> dict[int, str]:
         """Nobody: these ranks live and die with this process."""

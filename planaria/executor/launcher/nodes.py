@@ -1,328 +1,273 @@
 """Ranks on several nodes without Ray: this node's by a launcher of its own, the others' by an agent on each.
 
 Agents come to a port that is bound before anything else starts, over an encrypted connection whose keys are derived
-from the deployment's secret. Each node has the same number of ranks. An agent that is gone takes its ranks with it.
+from the deployment's secret. Each node has the same number of ranks, as long as all are there. An agent that is gone
+takes its ranks with it: they go to nodes that are left, or there are fewer. When it comes again, spares are made ready
+there, and ranks go back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+
+import msgspec
 
 from planaria.config.digest import compared, hash_fields
 from planaria.config.options import EngineConfig, ParallelConfig
 from planaria.config.secret import deployment_secret
-from planaria.errors import CapacityError, RanksDiffer
+from planaria.errors import CapacityError
 from planaria.executor import node_messages as messages
-from planaria.executor.boot import Place, RankBoot
-from planaria.executor.launcher.fixed import Fixed
-from planaria.executor.launcher.process import ProcessLauncher
-from planaria.executor.link.faults import LinkError, PeerLost
+from planaria.executor.boot import Place, RankBoot, Room
+from planaria.executor.launcher.agents import Agent, Agents
+from planaria.executor.launcher.callers import CONFIGURATION
+from planaria.executor.launcher.defaults import Defaults
+from planaria.executor.launcher.process import SETTLE, ProcessLauncher
+from planaria.executor.link.faults import LinkError
 from planaria.executor.link.keys import Keys
-from planaria.executor.link.tcp import TcpLink
-from planaria.executor.node_messages import (
-    AllEnded,
-    End,
-    Ended,
-    FromAgent,
-    Here,
-    Refused,
-    Replace,
-    Run,
-    Start,
-    Started,
-    ToAgent,
-    Trouble,
-    Welcome,
-)
-from planaria.executor.patience import Patience
+from planaria.executor.node_messages import GiveUp, Prepare, Run
 from planaria.node import resolve_host
-from planaria.topology import Cluster, Layout, Node, Placement, place
+from planaria.topology import Cluster, Infeasible, Layout, Node, Placement, Slot, place, shrink
 
 logger = logging.getLogger("planaria.engine")
 
 JOIN_TIMEOUT = 600.0  # seconds for all nodes to come
+AGAIN = 5.0  # more than the heartbeat's timeout, for nodes to come to another engine
 START_TIMEOUT = 60.0
-END_TIMEOUT = 8.0  # an agent waits 5 s for its ranks before it kills them
-_DIGEST = "configuration "
-
-
-class LocalLauncher(Protocol):
-    """Of this node's ranks."""
-
-    on_exit: Callable[[], None]
-
-    def start(self) -> list[Place]: ...
-
-    def run(self, boots: Sequence[RankBoot]) -> None: ...
-
-    def replace(self, ranks: Sequence[int]) -> list[Place]: ...
-
-    def lost(self) -> dict[int, str]: ...
-
-    def closing(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 def placement_of(parallel: ParallelConfig) -> Placement:
-    """Which ranks each node has, nodes named by their rank."""
-    nodes = [Node.of(str(number), parallel.local_world_size) for number in range(parallel.nnodes)]
-    layout = Layout(pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size)
-    return place(Cluster(tuple(nodes), "0"), layout, span=True)
+    """Which ranks of an engine each of its nodes has, nodes named by their rank."""
+    nodes = [Node.of(str(number), _share(parallel, parallel.layout)) for number in range(parallel.nodes_per_engine)]
+    return place(Cluster(tuple(nodes), "0"), parallel.layout, span=True)
 
 
-def nodes_launcher(config: EngineConfig, module: str) -> NodesLauncher:
+def fleet_placement(parallel: ParallelConfig) -> Placement:
+    """As `placement_of`, of one engine or of a fleet's."""
+    one, nodes = placement_of(parallel), parallel.engine_nodes
+    if nodes is None:
+        return one
+    slots = []
+    for engine in range(parallel.data_parallel_size):
+        for rank, coords, node, device in one.slots:
+            where = str(nodes.of(engine)[int(node)])
+            device += nodes.seat(engine) * parallel.local_world_size
+            slots.append(Slot(engine * one.layout.size + rank, coords._replace(dp=engine), where, device))
+    return Placement(msgspec.structs.replace(one.layout, dp=parallel.data_parallel_size), slots)
+
+
+def _share(parallel: ParallelConfig, layout: Layout) -> int:
+    """Of each node."""
+    return -(-layout.size // parallel.nodes_per_engine)
+
+
+def placed(layout: Layout, counts: Mapping[str, int], before: Placement) -> Placement:
+    """With so many places on each node: evenly where that is possible; nobody is moved, unless that puts more tensor
+    groups on one node. Raises Infeasible."""
+    share = -(-layout.size // len(counts))
+    even = _cluster({node: min(share, count) for node, count in counts.items()})
+    cluster = even if even.num_devices >= layout.size else _cluster(counts)
+    found = [place(cluster, layout, keep=keep, span=True) for keep in (before, None)]
+    return min(found, key=lambda placement: len(placement.spanning()))
+
+
+def _cluster(counts: Mapping[str, int]) -> Cluster:
+    return Cluster(tuple(Node.of(node, count) for node, count in counts.items()), "0")
+
+
+def nodes_launcher(config: EngineConfig, module: str, *, again: bool = False) -> NodesLauncher:
     """Of node 0; ranks run `module`. Raises ConfigError for a secret that is missing or bad."""
+    spares = config.faults.spare_workers
     return NodesLauncher(
-        config.parallel, lambda ranks, address: ProcessLauncher(module, ranks, address),
-        deployment_secret(config.parallel), what_must_agree(config),
+        config.parallel, lambda ranks, address: ProcessLauncher(module, ranks, address, spares=spares),
+        deployment_secret(config.parallel), what_must_agree(config), again=again,
     )  # fmt: skip
 
 
 def what_must_agree(config: EngineConfig) -> dict[str, str]:
     """Of the same command on all nodes: values, or digests of them."""
-    return {f"{_DIGEST}{name}": digest for name, digest in hash_fields(config).items()} | compared(config)
+    return {f"{CONFIGURATION}{name}": digest for name, digest in hash_fields(config).items()} | compared(config)
 
 
-class _Agent:
-    """A node as the driver sees it: expected -> here -> started; gone when its connection is."""
-
-    def __init__(self, number: int, ranks: Sequence[int]) -> None:
-        self.number, self.ranks = number, tuple(ranks)
-        self.here: Here | None = None
-        self.places: tuple[Place, ...] = ()
-        self.started = False
-        self.ended: dict[int, str] = {}
-        self.all_ended = False
-        self.gone = ""  # why
-
-    def __str__(self) -> str:
-        return f"node {self.number}" + (f" ({self.here.node}, {self.here.address})" if self.here else "")
-
-
-class NodesLauncher(Fixed):
-    """make_local(ranks, address) gives the launcher of this node's ranks. same: what must be equal on all nodes."""
+class NodesLauncher(Defaults):
+    """make_local(ranks, address) gives the launcher of this node's ranks. same: what must be equal on all nodes. again:
+    another engine had these nodes before; one that doesn't come soon is gone."""
 
     name = "mp"
     link, uses_ray, replaces = "queue", False, True
 
     def __init__(
-        self, parallel: ParallelConfig, make_local: Callable[[Sequence[int], str], LocalLauncher], secret: bytes,
-        same: Mapping[str, str], *, join_timeout: float = JOIN_TIMEOUT,
+        self, parallel: ParallelConfig, make_local: Callable[[Sequence[int], str], ProcessLauncher], secret: bytes,
+        same: Mapping[str, str], *, join_timeout: float = JOIN_TIMEOUT, again: bool = False,
     ) -> None:  # fmt: skip
-        self.parallel, self.same, self.join_timeout = parallel, dict(same), join_timeout
+        self.parallel, self.join_timeout, self.again = parallel, join_timeout, again
+        if again:  # an agent looks every second or two, once it knows that the last engine is gone
+            self.join_timeout = min(join_timeout, parallel.heartbeat_timeout + AGAIN)
         self.on_exit: Callable[[], None] = lambda: None
         self.placement = placement_of(parallel)
-        for group in self.placement.spanning():
-            ranks = ", ".join(str(slot.rank) for slot in group)
-            logger.warning("ranks %s of one tensor group are on several nodes: each layer waits for the network", ranks)
+        self._warn_of_spanning()
         self.address = resolve_host(parallel.master_addr)
-        self.local = make_local([slot.rank for slot in self.placement.on("0")], self.address)
-        self.local.on_exit = self._on_local_exit
-        self.agents = [
-            _Agent(number, [slot.rank for slot in self.placement.on(str(number))])
-            for number in range(1, parallel.nnodes)
-        ]
-        self.keys = Keys.derive(secret, len(self.agents), messages.PURPOSE)
-        self._link: TcpLink | None = None
-        self._thread: threading.Thread | None = None
-        self._outbox: queue.SimpleQueue[tuple[_Agent, ToAgent]] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._closing = self._over = False
+        self.local = make_local(self._ranks_of(0), self.address)
+        self.agents = Agents(parallel.nnodes - 1, same, _share(parallel, parallel.layout))
+        self.local.on_exit = self.agents.on_loss = lambda: self.on_exit()
+        self.keys = Keys.derive(secret, len(self.agents.all), messages.PURPOSE)
+        self._closing = False
 
     # -- what an engine asks for
 
     def start(self) -> list[Place]:
         """Wait for all nodes, then start all ranks. Raises RanksDiffer, CapacityError: the port can't be listened on, a
-        node did not come, or did not start its ranks."""
+        node did not come, or did not start its ranks; where there was an engine before, Infeasible without a node."""
+        parallel = self.parallel
         try:
-            self._link = TcpLink.create(
-                len(self.agents), host=self.address, port=self.parallel.master_port, keys=self.keys,
-                heartbeat=self.parallel.heartbeat_timeout, encode=messages.encode, decode=messages.decode,
-            )  # fmt: skip
+            self.agents.listen(self.address, parallel.master_port, self.keys, parallel.heartbeat_timeout)
         except LinkError as e:
             raise CapacityError(f"{e}; choose another --master-addr or --master-port, on every node") from None
-        self._thread = threading.Thread(target=self._serve, args=(self._link,), name="nodes", daemon=True)
-        self._thread.start()
-        places = self.local.start()
-        self._await_nodes(self._link)
-        for agent in self.agents:
-            self._post(agent, Start(agent.ranks))
-        return sorted([*places, *self._await_places(self.agents)], key=lambda place: place.rank)
+        self.local.start()
+        while True:
+            self._await_nodes()
+            try:
+                return self.replace((), parallel.layout)
+            except OSError as e:
+                raise CapacityError(f"ranks can't be started on {e}") from None
+            except Infeasible:
+                if self.again or not self.agents.absent():  # else one went while they started
+                    raise
 
-    def replace(self, ranks: Sequence[int]) -> list[Place]:
-        """Each on its own node. Raises CapacityError when that is gone."""
-        with self._changed:
-            told = [agent for agent in self.agents if set(agent.ranks) & set(ranks)]
-            if gone := next((agent for agent in self.agents if agent.gone), None):
-                raise CapacityError(f"{gone} is gone, and with it the place of ranks {list(gone.ranks)}: {gone.gone}")
-            kept = [place for agent in self.agents if agent not in told for place in agent.places]
-            for agent in told:
-                agent.places = ()
-                for rank in ranks:
-                    agent.ended.pop(rank, None)
-        for agent in told:
-            self._post(agent, Replace(tuple(rank for rank in ranks if rank in agent.ranks)))
-        kept += self.local.replace([rank for rank in ranks if rank in {slot.rank for slot in self.placement.on("0")}])
-        return sorted([*kept, *self._await_places(told)], key=lambda place: place.rank)
-
-    def _await_places(self, agents: Sequence[_Agent]) -> list[Place]:
-        """Raises CapacityError when a node does not start its ranks."""
-        with self._changed:
-            self._changed.wait_for(lambda: all(a.places or a.gone for a in agents), START_TIMEOUT)
-        for agent in agents:
-            if not agent.places:
-                raise CapacityError(f"{agent} did not start its ranks: {agent.gone or f'{START_TIMEOUT:.0f} s passed'}")
-        return [place for agent in agents for place in agent.places]
+    def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
+        """See Launcher. Each on its own node while that is there and can have it."""
+        self.local.end([rank for rank in ranks if rank in self._ranks_of(0)])
+        for agent in self.agents.here():
+            agent.losing |= {rank for rank in ranks if rank in self._ranks_of(agent.number)}
+        self._need_slots(layout)
+        while True:
+            before, self.placement = self.placement, self._place(layout)
+            if self.placement != before:
+                self._warn_of_spanning()
+            told = self._arrange()
+            own = self.local.arrange(self._ranks_of(0))
+            if told:
+                return self._places(own)
 
     def run(self, boots: Sequence[RankBoot]) -> None:
         by_rank = {boot.rank: boot for boot in boots}
-        for agent in self.agents:
-            self._post(agent, Run(tuple(by_rank[rank].encode() for rank in agent.ranks if rank in by_rank)))
-        self.local.run([by_rank[slot.rank] for slot in self.placement.on("0") if slot.rank in by_rank])
+        for agent in self.agents.here():
+            if ranks := self._ranks_of(agent.number):
+                self.agents.post(agent, Run(tuple(by_rank[rank].encode() for rank in ranks)))
+        self.local.run([by_rank[rank] for rank in self._ranks_of(0)])
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        self.local.give_up([rank for rank in ranks if rank in self._ranks_of(0)])
+        for agent in self.agents.here():
+            if theirs := [rank for rank in ranks if rank in self._ranks_of(agent.number)]:
+                room = agent.room
+                agent.room = Room(room.slots, room.good - len(theirs), room.ready)
+                self.agents.post(agent, GiveUp(tuple(theirs)))
+
+    def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
+        """See Launcher. Agents are asked; what they said last counts."""
+        self._need_slots(layout)
+        slots = self._counts(lambda room: room.slots)
+        try:
+            wanted = placed(layout, slots, self.placement)
+        except Infeasible as e:
+            if e.nearest is None:
+                return None
+            wanted = placed(e.nearest, slots, self.placement)
+        self.local.get_ready(len(wanted.on("0")), boot)
+        for agent in self.agents.here():
+            self._prepare(agent, len(wanted.on(str(agent.number))), boot)
+        return shrink(_cluster(self._counts(lambda room: room.ready)), layout, span=True)
+
+    def stand_by(self, boot: RankBoot) -> None:
+        self.local.stand_by(boot)
+        for agent in self.agents.here():
+            self._prepare(agent, len(agent.places), boot)
+
+    def spare_pids(self) -> list[int]:
+        """Of this node."""
+        return self.local.spare_pids()
+
+    def settle(self, ranks: Sequence[int]) -> None:
+        self.local.settle(ranks)
+        self.agents.settle(ranks, SETTLE)
 
     def lost(self) -> dict[int, str]:
         """Ranks whose process has ended though nobody asked, or whose node is gone, and how."""
-        if self._closing:
-            return {}
-        found = dict(self.local.lost())
-        for agent in self.agents:
-            for rank in agent.ranks if agent.gone else agent.ended:
-                found[rank] = agent.ended.get(rank) or f"is out of reach: {agent} is gone: {agent.gone}"
-        return dict(sorted(found.items()))
+        return {} if self._closing else dict(sorted((self.local.lost() | self.agents.lost()).items()))
 
     def closing(self) -> None:
         """From now on an end is no loss."""
-        self._closing = True
+        self._closing = self.agents.closing = True
         self.local.closing()
 
     def close(self) -> None:
         """Wait for the ranks' end; those that don't end are killed. Agents end too. Idempotent."""
-        self._end(False)
+        self._end(kill=False)
 
     def kill(self) -> None:
         """End all ranks for certain, stopped ones too, and the agents."""
-        self._end(True)
+        self._end(kill=True)
 
     # -- inside
 
-    def _end(self, kill: bool) -> None:
+    def _end(self, *, kill: bool) -> None:
         self.closing()
-        told = [agent for agent in self.agents if agent.started and not agent.gone and not agent.all_ended]
-        if not self._over:
-            for agent in told:
-                self._post(agent, End(kill))
+        self.agents.tell_end(kill=kill, last=not self.followed)
         if kill:
             self.local.kill()
         else:
             self.local.close()
-        if self._over or self._link is None or self._thread is None:
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: all(agent.all_ended or agent.gone for agent in told), END_TIMEOUT)
-        for agent in told:
-            if not agent.all_ended:
-                logger.warning("%s did not say that its ranks have ended %s", agent, agent.gone)
-        self._over = True
-        self._link.wake()
-        self._thread.join(END_TIMEOUT)
+        self.agents.close()
 
-    def _await_nodes(self, link: TcpLink) -> None:
-        patience = Patience(logger.info, self.join_timeout)
-        where = f"{self.parallel.master_addr} port {self.parallel.master_port}"
-        while absent := [agent for agent in self.agents if agent.here is None]:
-            names = ", ".join(str(agent.number) for agent in absent)
-            what = f"waiting for node{'s' * (len(absent) > 1)} {names} of {self.parallel.nnodes} to come to {where}"
-            if refused := link.refused["unauthenticated"] + link.refused["handshake"]:
-                what += f"; {refused} connection{'s' * (refused > 1)} had another secret"
-            if patience.over:
-                raise CapacityError(
-                    f"gave up {what} after {patience.waited:.0f} s; run the same command there with its --node-rank"
-                )
-            patience.tell(what)
-            with self._changed:
-                self._changed.wait_for(lambda: all(agent.here for agent in self.agents), min(1.0, patience.pause()))
-        for agent in self.agents:
-            assert agent.here is not None
-            if why := _difference(agent, agent.here.same, self.same):
-                self._post(agent, Refused(why))
-                raise RanksDiffer(why)
+    def _ranks_of(self, node: int) -> tuple[int, ...]:
+        return tuple(slot.rank for slot in self.placement.on(str(node)))
 
-    def _on_local_exit(self) -> None:
-        self.on_exit()
+    def _warn_of_spanning(self) -> None:
+        for group in self.placement.spanning():
+            ranks = ", ".join(str(slot.rank) for slot in group)
+            logger.warning("ranks %s of one tensor group are on several nodes: each layer waits for the network", ranks)
 
-    def _post(self, agent: _Agent, message: ToAgent) -> None:
-        self._outbox.put((agent, message))
-        if self._link is not None:
-            self._link.wake()
+    def _await_nodes(self) -> None:
+        parallel = self.parallel
+        where = f"{parallel.master_addr} port {parallel.master_port}"
+        self.agents.await_all(where, self.join_timeout, must=not self.again)
 
-    def _serve(self, link: TcpLink) -> None:
-        """The thread that owns the link: sends what is posted, takes in what agents say."""
+    # -- placing
+
+    def _need_slots(self, layout: Layout) -> None:
+        """Without accelerators a node has room for its share of the largest layout so far."""
+        share = _share(self.parallel, layout)
+        self.local.more_slots(share)
+        self.agents.need_slots(share)
+
+    def _counts(self, of: Callable[[Room], int]) -> dict[str, int]:
+        """By node, of those that are here."""
+        own = of(self.local.capacity())
+        with self.agents.changed:
+            return {"0": own} | {str(agent.number): of(agent.room) for agent in self.agents.here()}
+
+    def _place(self, layout: Layout) -> Placement:
+        """Where its ranks are, or could be at once; else where there is room. Raises Infeasible."""
+        with contextlib.suppress(Infeasible):
+            return placed(layout, self._counts(lambda room: room.ready), self.placement)
         try:
-            while not self._over or not self._outbox.empty():
-                while not self._outbox.empty():
-                    agent, message = self._outbox.get()
-                    if not agent.gone:
-                        link.send(0, message, to=agent.number - 1)
-                try:
-                    item = link.receive(None)
-                except PeerLost as e:
-                    for peer in e.ranks:
-                        link.forget(peer)
-                        self._gone(self.agents[peer], "its connection broke")
-                else:
-                    if item is not None:
-                        self._hear(link, self.agents[item[0]], item[2])
-        except LinkError as e:
-            for agent in self.agents:
-                self._gone(agent, str(e))
-        finally:
-            link.close()
+            return placed(layout, self._counts(lambda room: room.good), self.placement)
+        except Infeasible as e:
+            gone = [f"{agent} is gone: {agent.gone}" for agent in self.agents.absent()]
+            raise Infeasible("; ".join([*gone, e.why]), e.nearest, e.needed, e.found) from None
 
-    def _hear(self, link: TcpLink, agent: _Agent, message: FromAgent) -> None:
-        match message:
-            case Here():
-                agent.here, agent.gone = message, ""
-                link.send(0, Welcome(), to=agent.number - 1)
-                logger.info("%s is here", agent)
-            case Started():
-                agent.places, agent.started = message.places, True
-            case Ended():
-                agent.ended[message.rank] = f"{message.how} on {agent}"
-                if not self._closing:
-                    self.on_exit()
-            case AllEnded():
-                agent.all_ended = True
-            case Trouble():
-                link.forget(agent.number - 1)
-                self._gone(agent, message.message)
-        with self._changed:
-            self._changed.notify_all()
+    def _arrange(self) -> bool:
+        """See Agents.arrange."""
+        ranks = {agent.number: self._ranks_of(agent.number) for agent in self.agents.all}
+        return self.agents.arrange(ranks, START_TIMEOUT)
 
-    def _gone(self, agent: _Agent, why: str) -> None:
-        """Before its ranks were started it may come again."""
-        if not self._closing:
-            logger.warning("%s is gone: %s", agent, why)
-        if agent.started or self._closing:
-            agent.gone = why
-        else:
-            agent.here = None
-        with self._changed:
-            self._changed.notify_all()
-        if agent.started and not self._closing:
-            self.on_exit()
+    def _places(self, own: Sequence[Place]) -> list[Place]:
+        theirs = [place for agent in self.agents.all for place in agent.places]
+        return sorted([*own, *theirs], key=lambda place: place.rank)
 
-
-def _difference(agent: _Agent, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    for name in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(name) != ours.get(name):
-            values = f": it has {theirs.get(name, 'nothing')}, node 0 has {ours.get(name, 'nothing')}"
-            said = "" if name.startswith(_DIGEST) else values
-            return f"{agent} differs in {name}{said}; run the same command on every node"
-    return ""
+    def _prepare(self, agent: Agent, ranks: int, boot: RankBoot) -> None:
+        """Unless all are ready, or it is about that already."""
+        if not agent.preparing and agent.here is not None and agent.room.ready < ranks + agent.here.spares:
+            self.agents.post(agent, Prepare(ranks, self.agents.slots, boot.encode()))

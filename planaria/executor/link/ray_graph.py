@@ -10,6 +10,7 @@ Rule: only one thread submits and only one thread (the reader) takes results, in
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -20,12 +21,14 @@ from typing import Any
 
 from planaria.executor.link.codec import encode_command, heard
 from planaria.executor.link.faults import LinkError, PeerLost
+from planaria.executor.ray.cluster import within
 from planaria.protocol import Command, Exit, Reply, StepPlan
 
 logger = logging.getLogger("planaria.ray")
 
 Answer = tuple[int, int, Reply]
 WHO = 0.5  # seconds to find out which rank it was
+BUILD = 40.0  # seconds; a raylet that hangs would make it take for ever
 TEARDOWN = 2.0  # seconds; who is left is killed by the launcher
 BUFFER = 1 << 20  # bytes of a channel at first; Ray makes it larger where a message is
 WITHOUT_LIMIT = -1  # Ray's word for a wait that ends with the channel
@@ -48,6 +51,7 @@ class RayGraphLink:
     # -- the graph
 
     def _build(self) -> None:
+        """Raises PeerLost."""
         from ray.dag import InputNode, MultiOutputNode
 
         width = len(self.actors) // self.stages
@@ -63,10 +67,14 @@ class RayGraphLink:
                     reply = actor.only_step.bind(plan) if before is None else actor.last_step.bind(plan, before)
                 replies.append(reply)
             graph = MultiOutputNode(replies)
-        self._graph = graph.experimental_compile(
-            _buffer_size_bytes=BUFFER, _max_inflight_executions=self.in_flight + 1,
+        compile = functools.partial(
+            graph.experimental_compile, _buffer_size_bytes=BUFFER, _max_inflight_executions=self.in_flight + 1,
             _max_buffered_results=self.in_flight + 1,
         )  # fmt: skip
+        try:
+            self._graph = within(compile, BUILD)
+        except Exception as e:  # whatever Ray raises when an actor has gone meanwhile
+            raise PeerLost(f"the graph of steps can't be set up: {_first_line(e)}") from None
         self._reader = threading.Thread(target=self._read, name="planaria-ray-graph", daemon=True)
         self._reader.start()
 

@@ -5,8 +5,8 @@ ranks on the bell that the driver rings, the driver on one doorbell that any ran
 deadline; all end when the epoch is fenced, and within ALIVE_CHECK seconds of a peer's death.
 
     link = ShmLink.create(num_ranks)                       in the driver
-    subprocess.Popen(..., pass_fds=link.fds_to_pass())
-    port = ShmPort.attach(fd, rank)                        in the rank
+    link.address_of(rank)                                  to the rank, through a pipe
+    port = open_port(address)                              in the rank (see address.py)
 """
 
 from __future__ import annotations
@@ -108,10 +108,6 @@ class ShmLink:
         slot, reply_slot = (max(4096, size // SLOTS // 4096 * 4096) for size in (ring_bytes, reply_bytes))
         segment = Segment.create(num_ranks, (SLOTS, slot), (SLOTS, reply_slot), epoch)
         return cls(segment, send_timeout=send_timeout)
-
-    def fds_to_pass(self) -> tuple[int, ...]:
-        """The descriptor that a rank attaches to. It stays the link's: don't close it."""
-        return (self.segment.fd,)
 
     def address_of(self, rank: int) -> At:
         """Where this rank attaches, if its process has the same `planaria.node.home`."""
@@ -266,10 +262,14 @@ class ShmLink:
                     *behind,
                 )
             self._doorbell.wait(seen, min(ROOM_CHECK, self.send_timeout - waited))
-            if gone := [rank for rank in self.dead() if rank in behind]:
-                raise _lost(gone)
-            if gone := [rank for rank in behind if words[rank_word(rank) + STATE] == LEFT]:
-                raise LinkClosed(f"{_names(gone)} left the link", *gone)
+            dead = [rank for rank in self.dead() if rank in behind]
+            left = [rank for rank in behind if words[rank_word(rank) + STATE] == LEFT]
+            if (dead or left) and words[FENCE] != self.epoch:
+                raise self._why()  # which they heard of first
+            if dead:
+                raise _lost(dead)
+            if left:
+                raise LinkClosed(f"{_names(left)} left the link", *left)
 
     def _why(self) -> LinkError:
         return self._broken or Fenced(f"epoch {self.epoch} is over")

@@ -12,25 +12,23 @@ goes on.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
-from zmq.utils import z85
 
 from planaria.executor.link.address import Tcp
 from planaria.executor.link.codec import Bytes, encode_command, heard
 from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, PeerLags, PeerLost
+from planaria.executor.link.gatekeeper import guard
 from planaria.executor.link.keys import HEARTBEAT, Invitation, Keys
 from planaria.executor.link.stream import Kind, Refused, Stream
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, NOTHING, WINDOW, End, bracketed
 
 PROBE = 0.05  # seconds between looks for whose connection broke
 PROBES = 40
-_DOMAIN = b"planaria"
 _FAILURES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "unauthenticated",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake",
@@ -39,28 +37,6 @@ _FAILURES: dict[int, str] = {
 _OF_CONNECTIONS = {*_FAILURES.values(), "second connection"}
 
 logger = logging.getLogger("planaria.link")
-
-
-class _Gatekeeper(threading.Thread):
-    """Answers ZeroMQ's question whether a key may connect, and as which rank. Ends with the context."""
-
-    def __init__(self, context: zmq.Context[Any], allowed: dict[bytes, int]) -> None:
-        super().__init__(name="link keys", daemon=True)
-        self.allowed = allowed
-        self.socket = context.socket(zmq.REP)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind("inproc://zeromq.zap.01")
-
-    def run(self) -> None:
-        while True:
-            try:
-                version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
-                rank = self.allowed.get(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else None
-                verdict = (b"400", b"key not on the list", b"") if rank is None else (b"200", b"", b"%d" % rank)
-                self.socket.send_multipart([version, request, *verdict, b""])
-            except zmq.ContextTerminated:
-                self.socket.close()
-                return
 
 
 class _Peer:
@@ -99,12 +75,8 @@ class TcpLink:
         self._broken: LinkError | None = None
         self._probes = 0  # looks left for the rank whose connection broke
         self._end = End(zmq.ROUTER, chunk_bytes, heartbeat)
-        allowed = {z85.decode(pair.public): rank for rank, pair in enumerate(keys.ranks)}
-        _Gatekeeper(self._end.context, allowed).start()
         socket = self._end.socket
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.driver.secret.encode())
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        guard(self._end.context, socket, keys)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.IPV6, int(":" in host))
         try:
@@ -155,8 +127,11 @@ class TcpLink:
         return [rank for rank, peer in enumerate(self._peers) if peer.state == "lost"]
 
     def forget(self, rank: int) -> None:
-        """This rank's loss has been dealt with: another process may come in its place."""
+        """This rank's loss has been dealt with: another process may come in its place. Who is still there is fenced."""
         with self._end.lock:
+            peer = self._peers[rank]
+            if peer.route is not None and not self._end.closed:
+                self._put(peer, peer.stream.header(Kind.FENCE), NOTHING)
             self._peers[rank] = self._new_peer(rank)
 
     def left(self) -> list[int]:

@@ -11,6 +11,7 @@ import zmq
 
 from planaria.executor.link.codec import Bytes, CodecError, answer, decode_command
 from planaria.executor.link.faults import DRIVER, Fenced, LinkClosed, LinkError, PeerLags, PeerLost
+from planaria.executor.link.gatekeeper import introduce
 from planaria.executor.link.keys import Invitation
 from planaria.executor.link.stream import Kind, Refused, Stream
 from planaria.executor.link.tcp_socket import NOTHING, WINDOW, End
@@ -42,9 +43,7 @@ class TcpPort:
         self._connected = self._receiving = self._woken = False
         self._end = End(zmq.DEALER, invitation.chunk_bytes, heartbeat)
         socket = self._end.socket
-        socket.setsockopt(zmq.CURVE_SERVERKEY, invitation.driver_key.encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, invitation.pair.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, invitation.pair.secret.encode())
+        introduce(socket, invitation.driver_key, invitation.pair)
         socket.setsockopt(zmq.IPV6, int("[" in invitation.address))
         socket.connect(invitation.address)
 

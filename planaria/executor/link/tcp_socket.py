@@ -11,6 +11,8 @@ import threading
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from planaria.executor.link.gatekeeper import keep_alive
+
 CHUNK_BYTES = 1 << 18
 WINDOW = 32  # chunks under way to one peer
 NOTHING = memoryview(b"")
@@ -29,10 +31,10 @@ class End:
         self.socket: zmq.Socket[bytes] = self.context.socket(kind)
         for option, value in (
             (zmq.SNDHWM, 0), (zmq.RCVHWM, 4 * WINDOW), (zmq.LINGER, 500), (zmq.MAXMSGSIZE, 2 * chunk_bytes),
-            (zmq.HEARTBEAT_IVL, max(1, int(heartbeat * 200))), (zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat * 800))),
             (zmq.HANDSHAKE_IVL, 10_000), (zmq.RECONNECT_IVL, 50), (zmq.RECONNECT_IVL_MAX, 1000),
         ):  # fmt: skip
             self.socket.set(option, value)
+        keep_alive(self.socket, heartbeat)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
         self.lock = threading.RLock()
         self.bell_read, self.bell_write = os.pipe()

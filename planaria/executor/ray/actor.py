@@ -9,16 +9,24 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
+import select
+import signal
 import threading
+import time
 from typing import Any
 
 import msgspec
 
 RANK_GROUP = "rank"  # concurrency group of `run`
+READY_GROUP = "ready"  # of `ready`, which waits
+GONE = 2.0  # seconds that a killed process gets to be gone
+ALONE = 60.0  # seconds without a word after which an agent whose raylet is gone ends
 
 
 class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
-    """Where an actor came up. ray_node: Ray's id; born: the process's start time in the kernel's ticks, so that a pid
+    """Where an actor came up. ray_node: Ray's id; group, bundle: the placement group that it reserves something of, by
+    hexadecimal id ("", -1: none); born: the process's start time in the kernel's ticks, so that a pid
     used again is noticed; own: what the node's environment says of the variables that were asked about."""
 
     home: str
@@ -30,15 +38,19 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
     cores: int
     devices: tuple[int, ...]
     own: dict[str, str]
+    group: str = ""
+    bundle: int = -1
 
 
 class RankActor:
-    """One rank. Steps come by its link, or from a compiled graph's thread; never both at a time."""
+    """One rank, or a spare. Steps come by its link, or from a compiled graph's thread; never both at a time."""
 
     def __init__(self) -> None:
         self.rank: Any = None  # what `run` made
         self.life: Any = None
         self.thread = 0  # that carries out the graph's steps
+        self.parent = os.getppid()  # the raylet
+        self._prepared = threading.Event()
 
     def where(self, resource: str, names: list[str]) -> bytes:
         """Encoded Whereabouts. names: variables to report."""
@@ -55,7 +67,7 @@ class RankActor:
             Whereabouts(
                 home(), node_name(), context.get_node_id(), host_ip() or ray.util.get_node_ip_address(), os.getpid(),
                 born(os.getpid()), usable_cores(), tuple(int(id) for id in ids),
-                {name: own[name] for name in names if name in own},
+                {name: own[name] for name in names if name in own}, *reserved(),
             )
         )  # fmt: skip
 
@@ -71,10 +83,20 @@ class RankActor:
         decoded = RankBoot.decode(boot)
         setup_logging(decoded.log_level)
         module, _, kind = entry.partition(":")
-        self.life = getattr(importlib.import_module(module), kind)(self._made)
+        self.life = getattr(importlib.import_module(module), kind)(self._made, self._prepared.set)
         self.life.boot(decoded)
         code: int = self.life.run()
+        if os.getppid() != self.parent:  # the raylet is gone, and nobody else would end this process
+            os._exit(code)
         return code
+
+    def ready(self) -> None:
+        """Returns when this spare is prepared."""
+        self._prepared.wait()
+
+    def end(self, processes: list[tuple[int, int]]) -> list[bool]:
+        """See `end_processes`: those that had this device before, and were not seen to end."""
+        return end_processes(processes)
 
     def boot(self, boot: bytes) -> None:
         """Another epoch begins."""
@@ -114,6 +136,17 @@ class RankActor:
         return answer(self.rank.rank, self.rank.handle(decode_command(plan)))
 
 
+def reserved() -> tuple[str, int]:
+    """What this actor reserves, by Ray's names of it: the id of a placement group, and a bundle's index there."""
+    from ray._private.worker import global_worker
+
+    with contextlib.suppress(Exception):  # Ray's own, and for a look at what was planned only
+        for name in global_worker.core_worker.resource_ids():
+            if found := re.fullmatch(r"bundle_group_(\d+)_([0-9a-f]+)", name):
+                return found[2], int(found[1])
+    return "", -1
+
+
 def report(names: list[str]) -> dict[str, str]:
     """Carried out on a node: which of these variables its processes start with."""
     with open("/proc/self/environ", "rb") as f:  # not os.environ, to which Ray adds
@@ -130,19 +163,51 @@ def born(pid: int) -> int:
         return 0
 
 
-def end_process(pid: int, started: int) -> bool:
-    """Carried out on the node of a process that must end, outside of it. False if it was gone already."""
-    import signal
+def end_processes(processes: list[tuple[int, int]]) -> list[bool]:
+    """End processes of this node, each a pid and when it was born, from outside. For each: is it gone for certain?"""
+    ending: dict[int, int] = {}
+    for pid, started in processes:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            if born(pid) == started:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                ending[pid] = pidfd
+            else:  # another process has the number
+                os.close(pidfd)
+    deadline = time.monotonic() + GONE
+    gone = []
+    for pid, _ in processes:
+        left = max(0.0, deadline - time.monotonic())
+        gone.append(pid not in ending or bool(select.select([ending[pid]], [], [], left)[0]))
+    for pidfd in ending.values():
+        os.close(pidfd)
+    return gone
 
-    if born(pid) != started or not started:
-        return False
-    os.kill(pid, signal.SIGKILL)
-    return True
+
+class NodeAgent:
+    """On a node that isn't the driver's, outside of the ranks: ends them by pid, also when they are stopped, also when
+    the raylet is gone; then it stays for a while only."""
+
+    def __init__(self) -> None:
+        self._heard, self._parent = time.monotonic(), os.getppid()
+        threading.Thread(target=self._look, name="planaria-agent", daemon=True).start()
+
+    def end(self, processes: list[tuple[int, int]]) -> list[bool]:
+        """See `end_processes`; of none: a sign of life."""
+        self._heard = time.monotonic()
+        return end_processes(processes)
+
+    def _look(self) -> None:
+        while os.getppid() == self._parent or time.monotonic() - self._heard < ALONE:
+            time.sleep(1.0)
+        os._exit(0)
 
 
 def remote_class(ray: Any) -> Any:
-    """RankActor for Ray: `run` in a group of its own, nodes of the graph with two outputs."""
+    """RankActor for Ray: what waits in groups of their own, nodes of the graph with two outputs."""
     ray.method(concurrency_group=RANK_GROUP)(RankActor.run)  # marks the function
+    ray.method(concurrency_group=READY_GROUP)(RankActor.ready)
     for method in (RankActor.first_step, RankActor.step):
         ray.method(num_returns=2)(method)
-    return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={RANK_GROUP: 1})(RankActor)
+    groups = {RANK_GROUP: 1, READY_GROUP: 1}
+    return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups=groups)(RankActor)

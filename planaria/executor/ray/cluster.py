@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a node's address is 127.
 
 CONNECT = 5.0  # seconds for a cluster to take a connection
 PATIENCE = 2.0  # seconds for a call while ending
+SHUTDOWN = 10.0  # seconds to leave Ray; where its head has gone it takes longer, and nobody waits
+ANSWER = 15.0  # seconds for Ray's head to answer what it knows, before it counts as gone
+KNOCK = 2.0  # seconds for a raylet to take a connection
+# Ray ends a driver whose head has been silent for a minute. An engine goes on without Ray, and decides for itself.
+_HEAD_SILENT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 _lock = threading.Lock()
 _connections = 0  # of this process, to a Ray that was initialised here
@@ -53,6 +59,8 @@ class Connection:
 
     def __init__(self, ray: Any, *, initialised: bool, started: bool) -> None:
         self.ray, self.started = ray, started
+        self._head = str(ray.get_runtime_context().gcs_address)
+        self._asking = threading.Lock()  # held by a question that has no answer yet
         self._initialised = initialised
 
     def close(self) -> None:
@@ -64,8 +72,41 @@ class Connection:
         with _lock:
             _connections -= 1
             if _connections == 0:
+                limit = SHUTDOWN if self.answers() else PATIENCE
                 with _signals_kept():
-                    self.ray.shutdown()  # of what is gone already: nothing
+                    bounded("let this process go", self.ray.shutdown, limit)  # of what is gone already: nothing
+
+    def answers(self) -> bool:
+        """Can anything be asked of this cluster now: do the head and the driver's raylet take connections, and does the
+        head answer? Found out in seconds."""
+        try:
+            return self.alive and self.raylet_answers(self.node)
+        except Exception:  # whatever Ray raises when it is going
+            return False
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Ray's rows of living nodes, by id. Raises TimeoutError when the head does not answer."""
+        return {node["NodeID"]: node for node in self._ask(self.ray.nodes) if node["Alive"]}
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """One at a time: where the head is gone each would wait for ever, in a thread of its own."""
+        if not _answers(self._head, KNOCK):
+            raise TimeoutError(f"nobody listens at {self._head}, where Ray's head was")
+        if not self._asking.acquire(timeout=ANSWER):
+            raise TimeoutError("Ray's head has not answered what it was asked before")
+
+        def ask() -> Any:
+            try:
+                return question()
+            finally:
+                self._asking.release()
+
+        return within(ask, ANSWER)
+
+    def raylet_answers(self, node: str) -> bool:
+        """Does this node's raylet take a connection? One that was killed does not, long before Ray knows."""
+        row = self.nodes().get(node)
+        return row is not None and _answers(f"{row['NodeManagerAddress']}:{row['NodeManagerPort']}", KNOCK)
 
     @property
     def alive(self) -> bool:
@@ -88,30 +129,57 @@ class Connection:
             return ACCELERATORS[device]
         return SLOT if self.ray.cluster_resources().get(SLOT, 0) else "CPU"
 
+    def source(self, resource: str, groups: Sequence[str] = ()) -> str:
+        """What ranks are placed on, for people. groups: the user's."""
+        if groups:
+            return f"Ray at {self.address}, bundles of {', '.join(groups)}"
+        return f"Ray at {self.address}, free devices ({resource})"
+
     def snapshot(self, resource: str, *, free: bool = True) -> Cluster:
         """Living nodes by Ray's ids, with the devices that are free on them now (Ray learns of what is given back with
-        a delay), or with all."""
+        a delay), or with all. Raises TimeoutError."""
         from ray._private.state import available_resources_per_node
 
-        has = {node["NodeID"]: node["Resources"] for node in self.ray.nodes() if node["Alive"]}
+        rows = self.nodes()
+        has = {id: row["Resources"] for id, row in rows.items()}
         if free:
-            now = available_resources_per_node()
+            now = self._ask(available_resources_per_node)
             has = {id: now.get(id, {}) for id in has}
-        return Cluster(tuple(Node.of(id, int(devices.get(resource, 0.0))) for id, devices in has.items()), self.node)
+        nodes = [
+            Node.of(id, int(devices.get(resource, 0.0)), rows[id]["NodeManagerAddress"]) for id, devices in has.items()
+        ]
+        return Cluster(tuple(nodes), self.node)
 
 
-def bounded(what: str, call: Callable[[], object]) -> None:
-    """`call()`, which waits for a minute where Ray's head has gone: for PATIENCE seconds at most, errors ignored."""
+def within(call: Callable[[], Any], limit: float) -> Any:
+    """`call()`, which waits for a minute or for ever where Ray's head has gone. Raises what it raises; TimeoutError
+    after `limit` seconds, and then it is left behind."""
+    box: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
-        with contextlib.suppress(Exception):
-            call()
+        try:
+            box.put((call(), None))
+        except BaseException as e:
+            box.put((None, e))
 
-    thread = threading.Thread(target=run, name="planaria-ray-call", daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    if thread.is_alive():
-        logger.warning("Ray did not %s within %g s", what, PATIENCE)
+    threading.Thread(target=run, name="planaria-ray-call", daemon=True).start()
+    try:
+        found, error = box.get(timeout=limit)
+    except queue.Empty:
+        raise TimeoutError(f"Ray did not answer within {limit:g} s") from None
+    if error is not None:
+        raise error
+    return found
+
+
+def bounded(what: str, call: Callable[[], object], limit: float = PATIENCE) -> None:
+    """`call()` for so many seconds at most, errors ignored."""
+    try:
+        within(call, limit)
+    except TimeoutError:
+        logger.warning("Ray did not %s within %g s", what, limit)
+    except Exception:
+        logger.debug("Ray did not %s", what, exc_info=True)
 
 
 def connect(address: str | None, slots: int) -> Connection:
@@ -119,6 +187,17 @@ def connect(address: str | None, slots: int) -> Connection:
 
     Raises ConfigError when Ray is missing or `address` can't be reached.
     """
+    connection = _connect(address, slots, start=True)
+    assert connection is not None
+    return connection
+
+
+def join(address: str | None) -> Connection | None:
+    """As `connect`, to a cluster that runs; None where there is none, and `connect` would start one."""
+    return _connect(address, 0, start=False)
+
+
+def _connect(address: str | None, slots: int, *, start: bool) -> Connection | None:
     global _connections, _started
     with _lock:
         ray = load_ray()
@@ -128,6 +207,8 @@ def connect(address: str | None, slots: int) -> Connection:
             return Connection(ray, initialised=_connections > 0, started=_connections > 0 and _started)
         given = address or os.environ.get("RAY_ADDRESS") or "auto"
         found = _running() if given == "auto" else given
+        if not start and found in (None, "local"):
+            return None
         _started = found is None or found == "local"
         if found is not None and not _started:
             try:
@@ -136,6 +217,9 @@ def connect(address: str | None, slots: int) -> Connection:
                 if given != "auto":
                     what = f"can't be joined: {_first_line(e)}"
                     raise ConfigError("Ray address", given, what, _join_fix(e)) from None
+                if not start:
+                    logger.warning("the Ray cluster last started here can't be joined: %s", _first_line(e))
+                    return None
                 logger.warning("the Ray cluster last started here can't be joined: %s; starting one", _first_line(e))
                 _started = True
         if _started:
@@ -166,14 +250,14 @@ def _join(ray: Any, address: str) -> None:
     if "RAY_AUTH_MODE" not in os.environ and _token_is_known():
         os.environ["RAY_AUTH_MODE"] = "token"
         _reread_config()
-    with _signals_kept(), loopback(ray_constants) if private else contextlib.nullcontext():
+    with _signals_kept(), _outlives_head(), loopback(ray_constants) if private else contextlib.nullcontext():
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
 
 
-def _answers(address: str) -> bool:
+def _answers(address: str, limit: float = CONNECT) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
+        socket.create_connection((host.strip("[]"), int(port)), limit).close()
     except (OSError, ValueError):
         return False
     return True
@@ -185,7 +269,7 @@ def _start(ray: Any, slots: int) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # ranks serve; Ray's default is for batch work
     from ray._private import ray_constants
 
-    with _signals_kept(), loopback(ray_constants):
+    with _signals_kept(), _outlives_head(), loopback(ray_constants):
         try:
             ray.init(
                 address="local", num_cpus=usable_cores(), resources={SLOT: max(slots, usable_cores())},
@@ -194,6 +278,20 @@ def _start(ray: Any, slots: int) -> None:
             )  # fmt: skip
         except Exception as e:
             raise CapacityError(f"Ray can't be started: {_first_line(e)}") from e
+
+
+@contextlib.contextmanager
+def _outlives_head() -> Iterator[None]:
+    """Of a cluster that was joined this process only: its own keep Ray's limit."""
+    if _HEAD_SILENT in os.environ:
+        yield
+        return
+    os.environ[_HEAD_SILENT] = str(10**6)
+    _reread_config()
+    try:
+        yield
+    finally:
+        del os.environ[_HEAD_SILENT]
 
 
 @contextlib.contextmanager

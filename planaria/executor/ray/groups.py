@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from planaria.env import RaySettings
@@ -17,6 +17,7 @@ from planaria.topology import (
     Infeasible,
     Layout,
     Placement,
+    Slot,
     cluster_of_bundles,
     place,
     place_at,
@@ -30,10 +31,15 @@ NODE_LABEL = "ray.io/node-id"
 
 
 class Group:
-    """A placement group and where in it each rank goes: rank i in bundle `bundles[i]` on node `nodes[i]`."""
+    """A placement group and where in it each rank goes: rank i in bundle `bundles[i]` on node `nodes[i]`. others: of
+    its bundles with a device and their nodes, those that no rank goes to."""
 
-    def __init__(self, handle: Any, bundles: list[int], placement: Placement, owned: bool) -> None:
+    def __init__(
+        self, handle: Any, bundles: list[int], placement: Placement, owned: bool,
+        others: Sequence[tuple[int, str]] = (),
+    ) -> None:  # fmt: skip
         self.handle, self.bundles, self.placement, self.owned = handle, bundles, placement, owned
+        self.others = tuple(others)
 
     def remove(self) -> None:
         """Only what was created here. Idempotent."""
@@ -51,7 +57,7 @@ def obtain(
     cluster stays too small."""
     from ray.util import get_current_placement_group
 
-    handle = _find(given) if given is not None else get_current_placement_group()
+    handle = find_group(given) if given is not None else get_current_placement_group()
     if handle is not None:
         return _reuse(connection, handle, given or "the enclosing one", layout, resource, settings)
     if settings.bundle_indices is not None:
@@ -61,7 +67,8 @@ def obtain(
     return _create(connection, layout, resource, settings, name)
 
 
-def _find(given: str) -> Any:
+def find_group(given: str) -> Any:
+    """The user's group of this name or hexadecimal id. Raises ConfigError."""
     from ray import PlacementGroupID
     from ray.util.placement_group import PlacementGroup, get_placement_group
 
@@ -76,19 +83,20 @@ def _find(given: str) -> Any:
         ) from None  # fmt: skip
 
 
-def check_bundles(bundles: list[Bundle], layout: Layout, resource: str, fraction: float) -> None:
-    """Pure. Raises ConfigError: too few bundles with a device, or one with less than a rank asks for."""
+def check_bundles(bundles: list[Bundle], layout: Layout, resource: str, fraction: float, of: str = "") -> None:
+    """Pure. of: which group, where there are several. Raises ConfigError: too few bundles with a device, or one with
+    less than a rank asks for."""
     holding = [bundle for bundle in bundles if bundle.devices]
     for bundle in holding:
         if bundle.devices < fraction:
             raise ConfigError(
-                "placement group", f"bundle {bundle.index}",
+                "placement group", f"{of}bundle {bundle.index}",
                 f"reserves {bundle.devices:g} x {resource}, a rank asks for {fraction:g}",
                 "reserve a whole device, or lower $PLANARIA_RAY_FRACTION",
             )  # fmt: skip
     if len(holding) < layout.size:
         raise ConfigError(
-            "placement group", f"{len(bundles)} bundles",
+            "placement group", f"{of}{len(bundles)} bundles",
             f"{len(holding)} of them hold a device ({resource}), {layout} needs {layout.size}",
             "give a larger group, or lower --tensor-parallel-size or --pipeline-parallel-size",
         )  # fmt: skip
@@ -97,6 +105,21 @@ def check_bundles(bundles: list[Bundle], layout: Layout, resource: str, fraction
 def _reuse(
     connection: Connection, handle: Any, called: str, layout: Layout, resource: str, settings: RaySettings
 ) -> Group:
+    bundles = bundles_of(table_of(handle, called, layout, resource, settings.wait), resource)
+    if settings.bundle_indices is not None:
+        placement = place_at(bundles, layout, settings.bundle_indices)
+    else:
+        cluster = cluster_of_bundles(bundles, head=connection.node)
+        check_bundles(bundles, layout, resource, settings.fraction)
+        placement = place(cluster, layout, span=True, driver_inside=settings.driver_inside)
+    used = [slot.device for slot in placement.slots]
+    others = [(bundle.index, bundle.node) for bundle in bundles if bundle.devices and bundle.index not in used]
+    return Group(handle, used, placement, owned=False, others=others)
+
+
+def table_of(handle: Any, called: str, layout: Layout, resource: str, wait: float) -> dict[str, Any]:
+    """Ray's table of a user's group, once its bundles have their nodes. Raises ConfigError for one that is gone,
+    CapacityError."""
     from ray.util import placement_group_table
 
     def created() -> dict[str, Any] | str:
@@ -106,20 +129,18 @@ def _reuse(
             raise ConfigError("--placement-group", called, "is not in this cluster", "make one, or leave it out")
         return table if state == "CREATED" else f"it is {state.lower()}: the cluster has no room for its bundles"
 
-    table = _wait(f"placement group {called}", created, settings.wait)
+    table: dict[str, Any] | str = _wait(f"placement group {called}", created, wait)
     if isinstance(table, str):
-        raise too_small(layout, resource, layout.size, 0, table, settings.wait)
-    bundles = [
+        raise too_small(layout, resource, layout.size, 0, table, wait)
+    return table
+
+
+def bundles_of(table: dict[str, Any], resource: str) -> list[Bundle]:
+    """All of them, with their devices."""
+    return [
         Bundle(index, table["bundles_to_node_id"][index], wants.get(resource, 0.0))
         for index, wants in sorted(table["bundles"].items())
     ]
-    if settings.bundle_indices is not None:
-        placement = place_at(bundles, layout, settings.bundle_indices)
-    else:
-        cluster = cluster_of_bundles(bundles, head=connection.node)
-        check_bundles(bundles, layout, resource, settings.fraction)
-        placement = place(cluster, layout, span=True, driver_inside=settings.driver_inside)
-    return Group(handle, [slot.device for slot in placement.slots], placement, owned=False)
 
 
 def _create(connection: Connection, layout: Layout, resource: str, settings: RaySettings, name: str) -> Group:
@@ -146,14 +167,8 @@ def _create(connection: Connection, layout: Layout, resource: str, settings: Ray
                 _drop(demand)  # it may be what holds the devices
             return f"{now} (free ones; {everything.num_devices} in all)"
         _drop(demand)
-        handle = placement_group(
-            [{resource: 1.0}] * layout.size, strategy="PACK", name=name,
-            bundle_label_selector=[{NODE_LABEL: slot.node} for slot in placement.slots],
-        )  # fmt: skip
-        if handle.wait(LOOK):
-            return Group(handle, list(range(layout.size)), placement, owned=True)
-        remove_placement_group(handle)
-        return "devices that were free a moment ago are taken"
+        group = _pinned(placement, resource, name)
+        return group if group is not None else "devices that were free a moment ago are taken"
 
     def _drop(demand: list[Any]) -> None:
         while demand:
@@ -168,6 +183,41 @@ def _create(connection: Connection, layout: Layout, resource: str, settings: Ray
         found = connection.snapshot(resource).num_devices
         raise too_small(layout, resource, layout.size, found, group, time.monotonic() - began)
     return group
+
+
+def on_nodes(bundles: Sequence[tuple[dict[str, float], str]], name: str) -> Any:
+    """Ask for a group: what each bundle reserves, and on which node. It may have to be waited for."""
+    from ray.util import placement_group
+
+    return placement_group(
+        [wants for wants, _ in bundles], strategy="PACK", name=name,
+        bundle_label_selector=[{NODE_LABEL: node} for _, node in bundles],
+    )  # fmt: skip
+
+
+def _pinned(placement: Placement, resource: str, name: str) -> Group | None:
+    """A group with a bundle for each rank on the node that was decided; None if there is no room for it any more."""
+    from ray.util import remove_placement_group
+
+    handle = on_nodes([({resource: 1.0}, slot.node) for slot in placement.slots], name)
+    if handle.wait(LOOK):
+        return Group(handle, list(range(placement.layout.size)), placement, owned=True)
+    remove_placement_group(handle)
+    return None
+
+
+def single_bundles(resource: str, nodes: Sequence[str], names: Sequence[str]) -> list[Group] | None:
+    """A group of one bundle on each of these nodes; None, and no group, if one of them has no room any more."""
+    one = Layout()
+    made: list[Group] = []
+    for node, name in zip(nodes, names, strict=True):
+        group = _pinned(Placement(one, [Slot(0, one.coords(0), node, 0)]), resource, name)
+        if group is None:
+            for each in made:
+                each.remove()
+            return None
+        made.append(group)
+    return made
 
 
 def _wait(what: str, look: Callable[[], Any], limit: float) -> Any:

@@ -1,334 +1,372 @@
 """Ranks as Ray actors. Translates a placement; decides nothing.
 
 `start` makes the actors, light, and asks where they came up; `run` completes them: each becomes its rank, and the
-reference of that run is watched. A rank's end is made certain by pid: from here where it is on this node, else by a
-task on its node, because an actor that is stopped outlives `ray.kill` for seconds.
+reference of that run is watched. A lost rank is replaced by a spare, in its own place, or on another node; where Ray
+does not answer any more, by processes of this node (see `alone`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import os
 import secrets
-import select
-import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import msgspec
 
 from planaria.config.options import ParallelConfig
-from planaria.env import RaySettings, environment
-from planaria.errors import CapacityError, PlanariaError
+from planaria.env import RaySettings
+from planaria.errors import CapacityError
 from planaria.executor.boot import Place, RankBoot
-from planaria.executor.launcher.fixed import Fixed
-from planaria.executor.ray import environment as env
-from planaria.executor.ray.actor import Whereabouts, end_process, remote_class, report
-from planaria.executor.ray.cluster import Connection, bounded, connect
-from planaria.executor.ray.groups import Group, obtain
+from planaria.executor.launcher.process import LONGEST_TRY, TRY_AGAIN
+from planaria.executor.ray.alone import Alone
+from planaria.executor.ray.cluster import Connection, connect
+from planaria.executor.ray.groups import Group
+from planaria.executor.ray.members import KILL_TIMEOUT, Member, Members, Missing, await_ends
 from planaria.executor.ray.names import actor_name
+from planaria.executor.ray.recruits import Recruits
+from planaria.executor.ray.seats import Seat, Seats
 from planaria.executor.ray.waiting import Waiting
 from planaria.executor.ray.watch import Watcher
-from planaria.node import home
-from planaria.topology import Layout
+from planaria.topology import Cluster, Infeasible, Layout, Node, shrink
+from planaria.wire import Placed
 
 logger = logging.getLogger("planaria.ray")
 
 EXIT_TIMEOUT = 5.0  # seconds ranks get to end by themselves
-KILL_TIMEOUT = 2.0
-NSIGHT = {"t": "cuda,cudnn,cublas", "o": "'worker_process_%p'", "cuda-graph-trace": "node"}
+REPLACE_LIMIT = 20.0  # seconds an actor that replaces another gets to come up, before another place is tried
+NO_PLACE = 60.0  # seconds to wait for a place where not one rank has any
+LOOK = 1.0
 
 
-class RayLauncher(Fixed):
-    """entry: `package.module:class` of a rank's life (planaria.worker.main). device: "cpu" or an accelerator's name."""
+class RayLauncher:
+    """entry: `package.module:class` of a rank's life (planaria.worker.main). device: "cpu" or an accelerator's name.
+    spares: actors that get ready to replace one."""
 
     name = "ray"
     link, uses_ray, replaces = "queue", True, True
 
     def __init__(
-        self, parallel: ParallelConfig, device: str, entry: str, settings: RaySettings | None = None, epoch: int = 0
-    ) -> None:
-        self.parallel, self.device, self.entry, self.epoch = parallel, device, entry, epoch
+        self, parallel: ParallelConfig, device: str, entry: str, settings: RaySettings | None = None, *,
+        spares: int = 0,
+    ) -> None:  # fmt: skip
+        self.parallel, self.device, self.entry, self.num_spares = parallel, device, entry, spares
         self.settings = settings or RaySettings()
-        self.layout = Layout(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
+        self.layout = parallel.layout
         self.instance = secrets.token_hex(3)
+        self.epoch = 0  # of names
         self.on_exit: Callable[[], None] = lambda: None
-        self.connection: Connection | None = None
-        self.group: Group | None = None
-        self.actors: list[Any] = []
-        self.found: list[Whereabouts] = []
-        self.runs: dict[int, Any] = {}
+        self.on_placed: Callable[[Placed], None] = lambda message: None
         self.address = "127.0.0.1"  # of this node, for those elsewhere
-        self._pids: dict[int, int] = {}  # rank -> pidfd, of those on this node
-        self._watcher: Watcher | None = None
         self.before_leaving: list[Callable[[], None]] = []  # what needs Ray to end; called when the ranks have
-        self._ended: dict[int, str] = {}
+        self.connection: Connection | None = None
+        self.ranks: dict[int, Member] = {}
+        self.alone: Alone | None = None  # instead, once Ray is gone
+        self._bad: list[Seat] = []  # what was started there did not come up, again and again
+        self._try_at, self._pause = 0.0, TRY_AGAIN  # when these may be tried
+        self._last: dict[int, Seat] = {}  # of each rank
         self._closing = False
-        self._offer: dict[str, str] = {}
+        # with a connection:
+        self.seats: Seats
+        self.members: Members
+        self.recruits: Recruits
+        self.watcher: Watcher
 
     # -- starting
 
     def start(self) -> list[Place]:
         """Raises ConfigError for a rule that is broken, CapacityError when the cluster stays too small."""
-        self.connection = connect(self.settings.address, self.layout.size)
-        self.address = self.connection.address
-        resource = self.connection.resource(self.device)
-        self.group = obtain(
-            self.connection, self.parallel.placement_group, self.layout, resource, self.settings,
-            f"planaria-{self.instance}",
-        )  # fmt: skip
+        self._equip(connect(self.settings.address, self.layout.size + self.num_spares))
+        seats = self.seats.obtain(self.parallel.placement_group, self.layout)
+        self.on_placed(self._placed())
         for group in self.group.placement.spanning():
             logger.warning(
                 "tensor ranks %s are on several nodes: each layer's sums cross the network",
                 ", ".join(str(slot.rank) for slot in group),
             )
-        self._offer = env.offered(environment())
-        self.actors = self._make_actors(resource, range(self.layout.size))
-        self.found = self._where(resource, self.actors)
-        self._hold_local(range(self.layout.size))
+        names = [actor_name(self.instance, self.layout, rank, self.epoch) for rank in range(self.layout.size)]
+        try:
+            self.ranks = dict(enumerate(self.members.make(seats, names, self.settings.wait)))
+        except Missing as e:
+            self.ranks = dict(enumerate(e.members))  # to be ended
+            raise
         return self._places()
+
+    def _equip(self, connection: Connection) -> None:
+        self.connection, self.address = connection, connection.address
+        try:
+            resource = connection.resource(self.device)
+            self.seats = Seats(connection, resource, self.settings, f"planaria-{self.instance}")
+            self.members = Members(connection, self.parallel, self.settings, resource, self.entry, self.instance)
+            self.watcher = Watcher(connection.ray, self._on_end)
+            self.recruits = Recruits(self.members, self.seats, self.watcher.add)
+        except Exception:
+            self.connection = None
+            connection.close()
+            raise
+
+    def _placed(self) -> Placed:
+        """Where the ranks are to come up."""
+        connection, group = self.seats.connection, self.group
+        rows = connection.nodes()
+        names = () if group.owned else (self.parallel.placement_group or "the enclosing group",)
+        return Placed(connection.source(self.seats.resource, names), self.layout, [
+            (slot.node, rows[slot.node]["NodeManagerAddress"] if slot.node in rows else "", slot.device, bundle)
+            for slot, bundle in zip(group.placement.slots, group.bundles, strict=True)
+        ])  # fmt: skip
+
+    @property
+    def group(self) -> Group:
+        """The first, which came into being as one."""
+        return self.seats.groups[0]
+
+    @property
+    def leaving(self) -> Sequence[int]:
+        """Ranks on nodes that Ray has given up: none once there is no Ray to move to."""
+        return [rank for rank, member in sorted(self.ranks.items()) if member.adrift]
+
+    @property
+    def graph(self) -> bool:
+        """Do steps travel through a compiled graph?"""
+        return self.parallel.ray_link == "compiled-graph" and self.alone is None
+
+    @property
+    def actors(self) -> list[object]:
+        return [member.actor for _, member in sorted(self.ranks.items())]
 
     def _places(self) -> list[Place]:
-        return [
-            Place(rank, at.home, at.node, at.address, at.pid, at.cores, at.devices)
-            for rank, at in enumerate(self.found)
-        ]
-
-    def _make_actors(self, resource: str, ranks: Sequence[int]) -> list[Any]:
-        assert self.connection is not None and self.group is not None
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        ray = self.connection.ray
-        kind = remote_class(ray)
-        fraction = self.settings.fraction
-        wants: dict[str, Any] = (
-            {"num_gpus": fraction} if resource == "GPU" else {"num_cpus": fraction} if resource == "CPU"
-            else {"resources": {resource: fraction}}
-        )  # fmt: skip
-        runtime_env = self._runtime_env(resource)
-        if runtime_env:
-            wants["runtime_env"] = runtime_env
-        return [
-            kind.options(
-                name=actor_name(self.instance, self.layout, rank, self.epoch),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self.group.handle, placement_group_bundle_index=self.group.bundles[rank],
-                    placement_group_capture_child_tasks=False,
-                ),
-                **wants,
-            ).remote()
-            for rank in ranks
-        ]  # fmt: skip
-
-    def _runtime_env(self, resource: str) -> dict[str, Any]:
-        """The user's, and over it what must be there before the process starts."""
-        given = dict(self.parallel.ray_runtime_env or {})
-        variables = self._missing_at_start()
-        if resource in ("GPU", "NPU", "HPU", "TPU"):  # the mask is ours to set: see `run`
-            variables |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in sorted(env.COMPUTED)}
-        variables |= given.get("env_vars", {})
-        if variables:
-            given["env_vars"] = variables
-        if self.parallel.ray_workers_use_nsight:
-            given["nsight"] = NSIGHT
-        return given
-
-    def _missing_at_start(self) -> dict[str, str]:
-        """What workers would read at their start and no node of this placement has set itself."""
-        assert self.connection is not None and self.group is not None
-        offer = env.read_at_start(self._offer)
-        if not offer:
-            return {}
-        ray = self.connection.ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        ask = ray.remote(num_cpus=0, max_retries=0)(report)
-        asked = [
-            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(list(offer))
-            for node in self.group.placement.nodes
-        ]
-        taken = {name for own in self._get(asked, "the nodes' environment") for name in own}
-        return {name: value for name, value in offer.items() if name not in taken}
-
-    def _where(self, resource: str, actors: Sequence[Any]) -> list[Whereabouts]:
-        names = sorted({*self._offer, *env.COMPUTED})
-        answers = self._get([actor.where.remote(resource, names) for actor in actors], "ranks to come up")
-        return [msgspec.msgpack.decode(answer, type=Whereabouts) for answer in answers]
-
-    def _get(self, asked: list[Any], what: str) -> list[Any]:
-        """All answers; says what it waits for. Raises PlanariaError."""
-        assert self.connection is not None
-        ray = self.connection.ray
-        waiting, began, left = Waiting(what, self.settings.wait), time.monotonic(), asked
-        try:
-            while left:
-                _, left = ray.wait(left, num_returns=len(left), timeout=1.0)
-                elapsed = time.monotonic() - began
-                if left and waiting.over(elapsed):
-                    raise CapacityError(f"{what}: {len(left)} did not answer on Ray within {elapsed:.0f} s")
-                for line in waiting.lines(elapsed, f"{len(left)} of {len(asked)} are missing"):
-                    logger.warning("%s", line)
-            return list(ray.get(asked))
-        except ray.exceptions.RayError as e:
-            lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
-            raise PlanariaError(f"a worker can't be started on Ray: {lines[-1].strip()}") from e
-
-    def _hold_local(self, ranks: Sequence[int]) -> None:
-        """Descriptors of the processes on this node: no other process is killed by mistake, and an end can be seen."""
-        for rank in ranks:
-            at = self.found[rank]
-            if at.home == home():
-                with contextlib.suppress(ProcessLookupError):
-                    self._pids[rank] = os.pidfd_open(at.pid)
+        self._last |= {rank: member.seat for rank, member in self.ranks.items()}
+        group = self.group.handle.id.hex()
+        return [member.place(rank, group) for rank, member in sorted(self.ranks.items())]
 
     def run(self, boots: Sequence[RankBoot]) -> None:
-        assert self.connection is not None
-        masks: dict[str, list[int]] = {}
-        for at in self.found:
-            masks.setdefault(at.home, []).extend(at.devices)
-        shown = set()
+        if self.alone is not None:
+            self.alone.run(boots)
+            return
         for boot in boots:
-            if boot.rank in self.runs:
-                self.actors[boot.rank].boot.remote(boot.encode())
-                continue
-            at = self.found[boot.rank]
-            computed = {}
-            if at.devices:
-                mask = ",".join(map(str, sorted(set(masks[at.home]))))
-                computed = dict.fromkeys(sorted(env.COMPUTED), mask)
-            changes = env.merge(at.own, self._offer, computed)
-            if at.node not in shown and at.home != home():
-                shown.add(at.node)
-                logger.info("environment on %s: %s", at.node, "; ".join(c.line for c in changes) or "as it is there")
-            values = {change.name: change.new for change in changes}
-            self.runs[boot.rank] = self.actors[boot.rank].run.remote(self.entry, boot.encode(), values)
-        self._watcher = Watcher(self.connection.ray, self.runs, self._on_end)
+            member = self.ranks[boot.rank]
+            new = member.run is None
+            self.members.begin(member, boot, self.ranks.values())
+            if new:
+                self.watcher.add(member)
 
-    def replace(self, ranks: Sequence[int]) -> list[Place]:
-        """End these for certain; other actors take their bundles. Where steps come by a compiled graph all are
-        replaced: survivors sit inside its loop. Raises CapacityError when Ray gives none in time."""
-        if self.parallel.ray_link == "compiled-graph":
-            ranks = range(self.layout.size)
+    # -- replacing
+
+    def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
+        """See Launcher. Where steps come by a compiled graph all are replaced: survivors sit inside its loop. Those
+        that Ray has given up are, too: they can't be told of another epoch."""
+        if self.alone is not None:
+            return self.alone.replace(ranks, layout)
         connection = self.connection
-        if connection is None or not connection.alive:
-            raise CapacityError("Ray is gone: nothing can replace a rank")
-        if self._watcher is not None:
-            self._watcher.stop()
-        self._end_now(ranks)
+        assert connection is not None
+        if self.graph:
+            ranks = list(self.ranks)
+        self._end([rank for rank, m in self.ranks.items() if rank in ranks or m.adrift or m.ended])
         self._leave()
         self.epoch += 1
-        resource = connection.resource(self.device)
-        actors = self._make_actors(resource, ranks)
-        for rank, actor, at in zip(ranks, actors, self._where(resource, actors), strict=True):
-            self.actors[rank], self.found[rank] = actor, at
-        self._hold_local(ranks)
+        if not connection.answers():
+            return self._go_alone(layout)
+        try:
+            self._fill(layout)
+        except TimeoutError:  # meanwhile
+            return self._go_alone(layout)
+        self.layout = layout
         return self._places()
 
-    def _end_now(self, ranks: Sequence[int]) -> None:
-        """Kill them, wait until they are gone where that can be seen, and forget them."""
-        assert self.connection is not None
-        local = {rank: self._pids[rank] for rank in ranks if rank in self._pids}
-        for pidfd in local.values():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        self._end_elsewhere(ranks)
-        for rank in ranks:
-            bounded("kill an actor", functools.partial(self.connection.ray.kill, self.actors[rank]))
-            self.runs.pop(rank, None)
-            self._ended.pop(rank, None)
-        for rank, pidfd in local.items():
-            select.select([pidfd], [], [], KILL_TIMEOUT)
-            os.close(pidfd)
-            del self._pids[rank]
+    def _end(self, ranks: Sequence[int]) -> None:
+        """For certain, and forget them."""
+        ending = [self.ranks.pop(rank) for rank in ranks]
+        self._dismiss(ending)
+        self.seats.back([member.seat for member in ending if member.seat not in self._bad])
+
+    def _dismiss(self, members: Sequence[Member]) -> None:
+        for member in members:
+            self.watcher.forget(member)
+        self.members.end(members)
+        for member in members:
+            member.forget()
+
+    def _fill(self, layout: Layout) -> None:
+        """Have exactly these: who lives keeps its number, or takes one that nobody has, or ends; then recruits; then
+        new actors. Raises Infeasible, CapacityError; TimeoutError when Ray does not answer."""
+        waiting, began = Waiting("a place for any rank", NO_PLACE), time.monotonic()
+        while True:
+            staff = self._staff(layout)
+            try:
+                seats = self.seats.find(layout, {rank: member.seat for rank, member in staff.items()})
+            except Infeasible as e:
+                if e.nearest is not None:
+                    raise
+                elapsed = time.monotonic() - began
+                if waiting.over(elapsed):
+                    raise CapacityError(f"{e.why}; nothing came in {elapsed:.0f} s") from None
+                for line in waiting.lines(elapsed, e.why):
+                    logger.warning("%s", line)
+                time.sleep(LOOK)
+                continue
+            names = [actor_name(self.instance, layout, rank, self.epoch) for rank in seats]
+            try:
+                new = self.members.make(list(seats.values()), names, REPLACE_LIMIT) if seats else []
+            except Missing as e:
+                logger.warning("%s; trying another place", e)
+                for member in e.members:
+                    self.recruits.add(member)
+                self.seats.distrust({seat.node for seat in e.seats})
+                self.seats.back(e.seats)
+                self.epoch += 1  # names are used once
+                continue
+            staff |= dict(zip(seats, new, strict=True))
+            for member in staff.values():
+                self.recruits.drop(member)
+            left = [rank for rank, member in self.ranks.items() if member not in staff.values()]
+            self._end(left)
+            self.ranks = staff
+            self.seats.trim()
+            return
+
+    def _staff(self, layout: Layout) -> dict[int, Member]:
+        """Who of those that are there would be which rank."""
+        staff = {rank: member for rank, member in self.ranks.items() if rank < layout.size}
+        others = [member for rank, member in sorted(self.ranks.items()) if rank >= layout.size]
+        others += self.recruits.there()
+        missing = [rank for rank in range(layout.size) if rank not in staff]
+        return staff | dict(zip(missing, others, strict=False))
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """See Launcher."""
+        if self.alone is not None:
+            self.alone.give_up(ranks)
+            return
+        self._bad += [self._last[rank] for rank in ranks if rank in self._last]
+        self._try_at = time.monotonic() + self._pause
+
+    def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
+        """See Launcher."""
+        if self.alone is not None:
+            return self.alone.prepare(layout, boot)
+        self._recruit(layout, boot)
+        staying = len(self.ranks) - len(self.leaving)
+        ready = sum(self.recruits.ready(member) for member in self.recruits.there())
+        return shrink(Cluster((Node.of("", staying + ready),)), layout)
+
+    def stand_by(self, boot: RankBoot) -> None:
+        """See Launcher."""
+        if self.alone is None:
+            self._recruit(self.layout, boot)
+
+    def _recruit(self, layout: Layout, boot: RankBoot) -> None:
+        if self._bad and time.monotonic() >= self._try_at:
+            bad, self._bad = self._bad, []
+            self.seats.back([seat for seat in bad if seat not in (member.seat for member in self.ranks.values())])
+            self._pause = min(LONGEST_TRY, 2 * self._pause)
+            self._try_at = time.monotonic() + self._pause
+        staying = {rank: member for rank, member in self.ranks.items() if not member.adrift}
+        self.recruits.want(self.num_spares + layout.size - len(staying), boot, layout, staying)
+
+    def spare_pids(self) -> list[int]:
+        """Of this node."""
+        if self.alone is not None:
+            return self.alone.spare_pids()
+        return [member.at.pid for member in self.recruits.there() if member.here]
+
+    def _go_alone(self, layout: Layout) -> list[Place]:
+        """Without Ray from now on. Raises Infeasible, CapacityError."""
+        here = [seat for seat in self.members.here if seat not in self._bad]
+        devices = [id for seat in here for id in self.members.here[seat]]
+        self._dismiss(list(self.ranks.values()))
+        self.ranks = {}
+        self._dismiss(self.recruits.stop())
+        self.watcher.stop()
+        if not here:
+            raise CapacityError("Ray does not answer any more, and none of its ranks was on this node")
+        logger.warning("Ray does not answer: ranks go on as processes of this node, which has room for %d", len(here))
+        self.alone = Alone(self.entry.partition(":")[0], self.address, len(here), devices, self._exited)
+        return self.alone.replace((), layout)
 
     # -- ends
 
-    def _on_end(self, rank: int, how: str) -> None:
-        self._ended[rank] = how
-        if not self._closing:
+    def _on_end(self, member: Member) -> None:
+        if self._closing:
+            return
+        if self.recruits.drop(member):
+            logger.warning("an actor in reserve %s", member.ended or "is on a node that Ray has given up")
+            proven = self.recruits.ready(member)
+            self._dismiss([member])
+            if proven:
+                self.seats.back([member.seat])
+            else:
+                self._bad.append(member.seat)
+        elif member.adrift:
+            logger.warning("Ray has given up the node of process %d, which lives on", member.at.pid)
+        else:
             self.on_exit()
+
+    def _exited(self) -> None:
+        self.on_exit()
 
     def lost(self) -> dict[int, str]:
         """Ranks that have ended though nobody asked, and how."""
-        return {} if self._closing else dict(sorted(self._ended.items()))
+        if self._closing:
+            return {}
+        if self.alone is not None:
+            return self.alone.lost()
+        return {rank: how for rank, member in sorted(self.ranks.items()) if (how := _how(member))}
+
+    def settle(self, ranks: Sequence[int]) -> None: ...
 
     def closing(self) -> None:
         self._closing = True
+        if self.alone is not None:
+            self.alone.closing()
 
     def kill(self) -> None:
         """End all ranks for certain, stopped ones too."""
         self._closing = True
-        for pidfd in self._pids.values():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        self._end_elsewhere(range(len(self.found)))
+        if self.alone is not None:
+            self.alone.kill()
+        if self.connection is not None:
+            self.members.end(list(self.ranks.values()))
         self.close()
-
-    def _end_elsewhere(self, ranks: Sequence[int]) -> None:
-        """Kill those that are on other nodes by pid, through a task on each."""
-        far = [self.found[rank] for rank in ranks if rank not in self._pids and self.found[rank].home != home()]
-        if self.connection is None or not self.connection.alive or not far:
-            return
-        ray = self.connection.ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        with contextlib.suppress(Exception):  # Ray or the node may be gone; then so is what can be done from here
-            end = ray.remote(num_cpus=0, max_retries=0)(end_process)
-            asked = [
-                end.options(scheduling_strategy=NodeAffinitySchedulingStrategy(at.ray_node, soft=False)).remote(
-                    at.pid, at.born
-                )
-                for at in far
-            ]
-            ray.wait(asked, num_returns=len(asked), timeout=KILL_TIMEOUT)
 
     def close(self) -> None:
         """Let ranks end by themselves for a while, then end what is left; no actor, no placement group made here and no
         process of theirs remains. Idempotent."""
         self._closing = True
+        if self.alone is not None:
+            self.alone.close()
         connection, self.connection = self.connection, None
         if connection is None:
             return
-        ray = connection.ray
-        if connection.alive:
-            if self.runs:
-                with contextlib.suppress(Exception):
-                    ray.wait(list(self.runs.values()), num_returns=len(self.runs), timeout=EXIT_TIMEOUT)
-            for actor in self.actors:
-                bounded("kill an actor", functools.partial(ray.kill, actor))
-        if self._watcher is not None:
-            self._watcher.stop()
-        self._await_local_ends()
-        self._leave()
-        if self.group is not None and connection.alive:
-            bounded("remove the placement group", self.group.remove)
-        self.actors, self.runs = [], {}
+        self._end_all(connection)
         connection.close()
+
+    def _end_all(self, connection: Connection) -> None:
+        recruits, ranks = self.recruits.stop(), list(self.ranks.values())
+        self.members.end(recruits)
+        answers = connection.answers()
+        if not answers:
+            self.members.end(ranks)
+        else:
+            runs = [member.run for member in ranks if member.run is not None]
+            if runs:
+                with contextlib.suppress(Exception):
+                    connection.ray.wait(runs, num_returns=len(runs), timeout=EXIT_TIMEOUT)
+            self.members.kill_actors([member.actor for member in ranks])
+        self.watcher.stop()
+        await_ends(ranks, (KILL_TIMEOUT, KILL_TIMEOUT), Member.kill)
+        for member in [*recruits, *ranks]:
+            member.forget()
+        self.ranks = {}
+        self._leave()
+        if answers:
+            self.members.close()
+            self.seats.remove()
 
     def _leave(self) -> None:
         for end in self.before_leaving:
             end()
         self.before_leaving.clear()
 
-    def _await_local_ends(self) -> None:
-        """`ray.kill` only asks. Processes of this node are gone when this returns."""
-        left = dict(self._pids)
-        for limit in (KILL_TIMEOUT, KILL_TIMEOUT):
-            poller = select.poll()
-            for pidfd in left.values():
-                poller.register(pidfd, select.POLLIN)
-            deadline = time.monotonic() + limit
-            while left and (remaining := deadline - time.monotonic()) > 0:
-                ended = {fd for fd, _ in poller.poll(remaining * 1000)}
-                for fd in ended:
-                    poller.unregister(fd)
-                left = {rank: fd for rank, fd in left.items() if fd not in ended}
-            for pidfd in left.values():
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        for pidfd in self._pids.values():
-            os.close(pidfd)
-        self._pids = {}
+
+def _how(member: Member) -> str:
+    """A rank's end, in words; empty as long as it lives."""
+    return member.ended or ("ended after Ray had given up its node" if member.adrift and member.gone() else "")

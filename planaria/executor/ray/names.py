@@ -18,3 +18,8 @@ def actor_name(instance: str, layout: Layout, rank: int, epoch: int) -> str:
         f"{_SHORT.get(axis, axis)}{getattr(coords, axis)}" for axis in reversed(AXES) if getattr(layout, axis) > 1
     ]
     return "-".join(["planaria", instance, *parts, f"e{epoch}"])
+
+
+def spare_name(instance: str, number: int) -> str:
+    """Of an actor that may become any rank; numbers are used once."""
+    return f"planaria-{instance}-spare{number}"

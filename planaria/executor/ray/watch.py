@@ -1,4 +1,5 @@
-"""The end of actors: a thread that looks at the references of their runs. Any end is a loss, a normal return too.
+"""The end of actors: a thread that looks at the references of their runs. Any end is a loss, a normal return too, but
+for one: when Ray gives up a node, its actors may live on and answer, and then nothing is lost yet.
 
 Rule: no wait is longer than a second, so that it ends also when Ray goes away, and the thread can be joined before Ray
 is torn down.
@@ -7,42 +8,76 @@ is torn down.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
+
+from planaria.executor.ray.members import Member
 
 POLL = 1.0  # seconds
 JOIN = 3.0
+SEEN = 1.0  # seconds until a process that ended can be seen to have
+NODE_DIED = "its node has died"  # Ray's words
+UNKNOWN = ("died", "can't be")  # how it ended, where Ray only says that it hears nothing any more
 
 
 class Watcher:
-    """runs: reference of each rank's run. `on_end(rank, how)` is called from the thread, once for each rank."""
+    """Whom `add` names is watched. `on_end(member)` is called from the thread when one has `ended`, or is `adrift`."""
 
-    def __init__(self, ray: Any, runs: Mapping[int, Any], on_end: Callable[[int, str], None]) -> None:
-        self._ray, self._runs, self._on_end = ray, dict(runs), on_end
-        self._stop = threading.Event()
+    def __init__(self, ray: Any, on_end: Callable[[Member], None]) -> None:
+        self._ray, self._on_end = ray, on_end
+        self._members: dict[Member, None] = {}
+        self._lock = threading.Lock()
+        self._changed, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="planaria-ray-watch", daemon=True)
         self._thread.start()
+
+    def add(self, member: Member) -> None:
+        """Its run has begun."""
+        with self._lock:
+            self._members[member] = None
+        self._changed.set()
+
+    def forget(self, member: Member) -> None:
+        with self._lock:
+            self._members.pop(member, None)
 
     def stop(self) -> None:
         """Returns when the thread has ended or a limit is over. Not for the watcher's own thread."""
         self._stop.set()
+        self._changed.set()
         self._thread.join(JOIN)
 
     def _watch(self) -> None:
-        left = dict(self._runs)
-        while left and not self._stop.is_set():
+        while not self._stop.is_set():
+            self._changed.clear()
+            with self._lock:
+                members = list(self._members)
+            if not members:
+                self._changed.wait(POLL)
+                continue
             try:
                 if not self._ray.is_initialized():  # a call would start another one
                     raise ConnectionError("disconnected")
-                ended, _ = self._ray.wait(list(left.values()), num_returns=1, timeout=POLL)
+                ended, _ = self._ray.wait([member.run for member in members], num_returns=1, timeout=POLL)
             except Exception as e:  # the connection to Ray is gone, in whatever way
-                for rank in left:
-                    self._on_end(rank, f"can't be watched: Ray is gone ({type(e).__name__})")
+                for member in members:
+                    self._tell(member, f"can't be watched: Ray is gone ({type(e).__name__})")
                 return
-            for rank, run in list(left.items()):
-                if run in ended:
-                    del left[rank]
-                    self._on_end(rank, how_it_ended(self._ray, run))
+            for member in members:
+                if member.run in ended:
+                    self._tell(member, how_it_ended(self._ray, member.run))
+
+    def _tell(self, member: Member, how: str) -> None:
+        with self._lock:
+            if member not in self._members:
+                return
+            del self._members[member]
+        lives = how.startswith(UNKNOWN) and (not member.gone(SEEN) if member.here else NODE_DIED in how)
+        if lives:
+            member.adrift = True
+        else:
+            member.ended = how
+        self._on_end(member)
 
 
 def how_it_ended(ray: Any, run: Any) -> str:
@@ -62,6 +97,8 @@ def how_it_ended(ray: Any, run: Any) -> str:
 def _reason(text: str) -> str:
     """What matters in Ray's explanation, which is several lines with ids and file names."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if any(NODE_DIED in line for line in lines):
+        return NODE_DIED
     for start in ("The actor is dead because", "The actor died because", "The actor"):
         for line in lines:
             if line.startswith(start):

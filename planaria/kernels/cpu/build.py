@@ -11,13 +11,18 @@ import hashlib
 import os
 import tempfile
 import threading
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from planaria.kernels.cpu.target import ISAS, Target
 
-SOURCES = ("build", "collective", "compiler", "emit", "layout", "micro", "native", "program", "target", "vector")
+PROGRAM = ("collective", "threads", "products", "grouped", "latent", "program")  # the interpreter, in reading order
+SOURCES = (
+    *PROGRAM, "build", "compiler", "emit", "expert_kernels", "latent_values", "layout", "micro", "native", "target",
+    "vector",
+)  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 DIGEST = 32  # bytes of the checksum in front of a kept object
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
@@ -81,7 +86,7 @@ def cache_file(target: Target, folder: Path) -> Path:
 
 def _program() -> str:
     """IR of the interpreter."""
-    from planaria.kernels.cpu import collective, native, program
+    from planaria.kernels.cpu import native
     from planaria.kernels.cpu.compiler import Module
 
     kernels = {
@@ -90,19 +95,25 @@ def _program() -> str:
         if name.startswith("pl_")
     }
     folder = Path(__file__).parent
-    source = "\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in ("collective", "program"))
+    source = "\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in PROGRAM)
     source = source.replace("from __future__ import annotations\n", "")  # allowed at the top of a file only
-    return Module(source, {**vars(collective), **vars(program)}, kernels, "entry", "planaria_run").text()
+    constants: dict[str, Any] = {}
+    for name in PROGRAM:
+        constants.update(vars(import_module(f"planaria.kernels.cpu.{name}")))
+    return Module(source, constants, kernels, "entry", "planaria_run").text()
 
 
 def compile_object(target: Target) -> bytes:
     """Object code of everything for one target, with the C symbol `planaria_run`."""
+    from planaria.kernels.cpu.expert_kernels import expert_module
+    from planaria.kernels.cpu.latent_values import latent_module
     from planaria.kernels.cpu.micro import DECLARATIONS, matrix_module
     from planaria.kernels.cpu.vector import vector_module
 
     binding = _initialise()
     machine, _ = _machine(target)
-    text = DECLARATIONS + matrix_module(target) + vector_module(target) + _program()
+    parts = [matrix_module(target), vector_module(target), expert_module(target), latent_module(target), _program()]
+    text = "\n".join([DECLARATIONS, *parts])
     module = binding.parse_assembly(text)
     module.triple, module.data_layout = binding.get_process_triple(), str(machine.target_data)
     module.verify()

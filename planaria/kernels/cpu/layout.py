@@ -14,7 +14,10 @@ CONTROL_WORDS = 64
 # Operations, and the words of a tape row; word 0 is the operation. The fields are listed where they are written.
 ROW_WORDS = 24
 EMBED, NORM, LINEAR, ROPE, ATTEND, SILU, TAKE, REDUCE, MEET, SEND, RECEIVE = range(1, 12)
-ROWS_TOKENS, ROWS_SAMPLES = 0, 2  # index into Batch.counts
+BY_HEAD, LATENT = 20, 21
+ROUTE, SORT, GROUPED, COMBINE, GATE, SQUARES, RESCALE = range(32, 39)
+EXCHANGE = 48  # not run here: see exchange.py
+ROWS_TOKENS, ROWS_SAMPLES, ROWS_ALL = 0, 2, 3  # index into Batch.counts; all: the tokens of all lanes
 TICKET_BYTES = 128  # two counters for each operation, a cache line each
 
 # A rank's port (int64 words): where the memory it shares with other ranks is, and how it waits (collective.py)

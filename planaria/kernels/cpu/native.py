@@ -88,6 +88,14 @@ def pl_values(
     raise NotImplementedError
 
 
+def pl_latents(
+    select: int, steps: int, p: int, ldp: int, chunks: int,
+    count: int, first: int, out: int, ldo: int, state: int,
+) -> None:  # fmt: skip
+    """The same of keys that are values as well; select = rows * 8 + steps (latent_values.latents)."""
+    raise NotImplementedError
+
+
 def pl_packed(
     select: int, x: int, ldx: int, codes: int, scales: int, blocks: int,
     out: int, ldo: int, mode: int, bias: int, sums: int, lds: int,
@@ -172,6 +180,36 @@ def pl_sum(out: int, a: int, b: int, count: int) -> None:
     raise NotImplementedError
 
 
+def pl_scores(logits: int, out: int, count: int, padded: int, kind: int) -> None:
+    """Scores of a row of logits (expert_kernels.scores)."""
+    raise NotImplementedError
+
+
+def pl_weigh(weights: int, count: int, renormalise: int, scaling: int) -> None:
+    """Weights of chosen experts from their scores."""
+    raise NotImplementedError
+
+
+def pl_combine(y: int, ldy: int, place: int, weights: int, k: int, out: int, padded: int, add: int) -> None:
+    """A token's sum over the experts it chose (expert_kernels.combine)."""
+    raise NotImplementedError
+
+
+def pl_gate(x: int, logit: int, out: int, padded: int) -> None:
+    """A row times the sigmoid of one number."""
+    raise NotImplementedError
+
+
+def pl_squares(x: int, count: int, out: int) -> None:
+    """The sum of squares of a row's part."""
+    raise NotImplementedError
+
+
+def pl_rescale(x: int, sum: int, weight: int, count: int, whole: int, eps: int) -> None:
+    """RMS norm of a row's part, given the sum of squares."""
+    raise NotImplementedError
+
+
 # Sizes of the target's tiles
 
 
@@ -192,6 +230,16 @@ def pl_value_rows() -> int:
 
 def pl_value_panels() -> int:
     """Most panels of a tile of values."""
+    raise NotImplementedError
+
+
+def pl_latent_rows() -> int:
+    """Most rows of a tile of keys as values."""
+    raise NotImplementedError
+
+
+def pl_latent_steps() -> int:
+    """Steps of such a tile."""
     raise NotImplementedError
 
 

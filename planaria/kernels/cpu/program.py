@@ -9,46 +9,41 @@ The rule: how work is cut depends on row counts only where the result does not (
 from __future__ import annotations
 
 from planaria.kernels.cpu.collective import op_meet, op_receive, op_reduce, op_send
+from planaria.kernels.cpu.grouped import op_combine, op_gate, op_grouped, op_rescale, op_route, op_sort, op_squares
+from planaria.kernels.cpu.latent import op_by_head, op_latent
 from planaria.kernels.cpu.layout import (
-    ACC,
-    ARRIVED,
     ATTEND,
     BIG,
-    CODES,
+    BY_HEAD,
+    COMBINE,
     COUNTS,
     CURSOR,
     EMBED,
-    FETCH,
-    FEW_ROWS,
-    FUSED_PANELS,
+    GATE,
     GENERATION,
+    GROUPED,
     IDLE,
     IDLE_SPIN,
     KEY_TILE,
+    LATENT,
     LINEAR,
     MEET,
     NORM,
     OPS,
-    PHASE,
-    PLAN,
     POINTERS,
     QUERY_ROWS,
     RECEIVE,
     REDUCE,
+    RESCALE,
     ROPE,
-    ROW_BLOCK,
+    ROUTE,
     ROW_WORDS,
-    SCRATCH,
-    SCRATCH_BYTES,
     SEND,
-    SHARED,
     SILU,
-    SLEEPING,
-    SPIN,
+    SORT,
+    SQUARES,
     STATE,
     STOP,
-    STREAM_ROWS,
-    SUMS,
     TAKE,
     TAPE,
     TEMP,
@@ -56,30 +51,24 @@ from planaria.kernels.cpu.layout import (
     TICKET_BYTES,
     TICKETS,
     TRACE,
-    WHOLE_ROWS,
-    WIDE_ROWS,
-    ZERO_BYTES,
     ZEROS,
 )  # fmt: skip
-from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT, STORE_F32
+from planaria.kernels.cpu.micro import STORE_F32
 from planaria.kernels.cpu.native import (
-    FUTEX,
     atomic_add,
     atomic_get,
-    atomic_put,
     clock,
     get,
     get32,
-    pl_block_sums,
     pl_copy,
     pl_divide,
     pl_embed,
-    pl_inline_rows,
     pl_item,
+    pl_latent_rows,
+    pl_latent_steps,
+    pl_latents,
     pl_norm,
-    pl_packed,
     pl_rotate,
-    pl_settle,
     pl_silu,
     pl_softmax,
     pl_store_key,
@@ -90,91 +79,15 @@ from planaria.kernels.cpu.native import (
     pl_value_panels,
     pl_value_rows,
     pl_values,
-    pl_wide,
     prefetch,
     put,
     put32,
     relax,
-    syscall,
 )  # fmt: skip
-
-EXTRA = 0
-ROPEF = 1
-OL = 1
-
-FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
-
-# Threads
-
-
-def sleep_while(address: int, value: int) -> None:
-    """Sleep unless the low half of the word at address is no longer `value`; wakes may be spurious."""
-    syscall(FUTEX, address, FUTEX_WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
-
-
-def wake_all(address: int) -> None:
-    syscall(FUTEX, address, FUTEX_WAKE_PRIVATE, 0x7FFFFFFF, 0, 0, 0)
-
-
-def barrier(c: int) -> None:
-    """All threads arrive before any leaves. Spins a while, then sleeps."""
-    threads = get(c, THREADS)
-    if threads == 1:
-        return
-    phase = atomic_get(c, PHASE)
-    if atomic_add(c, ARRIVED, 1) == threads - 1:
-        put(c, ARRIVED, 0)
-        atomic_put(c, PHASE, phase + 1)
-        if atomic_get(c, SLEEPING) > 0:
-            wake_all(c + PHASE * 8)
-        return
-    spins = get(c, SPIN)
-    while atomic_get(c, PHASE) == phase:
-        if spins > 0:
-            spins -= 1
-            relax()
-        else:
-            atomic_add(c, SLEEPING, 1)
-            sleep_while(c + PHASE * 8, phase)
-            atomic_add(c, SLEEPING, -1)
-
-
-def grab(ticket: int, units: int, threads: int) -> int:
-    """The next range of units, as start * 2^32 + end; empty when all are taken.
-
-    Ranges shrink: the k-th takes 1 / (2 * threads) of what is left, so that few are needed and the last are small.
-    """
-    if threads == 1:
-        return units if atomic_add(ticket, 0, 1) == 0 else 0
-    turn = atomic_add(ticket, 0, 1)
-    start = 0
-    while start < units:
-        size = (units - start) // (2 * threads)
-        if size < 1:
-            size = 1
-        if turn == 0:
-            return (start << 32) + start + size
-        turn -= 1
-        start += size
-    return 0
-
-
-def scratch(c: int, tid: int) -> int:
-    return get(c, SCRATCH) + tid * get(c, SCRATCH_BYTES)
-
-
-def share(n: int, tid: int, threads: int) -> int:
-    """First of n rows that thread `tid` does."""
-    return n * tid // threads
-
+from planaria.kernels.cpu.products import op_linear
+from planaria.kernels.cpu.threads import barrier, bring, clear, scratch, share, sleep_while, wake_all, whole_chunks
 
 # Operations
-
-
-def bring(address: int, size: int) -> None:
-    """Ask for what another core may have written last."""
-    for line in range(address, address + size, 64):
-        prefetch(line)
 
 
 def op_embed(c: int, row: int, tid: int) -> None:
@@ -192,21 +105,16 @@ def op_embed(c: int, row: int, tid: int) -> None:
         pl_embed(get(row, 1), panel, panel + get(row, 4), token & 15, get(row, 5), get(row, 6) + t * get(row, 7))
 
 
-def clear(c: int, place: int, size: int) -> None:
-    """Zeros over `size` bytes."""
-    done = 0
-    while done < size:
-        pl_copy(place + done, get(c, ZEROS), min(ZERO_BYTES, size - done))
-        done += ZERO_BYTES
-
-
 def op_norm(c: int, row: int, tid: int) -> None:
-    # 1 x, 2 ldx, 3 weight, 4 out, 5 ldo, 6 padded, 7 count, 8 eps, 9 rows
+    # 1 x, 2 ldx, 3 weight, 4 out, 5 ldo, 6 padded, 7 count, 8 eps, 9 rows, 10 is x of the activation dtype
     n, threads = get(get(c, COUNTS), get(row, 9)), get(c, THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
         x, out = get(row, 1) + r * get(row, 2), get(row, 4) + r * get(row, 5)
         bring(x + get(row, 2), get(row, 2))
-        pl_norm(x, get(row, 3), out, get(row, 6), get(row, 7), get(row, 8))
+        if get(row, 10):
+            pl_rotate(x, out, scratch(c, tid) + BIG, 0, 0, 0, get(row, 7), get(row, 3), get(row, 8))
+        else:
+            pl_norm(x, get(row, 3), out, get(row, 6), get(row, 7), get(row, 8))
 
 
 def op_silu(c: int, row: int, tid: int) -> None:
@@ -225,168 +133,13 @@ def op_take(c: int, row: int, tid: int) -> None:
         pl_copy(get(row, 3) + r * get(row, 2), source, get(row, 2))
 
 
-def foresee(c: int, row: int, mine: int, most: int) -> int:
-    """Choose up to `most` lines of keys and values of the next attention to come into the cache now: how many, their
-    address in PLAN. Each thread walks over every so many-th sequence; attention sets it back to the start."""
-    attend, s = get(row, 16), get(mine + CURSOR, 0)
-    if attend == 0 or s >= get(get(c, COUNTS), 1):
-        return 0
-    at, line = get(mine + CURSOR, 1), get(mine + CURSOR, 2)
-    table = get(attend, 17) + get32(get(attend, 16), s) * get(attend, 18)
-    lines = get(attend, 6) >> 6  # of a block
-    count = min(lines - line, most)
-    put(mine + PLAN, 2, get(attend, 5) + get32(table, at) * get(attend, 6) + line * 64)
-    line += count
-    if line == lines:
-        line = 0
-        at += 1
-        if at * get(attend, 8) >= get32(get(attend, 15), s):
-            at = 0
-            s += get(c, THREADS)
-    put(mine + CURSOR, 0, s)
-    put(mine + CURSOR, 1, at)
-    put(mine + CURSOR, 2, line)
-    return count
-
-
-def foresee_list(c: int, row: int, mine: int, count: int, useless: int) -> None:
-    """Addresses of 8 lines each for pl_wide to fetch; where there are no more, one of what is there already."""
-    i = 0
-    while i < count:
-        lines = foresee(c, row, mine, 8 * (count - i)) if useless == 0 else 0
-        if lines < 8:
-            for k in range(i, count):
-                put(mine + FETCH, k, mine + ACC)
-            return
-        for line in range(0, lines, 8):
-            put(mine + FETCH, i, get(mine + PLAN, 2) + line * 64)
-            i += 1
-
-
-def product(
-    c: int, row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int, out: int, ldo: int, mode: int
-) -> None:
-    """Rows [first, last) x panels [panel, end) into out, where row `first`, panel `panel` begin."""
-    kind, stride, length = get(row, 1), get(row, 3), get(row, 5)
-    ldx = get(row, 7)
-    x = get(row, 6) + first * ldx
-    n = last - first
-    wide = 16 * (pl_item() if mode == STORE_ACT else 4)
-    lds = length * 4
-    while panel < end:
-        w, bias = get(row, 2) + panel * stride, get(row, 11) + panel * 64
-        if kind != DENSE and n <= pl_inline_rows():
-            pl_packed(n * 4 + kind, x, ldx, w, w + get(row, 4), length, out, ldo, mode, bias, sums, lds)
-            panel += 1
-            out += wide
-            continue
-        panels = pl_tile_panels() if n > STREAM_ROWS and end - panel >= pl_tile_panels() else 1
-        if kind != DENSE:
-            for r in range(0, n, WIDE_ROWS):
-                rows = min(WIDE_ROWS, n - r)
-                foresee_list(c, row, mine, rows // pl_tile_rows() * length, n > WHOLE_ROWS)
-                pl_wide(
-                    panels * 4 + kind, rows, x + r * ldx, ldx, w, w + get(row, 4), length, stride, mine + ACC,
-                    sums + r * lds, lds, mine + CODES, mine + FETCH,
-                )  # fmt: skip
-                pl_settle(panels, rows, mine + ACC, out + r * ldo, ldo, mode, bias)
-        else:
-            for v in range(panels):
-                put(mine + POINTERS, v, w + v * stride)
-            for r in range(0, n, pl_tile_rows()):
-                rows = min(pl_tile_rows(), n - r)
-                # while these panels are used the next come into the cache, a part with each of the first tiles
-                turn = r // pl_tile_rows()
-                put(mine + PLAN, 0, w + (panels + turn) * stride)
-                put(mine + PLAN, 1, length * 4 if turn < panels else 0)
-                put(mine + PLAN, 3, 0)
-                if panels > 1 and n <= WHOLE_ROWS:
-                    put(mine + PLAN, 3, 8 * foresee(c, row, mine, length >> 1))
-                pl_tile(
-                    rows * 4 + panels, x + r * ldx, ldx, mine + POINTERS, length, out + r * ldo, ldo, mode, bias,
-                    mine + PLAN,
-                )  # fmt: skip
-        panel += panels
-        out += panels * wide
-
-
-def block(c: int, row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int) -> None:
-    """Rows [first, last) x panels [panel, end) of a linear operation."""
-    half, out, ldo, mode = get(row, 13), get(row, 8), get(row, 9), get(row, 10)
-    out += first * ldo
-    wide = 16 * (pl_item() if mode == STORE_ACT else 4)
-    my_sums = sums + first * get(row, 5) * 4
-    if half == 0:
-        product(c, row, mine, my_sums, first, last, panel, end, out + panel * wide, ldo, mode)
-        return
-    # 14: offset in scratch of two tiles [ROW_BLOCK][FUSED_PANELS * 16], gate and up; a few rows take all panels of
-    # a tile from one place, then from the other, so that memory is read in long runs
-    ld = FUSED_PANELS * wide
-    gate = mine + get(row, 14)
-    up = gate + ROW_BLOCK * ld
-    most = FUSED_PANELS if last - first <= WHOLE_ROWS else pl_tile_panels()
-    while panel < end:
-        stop = min(end, panel + most)
-        product(c, row, mine, my_sums, first, last, panel, stop, gate, ld, STORE_ACT)
-        product(c, row, mine, my_sums, first, last, panel + half, stop + half, up, ld, STORE_ACT)
-        count = (stop - panel) * 16
-        for r in range(last - first):
-            pl_silu(gate + r * ld, up + r * ld, out + r * ldo + panel * wide, count, count)
-        panel = stop
-
-
-def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
-    # 1 kind, 2 w, 3 panel bytes, 4 offset of scales, 5 steps or blocks, 6 x, 7 ldx, 8 out, 9 ldo, 10 mode, 11 bias,
-    # 12 rows, 13 panels of one half of a fused silu (0: plain), 14 its scratch, 15 panels
-    n, threads = get(get(c, COUNTS), get(row, 12)), get(c, THREADS)
-    if n == 0:
-        return
-    mine = scratch(c, tid)
-    if n <= WHOLE_ROWS:
-        bring(get(row, 6), n * get(row, 7))
-    sums = mine + SUMS
-    if get(row, 1) == Q4_1:
-        blocks = get(row, 5)
-        if n <= FEW_ROWS and blocks * n * 4 <= BIG - SUMS:
-            for r in range(n):
-                pl_block_sums(get(row, 6) + r * get(row, 7), blocks, sums + r * blocks * 4)
-        else:
-            sums = get(c, SHARED)
-            for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
-                pl_block_sums(get(row, 6) + r * get(row, 7), blocks, sums + r * blocks * 4)
-            barrier(c)
-    panels = get(row, 13)
-    if panels == 0:
-        panels = get(row, 15)
-    if n <= STREAM_ROWS:
-        while True:
-            taken = grab(ticket, panels, threads)
-            if taken == 0:
-                return
-            block(c, row, mine, sums, 0, n, taken >> 32, taken & 0xFFFFFFFF)
-    most = pl_tile_panels()
-    groups = (panels + most - 1) // most
-    units = groups * ((n + ROW_BLOCK - 1) // ROW_BLOCK)
-    while True:
-        taken = grab(ticket, units, threads)
-        if taken == 0:
-            return
-        for u in range(taken >> 32, taken & 0xFFFFFFFF):
-            first, group = (u // groups) * ROW_BLOCK, (u % groups) * most
-            block(c, row, mine, sums, first, min(n, first + ROW_BLOCK), group, min(panels, group + most))
-
-
 def op_rope(c: int, row: int, tid: int) -> None:
     # 1 qkv, 2 ldx, 3 out, 4 ldo, 5 cache, 6 block bytes, 7 key bytes, 8 block size, 9 heads, 10 kv heads, 11 dim,
     # 12 cos, 13 sin, 14 half, 15 q_norm, 16 k_norm, 17 eps, 18 slots, 19 positions
     n, threads = get(get(c, COUNTS), 0), get(c, THREADS)
     slots = get(row, 18)
-    # tokens of one chunk of 16 are written by one thread: the first clears the chunk, two share each word
-    start, end = share(n, tid, threads), share(n, tid + 1, threads)
-    while 0 < start < n and get(slots, start) & 15 and get(slots, start - 1) == get(slots, start) - 1:
-        start += 1
-    while 0 < end < n and get(slots, end) & 15 and get(slots, end - 1) == get(slots, end) - 1:
-        end += 1
+    start = whole_chunks(slots, share(n, tid, threads), n)
+    end = whole_chunks(slots, share(n, tid + 1, threads), n)
     dim, heads, kv_heads, half = get(row, 11), get(row, 9), get(row, 10), get(row, 14)
     head = dim * pl_item()
     temp = scratch(c, tid) + TEMP
@@ -416,9 +169,9 @@ def op_rope(c: int, row: int, tid: int) -> None:
 def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: int) -> None:
     """Tokens [first, first + count) of sequence s, for the query heads of key head h."""
     item = pl_item()
-    size, dim = get(row, 8), get(row, 11)
+    size, dim = get(row, 8), get(row, 20)  # of values
     group = get(row, 9) // get(row, 10)
-    head = dim * item
+    head = get(row, 11) * item
     rows = count * group
     begin = get32(get(row, 14), s)
     new = get32(get(row, 14), s + 1) - begin
@@ -426,8 +179,8 @@ def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: 
     keys = position + count  # that the last token sees
     window = get(row, 13)
     table = get(row, 17) + get32(get(row, 16), s) * get(row, 18)
-    chunk = 16 * head
-    base = get(row, 5) + h * (size >> 4) * 2 * chunk
+    chunk, both = 16 * head, get(row, 7)
+    base = get(row, 5) + h * get(row, 19)
     tall = max(rows, QUERY_ROWS)
     q = mine + BIG
     scores = q + tall * head
@@ -450,10 +203,10 @@ def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: 
         chunks = (min(KEY_TILE, keys - start) + 15) >> 4
         for i in range(chunks):
             key = start + 16 * i
-            place = base + get32(table, key // size) * get(row, 6) + ((key % size) >> 4) * 2 * chunk
+            place = base + get32(table, key // size) * get(row, 6) + ((key % size) >> 4) * both
             put(kp, i, place)
             put(vp, i, place + chunk)
-            for line in range(place, place + 2 * chunk, 256):
+            for line in range(place, place + both, 256):
                 prefetch(line)  # one in four: the core fetches their neighbours by itself
         i = 0
         while i < chunks:
@@ -484,29 +237,51 @@ def attend_tile(c: int, row: int, mine: int, s: int, h: int, first: int, count: 
                     get(row, 12),
                     state + 16 * r,
                 )
-        v, all_panels = 0, dim >> 4
-        while v < all_panels:
-            panels = pl_value_panels() if all_panels - v >= pl_value_panels() else 1
-            r = 0
-            while r < rows:
-                some = min(pl_value_rows(), rows - r)
-                pl_values(
-                    some * 8 + panels, panels, p + r * KEY_TILE * item, KEY_TILE * item, vp, chunks, v * 256 * item,
-                    o + (r * dim + 16 * v) * 4, dim * 4, state + 16 * r,
-                )  # fmt: skip
-                r += some
-            v += panels
+        if get(row, 21):
+            sum_keys(dim, rows, p, kp, chunks, o, state)
+        else:
+            sum_values(dim, rows, p, vp, chunks, o, state)
         start += KEY_TILE
     for i in range(count):
-        place = get(row, 3) + (begin + first + i) * get(row, 4) + h * group * head
+        place = get(row, 3) + (begin + first + i) * get(row, 4) + h * group * dim * item
         for g in range(group):
             r = i * group + g
-            pl_divide(o + r * dim * 4, state + 16 * r, place + g * head, dim)
+            pl_divide(o + r * dim * 4, state + 16 * r, place + g * dim * item, dim)
+
+
+def sum_values(dim: int, rows: int, p: int, vp: int, chunks: int, o: int, state: int) -> None:
+    """Add a tile's weighted values to o."""
+    item = pl_item()
+    v, all_panels = 0, dim >> 4
+    while v < all_panels:
+        panels = pl_value_panels() if all_panels - v >= pl_value_panels() else 1
+        r = 0
+        while r < rows:
+            some = min(pl_value_rows(), rows - r)
+            pl_values(
+                some * 8 + panels, panels, p + r * KEY_TILE * item, KEY_TILE * item, vp, chunks, v * 256 * item,
+                o + (r * dim + 16 * v) * 4, dim * 4, state + 16 * r,
+            )  # fmt: skip
+            r += some
+        v += panels
+
+
+def sum_keys(dim: int, rows: int, p: int, kp: int, chunks: int, o: int, state: int) -> None:
+    """The same where values are the first `dim` columns of keys."""
+    item, steps = pl_item(), pl_latent_steps()
+    for v in range(0, dim * item >> 2, steps):
+        for r in range(0, rows, pl_latent_rows()):
+            some = min(pl_latent_rows(), rows - r)
+            pl_latents(
+                some * 8 + steps, steps, p + r * KEY_TILE * item, KEY_TILE * item, kp, chunks, v * 64,
+                o + (r * dim + v * 4 // item) * 4, dim * 4, state + 16 * r,
+            )  # fmt: skip
 
 
 def op_attend(c: int, row: int, tid: int, ticket: int) -> None:
-    # 1 q, 2 ldq, 3 out, 4 ldo, 5 cache, 6 block bytes, 7 key bytes, 8 block size, 9 heads, 10 kv heads, 11 dim,
-    # 12 scale, 13 window, 14 seq_start, 15 seq_len, 16 seq_row, 17 block_table, 18 bytes of its rows
+    # 1 q, 2 ldq, 3 out, 4 ldo, 5 cache, 6 block bytes, 7 bytes from chunk to chunk, 8 block size, 9 heads, 10 kv heads,
+    # 11 dim, 12 scale, 13 window, 14 seq_start, 15 seq_len, 16 seq_row, 17 block_table, 18 bytes of its rows,
+    # 19 bytes from kv head to kv head, 20 dim of values, 21 are they the first columns of keys
     sequences, kv_heads = get(get(c, COUNTS), 1), get(row, 10)
     group = get(row, 9) // kv_heads
     tokens = max(1, QUERY_ROWS // group)
@@ -544,6 +319,11 @@ def execute(c: int, tid: int) -> None:
             op_rope(c, row, tid)
         elif code == EMBED:
             op_embed(c, row, tid)
+        elif code == BY_HEAD:
+            op_by_head(c, row, ticket, scratch(c, tid))
+        elif code == LATENT:
+            n, threads = get(get(c, COUNTS), 0), get(c, THREADS)
+            op_latent(c, row, share(n, tid, threads), share(n, tid + 1, threads), scratch(c, tid))
         elif code == TAKE:
             op_take(c, row, tid)
         elif code == SILU:
@@ -556,6 +336,20 @@ def execute(c: int, tid: int) -> None:
             op_send(row, tid)
         elif code == RECEIVE:
             op_receive(row, tid)
+        elif code == GROUPED:
+            op_grouped(c, row, tid, ticket)
+        elif code == ROUTE:
+            op_route(c, row, tid)
+        elif code == SORT:
+            op_sort(c, row, tid)
+        elif code == COMBINE:
+            op_combine(c, row, tid)
+        elif code == GATE:
+            op_gate(c, row, tid)
+        elif code == SQUARES:
+            op_squares(c, row, tid)
+        elif code == RESCALE:
+            op_rescale(c, row, tid)
         barrier(c)
         if tid == 0 and get(c, TRACE):
             put(get(c, TRACE), i, clock())

@@ -53,6 +53,15 @@ class Target:
     def value_panels(self) -> int:
         return 4 if self.wide else 1
 
+    # of keys summed up as values: a step is one column, or two
+    @property
+    def latent_rows(self) -> int:
+        return 6 if self.wide else 2
+
+    @property
+    def latent_steps(self) -> int:
+        return (4 if self.wide else 2) // self.pair
+
     @property
     def inline_rows(self) -> int:
         """Rows up to which packed weights are unpacked in registers; above, a panel is unpacked to memory once."""

@@ -1,0 +1,309 @@
+"""`planaria plan`: where every rank would go, as arithmetic. Nothing is started, and no Ray cluster either."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+
+from planaria.cli.options import engine_options
+from planaria.config.machine import Machine, accelerator_ids, cuda_available, look, usable_cores
+from planaria.config.options import EngineOptions, ParallelConfig
+from planaria.config.parallel import resolve_parallel, with_lanes
+from planaria.errors import ConfigError, PlanariaError, UserError
+from planaria.topology import Cluster, Device, DoesNotFit, Infeasible, Layout, Node, Packing, pack, place
+from planaria.topology.table import CameUp, Row, differences, lines, remarks, rows, said
+
+ANY = 1 << 30  # of what this machine has: the placement counts, with better words
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What is placed on what. source: of the cluster, for people. given: a placement that isn't ours to choose."""
+
+    parallel: ParallelConfig
+    cluster: Cluster
+    source: str
+    strategy: str | None = None  # None: no engine is placed by one
+    given: Packing | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        parallel = self.parallel
+        return msgspec.structs.replace(parallel.layout, dp=len(parallel.replicas) * parallel.lanes)
+
+    def rows(self, packing: Packing) -> list[Row]:
+        return rows(packing, self.cluster, self.parallel.replicas.start)
+
+    def answer(self, layout: Layout, strategy: str | None, local: int | None) -> Packing:
+        """Raises ConfigError, Infeasible."""
+        if self.given is not None:
+            return self.given
+        if strategy is not None:
+            return pack(self.cluster, layout, strategy, local)
+        return Packing.of(place(self.cluster, layout, span=True))
+
+
+def run(model: str | None, engine: dict[str, Any], *, cluster_file: Path | None, as_json: bool) -> None:
+    """Raises UserError; exits with 2 where there is no such placement."""
+    gc.disable()  # many small values, all of which stay
+    try:
+        _run(model, engine, cluster_file, as_json)
+    finally:
+        gc.enable()
+
+
+def _run(model: str | None, engine: dict[str, Any], cluster_file: Path | None, as_json: bool) -> None:
+    options = engine_options(model or "", engine)
+    if model is not None:
+        _check_model(options)
+    question = _from_file(options, cluster_file) if cluster_file is not None else _from_here(options)
+    try:
+        packing = question.answer(question.layout, question.strategy, question.parallel.data_parallel_size_local)
+    except (Infeasible, UserError) as e:
+        print(f"planaria: {e}", file=sys.stderr)
+        nearest = _nearest(question, e)
+        if as_json:
+            _write_json(_refusal(question, e, nearest))
+        elif nearest is not None:
+            print(f"would fit: {_flags(nearest, question)}")
+            _print(nearest, question)
+        raise typer.Exit(2) from None
+    if as_json:
+        _write_json(_as_json(packing, question))
+    else:
+        first = question.parallel.replicas.start
+        print(said(question.source, packing, question.cluster, first, question.notes))
+
+
+# -- what there is
+
+
+def _from_file(options: EngineOptions, path: Path) -> Question:
+    """Ray places engines and ranks on nodes of which this one may be none."""
+    from planaria.config.cluster_file import read_cluster
+
+    asked = options.distributed_executor_backend
+    if asked not in (None, "ray"):
+        rule = f"is placed on by Ray, and the executor is {asked}"
+        raise ConfigError("--cluster", path, rule, "leave --distributed-executor-backend out, or use ray")
+    parallel = _parallel(_on_ray(options), Machine(cores=ANY, accelerators=ANY, ray_installed=True), "cuda")[0]
+    cluster = read_cluster(path).headed_by(parallel.data_parallel_address)
+    return Question(parallel, cluster, str(path), _strategy(_on_ray(options)))
+
+
+def _from_here(options: EngineOptions) -> Question:
+    """The Ray cluster that runs, unless ranks are to be started without Ray; else this machine."""
+    machine = msgspec.structs.replace(look(options.distributed_executor_backend), accelerators=ANY)
+    device = "cuda" if options.device == "cuda" or (options.device == "auto" and cuda_available()) else "cpu"
+    mine = options.distributed_executor_backend not in (None, "ray") or options.nnodes > 1
+    if not mine and machine.ray_installed:
+        question = _from_ray(options, machine, device)
+        if question is not None:
+            return question
+    parallel, notes = _parallel(options, machine, device)
+    return msgspec.structs.replace(without_ray(parallel, device), strategy=_strategy(options), notes=notes)
+
+
+def without_ray(parallel: ParallelConfig, device: str) -> Question:
+    """On this machine, or on the nodes of the same command."""
+    if not parallel.over_nodes:
+        return Question(parallel, _this_machine(parallel, device), "this machine")
+    from planaria.executor.launcher.nodes import fleet_placement
+
+    share = parallel.local_world_size * (parallel.engine_nodes.local if parallel.engine_nodes is not None else 1)
+    nodes = [Node.of(str(number), share) for number in range(parallel.nnodes)]
+    given = Packing.of(fleet_placement(parallel))
+    return Question(parallel, Cluster(tuple(nodes), "0"), f"{len(nodes)} nodes", given=given)
+
+
+def _this_machine(parallel: ParallelConfig, device: str) -> Cluster:
+    """One node. Without accelerators there is a slot for every rank."""
+    from planaria.node import node_name
+
+    if device == "cuda":
+        devices = [Device(id, "cuda") for id in accelerator_ids()]
+    else:
+        ranks = parallel.world_size * len(parallel.replicas)
+        devices = [Device(id, "cpu") for id in range(max(ranks, usable_cores()))]
+    return Cluster((Node(node_name(), tuple(devices), ("127.0.0.1",)),), node_name())
+
+
+def _from_ray(options: EngineOptions, machine: Machine, device: str) -> Question | None:
+    """None where no cluster runs."""
+    from planaria.env import ray_settings
+    from planaria.executor.ray.cluster import join
+    from planaria.executor.ray.given import GivenGroups
+    from planaria.executor.ray.groups import obtain
+
+    settings = ray_settings()
+    connection = join(settings.address)
+    if connection is None:
+        return None
+    try:
+        parallel, notes = _parallel(_on_ray(options), machine, device)
+        resource = connection.resource(device)
+        names = parallel.placement_groups
+        layout = Layout(pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size)
+        now, given = msgspec.structs.replace(settings, wait=0.0), None
+        cluster = connection.snapshot(resource).headed_by(parallel.data_parallel_address)
+        if len(names) > 1:
+            several = msgspec.structs.replace(layout, dp=len(names))
+            given = GivenGroups(names, resource, now).pack(several, 0.0, head=cluster.head)
+        elif names:
+            given = Packing.of(obtain(connection, names[0], layout, resource, now, "").placement)
+        source = connection.source(resource, names)
+        return Question(parallel, cluster, source, _strategy(_on_ray(options)), given, notes)
+    finally:
+        connection.close()
+
+
+def _on_ray(options: EngineOptions) -> EngineOptions:
+    """Lanes of one engine are not engines that Ray starts, only its ranks are."""
+    if options.enable_expert_parallel and options.data_parallel_size > 1:
+        return msgspec.structs.replace(options, distributed_executor_backend="ray")
+    return msgspec.structs.replace(options, data_parallel_backend="ray", distributed_executor_backend="ray")
+
+
+def _strategy(options: EngineOptions) -> str | None:
+    """One engine goes where `place` puts it, as in `serve`, unless a strategy was asked for."""
+    if options.data_parallel_backend != "ray":
+        return None
+    return options.ray_dp_pack_strategy or ("strict" if options.data_parallel_size > 1 else None)
+
+
+def _parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[ParallelConfig, tuple[str, ...]]:
+    parallel, notes = resolve_parallel(options, machine, device)
+    return with_lanes(parallel), tuple(line for level, line in notes if level >= 30)
+
+
+def _check_model(options: EngineOptions) -> None:
+    """Raises ConfigError where its heads or layers can't be dealt, ModelError."""
+    from planaria.checkpoint import resolve_checkpoint
+    from planaria.config.parallel import partition
+    from planaria.layers.deal import deal
+    from planaria.models import model_config
+    from planaria.topology.experts import ExpertMap
+
+    checkpoint = resolve_checkpoint(options.model)
+    model = model_config(checkpoint.config, checkpoint.generation_config)
+    stages = partition(options.pp_layer_partition)
+    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
+    moe = model.moe if options.enable_expert_parallel else None
+    deal(model, tp, pp, stages, ExpertMap.linear(moe.num_experts, tp) if moe else None)
+
+
+# -- beside `serve`
+
+
+class Planned:
+    """What `serve` is about to start without Ray: the same table, and a look at what came of it. A `planaria.server.
+    fleet.Plan`."""
+
+    def __init__(self, parallel: ParallelConfig, device: str) -> None:
+        self.parallel, self.device = parallel, device
+        self.numbered = device != "cpu"  # devices of ranks mean something
+        question, packing, self.table = self._answer(parallel)
+        self.text = said(question.source, packing, question.cluster, parallel.replicas.start)
+
+    def _answer(self, parallel: ParallelConfig) -> tuple[Question, Packing, list[Row]]:
+        question = without_ray(parallel, self.device)
+        packing = question.answer(question.layout, None, None)
+        return question, packing, question.rows(packing)
+
+    def differences(self, engine: int, places: Sequence[CameUp]) -> list[str]:
+        """A line for each of an engine's ranks that came up elsewhere. places: by rank, as in EngineFacts."""
+        if engine >= self.parallel.replicas.stop:  # the fleet has grown
+            self.parallel = msgspec.structs.replace(
+                self.parallel, data_parallel_size=engine + 1, data_parallel_size_local=engine + 1
+            )
+            self.table = self._answer(self.parallel)[2]
+        own = [row for row in self.table if row.dp // self.parallel.lanes == engine]
+        if len(own) != len(places):
+            return []  # it has another layout now
+        if not self.numbered:
+            places = [at._replace(devices=()) for at in places]
+        if len({row.node for row in self.table}) > 1:  # planned by number; the first rank says a node's name
+            names: dict[str, str] = {}
+            for row, at in zip(own, places, strict=True):
+                names.setdefault(row.node, at.node)
+            own = [row._replace(node=names[row.node]) for row in own]
+        return differences(own, {row.rank: at for row, at in zip(own, places, strict=True)})
+
+
+# -- what is said
+
+
+def _nearest(question: Question, error: PlanariaError) -> Packing | None:
+    if isinstance(error, DoesNotFit) and error.instead is not None:
+        return question.answer(*error.instead)
+    if isinstance(error, Infeasible) and error.nearest is not None:
+        return question.answer(error.nearest, question.strategy, question.parallel.data_parallel_size_local)
+    return None
+
+
+def _flags(packing: Packing, question: Question) -> str:
+    """What to type for it."""
+    layout = packing.layout
+    degrees = (("-tp", layout.tp), ("-pp", layout.pp), ("-dp", layout.dp))
+    words = [f"{flag} {degree}" for flag, degree in degrees if degree > 1 or flag == "-tp"]
+    if packing.strategy and (layout.dp > 1 or question.strategy is not None):
+        words.append(f"--ray-dp-pack-strategy {packing.strategy}")
+        if packing.strategy != "span":
+            words.append(f"--data-parallel-size-local {packing.local}")
+    return " ".join(words)
+
+
+def _print(packing: Packing, question: Question) -> None:
+    out = [*lines(question.rows(packing)), *remarks(packing, question.cluster), *question.notes]
+    sys.stdout.write("\n".join(out) + "\n")
+
+
+def _degrees(layout: Layout) -> dict[str, int]:
+    return {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
+
+
+def _as_json(packing: Packing, question: Question) -> dict[str, Any]:
+    table = question.rows(packing)
+    memory = {(node.id, device.id): device.memory for node in question.cluster.nodes for device in node.devices}
+    return {
+        "feasible": True,
+        "source": question.source,
+        "layout": _degrees(packing.layout),
+        "strategy": packing.strategy or None,
+        "data_parallel_size_local": packing.local if packing.strategy else None,
+        "head": question.cluster.head,
+        "ranks": [{**row._asdict(), "memory": memory.get((row.node, row.device), 0)} for row in table],
+        "engines": [
+            {
+                "dp": number, "local_rank": local_rank,
+                "bundles": [{"node": each.node, "devices": int(each.devices)} for each in packing.bundles(number)],
+            }
+            for number, local_rank in enumerate(packing.local_ranks)
+        ],  # fmt: skip
+        "warnings": [*remarks(packing, question.cluster), *question.notes],
+    }
+
+
+def _refusal(question: Question, error: PlanariaError, nearest: Packing | None) -> dict[str, Any]:
+    return {
+        "feasible": False,
+        "source": question.source,
+        "layout": _degrees(question.layout),
+        "reason": error.why if isinstance(error, Infeasible) else str(error),
+        "needed": error.needed if isinstance(error, Infeasible) else None,
+        "found": error.found if isinstance(error, Infeasible) else None,
+        "nearest": None if nearest is None else {
+            "layout": _degrees(nearest.layout), "strategy": nearest.strategy or None,
+            "options": _flags(nearest, question),
+        },
+    }  # fmt: skip
+
+
+def _write_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")

@@ -1,0 +1,172 @@
+"""The rules of expert options: who has which experts, how tokens reach them, how load is balanced. Pure.
+
+`expert_fields` looks at what needs no model, `resolve_experts` at the rest, when the model is known. What the engine
+can't do yet is refused by `not_yet`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from planaria.config.all2all import BACKENDS, DEEPEP, DEFAULT, LIBRARIES, ExpertShapes, check_backend
+from planaria.config.model import ModelConfig
+from planaria.config.options import EngineOptions, EPLBConfig, ParallelConfig
+from planaria.errors import ConfigError
+from planaria.topology.experts import STRATEGIES
+
+Note = tuple[int, str]  # a level of `logging`, a line
+
+POLICIES = ("default",)
+
+_EP, _EPLB, _EPLB_CONFIG, _DBO = "--enable-expert-parallel", "--enable-eplb", "--eplb-config", "--enable-dbo"
+_PLACEMENT, _ALL2ALL, _UBATCH = "--expert-placement-strategy", "--all2all-backend", "--ubatch-size"
+
+
+def expert_fields(options: EngineOptions) -> dict[str, Any]:
+    """Fields of ParallelConfig. Raises ConfigError."""
+    strategy, backend = options.expert_placement_strategy, options.all2all_backend
+    if strategy not in STRATEGIES:
+        raise ConfigError(_PLACEMENT, strategy, "is unknown", f"choose one of {', '.join(STRATEGIES)}")
+    if backend is not None and backend not in BACKENDS:
+        raise ConfigError(_ALL2ALL, backend, "is unknown", f"choose one of {', '.join(BACKENDS)}")
+    if backend in DEEPEP and options.ray_dp_pack_strategy == "fill":
+        raise ConfigError(
+            "--ray-dp-pack-strategy", "fill",
+            f"puts any number of ranks on a node, and those of {_ALL2ALL} {backend} must sit by eights on a node",
+            f"use --ray-dp-pack-strategy strict, or {_ALL2ALL} {DEFAULT}",
+        )  # fmt: skip
+    for option, number in (
+        (_UBATCH, options.ubatch_size),
+        ("--dbo-decode-token-threshold", options.dbo_decode_token_threshold),
+        ("--dbo-prefill-token-threshold", options.dbo_prefill_token_threshold),
+    ):
+        if number < 0:
+            raise ConfigError(option, number, "must be at least 0")
+    return {
+        "enable_expert_parallel": options.enable_expert_parallel,
+        "expert_placement_strategy": strategy,
+        "enable_eplb": options.enable_eplb,
+        "eplb_config": eplb_config(options.eplb_config),
+        "all2all_backend": backend or DEFAULT,
+        "enable_dbo": options.enable_dbo,
+        "ubatch_size": options.ubatch_size,
+        "dbo_decode_token_threshold": options.dbo_decode_token_threshold,
+        "dbo_prefill_token_threshold": options.dbo_prefill_token_threshold,
+    }
+
+
+def eplb_config(given: str | dict[str, Any] | None) -> EPLBConfig:
+    """From JSON, or what it says. Raises ConfigError for a field that is unknown, of another type, or out of range."""
+    if given is None:
+        return EPLBConfig()
+    try:
+        if isinstance(given, str):
+            config = msgspec.json.decode(given, type=EPLBConfig)
+        else:
+            config = msgspec.convert(given, EPLBConfig)
+    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+        names = ", ".join(EPLBConfig.__struct_fields__)
+        shown = repr(given) if isinstance(given, str) else given
+        fix = f"""write '{{"num_redundant_experts": 8}}'; fields: {names}"""
+        raise ConfigError(_EPLB_CONFIG, shown, f"can't be read: {e}", fix) from None
+    least = {"window_size": 1, "step_interval": 1, "num_redundant_experts": 0}
+    if config.log_balancedness:
+        least["log_balancedness_interval"] = 1
+    for name, value in least.items():
+        if getattr(config, name) < value:
+            raise ConfigError(f"{_EPLB_CONFIG} {name}", getattr(config, name), f"must be at least {value}")
+    if config.use_async and config.policy != "default":
+        rule = f"moves weights between steps as the policy default orders them, and the policy is {config.policy}"
+        raise ConfigError(f"{_EPLB_CONFIG} use_async", "true", rule, "leave policy out, or use_async")
+    if config.policy not in POLICIES:
+        raise ConfigError(f"{_EPLB_CONFIG} policy", config.policy, "is unknown", f"choose one of {', '.join(POLICIES)}")
+    return config
+
+
+def expert_shapes(model: ModelConfig, dtype: str) -> ExpertShapes | None:
+    """Of a model with experts; None: it is dense. dtype: that hidden values are computed in."""
+    moe = model.moe
+    if moe is None:
+        return None
+    return ExpertShapes(num_experts=moe.num_experts, top_k=moe.top_k, hidden_size=model.hidden_size, dtype=dtype)
+
+
+def resolve_experts(
+    config: ParallelConfig,
+    options: EngineOptions,
+    device: str,
+    shapes: ExpertShapes | None,
+    libraries: tuple[str, ...] | None = (),
+) -> tuple[ParallelConfig, list[Note]]:
+    """For a model with experts of these shapes, or a dense one (None). libraries: modules that can be imported where
+    ranks run; None: who knows. Raises ConfigError."""
+    config = msgspec.structs.replace(config, is_moe_model=shapes is not None)
+    _needs(config, shapes)
+    notes: list[Note] = []
+    exchanged = config.enable_expert_parallel and config.data_parallel_size > 1
+    if options.all2all_backend is not None and not exchanged:
+        why = f"tokens are exchanged with {_EP} and --data-parallel-size above 1"
+        notes.append((logging.WARNING, f"{_ALL2ALL} {options.all2all_backend} changes nothing: {why}"))
+    if options.eplb_config is not None and not config.enable_eplb:
+        notes.append((logging.WARNING, f"{_EPLB_CONFIG} changes nothing without {_EPLB}"))
+    redundant = config.eplb_config.num_redundant_experts
+    if config.expert_placement_strategy == "round_robin":
+        if not config.enable_expert_parallel:
+            notes.append((logging.WARNING, f"{_PLACEMENT} round_robin changes nothing without {_EP}"))
+        elif redundant:
+            why = f"{redundant} redundant experts are asked for, and round robin knows none"
+            config = msgspec.structs.replace(config, expert_placement_strategy="linear")
+            notes.append((logging.WARNING, f"{_PLACEMENT} linear is used: {why}"))
+    if shapes is not None and exchanged:
+        ranks, backend = config.expert_parallel_size, config.all2all_backend
+        check_backend(backend, device, shapes, ranks, redundant, libraries)
+    not_yet(config)
+    return config, notes
+
+
+def _needs(config: ParallelConfig, shapes: ExpertShapes | None) -> None:
+    """What an option takes for granted."""
+    ranks, redundant = config.expert_parallel_size, config.eplb_config.num_redundant_experts
+    if config.enable_expert_parallel:
+        if shapes is None:
+            raise ConfigError(_EP, True, "the model has no experts: it is dense", "leave it out")
+        if ranks > shapes.num_experts + redundant:
+            degrees = f"-tp {config.tensor_parallel_size} x -dp {config.data_parallel_size}"
+            slots = f"{shapes.num_experts} experts" + (f" and {redundant} redundant ones" if redundant else "")
+            rule = f"{degrees} are {ranks} ranks, and {slots} leave some without any"
+            raise ConfigError(_EP, True, rule, f"use at most {shapes.num_experts + redundant} ranks")
+    if config.enable_eplb:
+        if not config.enable_expert_parallel:
+            raise ConfigError(_EPLB, True, "moves whole experts, and they are sliced by tensor rank", f"add {_EP}")
+        if ranks == 1:
+            fix = "leave it out, or give --tensor-parallel-size or --data-parallel-size"
+            raise ConfigError(_EPLB, True, "there is one rank, which has all experts", fix)
+    elif redundant:
+        option, rule = f"{_EPLB_CONFIG} num_redundant_experts", "nothing decides which experts to repeat"
+        raise ConfigError(option, redundant, f"{rule} without {_EPLB}", f"add {_EPLB}, or leave it out")
+    if config.num_micro_batches > 1 and not config.enable_expert_parallel:
+        option, value = (_DBO, True) if config.enable_dbo else (_UBATCH, config.ubatch_size)
+        why = "the model is dense" if shapes is None else f"there is no {_EP}"
+        raise ConfigError(option, value, f"there is no exchange of tokens to hide: {why}", "leave it out")
+
+
+def not_yet(config: ParallelConfig) -> None:
+    """Raises ConfigError for what is checked and placed but not run by this version. Whoever adds it takes it out."""
+    exchanged = config.enable_expert_parallel and config.data_parallel_size > 1
+    missing: list[tuple[bool, str, object, str, str]] = [
+        (config.enable_eplb, _EPLB, True, "moving experts while requests run", "leave it out"),
+        (
+            config.num_micro_batches > 1, _DBO if config.enable_dbo else _UBATCH,
+            True if config.enable_dbo else config.ubatch_size, "micro-batches that hide the exchange", "leave it out",
+        ),
+        (
+            exchanged and config.all2all_backend in LIBRARIES, _ALL2ALL, config.all2all_backend,
+            "ranks that exchange tokens by that library (its adapter was not run on hardware)", f"use {DEFAULT}",
+        ),
+    ]  # fmt: skip
+    for asked, option, value, what, fix in missing:
+        if asked:
+            raise ConfigError(option, value, f"this version has no {what} yet", fix)

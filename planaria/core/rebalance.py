@@ -1,0 +1,250 @@
+"""Moving experts between ranks while they are used, as transactions. Pure: who carries a step out says when it is done.
+
+A step is prepared (each rank reads the weights it is sent into memory aside, nothing in use changes) and then committed
+(between two steps of the engine every rank writes them into their slots, and the new maps are in force). Whenever it
+stops, the maps in force are complete: a slot is overwritten only when its expert has another, or gets one in the same
+step. A step that was prepared and not committed is as if it had never been: `version` tells a rank that missed the
+word which it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+
+import msgspec
+
+from planaria.core.balance import joined, settled
+from planaria.topology.experts import ExpertMap, slots_of
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """An expert's weights, written into a slot. source == target: a copy inside the rank."""
+
+    layer: int
+    expert: int
+    slot: int  # of the layer, in the new map
+    source: int | None  # rank; None: to be read from the checkpoint
+    target: int  # rank
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """Moves that are prepared together and committed together. All sources are read before any slot is written."""
+
+    moves: tuple[Move, ...]
+    bytes: int  # between ranks
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """Where the experts of lost ranks are. covered: expert -> ranks that have it in memory; missing: to be read from
+    the checkpoint."""
+
+    covered: dict[int, tuple[int, ...]]
+    missing: tuple[int, ...]
+
+
+class Rearrangement:
+    """From the maps in force to others of the same shape, in steps of at most `step_bytes` between ranks.
+
+    Experts that must change places in a circle are one step, however many bytes that takes. ValueError for maps of
+    another shape.
+    """
+
+    def __init__(
+        self, old: Sequence[ExpertMap], new: Sequence[ExpertMap], expert_bytes: int, step_bytes: int
+    ) -> None:
+        shapes = [[(p.num_experts, p.num_ranks, len(p.slots)) for p in maps] for maps in (old, new)]
+        if shapes[0] != shapes[1]:
+            raise ValueError("maps of another shape can't be reached while experts are used: form the group again")
+        self.maps = tuple(old)  # in force
+        self.version = 0  # steps committed
+        self.bytes_moved = 0  # between ranks, by committed steps
+        self.bytes_needed = sum(map(missing_copies, old, new)) * expert_bytes
+        self.preparing: Step | None = None
+        self.steps = deque(_steps(old, new, expert_bytes, step_bytes))  # to be prepared
+
+    @property
+    def done(self) -> bool:
+        return not self.steps and self.preparing is None
+
+    def prepare(self) -> Step | None:
+        """Begins the next step; None: there is none."""
+        assert self.preparing is None, "a step is being prepared"
+        if self.steps:
+            self.preparing = self.steps.popleft()
+        return self.preparing
+
+    def commit(self) -> tuple[ExpertMap, ...]:
+        """Every rank has prepared the step: from now on its maps are in force, whoever is lost."""
+        step = self.preparing
+        assert step is not None, "no step is being prepared"
+        slots = {move.layer: list(self.maps[move.layer].slots) for move in step.moves}
+        for move in step.moves:
+            slots[move.layer][move.slot] = move.expert
+        self.maps = tuple(
+            msgspec.structs.replace(placed, slots=tuple(slots[layer])) if layer in slots else placed
+            for layer, placed in enumerate(self.maps)
+        )
+        self.version += 1
+        self.bytes_moved += step.bytes
+        self.preparing = None
+        return self.maps
+
+    def stop(self) -> tuple[ExpertMap, ...]:
+        """Ranks were lost, or it is not wanted any more. What was prepared is dropped; returns the maps in force."""
+        self.preparing = None
+        self.steps.clear()
+        return self.maps
+
+
+def missing_copies(old: ExpertMap, new: ExpertMap) -> int:
+    """Experts that ranks must be sent, each once a rank: what has to move, however it is done."""
+    return sum(len(set(new.of(rank)) - set(old.of(rank))) for rank in range(new.num_ranks))
+
+
+def recover(placed: ExpertMap, lost: Collection[int]) -> Recovery:
+    """Of a layer whose ranks `lost` are gone with their memory."""
+    held: dict[int, list[int]] = {}
+    for rank in range(placed.num_ranks):
+        if rank not in lost:
+            for expert in sorted(set(placed.of(rank))):
+                held.setdefault(expert, []).append(rank)
+    gone = sorted({expert for rank in lost for expert in placed.of(rank)})
+    return Recovery(
+        {expert: tuple(held[expert]) for expert in gone if expert in held},
+        tuple(expert for expert in gone if expert not in held),
+    )
+
+
+def transfers(
+    layer: int, old: ExpertMap, new: ExpertMap, came_from: Sequence[int | None], leaving: Collection[int] = ()
+) -> tuple[Move, ...]:
+    """What new ranks must get when a group is formed again: a resize, or after a loss.
+
+    came_from: for each new rank the old one whose memory it has, None for one that starts. leaving: old ranks that are
+    not in the new group and can still be read. Sources are old ranks: of those that have the expert the one that sends
+    least. A rank that has an expert already is sent nothing; one that needs it twice gets it once.
+    """
+    readable = [rank for rank in range(old.num_ranks) if rank in came_from or rank in leaving]
+    held = {rank: set(old.of(rank)) for rank in readable}
+    sends = dict.fromkeys(readable, 0)
+    moves: list[Move] = []
+    for rank, before in enumerate(came_from):
+        have = set(held[before]) if before is not None else set()
+        for slot in new.span(rank):
+            expert = new.slots[slot]
+            if expert in have:
+                continue
+            have.add(expert)
+            sources = [source for source in readable if expert in held[source]]
+            source = min(sources, key=lambda source: (sends[source], source)) if sources else None
+            if source is not None:
+                sends[source] += 1
+            moves.append(Move(layer, expert, slot, source, rank))
+    return tuple(moves)
+
+
+def resized(old: ExpertMap, came_from: Sequence[int | None], num_slots: int | None = None) -> ExpertMap:
+    """A map for another number of ranks, in which ranks that stay keep all they can: few weights travel.
+
+    came_from: as for `transfers`. num_slots: None: as many as before; ValueError for fewer than experts.
+    """
+    slots = len(old.slots) if num_slots is None else num_slots
+    if slots < old.num_experts:
+        raise ValueError(f"{slots} slots are too few for {old.num_experts} experts")
+    room = [len(slots_of(slots, len(came_from), rank)) for rank in range(len(came_from))]
+    packs: list[list[int]] = [[] for _ in room]
+    counts = [0] * old.num_experts
+
+    def put(rank: int, expert: int) -> None:
+        packs[rank].append(expert)
+        counts[expert] += 1
+
+    def keep(*, first: bool) -> None:
+        for rank, before in enumerate(came_from):
+            for expert in old.of(before) if before is not None else ():
+                if len(packs[rank]) < room[rank] and expert not in packs[rank] and not (first and counts[expert]):
+                    put(rank, expert)
+
+    keep(first=True)  # one slot for each expert before any replica
+    for expert in [expert for expert, count in enumerate(counts) if not count]:
+        put(max(range(len(room)), key=lambda rank: room[rank] - len(packs[rank])), expert)
+    keep(first=False)
+    for rank, pack in enumerate(packs):
+        while len(pack) < room[rank]:
+            put(rank, min(range(old.num_experts), key=lambda expert: (expert in pack, counts[expert], expert)))
+    return ExpertMap(old.num_experts, len(came_from), joined(packs))
+
+
+# -- steps
+
+
+def _steps(old: Sequence[ExpertMap], new: Sequence[ExpertMap], expert_bytes: int, step_bytes: int) -> Iterator[Step]:
+    moves: list[Move] = []
+    used = 0
+    for layer, (before, after) in enumerate(zip(old, new, strict=True)):
+        wanted = settled([after.of(rank) for rank in range(after.num_ranks)], before).slots
+        slots = list(before.slots)  # as the steps so far leave them
+        reads = list(slots)  # as they are when the present step begins: what can be read
+        sends = [0] * before.num_ranks
+        for unit in _units(before.slots, wanted):
+            cost = expert_bytes * _travels(before, reads, unit, wanted)
+            if moves and used + cost > step_bytes:
+                yield Step(tuple(moves), used)
+                moves, used, reads = [], 0, list(slots)
+                cost = expert_bytes * _travels(before, reads, unit, wanted)
+            used += cost
+            for slot in unit:
+                moves.append(_move(layer, wanted[slot], slot, before, reads, sends))
+                slots[slot] = wanted[slot]
+    if moves:
+        yield Step(tuple(moves), used)
+
+
+def _units(before: Sequence[int], wanted: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Slots that are written together: one whose expert has another slot by then, or a circle."""
+    now = list(before)
+    counts = [0] * (max(now) + 1)
+    for expert in now:
+        counts[expert] += 1
+    pending = [slot for slot, expert in enumerate(now) if expert != wanted[slot]]
+
+    def write(slots: tuple[int, ...]) -> tuple[int, ...]:
+        for slot in slots:
+            counts[now[slot]] -= 1
+            counts[wanted[slot]] += 1
+            now[slot] = wanted[slot]
+        return slots
+
+    while pending:
+        left: list[int] = []
+        for slot in pending:
+            if counts[now[slot]] > 1:
+                yield write((slot,))
+            else:
+                left.append(slot)
+        if len(left) == len(pending):  # each holds its expert's only copy, and waits for one that does too
+            goes_to = {wanted[slot]: slot for slot in reversed(left)}
+            path = [left[0]]
+            while (following := goes_to[now[path[-1]]]) not in path:
+                path.append(following)
+            circle = path[path.index(following) :]
+            yield write(tuple(circle))
+            left = [slot for slot in left if slot not in circle]
+        pending = left
+
+
+def _travels(placed: ExpertMap, reads: Sequence[int], unit: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many of a unit's experts their ranks haven't got."""
+    spans = [(wanted[slot], placed.span(placed.rank_of(slot))) for slot in unit]
+    return sum(expert not in reads[span.start : span.stop] for expert, span in spans)
+
+
+def _move(layer: int, expert: int, slot: int, placed: ExpertMap, reads: Sequence[int], sends: list[int]) -> Move:
+    """From the rank itself if it has the expert, else from the one of those that have it that sends least."""
+    target = placed.rank_of(slot)
+    sources = sorted({placed.rank_of(at) for at, held in enumerate(reads) if held == expert})
+    source = target if target in sources else min(sources, key=lambda rank: (sends[rank], rank))
+    if source != target:
+        sends[source] += 1
+    return Move(layer, expert, slot, source, target)

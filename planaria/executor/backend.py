@@ -1,0 +1,83 @@
+"""What a back end is made of: a launcher, which starts ranks, and a link for each epoch, which carries messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from planaria.executor.boot import Place, RankBoot
+from planaria.executor.link.address import Address
+from planaria.protocol import Command, Reply
+from planaria.topology import Layout
+
+
+class Launcher(Protocol):
+    """Where ranks come from. One that can't `replace` a rank has `replaces` False: a loss is then the engine's end."""
+
+    name: str
+    replaces: bool
+    followed: bool  # set before the end: another engine's process will ask for ranks on the same nodes
+    on_exit: Callable[[], None]  # called from any thread when a rank's process ends unasked
+
+    @property
+    def leaving(self) -> Sequence[int]:
+        """Ranks that work, in places that are going: they move when `prepare` has others."""
+        ...
+
+    def start(self) -> list[Place]:
+        """Make all ranks' processes, without weight, and say where each is."""
+        ...
+
+    def run(self, boots: Sequence[RankBoot]) -> None:
+        """Give every rank what it begins with, or goes on with in another epoch. It comes to its link by itself."""
+        ...
+
+    def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
+        """End these ranks for certain, then see that `layout` has all of its ranks; where they are now. Those that live
+        keep their numbers where these are in `layout`, else take the place of others, or end. Raises OSError: not
+        now; Infeasible: too few places, but enough for its `nearest`; CapacityError."""
+        ...
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """What was started for these ended again and again: their devices count as gone until they prove well."""
+        ...
+
+    def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
+        """Get ready what `layout` has more than is there; the largest layout up to it that has its places by now."""
+        ...
+
+    def stand_by(self, boot: RankBoot) -> None:
+        """See that as many spares as were asked for are there and getting ready."""
+        ...
+
+    def spare_pids(self) -> list[int]: ...
+
+    def lost(self) -> dict[int, str]: ...
+
+    def settle(self, ranks: Sequence[int]) -> None:
+        """These have ended: wait a moment until it is known how."""
+        ...
+
+    def closing(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Link(Protocol):
+    name: str
+
+    def send(self, number: int, command: Command) -> None: ...
+
+    def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None: ...
+
+    def address_of(self, rank: int) -> Address: ...
+
+    def pulses(self) -> list[tuple[int, int]]: ...
+
+    def wake(self) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,32 @@
+"""What a launcher does where its way of starting ranks asks for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planaria.errors import CapacityError
+from planaria.executor.boot import Place, RankBoot
+from planaria.topology import Layout
+
+
+class Defaults:
+    """A base: ranks can't be replaced, there are no spares, and whoever tells of an end says how, too."""
+
+    replaces = False
+    followed = False
+    leaving: Sequence[int] = ()
+
+    def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
+        raise CapacityError(f"ranks {list(ranks)} can't be replaced by this executor back end")
+
+    def give_up(self, ranks: Sequence[int]) -> None: ...
+
+    def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
+        return None
+
+    def stand_by(self, boot: RankBoot) -> None: ...
+
+    def spare_pids(self) -> list[int]:
+        return []
+
+    def settle(self, ranks: Sequence[int]) -> None: ...

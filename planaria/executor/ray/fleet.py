@@ -1,0 +1,339 @@
+"""Where the engines of a fleet are on a cluster: a placement group for each (D1), made for a packing (D2) or given by
+the user (D4). All calls block; who has an event loop makes them from a thread.
+
+Rules: a fleet starts as a whole, or nothing of it is left; a group that was given is never removed. What is here
+outlives an engine's process: the next one comes up in the same group, unless a node of it is gone; then in another.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from planaria.config.options import EngineConfig
+from planaria.env import RaySettings
+from planaria.errors import CapacityError, ConfigError
+from planaria.executor.ray.cluster import Connection, bounded, connect
+from planaria.executor.ray.given import GivenGroups
+from planaria.executor.ray.groups import on_nodes
+from planaria.executor.ray.seats import DISTRUST
+from planaria.executor.ray.waiting import Waiting
+from planaria.topology import Cluster, Device, Infeasible, Layout, Node
+from planaria.topology.packing import Packing, pack
+from planaria.topology.table import CameUp, differences, rows, said, short
+
+logger = logging.getLogger("planaria.ray")
+
+READY = 30.0  # seconds for a group whose places were free a moment ago
+NO_PLACE = 60.0  # seconds to wait for a place where no engine has any
+SETTLE = 10.0  # seconds in which Ray learns that what a removed group had is free
+LOOK = 0.25
+
+
+class Seat(NamedTuple):
+    """Where the engine itself sits: in this bundle of its group, None: in none; so many cores of it."""
+
+    node: str
+    bundle: int | None
+    cores: float
+
+
+class RayHosts:
+    """config: of the fleet. `packing` and `groups` are of the engines there are."""
+
+    def __init__(self, config: EngineConfig, settings: RaySettings) -> None:
+        self.config, self.settings = config, settings
+        self.instance = secrets.token_hex(3)
+        self.connection: Connection | None = None
+        self.resource = ""
+        self.given: GivenGroups | None = None
+        self.packing: Packing | None = None
+        self.groups: dict[int, Any] = {}  # by engine
+        self.on_packing: Callable[[str], None] = lambda table: None  # before the first engines are started
+        self._cluster_then = Cluster(())  # that the packing was made for
+        self._removed = -math.inf  # when a group was
+        self._dark: dict[str, float] = {}  # nodes that did not answer, and until when nothing is started there
+        self._came_up: dict[int, str] = {}  # nodes that engines said they are on
+        self._lock = threading.RLock()  # engines start at the same time
+
+    def open(self, size: int) -> None:
+        """Connect, and have a group for each of `size` engines. Raises ConfigError, CapacityError."""
+        parallel = self.config.parallel
+        self.connection = connect(self.settings.address, size * parallel.world_size)
+        self.resource = self.connection.resource(self.config.device.device)
+        try:
+            if self.settings.bundle_indices is not None:
+                indices = ",".join(map(str, self.settings.bundle_indices))
+                rule = f"are of one placement group, and there are {size} engines"
+                raise ConfigError("bundle indices", indices, rule, "leave $PLANARIA_RAY_BUNDLES out")
+            if parallel.placement_groups:
+                self.given = GivenGroups(parallel.placement_groups, self.resource, self.settings)
+            self.grow(range(size))
+        except BaseException:
+            self.close()
+            raise
+        assert self.packing is not None
+        source = self.connection.source(self.resource, parallel.placement_groups)
+        self.on_packing(said(source, self.packing, self._cluster_then))
+
+    def layout(self, size: int) -> Layout:
+        parallel = self.config.parallel
+        return Layout(pp=parallel.pipeline_parallel_size, dp=size, tp=parallel.tensor_parallel_size)
+
+    def plan(self, wanted: Sequence[int], wait: float = READY) -> Packing:
+        """The fleet with a place for each of these engines; those that have one stay. wait: seconds for groups that
+        were given. Raises ConfigError, CapacityError."""
+        parallel, old = self.config.parallel, self.packing
+        size = 1 + max([*wanted, len(old.engines) - 1 if old is not None else 0])
+        if self.given is not None:
+            head = self._headed(self._connected.snapshot(self.resource)).head
+            wait = self.settings.wait if old is None else wait
+            packing = self.given.pack(self.layout(size), wait, self.groups, head=head)
+        else:
+            cluster, strategy = self._cluster(), parallel.ray_dp_pack_strategy
+            if old is None:
+                packing = pack(cluster, self.layout(size), strategy, parallel.data_parallel_size_local)
+            else:
+                there = sorted(self.groups)
+                layout = self.layout(len(there) + len(wanted))
+                found = pack(cluster, layout, strategy, keep=old.only(there))
+                packing = old.with_places([*there, *wanted], found, self.layout(size))
+            self._cluster_then = cluster
+        if self.settings.driver_inside and self._connected.node not in packing.nodes:
+            raise Infeasible(
+                f"no engine would be on the driver's node {self._connected.node}, and it was asked to hold one",
+                None, packing.layout.size, 0,
+            )  # fmt: skip
+        return packing
+
+    def grow(self, engines: Iterable[int]) -> None:
+        """Groups for those of these engines that have none; none is left where one can't be had. Raises as `plan`."""
+        with self._lock:
+            self._seat_all([engine for engine in engines if engine not in self.groups])
+
+    def room(self, engine: int) -> bool:
+        """Is there a place for one that has none, or whose node is gone?"""
+        with self._lock:
+            try:
+                self.plan([engine], 0.0)
+            except CapacityError:
+                return False
+            return True
+
+    def _seat_all(self, wanted: Sequence[int]) -> None:
+        """With the lock."""
+        if not wanted:
+            return
+        while True:
+            packing = self._plan_when_settled(wanted)
+            nodes = {node for engine in wanted for node in packing.engines[engine].nodes}
+            if self.given is not None or not self._distrust(nodes):
+                break
+        made: dict[int, Any] = {}
+        try:
+            for engine in wanted:
+                made[engine] = self._make(packing, engine)
+            for engine, group in made.items():
+                if self.given is None and not group.wait(READY):
+                    self._dark |= dict.fromkeys(packing.engines[engine].nodes, time.monotonic() + DISTRUST)
+                    raise CapacityError(f"the placement group of engine {engine} was not made within {READY:g} s")
+        except BaseException:
+            for group in made.values():
+                self._remove(group)
+            raise
+        self.packing = packing
+        self.groups |= made
+
+    def renew(self, engine: int, stop: threading.Event) -> None:
+        """Before an engine begins: where it has no group, or a node of its group is gone, it gets another. Where there
+        is no place, and no other engine has one, it is waited for, until `stop` too. Raises as `plan`."""
+        waiting, began = Waiting(f"a place for engine {engine}", NO_PLACE), time.monotonic()
+        while self.stranded(engine):
+            with self._lock:
+                if engine in self.groups:
+                    logger.warning("a node of engine %d is gone: it gets another place", engine)
+                    self._remove(self.groups.pop(engine))
+                try:
+                    return self._seat_all([engine])
+                except CapacityError as e:
+                    elapsed, why = time.monotonic() - began, str(e)
+                    if waiting.over(elapsed) or not all(self.stranded(other) for other in self.groups):
+                        raise
+            for line in waiting.lines(elapsed, why):
+                logger.warning("%s", line)
+            if stop.wait(LOOK):
+                raise CapacityError(why)
+
+    def stranded(self, engine: int) -> bool:
+        """Has it no group, or is a node of it gone, whether Ray has noticed or not?"""
+        assert self.packing is not None
+        if engine not in self.groups:
+            return True
+        return self._distrust({*self.packing.engines[engine].nodes, self.seat(engine).node})
+
+    def _distrust(self, nodes: Collection[str]) -> bool:
+        """Is one of these nodes given up by Ray, or its raylet taking no connection? Nothing is started there for a
+        while."""
+        deaf = [node for node in nodes if not self._connected.raylet_answers(node)]
+        self._dark |= dict.fromkeys(deaf, time.monotonic() + DISTRUST)
+        return bool(deaf)
+
+    def release(self, engine: int) -> None:
+        """It is not coming back."""
+        with self._lock:
+            group = self.groups.pop(engine, None)
+            if group is not None:
+                self._remove(group)
+            self._came_up.pop(engine, None)
+            if self.packing is not None:
+                size = max(1, 1 + max(self.groups, default=0))  # several that leave do so in any order
+                kept = self.packing
+                self.packing = kept._replace(
+                    layout=self.layout(size), engines=kept.engines[:size], local_ranks=kept.local_ranks[:size]
+                )
+
+    def share(self, engine: int) -> int:
+        """Engines whose first rank is on the same node as this one's."""
+        assert self.packing is not None
+        home = self.packing.engines[engine].slots[0].node
+        return sum(each.slots[0].node == home for each in self.packing.engines if each.slots)
+
+    def close(self) -> None:
+        """Remove what was made. Idempotent."""
+        connection, self.connection = self.connection, None
+        if connection is None:
+            return
+        if connection.alive:
+            for group in self.groups.values():
+                self._remove(group)
+        self.groups = {}
+        connection.close()
+
+    # -- where an engine's group has what
+
+    def bundles(self, engine: int) -> list[int]:
+        """By rank."""
+        assert self.packing is not None
+        slots = self.packing.engines[engine].slots
+        return [slot.device if self.given is not None else slot.rank for slot in slots]
+
+    def seat(self, engine: int) -> Seat:
+        """A core; a bit of one where cores are the devices, or few."""
+        assert self.packing is not None
+        placement = self.packing.engines[engine]
+        node = placement.slots[0].node
+        if self.given is None:
+            return Seat(node, placement.layout.size, self._cores())
+        bundle, cores = self.given.seat(engine, node) or (None, 0.0)
+        return Seat(node, bundle, min(1.0, cores))
+
+    def seat_options(self, engine: int) -> dict[str, Any]:
+        """For the actor that sits there."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+        seat = self.seat(engine)
+        if seat.bundle is None:
+            return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(seat.node, soft=False)}
+        strategy = PlacementGroupSchedulingStrategy(
+            self.groups[engine], placement_group_bundle_index=seat.bundle, placement_group_capture_child_tasks=False
+        )
+        return {"num_cpus": seat.cores, "scheduling_strategy": strategy}
+
+    # -- is it as planned
+
+    def came_up(self, engine: int, node: str) -> None:
+        """It says that it is there."""
+        self._came_up[engine] = node
+
+    def differences(self, engine: int, places: Sequence[CameUp]) -> list[str]:
+        """A line for each of its ranks, and one for itself, that is not where it was planned. places: by rank."""
+        if self.packing is None or engine not in self.groups:
+            return []
+        found, planned = [], self.seat(engine).node
+        node = self._came_up.get(engine, planned)
+        if node != planned:
+            found.append(f"engine {engine} was planned on {short(planned)} and is on {short(node)}")
+        own = [row for row in rows(self.packing, self._cluster_then) if row.dp == engine]
+        if len(own) != len(places):
+            return found  # it has another layout now
+        ranks = [row.rank for row in own]
+        # Ray gives out accelerators by itself: a row's number is of those that are free on the node.
+        came_up = {rank: at._replace(devices=()) for rank, at in zip(ranks, places, strict=True)}
+        return found + differences(own, came_up, dict(zip(ranks, self.bundles(engine), strict=True)))
+
+    # -- groups
+
+    @property
+    def _connected(self) -> Connection:
+        assert self.connection is not None
+        return self.connection
+
+    def _plan_when_settled(self, wanted: Sequence[int]) -> Packing:
+        """As `plan`; what a group had that was removed a moment ago is waited for."""
+        while True:
+            try:
+                return self.plan(wanted)
+            except Infeasible:
+                if time.monotonic() - self._removed > SETTLE:
+                    raise
+            time.sleep(LOOK)
+
+    def _headed(self, cluster: Cluster) -> Cluster:
+        """By the node that is to come first; it must be there when the fleet starts."""
+        try:
+            return cluster.headed_by(self.config.parallel.data_parallel_address)
+        except ConfigError:
+            if self.packing is None:
+                raise
+            return cluster
+
+    def _cluster(self) -> Cluster:
+        """What is free, but for nodes that did not answer of late, and what the engines there are have, on nodes that
+        are gone too: they don't move before they begin again. Ray knows with a delay what groups have taken."""
+        dark = {node for node, until in self._dark.items() if time.monotonic() < until}
+        total = {node.id: len(node.devices) for node in self._connected.snapshot(self.resource, free=False).nodes}
+        snapshot = self._headed(self._connected.snapshot(self.resource))
+        own: dict[str, list[int]] = {}
+        for engine in self.groups:
+            assert self.packing is not None
+            for slot in self.packing.engines[engine].slots:
+                own.setdefault(slot.node, []).append(slot.device)
+        nodes = []
+        for node in snapshot.nodes:
+            if node.id in dark and node.id != snapshot.head:
+                continue
+            held = own.get(node.id, [])
+            others = (id for id in range(len(held) + len(node.devices)) if id not in held)
+            room = max(0, total.get(node.id, 0) - len(held)) if node.id not in dark else 0
+            free = [next(others) for _ in node.devices[:room]]
+            nodes.append(Node(node.id, tuple(Device(id) for id in sorted([*held, *free])), node.addresses))
+        there = {node.id for node in nodes}
+        nodes += [Node.of(id, sorted(held), "") for id, held in own.items() if id not in there]
+        return Cluster(tuple(nodes), snapshot.head)
+
+    def _make(self, packing: Packing, engine: int) -> Any:
+        if self.given is not None:
+            return self.given.handles[engine]
+        bundles = [
+            ({self.resource: bundle.devices} if bundle.devices else {"CPU": self._cores()}, bundle.node)
+            for bundle in packing.bundles(engine)
+        ]
+        return on_nodes(bundles, f"planaria-{self.instance}-dp{engine}")
+
+    def _cores(self) -> float:
+        return 0.01 if self._connected.started or self.resource == "CPU" else 1.0
+
+    def _remove(self, group: Any) -> None:
+        """If it was made here."""
+        if self.given is not None:
+            return
+        from ray.util import remove_placement_group
+
+        self._removed = time.monotonic()
+        bounded("remove a placement group", functools.partial(remove_placement_group, group))

@@ -1,0 +1,141 @@
+"""The devices on Ray that are an engine's: bundles of placement groups. Where a rank goes is `place()`'s decision.
+
+Ray's groups neither grow nor give back a bundle, so there is a list of them: the first, which came into being as one,
+and a group of one bundle for each device that was added. Of a user's group only its own spare bundles are used.
+
+A seat is free again only when whoever was in it is known to be gone. Those on a node that Ray has given up are lost:
+when the node returns it has another id.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from planaria.env import RaySettings
+from planaria.executor.ray.cluster import Connection, bounded
+from planaria.executor.ray.groups import Group, obtain, single_bundles
+from planaria.topology import Cluster, Layout, Node, Placement, Slot, place
+
+DISTRUST = 30.0  # seconds in which nothing is started on a node that did not answer
+TRIES = 3  # to take devices that Ray calls free
+
+
+class Seat(NamedTuple):
+    """A bundle that holds one device. node: Ray's id."""
+
+    node: str
+    group: Group
+    bundle: int
+
+
+class Seats:
+    """`obtain` the first ones, then `find` more; each is the caller's until it is given `back`. Any thread."""
+
+    def __init__(self, connection: Connection, resource: str, settings: RaySettings, name: str) -> None:
+        self.connection, self.resource, self.settings, self.name = connection, resource, settings, name
+        self.groups: list[Group] = []
+        self._added = 0
+        self._free: list[Seat] = []
+        self._distrusted: dict[str, float] = {}  # node -> until when
+        self._lock = threading.RLock()
+
+    def obtain(self, given: str | None, layout: Layout) -> list[Seat]:
+        """By rank. given: the user's group. Raises ConfigError, CapacityError."""
+        group = obtain(self.connection, given, layout, self.resource, self.settings, self.name)
+        self.groups.append(group)
+        self._free += [Seat(node, group, bundle) for bundle, node in group.others]
+        return [
+            Seat(slot.node, group, bundle)
+            for slot, bundle in zip(group.placement.slots, group.bundles, strict=True)
+        ]
+
+    def back(self, seats: Collection[Seat]) -> None:
+        with self._lock:
+            self._free += seats
+
+    def distrust(self, nodes: Collection[str]) -> None:
+        """Nothing is started there for a while."""
+        with self._lock:
+            self._distrusted |= dict.fromkeys(nodes, time.monotonic() + DISTRUST)
+
+    def find(self, layout: Layout, held: Mapping[int, Seat], only: int | None = None) -> dict[int, Seat]:
+        """A seat for each rank that isn't `held` (of these for `only` one), as close to its tensor group as there is
+        one. Raises Infeasible; TimeoutError when Ray does not answer."""
+        with self._lock:
+            tries = 0
+            while True:
+                cluster, own = self._cluster(held)
+                keep = [
+                    Slot(rank, layout.coords(rank), seat.node, own[seat.node].index(seat))
+                    for rank, seat in held.items()
+                    if seat.node in own and seat in own[seat.node]
+                ]
+                placement = place(cluster, layout, keep=Placement(layout, keep), span=True)
+                missing = [slot for slot in placement.slots if slot.rank not in held and only in (None, slot.rank)]
+                deaf = {s.node for s in missing if not self.connection.raylet_answers(s.node)}
+                if deaf:
+                    self.distrust(deaf)
+                elif (found := self._take(missing, own)) is not None:
+                    return found
+                elif (tries := tries + 1) == TRIES:
+                    self.distrust({s.node for s in missing if s.device >= len(own[s.node])})
+
+    def trim(self) -> None:
+        """Give back devices that were added and that nobody is in."""
+        with self._lock:
+            for seat in [seat for seat in self._free if seat.group is not self.groups[0]]:
+                self._free.remove(seat)
+                self.groups.remove(seat.group)
+                bounded("remove a placement group", seat.group.remove)
+
+    def remove(self) -> None:
+        """Of all groups those that were made here."""
+        for group in self.groups:
+            bounded("remove a placement group", group.remove)
+
+    def _cluster(self, held: Mapping[int, Seat]) -> tuple[Cluster, dict[str, list[Seat]]]:
+        """What there is, and for each node the seats that its first devices stand for; the others are free on Ray."""
+        now = self.connection.snapshot(self.resource)
+        living = {node.id for node in now.nodes}
+        dark = {node for node, until in self._distrusted.items() if time.monotonic() < until}
+        self._free = [seat for seat in self._free if seat.node in living]
+        self.groups = [group for group in self.groups if not self._drop(group, living)]
+        own: dict[str, list[Seat]] = {id: [] for id in living}
+        for seat in [*held.values(), *(seat for seat in self._free if seat.node not in dark)]:
+            own.setdefault(seat.node, []).append(seat)
+        free = {
+            node.id: 0 if node.id in dark or not self.groups[0].owned else len(node.devices) for node in now.nodes
+        }
+        nodes = [Node.of(id, len(seats) + free.get(id, 0)) for id, seats in own.items()]
+        return Cluster(tuple(nodes), now.head), own
+
+    def _drop(self, group: Group, living: Collection[str]) -> bool:
+        """Take a group of one bundle away when its node is gone, so that Ray doesn't look for another place for it."""
+        gone = group is not self.groups[0] and not any(node in living for node in group.placement.nodes)
+        if gone:
+            bounded("remove a placement group", group.remove)
+        return gone
+
+    def _take(self, slots: Collection[Slot], own: Mapping[str, list[Seat]]) -> dict[int, Seat] | None:
+        """Seats for these; None if devices that were free a moment ago are not."""
+        found, new = dict[int, Seat](), list[Slot]()
+        for slot in slots:
+            seats = own[slot.node]
+            if slot.device < len(seats):
+                found[slot.rank] = seats[slot.device]
+            else:
+                new.append(slot)
+        names = [f"{self.name}-{self._added + i}" for i in range(1, len(new) + 1)]  # Ray refuses one that lives
+        self._added += len(new)
+        groups = single_bundles(self.resource, [slot.node for slot in new], names)
+        if groups is None:
+            return None
+        for slot, group in zip(new, groups, strict=True):
+            self.groups.append(group)
+            found[slot.rank] = Seat(slot.node, group, 0)
+        taken = set(found.values())
+        self._free = [seat for seat in self._free if seat not in taken]
+        return found

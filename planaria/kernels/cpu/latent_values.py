@@ -1,0 +1,64 @@
+"""IR of the tile that sums up keys as values, where values are the first columns of keys (latent attention).
+
+A chunk of keys is a row of steps of 64 bytes, each one column (or a pair of neighbours, bfloat16) of 16 tokens. So a
+sum over tokens runs along the lanes: an accumulator holds one column's 16 partial sums, one for each place in a
+chunk, and they are added up as a tree at the end. Nothing is stored twice and nothing turned round.
+
+The rule of micro.py holds: chunks in ascending order, then the tree, whatever the tile.
+"""
+
+from __future__ import annotations
+
+from planaria.kernels.cpu.emit import F32, I32, Function
+from planaria.kernels.cpu.micro import VALUE_ARGS, Act, Dot, constant, dispatcher
+from planaria.kernels.cpu.target import Target
+from planaria.kernels.cpu.vector import total
+
+
+def latents(target: Target, rows: int, steps: int) -> str:
+    """out = out * a + (p . v) * b, as `micro.values`, for the columns of `steps` steps from byte `first` of each chunk
+    on. `vp` holds the address of each chunk of keys; p is in the activation dtype, out in float32."""
+    f, act, dot = Function(f"pl_latents_{rows}_{steps}", VALUE_ARGS), Act(target), Dot(target)
+    table, p0 = f.ptr("%vp"), f.ptr("%p")
+    ps = [p0 if r == 0 else f.at(p0, f.mul("%ldp", r)) for r in range(rows)]
+    columns = steps * target.pair
+
+    def body(i: str, acc: list[str]) -> list[str]:
+        chunk = f.at(f.load("ptr", f.at(table, f.shl(i, 3)), 8), "%first")
+        weights: list[str] = []
+        for u in range(steps):
+            place = f.at(chunk, 64 * u)
+            weights += [f.load(F32, place, 64)] if target.item == 4 else dot.split(f, f.load(I32, place, 64))
+        at = f.mul(i, 16 * target.item)
+        for r in range(rows):
+            p = act.load(f, f.at(ps[r], at))
+            for k in range(columns):
+                acc[r * columns + k] = f.fma(weights[k], p, acc[r * columns + k])
+        return acc
+
+    sums = f.loop(0, "%chunks", 1, [(F32, "zeroinitializer")] * (rows * columns), body)
+    state, base = f.ptr("%state"), f.ptr("%out")
+    for r in range(rows):
+        keep = f.load("float", f.at(state, 16 * r + 8), 4)
+        take = f.load("float", f.at(state, 16 * r + 12), 4)
+        pointer = base if r == 0 else f.at(base, f.mul("%ldo", r))
+        for k in range(columns):
+            place = f.at(pointer, 4 * k)
+            old = f.op(f"fmul float {f.load('float', place, 4)}, {keep}")
+            new = f.op(f"fmul float {total(f, sums[r * columns + k])}, {take}")
+            f.store("float", f.op(f"fadd float {old}, {new}"), place, 4)
+    f.ret()
+    return f.text()
+
+
+def latent_module(target: Target) -> str:
+    """IR of all these tiles and of the function that chooses one: by rows * 8 + steps."""
+    most_rows, most_steps = target.latent_rows, target.latent_steps
+    parts: list[str] = []
+    cases: dict[int, str] = {}
+    for rows in range(1, most_rows + 1):
+        parts.append(latents(target, rows, most_steps))
+        cases[rows * 8 + most_steps] = f"pl_latents_{rows}_{most_steps}"
+    parts.append(dispatcher("pl_latents", VALUE_ARGS, "rows", cases))
+    parts += [constant("pl_latent_rows", most_rows), constant("pl_latent_steps", most_steps)]
+    return "\n".join(parts)

@@ -1,0 +1,114 @@
+"""How threads of a team share the work of one operation. Part of the interpreter's program.
+
+Written like program.py. A barrier ends each operation; within one, ranges of its work are grabbed or dealt by rows.
+"""
+
+from __future__ import annotations
+
+from planaria.kernels.cpu.layout import (
+    ARRIVED,
+    PHASE,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SLEEPING,
+    SPIN,
+    THREADS,
+    ZERO_BYTES,
+    ZEROS,
+)  # fmt: skip
+from planaria.kernels.cpu.native import (
+    FUTEX,
+    atomic_add,
+    atomic_get,
+    atomic_put,
+    get,
+    pl_copy,
+    prefetch,
+    put,
+    relax,
+    syscall,
+)  # fmt: skip
+
+FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
+
+def sleep_while(address: int, value: int) -> None:
+    """Sleep unless the low half of the word at address is no longer `value`; wakes may be spurious."""
+    syscall(FUTEX, address, FUTEX_WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
+
+
+def wake_all(address: int) -> None:
+    syscall(FUTEX, address, FUTEX_WAKE_PRIVATE, 0x7FFFFFFF, 0, 0, 0)
+
+
+def barrier(c: int) -> None:
+    """All threads arrive before any leaves. Spins a while, then sleeps."""
+    threads = get(c, THREADS)
+    if threads == 1:
+        return
+    phase = atomic_get(c, PHASE)
+    if atomic_add(c, ARRIVED, 1) == threads - 1:
+        put(c, ARRIVED, 0)
+        atomic_put(c, PHASE, phase + 1)
+        if atomic_get(c, SLEEPING) > 0:
+            wake_all(c + PHASE * 8)
+        return
+    spins = get(c, SPIN)
+    while atomic_get(c, PHASE) == phase:
+        if spins > 0:
+            spins -= 1
+            relax()
+        else:
+            atomic_add(c, SLEEPING, 1)
+            sleep_while(c + PHASE * 8, phase)
+            atomic_add(c, SLEEPING, -1)
+
+
+def grab(ticket: int, units: int, threads: int) -> int:
+    """The next range of units, as start * 2^32 + end; empty when all are taken.
+
+    Ranges shrink: the k-th takes 1 / (2 * threads) of what is left, so that few are needed and the last are small.
+    """
+    if threads == 1:
+        return units if atomic_add(ticket, 0, 1) == 0 else 0
+    turn = atomic_add(ticket, 0, 1)
+    start = 0
+    while start < units:
+        size = (units - start) // (2 * threads)
+        if size < 1:
+            size = 1
+        if turn == 0:
+            return (start << 32) + start + size
+        turn -= 1
+        start += size
+    return 0
+
+
+def scratch(c: int, tid: int) -> int:
+    return get(c, SCRATCH) + tid * get(c, SCRATCH_BYTES)
+
+
+def share(n: int, tid: int, threads: int) -> int:
+    """First of n rows that thread `tid` does."""
+    return n * tid // threads
+
+
+def bring(address: int, size: int) -> None:
+    """Ask for what another core may have written last."""
+    for line in range(address, address + size, 64):
+        prefetch(line)
+
+
+def whole_chunks(slots: int, t: int, n: int) -> int:
+    """The first token from `t` on, of n, that does not go on with the chunk of 16 of the token before it. Tokens of one
+    chunk are written by one thread: the first clears the chunk, two may share a word."""
+    while 0 < t < n and get(slots, t) & 15 and get(slots, t - 1) == get(slots, t) - 1:
+        t += 1
+    return t
+
+
+def clear(c: int, place: int, size: int) -> None:
+    """Zeros over `size` bytes."""
+    done = 0
+    while done < size:
+        pl_copy(place + done, get(c, ZEROS), min(ZERO_BYTES, size - done))
+        done += ZERO_BYTES

@@ -1,0 +1,75 @@
+"""Mixtures of experts in plain torch: what the kernels for them are tested against.
+
+Rule: tokens are sorted by slot, each slot's are computed together, and a token adds up its experts in the order of
+its choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planaria.config import MoEConfig
+from planaria.kernels.ops import Slots
+
+
+@dataclass
+class Routing:
+    """slots int64 [T, k] over all ranks, weights float32 [T, k]; a token's best expert first."""
+
+    slots: Tensor
+    weights: Tensor
+
+
+def route(logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None, positions: Tensor) -> Routing:
+    """See `Ops.route`. positions int64 [T]: they choose among an expert's slots."""
+    scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+    choice = scores if correction is None else scores + correction
+    if rule.num_groups > 1:
+        groups = choice.view(-1, rule.num_groups, choice.shape[1] // rule.num_groups)
+        best = groups.sort(-1, descending=True).values
+        worth = best[..., 0] + best[..., 1] if rule.group_score == "sum2" else best[..., 0]
+        opened = torch.zeros_like(worth, dtype=torch.bool).scatter(1, first(worth, rule.top_groups), True)
+        choice = groups.masked_fill(~opened[..., None], -torch.inf).flatten(1)
+    chosen = first(choice, rule.top_k)
+    weights = scores.gather(1, chosen)
+    if rule.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if slots.load is not None:
+        slots.load += torch.bincount(chosen.flatten().cpu(), minlength=len(slots.load)).numpy()
+    table = torch.from_numpy(slots.table).to(logits.device, torch.int64)
+    number = positions[:, None] % table[chosen, 0]
+    return Routing(table[chosen, 1 + number], weights * rule.scaling)
+
+
+def first(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest of each row, of those alike the lower ones."""
+    indices: Tensor = values.sort(dim=-1, descending=True, stable=True).indices
+    return indices[:, :count]
+
+
+def experts(
+    x: Tensor, routing: Routing, weights: Sequence[tuple[Tensor, Tensor]], held: range,
+    silu_mul: Callable[[Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """See `Ops.experts`: float32 [T, H]."""
+    flat = routing.slots.flatten()
+    products = torch.zeros(len(flat), x.shape[1], dtype=torch.float32, device=x.device)
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=held.stop).tolist()
+    at = sum(counts[: held.start])
+    for slot, (gate_up, down) in zip(held, weights, strict=True):
+        rows = order[at : at + counts[slot]]
+        at += counts[slot]
+        if len(rows):
+            inner = silu_mul(F.linear(x[rows // routing.slots.shape[1]], gate_up))
+            products[rows] = F.linear(inner, down).float()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    each = products.view(*routing.slots.shape, x.shape[1]) * routing.weights[..., None]
+    for j in range(each.shape[1]):
+        out += each[:, j]
+    return out

@@ -1,0 +1,65 @@
+"""Experts in place of an MLP: a router, this rank's experts, and those that all tokens share.
+
+Rule: every tensor rank has all tokens of its lane and routes them alike; it computes what its slots hold, or its
+columns of every expert, and the sum into the residual is over the ranks. Where experts are spread over lanes, tokens
+go to all of them and come back. A rank reads no other expert's weights.
+"""
+
+from __future__ import annotations
+
+from planaria.config import ModelConfig
+from planaria.kernels.ops import Act, Ops, Slots, Weight
+from planaria.layers.shard import Shard
+from planaria.layers.weights import Part, WeightLoader
+
+
+class SharedExperts:
+    """An MLP for every token, times the sigmoid of a gate where the model has one."""
+
+    def __init__(self, c: ModelConfig, block: str, load: WeightLoader, shard: Shard) -> None:
+        assert c.moe is not None
+        name, size, hidden = f"{block}.{c.moe.shared_name}", c.moe.shared_intermediate_size, range(c.hidden_size)
+        gate, up = (Part(f"{name}.{part}_proj", size, shard.shared_columns) for part in ("gate", "up"))
+        down = Part(f"{name}.down_proj", c.hidden_size, hidden)
+        self.gate_up: Weight = load.linear([gate, up], hidden, c.hidden_size, bias=False)
+        self.down: Weight = load.linear([down], shard.shared_columns, size, bias=False)
+        self.gate = load.plain(f"{block}.shared_expert_gate", 1, c.hidden_size) if c.moe.shared_gate else None
+
+    def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
+        inner = ops.silu_mul(ops.linear(x, self.gate_up))
+        if self.gate is not None:
+            inner = ops.gate_rows(inner, ops.scores(x, self.gate))
+        return ops.linear(inner, self.down, h, reduce=True)
+
+
+class MoE:
+    """The chosen experts' sum and the shared experts, into the residual. `slots` says where each expert is."""
+
+    def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard) -> None:
+        assert c.moe is not None and shard.experts is not None
+        self.rule, moe, block = c.moe, c.moe, f"model.layers.{layer}.{c.moe.block}"
+        hidden, columns, size = range(c.hidden_size), shard.expert_columns, moe.intermediate_size
+        gate, up, down = moe.names
+        self.router: Weight = load.plain(f"{block}.gate", moe.num_experts, c.hidden_size)
+        bias = f"{block}.gate.e_score_correction_bias"
+        self.correction = load.vector(bias, moe.num_experts) if moe.correction_bias else None
+        self.slots = Slots(shard.experts.slots, moe.num_experts, shard.slots)
+        pairs = []
+        for expert in shard.held_experts:
+            name = f"{block}.experts.{expert}"
+            both = [Part(f"{name}.{part}", size, columns) for part in (gate, up)]
+            pairs.append((
+                load.linear(both, hidden, c.hidden_size, bias=False),
+                load.linear([Part(f"{name}.{down}", c.hidden_size, hidden)], columns, size, bias=False),
+            ))  # fmt: skip
+        self.experts: Weight = load.group(pairs)
+        self.shared = SharedExperts(c, block, load, shard) if moe.shared_intermediate_size else None
+
+    def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
+        routing = ops.route(ops.scores(x, self.router), self.rule, self.slots, self.correction)
+        if ops.spread:
+            every, chosen = ops.dispatch(x, routing)
+            h = ops.combine(ops.experts(every, chosen, self.experts, self.slots), h)
+        else:
+            h = ops.experts(x, routing, self.experts, self.slots, h, reduce=True)
+        return h if self.shared is None else self.shared(ops, x, h)

@@ -1,0 +1,55 @@
+"""How tokens reach the experts that they chose on ranks of other lanes, and how what these made of them comes back.
+
+An expert group is the ranks of one stage in all lanes. In a step each rank has the tokens of its lane, which all tensor
+ranks of the lane have alike, and computes its own experts' part of every token it is given. A way to exchange them is
+an `All2All`; `make` finds one by its name in the configuration.
+
+Rule: all ranks of the group call `begin` once in each step, then `dispatch` and `combine` in turn, as often as there
+are layers with experts, also with no token of their own. A token's sum is over the ranks in their order, so that it
+depends on nothing but the token. A rank that does not come ends each wait with PeerLost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from planaria.mesh.comm import Comm
+
+if TYPE_CHECKING:
+    import torch
+
+
+class All2All(Protocol):
+    """`lanes`: how many there are; each has at most as many tokens in a step as another may have."""
+
+    name: str
+    lanes: int
+
+    def begin(self, num_tokens: int) -> int:
+        """This rank's lane has so many tokens in this step. Returns how many rows `dispatch` brings."""
+        ...
+
+    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        """parts: [T, ...] each, contiguous: hidden values, then the slots and weights of the tokens' experts. into: of
+        the same kinds, with the rows that `begin` told: tokens that this rank's experts may be asked for."""
+        ...
+
+    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
+        """y float32 [rows, H]: this rank's part of the tokens that `dispatch` brought. out float32 [T, H]: the sum of
+        all ranks' parts of this lane's tokens."""
+        ...
+
+
+def make(name: str, group: Comm, width: int, limits: tuple[int, int], *, dealt: bool = False) -> All2All:
+    """group: the expert group, in which the `width` tensor ranks of a lane follow one another. limits: tokens of a lane
+    in a step, bytes of a token's hidden values in float32. dealt: tensor ranks share the exchange of their lane's
+    tokens (sequence-parallel experts). Raises ValueError for a name that is no way of this package."""
+    from planaria.mesh.all2all.plain import AllGather, Naive
+    from planaria.mesh.all2all.window import Window
+
+    if name == "naive":
+        return Naive(group, width)
+    if name != "allgather_reducescatter":
+        raise ValueError(f"there is no all-to-all {name!r} here")
+    return Window(group, width, limits, dealt=dealt) if group.port else AllGather(group, width, dealt=dealt)

@@ -1,0 +1,184 @@
+"""Ways to exchange tokens that need nothing but messages: any group has them.
+
+Rule: two ranks that have messages for each other take turns in the order of their numbers, so that no two wait for
+each other to receive, also where a message is gone only when it was received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+
+from planaria.mesh.comm import Comm
+
+
+class Lanes:
+    """Which rows are whose. `width` tensor ranks of each lane follow one another in the group; rows of all lanes lie
+    one lane after the other. dealt: each tensor rank has a part of its lane's rows."""
+
+    def __init__(self, group: Comm, width: int, *, dealt: bool = False) -> None:
+        self.group, self.width, self.dealt = group, width, dealt and width > 1
+        self.lanes = group.size // width
+        self.lane = group.rank // width
+        self.starts = [0] * (self.lanes + 1)
+
+    def count(self, counts: Sequence[int]) -> int:
+        """Tokens of each lane in this step; the sum."""
+        self.starts = [0, *accumulate(counts)]
+        return self.starts[-1]
+
+    def rows(self, lane: int) -> range:
+        return range(self.starts[lane], self.starts[lane + 1])
+
+    def part(self, rank: int) -> range:
+        """Rows that a rank answers for: its lane's, or its part of them."""
+        lane, place = divmod(rank, self.width)
+        rows = self.rows(lane)
+        if not self.dealt:
+            return rows
+        first, last = (len(rows) * at // self.width for at in (place, place + 1))
+        return range(rows.start + first, rows.start + last)
+
+    @property
+    def own(self) -> range:
+        return self.rows(self.lane)
+
+
+class Naive:
+    """The first tensor rank of each lane tells all ranks its tokens; what they made of them is added up everywhere."""
+
+    name = "naive"
+
+    def __init__(self, group: Comm, width: int) -> None:
+        self.group, self.at = group, Lanes(group, width)
+        self.lanes = self.at.lanes
+
+    def begin(self, num_tokens: int) -> int:
+        return self.at.count(tell(self.group, num_tokens)[:: self.at.width])
+
+    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        for part, whole in zip(parts, into, strict=True):
+            cut(whole, self.at.own).copy_(part)
+            for lane in range(self.lanes):
+                if rows := self.at.rows(lane):
+                    self.group.broadcast(raw(cut(whole, rows)), lane * self.at.width)
+
+    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
+        if y.numel():
+            self.group.all_reduce(y)
+            out.copy_(cut(y, self.at.own))
+
+
+class AllGather:
+    """Every rank gets the other lanes' tokens, and gives each lane its part of that lane's sum."""
+
+    name = "allgather_reducescatter"
+
+    def __init__(self, group: Comm, width: int, *, dealt: bool = False) -> None:
+        self.group, self.at = group, Lanes(group, width, dealt=dealt)
+        self.lanes = self.at.lanes
+
+    def begin(self, num_tokens: int) -> int:
+        return self.at.count(tell(self.group, num_tokens)[:: self.at.width])
+
+    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        at, rank = self.at, self.group.rank
+        for part, whole in zip(parts, into, strict=True):
+            cut(whole, at.own).copy_(part)
+
+            def give(other: int, whole: torch.Tensor = whole) -> None:
+                if self._tells(rank, other):
+                    self._send(cut(whole, at.part(rank)), other)
+
+            def take(other: int, whole: torch.Tensor = whole) -> None:
+                if self._tells(other, rank):
+                    self._receive(cut(whole, at.part(other)), other)
+
+            in_turns(self.group, give, take)
+
+    def _tells(self, rank: int, other: int) -> bool:
+        """Does this rank bring its part of its lane to that one? Where tensor ranks have all rows, to its like only."""
+        width = self.at.width
+        return rank // width != other // width and (self.at.dealt or rank % width == other % width)
+
+    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
+        at, group = self.at, self.group
+        mine = at.part(group.rank)
+        parts = torch.empty(group.size, len(mine), y.shape[1], device=y.device)
+        parts[group.rank] = cut(y, mine)
+        in_turns(
+            group, lambda other: self._send(cut(y, at.part(other)), other),
+            lambda other: self._receive(parts[other], other),
+        )  # fmt: skip
+        place = range(mine.start - at.own.start, mine.stop - at.own.start)
+        add_up(list(parts), cut(out, place))
+        if at.dealt:
+            self._share(out)
+
+    def _share(self, out: torch.Tensor) -> None:
+        """Each tensor rank has its part of the lane's sums: all get all."""
+        at, rank = self.at, self.group.rank
+
+        def part(of: int) -> torch.Tensor:
+            rows = at.part(of)
+            return cut(out, range(rows.start - at.own.start, rows.stop - at.own.start))
+
+        def near(other: int) -> bool:
+            return other // at.width == at.lane
+
+        in_turns(
+            self.group, lambda other: self._send(part(rank), other) if near(other) else None,
+            lambda other: self._receive(part(other), other) if near(other) else None,
+        )  # fmt: skip
+
+    def _send(self, rows: torch.Tensor, to: int) -> None:
+        if rows.numel():
+            self.group.send(raw(rows), to)
+
+    def _receive(self, rows: torch.Tensor, source: int) -> None:
+        if rows.numel():
+            self.group.receive(raw(rows), source)
+
+
+def tell(group: Comm, value: int) -> list[int]:
+    """A number of each rank, known to all."""
+    values = torch.zeros(group.size, dtype=torch.int64)
+    values[group.rank] = value
+    own = values[group.rank : group.rank + 1].clone()
+    in_turns(
+        group, lambda other: group.send(own, other),
+        lambda other: group.receive(values[other : other + 1], other),
+    )  # fmt: skip
+    return values.tolist()
+
+
+def in_turns(group: Comm, give: Callable[[int], None], take: Callable[[int], None]) -> None:
+    """With every other rank of the group: give, and take what it gives."""
+    for other in range(group.size):
+        if group.rank < other:
+            give(other)
+            take(other)
+        elif group.rank > other:
+            take(other)
+            give(other)
+
+
+def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """The sum of the parts in their order."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
+
+
+def cut(x: torch.Tensor, rows: range) -> torch.Tensor:
+    return x[rows.start : rows.stop]
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: groups carry some kinds of numbers only."""
+    return x.view(torch.uint8)

@@ -1,0 +1,88 @@
+"""Tokens exchanged through memory that all ranks of the group see: each is written once and read where it is needed.
+
+Rule: what a rank writes is read after the group has met, and written over after it has met again: a dispatch and a
+combine each meet once (twice where tensor ranks share the sums), and nobody is two of them ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from planaria.mesh.all2all.plain import Lanes, add_up, cut
+from planaria.mesh.comm import Comm
+
+ALIGN = 4096
+OTHER_BYTES = 1024  # of a token: slots and weights of up to 64 experts
+
+
+class Window:
+    """limits: see `make`."""
+
+    name = "allgather_reducescatter"
+
+    def __init__(self, group: Comm, width: int, limits: tuple[int, int], *, dealt: bool = False) -> None:
+        self.group, self.at = cast(Any, group), Lanes(group, width, dealt=dealt)
+        self.lanes = self.at.lanes
+        tokens, row = limits
+        self._most = tokens * self.lanes
+        self._tokens = _up(2 * 8 * group.size)
+        self._sums = self._tokens + _up(self._most * (row + OTHER_BYTES))
+        self._part = _up(self._most * row)
+        self._shared = self._sums + group.size * self._part
+        memory: npt.NDArray[np.uint8] = self.group.window(self._shared + _up(self._most * row))
+        self._memory = torch.from_numpy(memory)
+        self._counts = self._view(0, torch.int64, (2, group.size))
+        self._step = 0
+
+    def _view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        return self._memory[start : start + size].view(dtype).view(shape)
+
+    def begin(self, num_tokens: int) -> int:
+        self._step += 1
+        counts = self._counts[self._step % 2]  # a rank may read the last step's while another is in the next
+        counts[self.group.rank] = num_tokens
+        self.group.meet()
+        total = self.at.count(counts[:: self.at.width].tolist())
+        if total > self._most:
+            raise ValueError(f"{total} tokens in a step of {self.lanes} lanes: there is room for {self._most}")
+        return total
+
+    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        at, rank, start = self.at, self.group.rank, self._tokens
+        mine = at.part(rank) if at.dealt or rank % at.width == 0 else range(0)
+        here = range(mine.start - at.own.start, mine.stop - at.own.start)
+        places = []
+        for part in parts:
+            place = self._view(start, part.dtype, (at.starts[-1], *part.shape[1:]))
+            places.append(place)
+            start += -(-place.numel() * place.element_size() // 64) * 64
+            if mine:
+                cut(place, mine).copy_(cut(part, here))
+        if start > self._sums:
+            raise ValueError("more bytes of each token than there is room for")
+        self.group.meet()
+        for place, whole in zip(places, into, strict=True):
+            whole.copy_(place)
+
+    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
+        at, rank, shape = self.at, self.group.rank, tuple(y.shape)
+        sums = [self._view(self._sums + r * self._part, torch.float32, shape) for r in range(self.group.size)]
+        sums[rank].copy_(y)
+        self.group.meet()
+        if not at.dealt:
+            add_up([cut(part, at.own) for part in sums], out)
+            return
+        mine, whole = at.part(rank), self._view(self._shared, torch.float32, shape)
+        add_up([cut(part, mine) for part in sums], cut(whole, mine))
+        self.group.meet()
+        out.copy_(cut(whole, at.own))
+
+
+def _up(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

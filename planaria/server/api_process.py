@@ -1,0 +1,107 @@
+"""One of several API processes: `python -m planaria.server.api_process LISTEN CHANNEL PARENT LEVEL` (two descriptors
+that it inherits, its parent's pid, the level of its log), a `Boot` on standard input.
+
+It serves like a server's only process does; its engines are the root's. It ends when the root says so, or ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+
+import msgspec
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from planaria.checkpoint import Checkpoint
+from planaria.errors import ConfigError, PlanariaError
+from planaria.logs import setup_logging
+from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
+from planaria.server.attached import AttachedFleet
+from planaria.server.channel import Channel
+from planaria.server.counts import counts_of
+from planaria.server.forward import Forward, RootLink
+from planaria.server.root_messages import Answer, Boot, Done, FromRoot, Order, Serving, State, Stop, Unable
+from planaria.server.serve import serve
+from planaria.server.tokenise import load_tokenizer
+
+
+class ApiServer:
+    """This process's end of everything."""
+
+    def __init__(self, boot: Boot, channel: Channel[FromRoot]) -> None:
+        self.boot, self.channel = boot, channel
+        self.fleet = AttachedFleet(boot.config, boot.number, channel.send)
+        self.root = RootLink(channel.send)
+        self.stop = asyncio.Event()
+        self.app: FastAPI | None = None
+        self._orders: set[asyncio.Task[None]] = set()
+
+    async def run(self, sock: socket.socket) -> int:
+        """Until it was told to stop; returns an exit code."""
+        listening = asyncio.create_task(self._listen())
+        tokenizer = None
+        if self.boot.tokenizer:
+            tokenizer = load_tokenizer(msgspec.convert(self.boot.config.checkpoint, Checkpoint))
+        try:
+            return await serve(
+                self.fleet, tokenizer, self.boot.settings, sock=sock, signals=False, stop=self.stop, shared=True,
+                prepare=self._prepare, announce=lambda line: self.channel.send(Serving()),
+            )  # fmt: skip
+        except ConfigError as e:
+            self.channel.send(Unable(str(e)))
+            return 1
+        except PlanariaError:
+            return 1  # the root says why
+        finally:
+            await self.fleet.close()
+            listening.cancel()
+            await self.channel.close()
+
+    def _prepare(self, app: FastAPI) -> None:
+        self.app = app
+        app.user_middleware.append(Middleware(Forward, root=self.root))  # the innermost: behind the gate
+
+    async def _listen(self) -> None:
+        while (message := await self.channel.receive()) is not None:
+            match message:
+                case State():
+                    self.fleet.follow(message)
+                case Stop():
+                    self.stop.set()
+                case Answer():
+                    self.root.hear(message)
+                case Order():
+                    task = asyncio.create_task(self._carry_out(message))
+                    self._orders.add(task)
+                    task.add_done_callback(self._orders.discard)
+        os._exit(1)  # the root has ended
+
+    async def _carry_out(self, order: Order) -> None:
+        if order.what == "count":
+            counts = counts_of(self.app.state.service) if self.app is not None else None
+            self.channel.send(Done(order.id, counts=counts))
+        else:
+            self.channel.send(await self.fleet.carry_out(order))
+
+
+def main() -> int:
+    """Exit code 0 when it was told to stop."""
+    listen, channel, parent, level = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    die_with_parent(parent)
+    setup_logging(level)
+    leave_signals_to_parent()
+    boot = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Boot)
+    set_title("api", server=parent, api=boot.config.parallel.api_process_rank)
+
+    async def run() -> int:
+        opened = await Channel.open(socket.socket(fileno=channel), msgspec.msgpack.Decoder(FromRoot))
+        return await ApiServer(boot, opened).run(socket.socket(fileno=listen))
+
+    return asyncio.run(run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

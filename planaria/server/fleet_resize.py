@@ -1,0 +1,293 @@
+"""A fleet's change of size, carried out (`planaria.core.resize` keeps the books).
+
+Up: the new engines come up beside the others, and get work when all of them can admit, also some of what runs; if one
+can't, all of them end and nothing has changed. Down: the last engines get no new work, what they have may finish for a
+while, the rest goes on elsewhere. A sequence is moved without a pause that its client would notice: first the other
+engine computes what it has so far, which its prefix cache keeps, and only then is it moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from planaria.config.machine import accelerator_ids
+from planaria.core.resize import Refused, Resize, Resizes, Room, room_in_memory
+from planaria.errors import PlanariaError
+from planaria.node import available_memory
+from planaria.server.supervisor import SupervisedEngine, all_ready
+from planaria.topology import Layout
+from planaria.types import Delta, SamplingParams
+from planaria.wire import Reshaped, Submit
+
+if TYPE_CHECKING:
+    from planaria.server.fleet import Fleet
+    from planaria.server.open_sequence import Open
+
+logger = logging.getLogger("planaria.server")
+
+DRAIN_TIMEOUT = 120.0  # seconds that running requests get before they are moved
+OVERHEAD = 350 << 20  # bytes of an engine beside weights and KV: an interpreter with torch in each process
+_numbers = itertools.count()
+WARM_UP = 60.0  # seconds the other engine gets to compute what a sequence has
+GOES_ON = 1.0  # seconds in which a sequence that was moved is alone with its engine's attention
+
+
+class Resizer:
+    """One for each fleet. `available`: free memory of this node in bytes, for tests."""
+
+    def __init__(self, fleet: Fleet, available: Callable[[], int] = available_memory) -> None:
+        self.fleet, self.available = fleet, available
+        self.resizes = Resizes(fleet.config.parallel.replicas[0])
+        self._task: asyncio.Task[None] | None = None
+        self._cancelled = self._reshaping = False
+
+    async def resize(self, id: str, size: int, drain_timeout: float = DRAIN_TIMEOUT) -> Resize:
+        """Have `size` engines; returns when it is committed or rolled back. Raises Refused."""
+        fleet = self.fleet
+        parallel = fleet.config.parallel
+        for given, option in (
+            (parallel.data_parallel_external_lb, "--data-parallel-rank"),
+            (parallel.data_parallel_hybrid_lb, "--data-parallel-start-rank"),
+        ):
+            if given:
+                raise Refused(f"an outside balancer knows this server's engines ({option}): start or stop servers")
+        if fleet.closing:
+            raise Refused("the server is shutting down", busy=True)
+        if fleet.dead is not None:
+            raise Refused(f"the last engine has ended: {fleet.dead.message}")
+        if self._reshaping:
+            raise Refused("the engines' layout is being changed; ask again after it", busy=True)
+        if fleet.replacing:
+            raise Refused(f"engine {min(fleet.replacing)} was told to end and is being replaced; ask again", busy=True)
+        if parallel.enable_expert_parallel:
+            return await self._resize_lanes(id, size)
+        alive = [index for index, engine in fleet.members.items() if engine.dead is None]
+        resize, new = self.resizes.ask(id, size, list(fleet.members), alive, self._room(len(alive)))
+        if new:
+            self._task = asyncio.create_task(self._run(resize, drain_timeout))
+        task = self._task
+        if task is not None and self.resizes.current is resize:
+            await asyncio.shield(task)
+        return resize
+
+    async def _resize_lanes(self, id: str, size: int) -> Resize:
+        """Data-parallel ranks that share experts are lanes of one engine: it begins another epoch with more or fewer,
+        and what is open goes on in them. Raises Refused."""
+        lanes = range(self.fleet.config.parallel.lanes)
+        resize, new = self.resizes.ask(id, size, lanes, lanes)
+        if new:
+            self._task = asyncio.create_task(self._run_lanes(resize))
+        task = self._task
+        if task is not None and self.resizes.current is resize:
+            await asyncio.shield(task)
+        return resize
+
+    async def _run_lanes(self, resize: Resize) -> None:
+        fleet, parallel = self.fleet, self.fleet.config.parallel
+        (engine,) = fleet.members.values()
+        self.resizes.enter("re-form", time.monotonic())
+        try:
+            layout = Layout(parallel.pipeline_parallel_size, resize.after, tp=parallel.tensor_parallel_size)
+            done = await engine.reshape(layout.tp, layout.pp, layout.dp)
+            failure = done.error
+        except asyncio.CancelledError as e:
+            failure = str(e) or "it was cancelled"
+        if failure:
+            self.resizes.roll_back(failure, time.monotonic())
+            logger.warning("resize %s rolled back: %s", resize.id, failure)
+            return
+        fleet.config = fleet.config.with_layout(layout)
+        self.resizes.commit(time.monotonic())
+        logger.info("resize %s committed: %d lanes after %.2f s", resize.id, resize.after, done.seconds)
+
+    async def reshape(self, tp: int, pp: int) -> list[Reshaped]:
+        """One engine after the other, so that the others serve meanwhile. Raises Refused."""
+        fleet = self.fleet
+        if fleet.closing:
+            raise Refused("the server is shutting down", busy=True)
+        if self.resizes.current is not None or self._reshaping:
+            raise Refused("another change of the fleet is under way; ask again after it", busy=True)
+        self._reshaping = True
+        found: list[Reshaped] = []
+        try:
+            for engine in list(fleet.members.values()):
+                found.append(await engine.reshape(tp, pp))
+                if found[-1].error:
+                    break
+            else:
+                layout = Layout(pp, fleet.config.parallel.lanes, tp=tp)
+                fleet.config = fleet.config.with_layout(layout)  # of engines that are added
+        finally:
+            self._reshaping = False
+        return found
+
+    @property
+    def busy(self) -> bool:
+        """Is a change under way?"""
+        return self.resizes.current is not None or self._reshaping
+
+    async def idle(self) -> None:
+        """Wait until no change is under way."""
+        while self.resizes.current is not None and self._task is not None:
+            await asyncio.wait({self._task})
+
+    def cancel(self, why: str) -> None:
+        """Roll back what is under way."""
+        if self._task is not None and not self._task.done() and not self._cancelled:
+            self._cancelled = True  # once: rolling back is not to be cancelled
+            self._task.cancel(why)
+
+    async def abandon(self, why: str) -> None:
+        """Roll back what is under way, and wait until that is done."""
+        self.cancel(why)
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    def _room(self, running: int) -> Room | None:
+        """For how many engines the user gave groups, or this node has devices, or memory; None where ranks are placed
+        elsewhere."""
+        config, facts = self.fleet.config, self.fleet.facts
+        ranks, groups = config.parallel.world_size, config.parallel.placement_groups
+        if groups:
+            return Room(len(groups), "--placement-group names a group for each")
+        if config.parallel.distributed_executor_backend not in ("uni", "mp") or self.fleet.hosts is not None:
+            return None
+        if config.device.device == "cuda":
+            devices = len(accelerator_ids())
+            return Room(devices // ranks, f"each needs {ranks} accelerators, and there are {devices}")
+        if facts is None:
+            return None
+        needed = facts.weight_bytes + ranks * ((config.cache.memory or 0) + OVERHEAD)
+        return room_in_memory(self.available(), needed, running)
+
+    async def _run(self, resize: Resize, drain_timeout: float) -> None:
+        fleet, books = self.fleet, self.resizes
+        logger.info("resize %s: from %d to %d engines", resize.id, resize.before, resize.after)
+        failure = ""
+        try:
+            if resize.start:
+                await self._grow(resize)
+            if resize.stop:
+                await self._drain(resize, drain_timeout)
+                await self._hand_over_all(resize)
+                books.enter("stop", time.monotonic())
+                await asyncio.gather(*(fleet.remove(index) for index in resize.stop))
+                fleet.share_out()
+        except asyncio.CancelledError as e:
+            failure = str(e) or "it was cancelled"
+        except PlanariaError as e:
+            failure = str(e)
+        except Exception as e:
+            logger.exception("resize %s failed", resize.id)
+            failure = f"{type(e).__name__}: {e}"
+        if failure:
+            books.enter("roll back", time.monotonic())
+            await self._undo(resize)
+            books.roll_back(failure, time.monotonic())
+            logger.warning("resize %s rolled back: %s", resize.id, failure)
+            return
+        books.commit(time.monotonic())
+        parts = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in resize.phases.items())
+        logger.info("resize %s committed: %d engines; seconds: %s", resize.id, resize.after, parts)
+
+    async def _grow(self, resize: Resize) -> None:
+        fleet = self.fleet
+        self.resizes.enter("start", time.monotonic())
+        if fleet.hosts is not None:
+            await asyncio.to_thread(fleet.hosts.grow, resize.start)
+        for index in resize.start:
+            if index in fleet.members:  # it was given up
+                await fleet.remove(index)
+        fleet.share_out(resize.after)  # first: those that run would else wait for those that load
+        engines = [fleet.add(index, resize.after) for index in resize.start]
+        await asyncio.gather(*(engine.start() for engine in engines))
+        await all_ready(engines)
+        for index in resize.start:
+            if not fleet.joined(index):  # it had to, meanwhile
+                fleet.admit(index)
+        self.resizes.enter("balance", time.monotonic())
+        for engine in engines:
+            resize.moved += await fleet.take_share(engine)
+
+    async def _drain(self, resize: Resize, timeout: float) -> None:
+        """No new work for those that leave; what they have may finish."""
+        fleet = self.fleet
+        self.resizes.enter("drain", time.monotonic())
+        fleet.close_to_new_work(resize.stop)
+        await fleet.emptied(resize.stop, timeout)
+
+    async def _hand_over_all(self, resize: Resize) -> None:
+        """Raises PlanariaError when nobody can take over."""
+        self.resizes.enter("migrate", time.monotonic())
+        for index in resize.stop:
+            resize.moved += await self.fleet.hand_over_all(self.fleet.members[index])
+
+    async def _undo(self, resize: Resize) -> None:
+        fleet = self.fleet
+        fleet.open_to_new_work([index for index in resize.stop if index in fleet.members])
+        await asyncio.gather(
+            *(fleet.remove(index) for index in resize.start if index in fleet.members and not fleet.joined(index))
+        )
+        fleet.share_out()
+
+
+async def hand_over_all(fleet: Fleet, engine: SupervisedEngine) -> int:
+    """Move everything an engine has to others, one after the other, so that each pauses for a step or two. Returns how
+    many. Raises PlanariaError when nobody can take over."""
+    moved = 0
+    while opened := fleet.of(engine):
+        other = fleet.best_for(opened[0])
+        if other is None:
+            raise PlanariaError(f"no other engine is up to go on with {len(opened)} sequences of engine {engine.index}")
+        moved += await _hand_over(fleet, opened[0], other)
+    return moved
+
+
+async def take_share(fleet: Fleet, engine: SupervisedEngine) -> int:
+    """Move sequences to an engine that has come up, until no other has two more than it. Returns how many."""
+    moved = 0
+    while engine.state == "ready" and engine.index not in fleet.leaving:
+        others = [other for other in fleet.members.values() if other.state == "ready" and fleet.joined(other.index)]
+        busiest = max(others, key=lambda other: len(fleet.of(other)))
+        movable = [open for open in fleet.of(busiest) if not open.stuck]
+        if len(fleet.of(busiest)) - len(fleet.of(engine)) < 2 or not movable:
+            break
+        moved += await _hand_over(fleet, min(movable, key=lambda open: len(open.history())), engine)
+    return moved
+
+
+async def _hand_over(fleet: Fleet, open: Open, other: SupervisedEngine) -> bool:
+    """Move one, if it is still there when the other engine has its history in its prefix cache. Ends when it goes on
+    there: what is computed for the next one would only make it wait."""
+    engine = open.engine
+    if fleet.config.cache.enable_prefix_caching and engine.state == "ready":
+        warm = open.history()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def sink(delta: Delta) -> None:
+            if delta.finish is not None and not done.done():
+                done.set_result(None)
+
+        id = f"{open.id}~warm{next(_numbers)}"
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        other.submit(Submit(id, warm, params, seed=0, max_tokens=1, priority=open.priority), sink)
+        try:
+            async with asyncio.timeout(WARM_UP):
+                await done
+        except TimeoutError:
+            other.cancel(id)
+    if open.engine is not engine or not fleet.has(open) or other.state != "ready":
+        return False
+    goes_on = asyncio.Event()
+    open.goes_on = goes_on.set
+    fleet.move(open, other)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GOES_ON):
+            await goes_on.wait()
+    return True

@@ -1,0 +1,95 @@
+"""Questions that any API process may get and only the root can answer: how all engines and processes are, and changes
+of the fleet. They are passed on as they came, behind the gate, and the root's own application answers them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from planaria.server.gate import ADMIN_PATHS
+from planaria.server.root_messages import Answer, Question
+
+PATHS = ("/health", "/metrics", *ADMIN_PATHS)
+
+
+class RootLink:
+    """The questions of one API process. tell: sends one."""
+
+    def __init__(self, tell: Callable[[Question], None]) -> None:
+        self.tell = tell
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._numbers = itertools.count()
+
+    async def ask(self, scope: Scope, body: bytes) -> Answer:
+        """The root's answer to an HTTP request."""
+        id = next(self._numbers)
+        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[id] = waiting
+        client = scope.get("client")
+        headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+        headers.append((b"x-request-id", scope["planaria"].id.encode()))
+        self.tell(Question(
+            id, scope["method"], scope["path"], scope["query_string"], headers, body,
+            (client[0], client[1]) if client else None, scope["scheme"],
+        ))  # fmt: skip
+        try:
+            return await waiting
+        finally:
+            del self._waiting[id]
+
+    def hear(self, answer: Answer) -> None:
+        waiting = self._waiting.get(answer.id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+
+class Forward:
+    """An ASGI middleware of an API process."""
+
+    def __init__(self, app: ASGIApp, root: RootLink) -> None:
+        self.app, self.root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(PATHS):
+            await self.app(scope, receive, send)
+            return
+        body = b""
+        while scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        answer = await self.root.ask(scope, body)
+        headers = [(name, value) for name, value in answer.headers if name != b"x-request-id"]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await send({"type": "http.response.body", "body": answer.body})
+
+
+async def answer(app: ASGIApp, question: Question) -> Answer:
+    """What an application says to a question."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": question.method,
+        "path": question.path, "raw_path": question.path.encode(), "root_path": "", "scheme": question.scheme,
+        "query_string": question.query, "headers": question.headers, "client": question.client, "server": None,
+    }  # fmt: skip
+    said: list[Message] = []
+    asked = False
+
+    async def receive() -> Message:
+        nonlocal asked
+        if asked:  # nobody leaves before the answer
+            await asyncio.get_running_loop().create_future()
+        asked = True
+        return {"type": "http.request", "body": question.body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        said.append(message)
+
+    await app(scope, receive, send)
+    start = said[0]
+    body = b"".join(message.get("body", b"") for message in said[1:])
+    return Answer(question.id, start["status"], list(start.get("headers", ())), body)

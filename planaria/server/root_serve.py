@@ -1,0 +1,186 @@
+"""A server of several processes: this one, the root, owns the engines and the API processes, and answers what concerns
+them all. It accepts no connection itself.
+
+The order at the end is that of `serve.py`: the API processes finish what is open and end, and only then the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+from planaria.config.options import EngineConfig
+from planaria.errors import EngineDead
+from planaria.server.api_processes import ApiProcess, ApiProcesses
+from planaria.server.app import create_app
+from planaria.server.config import ServerConfig
+from planaria.server.counts import put
+from planaria.server.engine_client import EngineProcess
+from planaria.server.fleet import Fleet, Hosts, Make
+from planaria.server.forward import answer
+from planaria.server.root import RootFleet
+from planaria.server.root_messages import Question, Replayed, ToRoot
+from planaria.server.serve import ENGINE_LAST_WORDS, LAST_ANSWERS, url_of
+from planaria.server.service import Service
+from planaria.wire import StartUpNews
+
+logger = logging.getLogger("planaria.server")
+
+TICK = 0.25  # seconds between looks at the engines
+MARGIN = 5.0  # seconds an API process gets to end after its last answer
+_PREFIX = "planaria-root-"
+
+
+@contextlib.contextmanager
+def names() -> Iterator[str]:
+    """A folder for engines' sockets, which only this user may enter; those of roots that were killed are removed."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        if entry.name.startswith(_PREFIX):
+            with contextlib.suppress(OSError):  # another user's, or its root is alive
+                with open(os.path.join(entry.path, "lock"), "rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry.path, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700
+    try:
+        with open(os.path.join(folder, "lock"), "xb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def serve_from_root(
+    config: EngineConfig,
+    settings: ServerConfig,
+    sock: socket.socket,
+    announce: Callable[[str, RootFleet], None],
+    *,
+    tokenizer: bool,
+    started: float,
+    on_progress: Callable[[StartUpNews], None] | None = None,
+    make: Make = EngineProcess,
+    hosts: Hosts | None = None,
+    prepare: Callable[[Fleet], None] = lambda fleet: None,
+) -> int:
+    """Serve until a signal or the engines' death; exit codes and exceptions as of `planaria.server.serve.serve`. sock:
+    bound; tokenizer: whether there is one; announce: gets the line that says it is ready, when it is; make, hosts: as
+    of `Fleet`; prepare: gets it before it starts."""
+    with names() as folder, sock:
+        apis = ApiProcesses(config, settings, tokenizer, sock)
+        fleet = RootFleet(config, on_progress, apis, folder, make, hosts)
+        prepare(fleet)
+        root = Root(fleet, apis, settings)
+        try:
+            await fleet.start()
+            await apis.start(config.parallel.api_server_count)
+            return await root.run(lambda: announce(
+                f"Planaria serving {root.service.model_names[0]} at {url_of(sock, settings)} "
+                f"(ready in {time.monotonic() - started:.1f} s)", fleet,
+            ))  # fmt: skip
+        finally:
+            await apis.ended(0.0)
+            await fleet.close()
+
+
+class Root:
+    """The root's life, from the start of its processes to the exit code."""
+
+    def __init__(self, fleet: RootFleet, apis: ApiProcesses, settings: ServerConfig) -> None:
+        self.fleet, self.apis = fleet, apis
+        self.app = create_app(fleet, None, settings)
+        self.service: Service = self.app.state.service
+        self.code = 0
+        self._told = asyncio.Event()  # a signal has come
+        self._answering: set[asyncio.Task[None]] = set()
+        apis.hear = self._hear
+        fleet.on_replayed = self._on_replayed
+
+    async def run(self, announce: Callable[[], None]) -> int:
+        """Until the end has come and the API processes have ended."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        starting = loop.create_task(self._start(announce))
+        told = loop.create_task(self._told.wait())
+        try:
+            while not (self._told.is_set() or self._over(starting)):
+                pending = {told} if starting.done() else {told, starting}
+                await asyncio.wait(pending, timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
+                self.service.history.look(time.monotonic(), time.time(), self.fleet.stats)
+            await self.apis.ended(
+                ENGINE_LAST_WORDS + MARGIN if self.code == 1
+                else self.service.config.shutdown_timeout + LAST_ANSWERS + MARGIN
+            )  # fmt: skip
+            if starting.done() and not starting.cancelled():
+                starting.result()
+            return self.code
+        finally:
+            starting.cancel()
+            told.cancel()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            self.service.close()
+
+    async def _start(self, announce: Callable[[], None]) -> None:
+        await self.fleet.ready()
+        await self.apis.serving()
+        if not self.apis.failure:
+            announce()
+
+    def _over(self, starting: asyncio.Task[None]) -> bool:
+        """Can nothing be served any more?"""
+        dead, failure = self.fleet.dead, self.apis.failure
+        if starting.done() and starting.exception() is not None:
+            self.service.drain(f"the engine could not start: {starting.exception()}")
+            self.apis.stop()
+            self.code = 1
+        elif dead is not None and self.fleet.facts is not None:
+            logger.error("the engine has ended: %s", dead.message)
+            if dead.detail and dead.kind == "error":
+                logger.error("%s", dead.detail)
+            self.service.drain(f"the engine has ended: {dead.message}")
+            self.apis.stopping = True  # they see it too, answer what is open and end
+            self.code = 1
+        elif failure:
+            self.service.drain(failure)
+            self.apis.stop()
+            raise EngineDead(failure)
+        return bool(self.code)
+
+    def _on_signal(self, number: int) -> None:
+        """The first drains; the second aborts what is open."""
+        if self._told.is_set():
+            self.code = 128 + number
+        else:
+            self.service.drain("the server is shutting down")
+            logger.info("%s: no new requests", signal.Signals(number).name)
+            self._told.set()
+        self.apis.stop()
+
+    # -- what the API processes say
+
+    def _hear(self, api: ApiProcess, message: ToRoot) -> None:
+        if isinstance(message, Question):
+            task = asyncio.create_task(self._answer(api, message))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        else:
+            self.fleet.hear(api, message)
+
+    async def _answer(self, api: ApiProcess, question: Question) -> None:
+        """From the application that every server has; its numbers are those of all API processes."""
+        await self.apis.count()
+        put(self.apis.totals, self.service)
+        api.channel.send(await answer(self.app, question))
+
+    def _on_replayed(self, message: Replayed) -> None:
+        self.service.faults.replayed(message.engine, message.requests, message.tokens)

@@ -1,0 +1,108 @@
+"""Requests and answers of the routes for who runs the fleet, as `schema.py` has those of the API."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from planaria.server.schema import Health, ProcessEntry, Strict
+
+
+class ScaleRequest(Strict):
+    """As in vLLM; `id` is ours."""
+
+    new_data_parallel_size: int = Field(ge=0, le=2**31 - 1, description="Engines to have.")
+    drain_timeout: float | None = Field(
+        None, ge=0, le=86400, description="Seconds that requests may stay in engines that leave; 120 if left out."
+    )
+    id: str | None = Field(
+        None, min_length=1, max_length=128,
+        description="Of the transaction: with the same id it is not done twice, and the answer is the same.",
+    )  # fmt: skip
+
+
+class ResizeEntry(Strict):
+    id: str
+    before: int  # engines
+    after: int
+    start: list[int]  # numbers of engines
+    stop: list[int]
+    state: str  # preparing, committed or rolled back
+    reason: str  # why it was rolled back
+    phase: str  # that is under way
+    phases: dict[str, float]  # seconds
+    moved: int  # sequences that went on in another engine
+
+
+class ScaleResponse(ResizeEntry):
+    message: str
+
+
+class LayoutRequest(Strict):
+    tensor_parallel_size: int = Field(ge=1, le=2**31 - 1, description="Ranks that share each layer.")
+    pipeline_parallel_size: int = Field(1, ge=1, le=2**31 - 1, description="Stages of layers.")
+
+
+class EngineLayout(Strict):
+    engine: int
+    layout: str
+    seconds: float  # until requests went on
+
+
+class LayoutResponse(Strict):
+    engines: list[EngineLayout]
+
+
+class EngineEntry(Strict):
+    engine: int  # its number
+    state: str  # loading, ready, recovering, leaving or ended
+    pid: int
+    ranks: list[int]  # pids
+    layout: str
+    epoch: int
+    running: int
+    waiting: int
+    kv_usage: float
+    open: int  # sequences
+    load_tokens: int  # in KV, and still to be computed for what is open
+    misplaced: list[str]  # a line for each rank that is not where it was planned
+
+
+class FleetResponse(Strict):
+    size: int
+    imbalance: float  # the highest load over the mean
+    engines: list[EngineEntry]
+    resizes: list[ResizeEntry]
+
+
+class Event(Strict):
+    """A fault, or a change of the layout. seconds: until requests went on; null while it is being dealt with."""
+
+    when: str
+    engine: int
+    what: str
+    cause: str
+    layout: str
+    epoch: int
+    seconds: float | None
+
+
+class EngineCard(Strict):
+    engine: int
+    state: str
+    layout: str
+    open: int
+    load_tokens: int
+
+
+class Dashboard(Strict):
+    now: float  # seconds since 1970
+    version: str
+    models: list[str]
+    health: Health
+    requests: int
+    processes: list[ProcessEntry]
+    engines: list[EngineCard]
+    columns: list[str]  # of a sample
+    samples: list[list[float]]
+    events: list[Event]
+    resizes: list[ResizeEntry]

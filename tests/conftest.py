@@ -1,0 +1,38 @@
+"""How many examples Hypothesis draws, and which files a run begins with.
+
+Rules: the default run draws the same examples each time and lets none be too slow, so that a busy machine changes
+nothing; `--hypothesis-profile=search` draws others, and twenty times as many. The files that take longest come first,
+so that no worker of a parallel run ends with one of them (the Makefile has xdist keep this order).
+Torch's threads sleep while they wait, here and in every process that a test starts: where there are more of them than
+cores they spent five sixths of all time in waiting loops.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+
+settings.register_profile(
+    "planaria", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", settings.get_profile("planaria"), max_examples=1000, derandomize=False)
+settings.load_profile("planaria")
+
+LONGEST_FIRST = (
+    "model/test_exact.py", "sim/test_sim.py", "ray/test_losses.py", "proc/test_recovery.py", "ray/test_fault_matrix.py",
+    "model/test_parallel.py", "ray/test_fleet.py", "ray/test_fleet_networks.py", "proc/test_layouts.py",
+    "proc/test_nodes.py", "proc/test_fault_matrix.py", "ray/test_ray.py", "ray/test_networks.py", "proc/test_mp.py",
+    "ray/test_without_ray.py", "proc/test_node_loss.py", "proc/test_serve.py", "proc/test_engine_death.py",
+    "proc/test_api_servers.py", "proc/test_security.py", "proc/test_invariant.py", "proc/test_fleet.py",
+    "proc/test_soak.py", "proc/test_external.py", "proc/test_every_prompt.py", "ray/test_cluster.py",
+    "proc/test_links.py", "model/test_models.py", "model/test_mesh.py", "proc/test_batch.py", "proc/test_ps.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: i for i, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))

@@ -1,0 +1,99 @@
+"""What any way to exchange tokens between lanes must do, for those that run here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from planaria.mesh.all2all import All2All, make
+from planaria.mesh.comm import Comm, PeerLost
+from tests.model.test_mesh import Group
+
+HIDDEN, CHOICES, MOST = 48, 2, 40
+STEPS = [(3, 5), (0, 1), (7, 0), (0, 0), (MOST, MOST), (1, 1)]  # tokens of the lanes
+WAYS = [("naive", False), ("allgather_reducescatter", False), ("allgather_reducescatter", True)]
+
+
+def tokens(lane: int, step: int, layer: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * layer + lane)
+    hidden = torch.randn(count, HIDDEN, generator=generator).bfloat16()
+    slots = torch.randint(0, 8, (count, CHOICES), generator=generator, dtype=torch.int32)
+    return [hidden, slots, torch.rand(count, CHOICES, generator=generator)]
+
+
+def made_of(rank: int, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """A rank's experts."""
+    return hidden.float() * (rank + 1) + weights.sum(-1, keepdim=True) * 10.0**rank
+
+
+def all_steps(exchange: All2All, comm: Comm, width: int) -> None:
+    lane = comm.rank // width
+    for step, counts in enumerate(STEPS):
+        assert exchange.begin(counts[lane]) == sum(counts)
+        for layer in range(3):
+            mine = tokens(lane, step, layer, counts[lane])
+            into = [part.new_empty(sum(counts), *part.shape[1:]) for part in mine]
+            exchange.dispatch(mine, into)
+            every = [torch.cat(both) for both in zip(*(tokens(i, step, layer, counts[i]) for i in (0, 1)), strict=True)]
+            for found, expected in zip(into, every, strict=True):
+                assert torch.equal(found, expected)
+            out = torch.full((counts[lane], HIDDEN), 7.0)
+            exchange.combine(made_of(comm.rank, into[0], into[2]), out)
+            expected = torch.zeros_like(out)
+            for rank in range(comm.size):
+                expected = expected + made_of(rank, mine[0], mine[2])
+            if exchange.name == "naive":
+                torch.testing.assert_close(out, expected)
+            else:
+                assert torch.equal(out, expected), "not added up in the order of ranks"
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo", "nccl"])
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize(("name", "dealt"), WAYS)
+def test_tokens_go_to_all_ranks_and_their_sums_come_back(kind: str, width: int, name: str, dealt: bool) -> None:
+    group = Group(kind, 2 * width)
+    try:
+        group.run(lambda comm: all_steps(make(name, comm, width, (MOST, 4 * HIDDEN), dealt=dealt), comm, width))
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+@pytest.mark.parametrize("name", ["naive", "allgather_reducescatter"])
+@pytest.mark.parametrize("after", ["begin", "dispatch"])
+def test_a_wait_for_a_lane_that_is_gone_ends(kind: str, name: str, after: str) -> None:
+    group = Group(kind, 2)
+
+    def work(comm: Comm) -> Callable[[], Any] | None:
+        exchange = make(name, comm, 1, (MOST, 4 * HIDDEN))
+        exchange.begin(3)
+        into = [part.new_empty(6, *part.shape[1:]) for part in tokens(0, 0, 0, 3)]
+        if after == "dispatch":
+            exchange.dispatch(tokens(comm.rank, 0, 0, 3), into)
+        if comm.rank == 1:
+            comm.abort("it has failed")
+            return None
+        with pytest.raises(PeerLost):
+            if after == "begin":
+                exchange.dispatch(tokens(0, 0, 0, 3), into)
+            exchange.combine(torch.zeros(6, HIDDEN), torch.zeros(3, HIDDEN))
+            exchange.begin(3)
+        return None
+
+    try:
+        group.run(work)
+    finally:
+        group.close()
+
+
+def test_a_way_that_is_not_here() -> None:
+    with pytest.raises(ValueError, match="pplx"):
+        group = Group("gloo", 2)
+        try:
+            make("pplx", group.comms[0], 1, (MOST, 4 * HIDDEN))
+        finally:
+            group.close()

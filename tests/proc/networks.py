@@ -1,0 +1,90 @@
+"""Networks on this machine, each with a cable to the same switch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+_numbers = itertools.count()
+
+
+class Networks:
+    """Namespaces: 10.93.0.1 is in the first, 10.93.0.2 in the second, and so on. elsewhere: each has a second cable,
+    10.94.0.1 and so on, to nobody, and that is its default route."""
+
+    def __init__(self, count: int, elsewhere: bool) -> None:
+        mark = f"{os.getpid()}n{next(_numbers)}"
+        self.elsewhere = elsewhere
+        self.switch = f"planaria-{mark}-s"
+        self.spaces = [f"planaria-{mark}-{i}" for i in range(1, count + 1)]
+        self.ends = [f"pln{mark}{chr(97 + i)}" for i in range(count)]  # at most 15 characters
+
+    @property
+    def prefixes(self) -> list[tuple[str, ...]]:
+        """How to run a command in each."""
+        return [("ip", "netns", "exec", space) for space in self.spaces]
+
+    def cut(self, which: int = 1) -> None:
+        """Pull the cable out of the second, or another (they count from 0)."""
+        ip("-n", self.spaces[which], "link", "set", self.ends[which], "down")
+
+    def mend(self, which: int = 1) -> None:
+        """Put it in again."""
+        ip("-n", self.spaces[which], "link", "set", self.ends[which], "up")
+
+    def make(self) -> None:
+        """Raises as `ip`."""
+        for space in (self.switch, *self.spaces):
+            ip("netns", "add", space)
+        ip("-n", self.switch, "link", "add", "hub", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "hub", "up")
+        for i, (space, end) in enumerate(zip(self.spaces, self.ends, strict=True), 1):
+            self._plug(space, end, f"port{i}", f"10.93.0.{i}/24")
+            ip("-n", self.switch, "link", "set", f"port{i}", "master", "hub")
+            if self.elsewhere:
+                self._plug(space, "elsewhere", f"away{i}", f"10.94.0.{i}/24")
+                ip("-n", space, "route", "add", "default", "via", "10.94.0.254", "dev", "elsewhere")
+            ip("-n", space, "link", "set", "lo", "up")
+            folder = Path("/etc/netns", space)  # without an answer to names, each look for one would take seconds
+            folder.mkdir(parents=True)
+            (folder / "resolv.conf").write_text("")
+
+    def _plug(self, space: str, end: str, port: str, address: str) -> None:
+        ip("link", "add", end, "netns", space, "type", "veth", "peer", port, "netns", self.switch)
+        ip("-n", space, "addr", "add", address, "dev", end)
+        ip("-n", space, "link", "set", end, "up")
+        ip("-n", self.switch, "link", "set", port, "up")
+
+    def remove(self) -> None:
+        for space in (*self.spaces, self.switch):
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+            (Path("/etc/netns", space) / "resolv.conf").unlink(missing_ok=True)
+            if Path("/etc/netns", space).is_dir():
+                Path("/etc/netns", space).rmdir()
+
+
+def ip(*args: str) -> None:
+    """Raises OSError or CalledProcessError: only root can, and not in every container."""
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def several_networks(count: int, *, elsewhere: bool = False) -> Iterator[Networks]:
+    """Raises as `ip`. Nothing of them is left."""
+    networks = Networks(count, elsewhere)
+    try:
+        networks.make()
+        yield networks
+    finally:
+        networks.remove()
+
+
+@contextlib.contextmanager
+def two_networks() -> Iterator[Networks]:
+    """As `several_networks`."""
+    with several_networks(2) as networks:
+        yield networks

@@ -1,0 +1,84 @@
+"""The dashboard as a browser shows it: a picture of the ranks, charts, and what happened."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from planaria.server import dashboard
+from tests.proc.servers import Server, needs_smollm2, wait_until
+from tests.proc.test_engine_death import HASH, health, run
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    needs_smollm2,
+    pytest.mark.skipif(dashboard.script() is None, reason="the extra dashboard (plotly) is not installed"),
+]
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt-get install chromium")
+SIZE = (1280, 1000)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server("smollm2", *HASH, "-tp", "2", "-dp", "2", "--admin-key", "secret") as server:
+        yield server
+
+
+def browse(server: Server, profile: Path, *what: str) -> str:
+    """What the browser writes; time in the page runs until it has asked for data a few times."""
+    assert BROWSER is not None
+    done = subprocess.run(
+        [
+            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            f"--user-data-dir={profile}", f"--window-size={SIZE[0]},{SIZE[1]}", "--virtual-time-budget=5000", *what,
+            server.url + "/dashboard",
+        ],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_data_is_for_who_has_the_key(server: Server) -> None:
+    assert httpx2.get(server.url + "/dashboard").status_code == 200  # a page without data
+    assert httpx2.get(server.url + "/dashboard/plotly.min.js").status_code == 200
+    assert httpx2.get(server.url + "/admin/dashboard").status_code == 401
+    data = httpx2.get(server.url + "/admin/dashboard", headers={"Authorization": "Bearer secret"}).json()
+    assert [engine["engine"] for engine in data["engines"]] == [0, 1] and len(data["processes"]) == 6
+
+
+@needs_browser
+def test_the_page_asks_for_the_key(server: Server, tmp_path: Path) -> None:
+    page = browse(server, tmp_path, "--dump-dom")
+    assert 'id="login" class="open"' in page and "data-rank" not in page.split("<script>")[0]
+
+
+@needs_browser
+def test_ranks_charts_and_faults_are_seen(tmp_path: Path) -> None:
+    with Server("smollm2", *HASH, "-tp", "2", "-dp", "2") as server:
+        run(server)
+        os.kill(server.rank_pids()[-1], signal.SIGKILL)
+        wait_until("it has recovered", lambda: (health(server)["last_fault"] or {}).get("recovered"))
+        run(server)
+        page = browse(server, tmp_path, "--dump-dom")
+        picture = tmp_path / "dashboard.png"
+        browse(server, tmp_path, f"--screenshot={picture}")
+    shown = page.split("<script>")[0]
+    assert sorted(re.findall(r'data-rank="(\d)"', shown)) == ["0", "0", "1", "1"]
+    assert "epoch 0" in shown and "epoch 1" in shown and ">serving<" in shown
+    assert "rank 1 failed in idle" in shown and "its process was killed by signal 9" in shown
+    for chart in ("rates", "kv", "states"):
+        drawn = re.search(rf'id="{chart}".*?<svg class="main-svg".*?class="js-line".*? d="M([^"]+)"', page, re.DOTALL)
+        assert drawn and len(drawn[1].split("L")) > 1, f"nothing is drawn in {chart}"
+    data = picture.read_bytes()
+    assert struct.unpack(">II", data[16:24]) == SIZE
+    assert len(data) > 30_000, "the picture is all but empty"

@@ -1,0 +1,114 @@
+"""An engine's socket with several clients: each hears what is true now and what is its own, and one that has ended
+takes its sequences with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from planaria.engine_port import Port
+from planaria.types import Delta, FinishReason, SamplingParams
+from planaria.wire import Cancel, EngineFacts, EngineStats, FromEngine, Gone, Output, Recovery, Submit, ToEngine
+from tests.api.fake_engine import facts
+
+
+class Client:
+    """A front end's end."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, name: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, name.encode())
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self.socket.send(b"")
+
+    def send(self, message: ToEngine) -> None:
+        self.socket.send(msgspec.msgpack.encode(message))
+
+    def hears(self) -> FromEngine:
+        assert self.socket.poll(10_000), "nothing came"
+        return msgspec.msgpack.decode(self.socket.recv(), type=FromEngine)  # type: ignore[no-any-return, arg-type]
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[Port]:
+    port = Port(f"ipc://{tmp_path}/engine")
+    yield port
+    port.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context = zmq.Context()
+    yield context
+    context.destroy(0)
+
+
+def submit(id: str) -> Submit:
+    return Submit(id, [1], SamplingParams(), 0, 9)
+
+
+def received(port: Port, count: int) -> list[ToEngine]:
+    found: list[ToEngine] = []
+    while len(found) < count:
+        more = port.receive(10_000)
+        found += more
+    return found
+
+
+def output(step: int, *ids: str, running: int = 2, finish: FinishReason | None = None) -> Output:
+    return Output([Delta(id, step, [7], finish) for id in ids], EngineStats(step=step, running=running))
+
+
+def test_who_comes_late_knows_what_is_true_now(port: Port, context: zmq.Context[Any]) -> None:
+    first = Client(context, port.address, "first")
+    port.hello()
+    port.send(facts())
+    assert isinstance(first.hears(), EngineFacts)
+    port.send(Recovery(1, [0], "step", "lost"))
+    port.send(Recovery(1, [0], "step", "lost", seconds={"total": 1.0}, layout="tp=2", pids=[5, 6]))
+    port.send(Recovery(2, [1], "step", "lost again"))
+    late = Client(context, port.address, "late")
+    assert port.receive(10_000) == []
+    known = late.hears()
+    assert isinstance(known, EngineFacts) and (known.layout, known.ranks) == ("tp=2", [5, 6])
+    assert late.hears() == Recovery(2, [1], "step", "lost again")
+
+
+def test_each_hears_of_its_own(port: Port, context: zmq.Context[Any]) -> None:
+    one, two = (Client(context, port.address, name) for name in ("one", "two"))
+    port.hello()
+    one.send(submit("a"))
+    two.send(submit("b"))
+    received(port, 2)
+    port.send(output(1, "a", "b"))
+    for client, id in ((one, "a"), (two, "b")):
+        heard = client.hears()
+        assert isinstance(heard, Output) and [delta.request_id for delta in heard.deltas] == [id]
+    port.send(output(2, "b", finish=FinishReason.STOP, running=0))  # then nothing is left, which all must know
+    heard = one.hears()
+    while isinstance(heard, Output) and heard.stats.step < 2:
+        heard = one.hears()
+    assert isinstance(heard, Output) and heard.deltas == [] and heard.stats.running == 0
+
+
+def test_of_one_that_has_ended_everything_is_cancelled(port: Port, context: zmq.Context[Any]) -> None:
+    one, two, root = (Client(context, port.address, name) for name in ("one", "two", "root"))
+    port.hello()
+    one.send(submit("a"))
+    two.send(submit("b"))
+    received(port, 2)
+    root.send(Gone("one"))
+    assert received(port, 1) == [Cancel("a")]
+    one.send(submit("late"))  # it was on its way
+    two.send(submit("c"))
+    assert [message.id for message in received(port, 1)] == ["c"]  # type: ignore[union-attr]
+    port.send(output(1, "a", "b", finish=FinishReason.ABORT))
+    heard = two.hears()
+    assert isinstance(heard, Output) and [delta.request_id for delta in heard.deltas] == ["b"]
+    assert list(port.owner) == ["c"]

@@ -1,0 +1,118 @@
+"""Experts on the ranks of several lanes: tokens are those of one rank, whatever the layout, placement and exchange."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from planaria.wire import Reshape
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine, texts
+from tests.proc.servers import Server, planaria
+
+MODEL = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30), (3, 60)])
+EP = {"enable_expert_parallel": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("experts"), "qwen2_moe", **MODEL)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    with Engine(str(folder), distributed_executor_backend="uni") as one:
+        return one.run(ASKED)
+
+
+@pytest.fixture(scope="module")
+def lanes(folder: Path) -> Iterator[Engine]:
+    with Engine(str(folder), **EP, data_parallel_size=2) as engine:
+        yield engine
+
+
+def test_two_lanes_share_the_experts(lanes: Engine, expected: list[list[int]]) -> None:
+    assert lanes.facts.layout == "dp=2 tp=1 pp=1" and len(set(lanes.pids)) == 2
+    assert lanes.run(ASKED) == expected
+    assert lanes.run(ASKED[:1]) == expected[:1]  # a lane with nothing to do computes its experts all the same
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lane_that_dies_is_replaced(lanes: Engine, expected: list[list[int]], victim: int) -> None:
+    before = lanes.pids
+    assert lanes.run(ASKED, 40, lambda: lanes.kill(victim, signal.SIGKILL)) == expected
+    assert lanes.recoveries[-1].ranks == [victim] and lanes.recoveries[-1].layout == "dp=2 tp=1 pp=1"
+    assert lanes.pids[1 - victim] == before[1 - victim]
+
+
+def test_lanes_come_and_go_while_requests_run(lanes: Engine, expected: list[list[int]]) -> None:
+    for id, dp in (("fewer", 1), ("more", 2)):
+        before = lanes.pids
+        assert lanes.run(ASKED, 30, lambda dp=dp, id=id: lanes.loop.handle(Reshape(id, 1, 1, dp))) == expected
+        assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error) == (id, "")
+        assert len(lanes.pids) == dp and lanes.pids[: len(before)] == before[:dp]
+    lanes.loop.handle(Reshape("too many", 1, 1, 7))
+    assert "6 experts can't be on 7 ranks" in lanes.reshaped[-1].error and len(lanes.pids) == 2
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_placement_strategy": "round_robin"},
+    {"data_parallel_size": 3, "all2all_backend": "naive"},
+    {"data_parallel_size": 2, "disable_custom_all_reduce": True, "kernels": "torch"},
+    {"data_parallel_size": 2, "pipeline_parallel_size": 2, "disable_custom_all_reduce": True},
+    {"data_parallel_size": 2, "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS[:1] + [pytest.param(o, marks=pytest.mark.long) for o in OTHERS[1:]], ids=str)
+def test_other_layouts_and_exchanges(folder: Path, expected: list[list[int]], options: dict[str, Any]) -> None:
+    if "dtype" in options:
+        with Engine(str(folder), distributed_executor_backend="uni", dtype=options["dtype"]) as one:
+            expected = one.run(ASKED)
+    with Engine(str(folder), **EP, **options) as engine:
+        assert engine.run(ASKED) == expected
+
+
+SERVED = [
+    "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "32",
+    "--kv-cache-memory", "8MiB", "--skip-tokenizer-init", "--enable-expert-parallel", "-dp", "2",
+]  # fmt: skip
+
+
+@pytest.mark.long
+def test_a_server_scales_its_lanes_while_requests_run(folder: Path, expected: list[list[int]]) -> None:
+    """`planaria scale --dp` on one engine with two lanes, and a rank of it that dies."""
+    with Server(str(folder), *SERVED) as server, ThreadPoolExecutor(len(ASKED)) as pool:
+        url, (engine,) = server.url, server.engine_pids()
+
+        def complete(asked: tuple[list[int], int]) -> list[int]:
+            body = {
+                "model": str(folder), "prompt": asked[0], "max_tokens": asked[1], "temperature": 0, "ignore_eos": True,
+                "return_token_ids": True,
+            }  # fmt: skip
+            answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=300)
+            assert answer.status_code == 200, answer.text
+            return list(answer.json()["choices"][0]["token_ids"])
+
+        for harm in (["1"], ["2"], None):
+            answers = [pool.submit(complete, asked) for asked in ASKED for _ in range(3)]
+            if harm is not None:
+                done = planaria("scale", "--dp", *harm, "--url", url)
+                assert done.returncode == 0, done.stderr
+                assert len(server.rank_pids()) == int(harm[0])
+            else:
+                os.kill(server.rank_pids()[1], signal.SIGKILL)
+            assert [answer.result() for answer in answers] == [tokens for tokens in expected for _ in range(3)]
+        assert server.engine_pids() == [engine]
+        health = httpx2.get(f"{url}/health").json()
+        assert health["last_layout_change"]["layout"] == health["last_fault"]["layout"] == "dp=2 tp=1 pp=1"
+        refused = planaria("scale", "--dp", "7", "--url", url)
+        assert refused.returncode and "6 experts can't be on 7 ranks" in refused.stderr

@@ -1,0 +1,58 @@
+"""A short soak of a tiny model: faults at random under load, nothing is lost, nothing is left. The long one, and the
+rules of what counts as flat: `python -m benchmarks.soak`."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import false_alarms
+from benchmarks.deployment import Footprint
+from benchmarks.soak import FAULTS, Sample, Soak, growths, run, verdict
+from tests.model.checkpoints import write_checkpoint
+from tests.proc.servers import needs_smollm2
+
+BLOWS, EVERY = 8, 2.0  # so many, however slow the machine is
+TINY = ["--skip-tokenizer-init", "--kv-cache-memory", "8MiB", "--max-model-len", "512"]
+# However slow this machine is just now: more faults in a row than there are here may come to nothing.
+PATIENT = ["--recovery-limit", "100"]
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
+    folder = write_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", max_position_embeddings=512)
+    return run(
+        str(folder), 0.0, EVERY, options=[*TINY, *PATIENT], vocabulary=131, tokens=64, streams=8, seed=3, blows=BLOWS
+    )  # fmt: skip
+
+
+def test_every_request_ends_with_its_tokens_and_nothing_is_left(soak: Soak) -> None:
+    assert verdict(soak) == []
+    assert soak.requests > 20 and soak.tokens > 20 * 50
+
+
+def test_there_were_faults_of_every_kind_and_recoveries(soak: Soak) -> None:
+    """Else it shows nothing. Some faults hit what still comes back from the one before."""
+    assert set(soak.faults) == set(FAULTS) and all(soak.faults.values())
+    assert soak.recoveries["rank"] >= 1 and sum(soak.recoveries.values()) >= 2
+    assert soak.samples and soak.samples[-1].total.processes == 4  # server, engine, two ranks
+
+
+def test_growth_is_seen() -> None:
+    """The verdict can be another."""
+    held = [Footprint(4, 100 << 20, 40 + i, 9, 17) for i in range(12)]
+    soak = Soak(samples=[Sample(5.0 * i, i, h, {"server": (1, h)}) for i, h in enumerate(held)], left=[7])
+    assert [(g.whose, g.what) for g in growths(soak) if not g.flat] == [
+        ("all processes", "descriptors"), ("server", "descriptors"),
+    ]  # fmt: skip
+    assert len(verdict(soak)) == 3
+
+
+@pytest.mark.long
+@needs_smollm2
+def test_nobody_is_blamed_for_being_slow() -> None:
+    """Prompts of 8,000 tokens while four times as many processes as cores compute: the ten minutes of
+    `python -m benchmarks.false_alarms`, for one."""
+    result = false_alarms.run("smollm2", 1.0, 4, [])
+    assert (result["epoch"], result["restarts"], result["failures"]) == (0, 0, [])
+    assert result["more"] == 0
+    assert all(seconds <= false_alarms.FOUND[name] for name, seconds in result["found"].items())

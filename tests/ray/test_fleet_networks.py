@@ -1,0 +1,222 @@
+"""A fleet on Ray nodes with addresses of their own, in network namespaces: one is cut off, one is killed, one joins.
+
+Each node but the head finds its own address: its default route goes elsewhere. Requests stream all the time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from tests.faults.streams import enter_network, within
+from tests.proc.networks import Networks, several_networks
+from tests.proc.servers import Server, alive, needs_smollm2, wait_until
+from tests.proc.test_engine_death import HASH, STREAMS, Outcome
+from tests.proc.test_engine_death import run as run_streams
+from tests.ray.clusters import RayNodes
+
+pytestmark = needs_smollm2
+
+PATIENCE = 240.0  # seconds for Ray to notice a loss, and for an engine to come up
+
+
+@pytest.fixture(scope="module")
+def networks() -> Iterator[Networks]:
+    try:
+        with several_networks(3, elsewhere=True) as made:
+            yield made
+    except (OSError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"network namespaces can't be made here: {getattr(e, 'stderr', '') or e}")
+
+
+@pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.long)], ids="apis={}".format)
+def apis(request: pytest.FixtureRequest) -> str:
+    """How many API processes."""
+    count: str = request.param
+    return count
+
+
+@pytest.fixture(scope="module")
+def nodes(networks: Networks, apis: str) -> Iterator[RayNodes]:
+    nodes = RayNodes(networks)
+    try:
+        nodes.start(0, 1)
+        yield nodes
+    finally:
+        nodes.close()
+
+
+class Deployment:
+    """A server on the head's network, and clients there."""
+
+    def __init__(self, server: Server, networks: Networks) -> None:
+        self.server, self.space = server, networks.spaces[0]
+
+    def get(self, path: str) -> dict[str, Any]:
+        body: dict[str, Any] = within(self.space, lambda: httpx2.get(self.server.url + path, timeout=30).json())
+        return body
+
+    def run(self, harm: Callable[[], None] | None = None) -> list[Outcome]:
+        """Streams; `harm` in the middle of them."""
+
+        def at(tokens: int) -> None:
+            if tokens == 150 and harm is not None:
+                harm()
+
+        return run_streams(self.server, at, STREAMS, functools.partial(enter_network, self.space))
+
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        engines: list[dict[str, Any]] = self.get("/admin/fleet")["engines"]
+        return engines
+
+    @property
+    def states(self) -> list[str]:
+        return [engine["state"] for engine in self.engines]
+
+    def all_ready(self, count: int = 2) -> None:
+        wait_until(f"{count} engines", lambda: self.states == ["ready"] * count, PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def fleet(networks: Networks, nodes: RayNodes, apis: str) -> Iterator[Deployment]:
+    args = [*HASH, "-dp", "2", "--data-parallel-backend", "ray", "--heartbeat-timeout", "5", "--api-server-count", apis]
+    env = nodes.env | {"RAY_ADDRESS": nodes.address}
+    with Server("smollm2", *args, env=env, prefix=networks.prefixes[0]) as server:
+        yield Deployment(server, networks)
+
+
+@pytest.fixture(scope="module")
+def expected(fleet: Deployment) -> list[Outcome]:
+    outcomes = fleet.run()
+    assert all(finish for _, _, finish in outcomes)
+    return outcomes
+
+
+def home_of(nodes: RayNodes, pid: int) -> int:
+    """Number of the node that a process is on."""
+    (found,) = [which for which in range(3) if pid in nodes.pids(which)]
+    return found
+
+
+def test_a_node_is_cut_off_and_another_joins(
+    fleet: Deployment, networks: Networks, nodes: RayNodes, expected: list[Outcome]
+) -> None:
+    """There is no room: the fleet goes on smaller, and says so, until there is."""
+    ghost = fleet.engines[1]["pid"]
+    assert home_of(nodes, ghost) == 1
+    log = "".join(fleet.server.log)
+    assert f"(10.93.0.2), process {ghost}" in log and "10.94." not in log  # where its default route goes
+    assert fleet.run(networks.cut) == expected
+    wait_until("it is given up", lambda: fleet.states == ["ready", "ended"], PATIENCE)
+    body = fleet.get("/health")
+    assert body["ready"] and [engine["state"] for engine in body["engines"]] == ["ready", "ended"]
+    assert fleet.run(lambda: nodes.start(2)) == expected
+    fleet.all_ready()
+    assert home_of(nodes, fleet.engines[1]["pid"]) == 2
+    assert fleet.run(networks.mend) == expected
+    wait_until("the old one has ended", lambda: not alive(ghost), PATIENCE)
+    assert fleet.run() == expected
+
+
+def test_an_engine_is_told_to_end(fleet: Deployment, nodes: RayNodes, expected: list[Outcome]) -> None:
+    """SIGTERM to its process."""
+    first, before = fleet.engines[1]["pid"], fleet.get("/health")["engine_restarts"]
+    home = home_of(nodes, first)
+    assert fleet.run(lambda: os.kill(first, signal.SIGTERM)) == expected
+    wait_until("another", lambda: fleet.engines[1]["pid"] in nodes.pids(home) and not alive(first), PATIENCE)
+    fleet.all_ready()
+    assert fleet.get("/health")["engine_restarts"] == before  # nothing has failed
+
+
+@pytest.mark.long
+def test_a_node_is_killed_and_its_engine_comes_up_on_another(
+    fleet: Deployment, nodes: RayNodes, expected: list[Outcome]
+) -> None:
+    nodes.end(1)  # what is left of it
+    nodes.start(1)
+    assert fleet.run(lambda: nodes.kill(2)) == expected
+    wait_until("another engine", lambda: fleet.engines[1]["pid"] in nodes.pids(1), PATIENCE)
+    fleet.all_ready()
+    assert fleet.run() == expected
+
+
+@pytest.mark.long
+def test_a_raylet_is_killed_and_its_engine_lives_on_until_there_is_another_place(
+    fleet: Deployment, nodes: RayNodes, expected: list[Outcome]
+) -> None:
+    nodes.end(2)
+    nodes.processes[1].send_signal(signal.SIGSTOP)  # `ray start --block` would end the whole node
+    before = fleet.engines[1]["pid"]
+    (raylet,) = [pid for pid in nodes.pids(1) if psutil.Process(pid).name() == "raylet"]
+    assert fleet.run(lambda: os.kill(raylet, signal.SIGKILL)) == expected
+    wait_until("Ray has noticed", lambda: "which lives on" in "".join(fleet.server.log), PATIENCE)
+    assert fleet.run() == expected and fleet.engines[1]["pid"] == before and alive(before)
+    assert fleet.run(lambda: nodes.start(2)) == expected
+    wait_until("it has moved", lambda: fleet.engines[1]["pid"] in nodes.pids(2), PATIENCE)
+    fleet.all_ready()
+    assert fleet.run() == expected
+    wait_until("the old one has ended", lambda: not alive(before), PATIENCE)
+
+
+@pytest.mark.long
+def test_a_node_joins_and_is_used(fleet: Deployment, nodes: RayNodes, expected: list[Outcome]) -> None:
+    new = 3 - home_of(nodes, fleet.engines[1]["pid"])
+    nodes.end(new)  # what is left of it
+
+    def scale() -> subprocess.CompletedProcess[str]:
+        asked = ["-m", "planaria", "scale", "--dp", "3", "--url", fleet.server.url]
+        command = [*nodes.networks.prefixes[0], sys.executable, *asked]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    refused = scale()
+    assert refused.returncode != 0 and "1 of 3 engines have no place" in refused.stderr, refused.stderr
+    nodes.start(new)
+    done: list[int] = []
+    assert fleet.run(lambda: done.append(scale().returncode)) == expected
+    assert done == [0] and home_of(nodes, fleet.engines[2]["pid"]) == new
+
+
+@pytest.mark.long
+def test_a_whole_node_is_told_to_end(fleet: Deployment, nodes: RayNodes, expected: list[Outcome]) -> None:
+    """SIGTERM to all of its processes; no other has room."""
+    home = home_of(nodes, fleet.engines[1]["pid"])
+
+    def leave() -> None:
+        for pid in nodes.pids(home):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    assert fleet.run(leave) == expected
+    wait_until("the node has nobody", lambda: not nodes.pids(home), PATIENCE)
+    wait_until("it is given up", lambda: fleet.states == ["ready", "ended", "ready"], PATIENCE)
+    assert fleet.run() == expected
+
+
+def test_a_node_is_killed_and_no_other_has_room(
+    fleet: Deployment, nodes: RayNodes, expected: list[Outcome]
+) -> None:
+    last = fleet.engines[-1]["pid"]
+    assert fleet.run(lambda: nodes.kill(home_of(nodes, last))) == expected
+    wait_until("it is given up", lambda: fleet.states[-1] == "ended", PATIENCE)
+    assert fleet.run() == expected and fleet.get("/health")["ready"]
+
+
+def test_the_server_is_told_to_end(fleet: Deployment, expected: list[Outcome]) -> None:
+    """What is open ends as it would have, then everything ends."""
+    engines = fleet.engines
+    pids = [engine["pid"] for engine in engines] + [pid for engine in engines for pid in engine["ranks"]]
+    enter = functools.partial(enter_network, fleet.space)
+    tell = functools.partial(fleet.server.process.send_signal, signal.SIGTERM)
+    assert run_streams(fleet.server, enter=enter, begun=tell) == expected
+    assert fleet.server.process.wait(60) == 0
+    wait_until("processes are gone", lambda: not any(alive(pid) for pid in pids if pid), PATIENCE)

@@ -1,0 +1,41 @@
+"""Experts on the ranks of several lanes, as Ray actors: a rank that dies, lanes that come and go, the same tokens."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria.wire import Reshape
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine, texts
+from tests.proc.servers import alive, wait_until
+from tests.ray.clusters import live_actors, live_groups
+
+MODEL = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30)])
+
+
+@pytest.mark.long
+def test_lanes_of_actors(local_ray: Any, tmp_path: Path) -> None:
+    model = str(write_checkpoint(tmp_path, "qwen2_moe", **MODEL))
+    with Engine(model, distributed_executor_backend="uni") as one:
+        expected = one.run(ASKED)
+    with Engine(
+        model, distributed_executor_backend="ray", enable_expert_parallel=True, data_parallel_size=2
+    ) as engine:
+        assert engine.facts.executor == "ray" and engine.facts.layout == "dp=2 tp=1 pp=1"
+        assert sorted(name.split("-", 2)[2] for name in live_actors(local_ray) if name) == ["lane0-e0", "lane1-e0"]
+        before = engine.pids
+        assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
+        assert engine.recoveries[-1].ranks == [1] and engine.pids[0] == before[0]
+        for id, dp in (("fewer", 1), ("more", 2)):
+            wish = Reshape(id, 1, 1, dp)
+            assert engine.run(ASKED, 30, lambda wish=wish: engine.loop.handle(wish)) == expected
+            assert (engine.reshaped[-1].id, engine.reshaped[-1].error) == (id, "") and len(engine.pids) == dp
+        pids = engine.pids
+    assert not any(alive(pid) for pid in pids)
+    wait_until("no actor is left", lambda: not live_actors(local_ray))
+    wait_until("no placement group is left", lambda: not live_groups())

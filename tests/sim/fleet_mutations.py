@@ -1,0 +1,112 @@
+"""Mistakes in a fleet, its layouts and its health; see `mutations.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from planaria.core.router import Router
+from planaria.executor.loop import EngineLoop
+from planaria.executor.worker_group import Ticket
+from planaria.server.engine_client import EngineEnd
+from planaria.server.faults import FaultLog
+from planaria.server.fleet import Fleet
+from planaria.server.journal import Entry
+from planaria.wire import Submit
+
+
+@contextmanager
+def keep_the_answering_rank() -> Iterator[None]:
+    """Tokens are taken from the rank that drew them in the first layout."""
+    complete = EngineLoop._complete
+
+    def believe(self: EngineLoop, ticket: Ticket) -> None:
+        now, self.crew.layout = self.crew.layout, self.config.parallel.layout
+        try:
+            complete(self, ticket)
+        finally:
+            self.crew.layout = now
+
+    with patch.object(EngineLoop, "_complete", believe):
+        yield
+
+
+@contextmanager
+def lose_a_request_at_a_layout_change() -> Iterator[None]:
+    change = EngineLoop._change
+
+    def lose(self: EngineLoop, layout: Any, why: str) -> None:
+        assert self.core is not None
+        for request in self.core.snapshot()[:1]:
+            self.core.cancel(request.id)  # and nobody is told
+        change(self, layout, why)
+
+    with patch.object(EngineLoop, "_change", lose):
+        yield
+
+
+@contextmanager
+def mix_up_the_lanes() -> Iterator[None]:
+    """What one lane drew is taken for another's."""
+    commit = EngineLoop._commit
+
+    def turn_round(self: EngineLoop, plan: Any, parts: Any) -> None:
+        commit(self, plan, parts[::-1])
+
+    with patch.object(EngineLoop, "_commit", turn_round):
+        yield
+
+
+@contextmanager
+def never_grow() -> Iterator[None]:
+    with patch.object(EngineLoop, "_grow", lambda self: None):
+        yield
+
+
+@contextmanager
+def route_to_an_engine_that_left() -> Iterator[None]:
+    """Who was once open to new work stays so."""
+    settle = Router._settle
+
+    def stay(self: Router, engine: Any) -> None:
+        if engine.up and not engine.draining:
+            settle(self, engine)
+
+    with patch.object(Router, "_settle", stay):
+        yield
+
+
+@contextmanager
+def move_without_the_tokens() -> Iterator[None]:
+    def forget(self: Entry) -> Submit:
+        return self.submit
+
+    with patch.object(Entry, "resubmit", forget):
+        yield
+
+
+@contextmanager
+def leave_them_there() -> Iterator[None]:
+    """What an engine has stays there, whatever becomes of it."""
+    with patch.object(Fleet, "_rescue", lambda self, engine, *, certainly=False: None):
+        yield
+
+
+@contextmanager
+def always_healthy() -> Iterator[None]:
+    with patch.object(FaultLog, "recovering", property(lambda self: False)):
+        yield
+
+
+@contextmanager
+def trust_silence() -> Iterator[None]:
+    """An engine's process is lost only when it has ended."""
+    ended = EngineEnd.ended
+
+    async def patient(self: EngineEnd, most_silent: Any) -> Any:
+        return await ended(self, lambda: None)
+
+    with patch.object(EngineEnd, "ended", patient):
+        yield
