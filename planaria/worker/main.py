@@ -47,10 +47,10 @@ class Life:
         self._boots: queue.SimpleQueue[RankBoot] = queue.SimpleQueue()
 
     def boot(self, boot: RankBoot) -> None:
-        self._boots.put(boot)
         abort = getattr(self.worker, "abort", None)
         if abort is not None:
             abort("its epoch is over")
+        self._boots.put(boot)  # last: with it the rank enters the epoch that must not be aborted
 
     def run(self) -> int:
         """Until Exit (0), or until no other epoch begins (1)."""
