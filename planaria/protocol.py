@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from planaria.topology.experts import Maps, Move
 from planaria.topology.layout import Layout
 from planaria.types import SamplingParams, TokenLogprobs
 
@@ -76,12 +77,14 @@ class LaneResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="step_result"):
-    """`lanes`: of a rank, its own lane's part alone; for the core, the parts of all lanes."""
+    """`lanes`: of a rank, its own lane's part alone; for the core, the parts of all lanes. `prepared`: the last version
+    whose experts this rank has all received (see Prepare), 0 in a new epoch."""
 
     epoch: int
     step: int
     lanes: tuple[LaneResult, ...]
     seconds: float = 0.0  # time the worker spent on it
+    prepared: int = 0
 
 
 # Commands and replies. Every rank answers every command.
@@ -101,7 +104,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Answer to Join. `segments[axis]`: (descriptor, inode) of a memory file of process `pid`, from the first rank of
     a group along that axis; ranks with the same `home` can open it. `store`: where rank 0 hosts the store that groups
-    across nodes meet at. `door`: a port that accepts connections, for checking who reaches whom.
+    across nodes meet at. `door`: a port that accepts connections, for checking who reaches whom. `experts`: of each
+    layer with experts that this rank has a part in, (its number among them, experts in this rank's memory).
     """
 
     rank: int
@@ -114,6 +118,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     segments: dict[str, tuple[int, int]] = {}
     store: tuple[str, int] | None = None
     door: int = 0
+    experts: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):
@@ -129,9 +134,35 @@ class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Read the weights. `ranks`: only these; empty: all. The others answer at once."""
+    """Read the weights. `ranks`: only these; empty: all. The others answer at once. `maps`: where experts go; empty: as
+    the configuration places them. `moves`: experts that come from the memory of others, so are not read: a Prepare of
+    these moves follows, and an Arrange.
+    """
 
     ranks: tuple[int, ...] = ()
+    maps: Maps = ()
+    moves: tuple[Move, ...] = ()
+
+
+class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
+    """Receive into memory aside the experts that `moves` send; nothing in use changes. All ranks take part.
+
+    `aside`: answered at once, and the exchange goes on beside steps, which tell of its end (`StepResult.prepared`); a
+    failure of it is the answer to a later command. Otherwise answered when it is done. With no moves, for a version
+    that is on its way: answered when that is there. Versions count up from 1 in an epoch; 0 while ranks come up.
+    """
+
+    version: int
+    moves: tuple[Move, ...]
+    aside: bool = False
+
+
+class Arrange(msgspec.Struct, frozen=True, array_like=True, tag="arrange"):
+    """Between two steps: what was prepared as `version` goes into its slots, and these maps are in force. `maps`: of
+    the layers that change, (number among the layers with experts, expert of each slot)."""
+
+    version: int
+    maps: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
@@ -157,7 +188,7 @@ class Exit(msgspec.Struct, frozen=True, array_like=True, tag="exit"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Regroup, Load, Allocate are done. `seconds` by part, for the start-up summary."""
+    """Regroup, Load, Prepare, Arrange, Allocate are done. `seconds` by part, for the start-up summary."""
 
     rank: int
     seconds: dict[str, float] = {}
@@ -188,5 +219,5 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     kind: str = "error"  # "model": ModelError, "capacity": CapacityError, "config": ConfigError, "peer", "error"
 
 
-Command = Join | Regroup | Load | Probe | Allocate | StepPlan | Call | Exit
+Command = Join | Regroup | Load | Prepare | Arrange | Probe | Allocate | StepPlan | Call | Exit
 Reply = Hello | Ready | Facts | Done | StepResult | Failed

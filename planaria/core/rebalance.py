@@ -15,17 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from planaria.core.balance import joined, settled
-from planaria.topology.experts import ExpertMap, slots_of
-
-
-class Move(msgspec.Struct, frozen=True, array_like=True):
-    """An expert's weights, written into a slot. source == target: a copy inside the rank."""
-
-    layer: int
-    expert: int
-    slot: int  # of the layer, in the new map
-    source: int | None  # rank; None: to be read from the checkpoint
-    target: int  # rank
+from planaria.topology.experts import ExpertMap, Move, slots_of
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):

@@ -9,7 +9,21 @@ from collections.abc import Sequence
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.errors import CapacityError
-from planaria.protocol import Allocate, Command, Facts, Failed, Hello, Join, Load, Probe, Ready, Regroup, Reply
+from planaria.protocol import (
+    Allocate,
+    Arrange,
+    Command,
+    Facts,
+    Failed,
+    Hello,
+    Join,
+    Load,
+    Prepare,
+    Probe,
+    Ready,
+    Regroup,
+    Reply,
+)
 from planaria.topology import Layout
 
 KV_SHARE = 0.5  # of available memory, where no size is given on a CPU
@@ -45,7 +59,10 @@ def kv_blocks(
     return min(blocks, most)
 
 
-PHASES = {Join: "connect", Regroup: "groups", Load: "load", Probe: "probe KV", Allocate: "warm-up"}
+PHASES = {
+    Join: "connect", Regroup: "groups", Load: "load", Prepare: "experts", Arrange: "experts", Probe: "probe KV",
+    Allocate: "warm-up",
+}  # fmt: skip
 
 
 def differences(members: Sequence[Hello]) -> str:

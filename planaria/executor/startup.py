@@ -12,8 +12,8 @@ logger = logging.getLogger("planaria.engine")
 
 FIRST_LINE = 10.0  # seconds in a phase after which the log says what is awaited
 PARTS = {
-    "launch": "replace", "connect": "replace", "groups": "regroup", "load": "load", "probe KV": "load",
-    "warm-up": "load",
+    "launch": "replace", "connect": "replace", "groups": "regroup", "load": "load", "experts": "load",
+    "probe KV": "load", "warm-up": "load",
 }  # fmt: skip
 
 

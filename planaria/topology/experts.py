@@ -11,6 +11,18 @@ import msgspec
 
 STRATEGIES = ("linear", "round_robin")
 
+Maps = tuple[tuple[int, ...], ...]  # of each layer with experts, in order: the expert of each slot
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """An expert's weights, written into a slot. source == target: a copy inside the rank."""
+
+    layer: int  # among the layers with experts
+    expert: int
+    slot: int  # of the layer, in the new map
+    source: int | None  # rank of the expert group; None: to be read from the checkpoint
+    target: int  # rank of the expert group
+
 
 class ExpertMap(msgspec.Struct, frozen=True, array_like=True):
     """`slots`: logical expert of each slot. Raises ValueError where an expert has none or there is no such expert."""

@@ -27,6 +27,7 @@ from planaria.mesh.mesh import Mesh
 from planaria.node import available_memory, resident_bytes
 from planaria.protocol import (
     Allocate,
+    Arrange,
     Call,
     Command,
     Done,
@@ -37,6 +38,7 @@ from planaria.protocol import (
     Join,
     LaneResult,
     Load,
+    Prepare,
     Probe,
     Ready,
     Regroup,
@@ -116,6 +118,8 @@ class Worker:
                 return guard(self.rank, "groups", lambda: self._regroup(command))
             case Load():
                 return guard(self.rank, "load", lambda: self._load(command))
+            case Prepare() | Arrange():
+                return Failed(self.rank, "experts", "experts don't travel yet", "")
             case Probe():
                 return guard(self.rank, "probe", self._probe)
             case Allocate():
@@ -391,7 +395,7 @@ class NullRank:
                 )
             case Probe():
                 return Facts(self.rank, 1, 1 << 20, 0)
-            case Regroup() | Load() | Allocate():
+            case Regroup() | Load() | Prepare() | Arrange() | Allocate():
                 return Ready(self.rank)
             case Call():
                 return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))

@@ -24,6 +24,7 @@ from planaria.executor.link.faults import MessageLost
 from planaria.executor.link.stream import Kind, Refused, Stream
 from planaria.protocol import (
     Allocate,
+    Arrange,
     Call,
     Command,
     Done,
@@ -33,6 +34,7 @@ from planaria.protocol import (
     Fresh,
     LaneResult,
     Load,
+    Prepare,
     Probe,
     Ready,
     Reply,
@@ -40,6 +42,7 @@ from planaria.protocol import (
     StepPlan,
     StepResult,
 )
+from planaria.topology.experts import Move
 from planaria.types import SamplingParams, TokenLogprobs
 
 small = st.integers(0, 2**31)
@@ -63,8 +66,13 @@ row = st.builds(
     Row, row=small, start=small, count=small, blocks=st.lists(small, max_size=5).map(tuple), sample=st.booleans(),
     fresh=st.none() | fresh,
 )  # fmt: skip
+slots = st.lists(small, max_size=4).map(tuple)
+maps = st.lists(slots, max_size=2).map(tuple)
+moves = st.lists(st.builds(Move, small, small, small, st.none() | small, small), max_size=3).map(tuple)
 commands: st.SearchStrategy[Command] = (
-    st.just(Load())
+    st.builds(Load, st.lists(small, max_size=3).map(tuple), maps, moves)
+    | st.builds(Prepare, small, moves, st.booleans())
+    | st.builds(Arrange, small, st.lists(st.tuples(small, slots), max_size=2).map(tuple))
     | st.just(Probe())
     | st.just(Exit())
     | st.builds(Allocate, small)
@@ -91,7 +99,7 @@ replies: st.SearchStrategy[Reply] = (
                 st.dictionaries(small, st.lists(logprobs, max_size=2), max_size=2),
                 st.dictionaries(small, text, max_size=2),
             ), max_size=2,
-        ).map(tuple), number,
+        ).map(tuple), number, small,
     )
 )  # fmt: skip
 

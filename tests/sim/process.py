@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.protocol import (
     Allocate,
+    Arrange,
     Call,
     Command,
     Done,
@@ -21,6 +22,7 @@ from planaria.protocol import (
     Join,
     LaneResult,
     Load,
+    Prepare,
     Probe,
     Ready,
     Regroup,
@@ -311,6 +313,7 @@ class Process:
 
 _PHASE: dict[type[Any], str] = {
     Join: "connect", Regroup: "groups", Load: "load", Probe: "probe", Allocate: "allocate", Call: "call",
+    Prepare: "experts", Arrange: "experts",
 }  # fmt: skip
 
 
