@@ -1,4 +1,4 @@
-"""A simulated link of one epoch, and what ranks of that epoch wait for among themselves.
+"""A simulated link of one epoch.
 
 It keeps the contract of real ones (planaria.executor.link.faults): each rank's messages come in order, a loss is
 noticed and raised, an end is noticed and raised, and nothing comes after `close`, except where a fault asks for a
@@ -8,89 +8,19 @@ ghost: a message of an epoch that is over, or one that comes twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from planaria.executor.boot import Place
 from planaria.executor.link.address import Address, Inside
 from planaria.executor.link.faults import LinkClosed, LinkError, MessageLost, PeerLost
-from planaria.protocol import Command, Failed, LaneResult, Regroup, Reply, StepPlan
-from planaria.topology import Layout
+from planaria.protocol import Command, Failed, LaneResult, Reply, StepPlan
+from tests.sim.gate import Gate
 from tests.sim.process import Process, tokens_of
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
 
 SLOWEST_NOTICE = 10.0  # seconds until a lost message is missed, where none follows
-
-
-class Gate:
-    """Collectives: a rank goes on when those that it needs have come. One that is dead or failed breaks them. Ranks of
-    all lanes meet in each step, as those do that share experts."""
-
-    def __init__(self, sim: Simulation, link: SimLink) -> None:
-        self.sim, self.link = sim, link
-        self.layout = Layout()  # as Regroup says
-        self.here: dict[int, tuple[int, Command]] = {}  # rank -> what it has come to
-        self.done = [-1] * link.num_ranks  # rank -> last number that it is through with
-        self.before: dict[int, int] = {}  # a step's number -> that of the step before it in its turn
-        self._last: dict[int, int] = {}
-        self.broken = ""
-
-    def sent(self, number: int, command: StepPlan) -> None:
-        self.before[number] = self._last.get(command.turn, -1)
-        self._last[command.turn] = number
-
-    def arrive(self, rank: int, number: int, command: Command) -> None:
-        self.here[rank] = number, command
-        if isinstance(command, Regroup):
-            self.layout, size = command.layout, self.link.num_ranks
-            self.sim.world.require(self.layout.size == size, "layout", f"{command} for {size} ranks")
-        if self.broken:
-            self._break(rank)
-        else:
-            self._look()
-
-    def passed(self, rank: int, number: int) -> None:
-        self.done[rank] = number
-        self._look()
-
-    def _look(self) -> None:
-        for rank, (number, command) in list(self.here.items()):
-            if self.here.get(rank) == (number, command) and self._ready(rank, number, command):
-                peers = self._peers(rank, command)
-                for peer in peers:
-                    del self.here[peer]
-                for peer in peers:
-                    self.link.ports[peer].go(number, command)
-
-    def _peers(self, rank: int, command: Command) -> Sequence[int]:
-        if isinstance(command, Regroup):
-            return range(len(self.done))
-        return self.layout.group(rank, "dp", "tp")
-
-    def _ready(self, rank: int, number: int, command: Command) -> bool:
-        layout, peers = self.layout, self._peers(rank, command)
-        if any(self.here.get(peer, (-1, None))[0] != number for peer in peers):
-            return False
-        if isinstance(command, Regroup) or layout.pp == 1:
-            return True
-        if layout.coords(rank).pp:  # what the stage before hands over
-            return all(self.done[peer - layout.tp] >= number for peer in peers)
-        return all(self.done[last] >= self.before[number] for last in layout.drawing)  # tokens come back from there
-
-    def broke(self, rank: int, why: Failed) -> None:
-        """This rank can't go on; whoever waits for it hears so."""
-        if not self.broken:
-            self.broken = f"rank {rank} failed in {why.phase}: {why.message}"
-        for peer in list(self.here):
-            self._break(peer)
-
-    def _break(self, rank: int) -> None:
-        number, command = self.here.pop(rank)
-        phase = "step" if isinstance(command, StepPlan) else "groups"
-        process = self.link.ports[rank]
-        process.later(self.sim.takes(0.05), process.fail, number, Failed(rank, phase, self.broken, "", "peer"))
 
 
 class SimLink:
@@ -128,6 +58,7 @@ class SimLink:
                 raise PeerLost(f"the process of rank {rank} has ended", rank)
         if isinstance(command, StepPlan):
             self.gate.sent(number, command)
+            self.sim.lanes.planned(command)
         if self.epoch and self.sim.faults.ghosts:
             self._haunted = self._haunted or self.sim.faults.strikes("late ghost", None)
             if self._haunted:

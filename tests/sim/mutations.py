@@ -32,6 +32,7 @@ from tests.sim.fleet_mutations import (
     route_to_an_engine_that_left,
     trust_silence,
 )
+from tests.sim.lane_mutations import skip_a_step_with_nothing_to_do
 from tests.sim.process import SimWorker
 from tests.sim.scenario import VOCAB
 
@@ -190,4 +191,5 @@ MUTATIONS = [
     Mutation("leave requests where they are", leave_them_there, frozenset({"route", "errors"})),
     Mutation("always healthy", always_healthy, frozenset({"health"})),
     Mutation("trust silence", trust_silence, frozenset({"detect"})),
+    Mutation("skip a step with nothing to do", skip_a_step_with_nothing_to_do, frozenset({"deadlock"})),
 ]

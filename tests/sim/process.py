@@ -256,8 +256,7 @@ class Process:
         _, command = self.inbox.popleft()
         self.busy = False
         link.reply(self.rank, number, reply)
-        if isinstance(command, StepPlan | Regroup):
-            link.gate.passed(self.rank, number)
+        link.gate.answered(self.rank, number, command)
         self.serve()
 
     def _handle(self, command: Command, seconds: float) -> Reply:

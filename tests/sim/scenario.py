@@ -20,6 +20,7 @@ from planaria.config.options import (
 from planaria.types import SamplingParams
 from planaria.wire import Cancel, Report, Reshape, Shutdown, Submit, ToEngine
 from planaria.worker.reference import mix
+from tests.sim.lanes import Pause
 
 VOCAB = 40
 BLOCK_BYTES = 1000
@@ -58,7 +59,7 @@ class Asked:
 class Scenario:
     seed: int
     config: EngineConfig
-    messages: list[tuple[float, ToEngine]]
+    messages: list[tuple[float, ToEngine | Pause]]
     asked: dict[str, Asked]
     nodes: list[int]  # devices of each
     kinds: list[str]  # of faults
@@ -166,11 +167,11 @@ def _layouts(chance: random.Random, spread: float) -> list[tuple[float, ToEngine
 
 def draw_requests(
     chance: random.Random, config: EngineConfig, keyed: bool
-) -> tuple[dict[str, Asked], list[tuple[float, ToEngine]]]:
+) -> tuple[dict[str, Asked], list[tuple[float, ToEngine | Pause]]]:
     spread = chance.choice([0.0, 0.5, 4.0])
     shared = [chance.randrange(3) for _ in range(20)]
     asked: dict[str, Asked] = {}
-    messages: list[tuple[float, ToEngine]] = []
+    messages: list[tuple[float, ToEngine | Pause]] = []
     for i in range(chance.randint(1, 8)):
         own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 6))]
         prompt = shared[: chance.choice([0, 4, 12, 20])] + own
@@ -196,5 +197,8 @@ def draw_requests(
         messages += _layouts(chance, spread)
     if chance.random() < 0.04:
         messages.append((chance.uniform(0, spread + 3), Shutdown()))
+    if chance.random() < 0.3:  # of lanes that there are then, if there are several
+        for _ in range(chance.choice([1, 3])):
+            messages.append((chance.uniform(0, spread + 1), Pause(chance.randrange(MOST), chance.uniform(0, 2))))
     messages.sort(key=lambda item: item[0])
     return asked, messages

@@ -12,6 +12,7 @@ Rules that must hold, by name
   same
 - layout: what is told is what there is; it is smaller than what was asked for only while devices are missing, and
   another one only if somebody asked; what can't be had changes nothing
+- deadlock: nobody waits for what can't come
 - detect: harm is noticed within its bound; ends: everything is over soon after the last fault
 - gives up: the engine ends only after its limit, and then; weights: what a process loaded it keeps
 - leaks: no block, row, process or link is left; crash: nothing raises what nobody catches
@@ -46,6 +47,7 @@ from planaria.wire import (
 from planaria.worker.reference import HashWorker
 from tests.sim.client import Client
 from tests.sim.faults import Faults
+from tests.sim.lanes import Lanes, Pause
 from tests.sim.launcher import SimLauncher
 from tests.sim.link import SimLink
 from tests.sim.process import Process, SimWorker
@@ -77,7 +79,7 @@ class Simulation:
         self.scenario, self.make_worker = scenario, make_worker
         self.world = World(scenario.seed * 2)
         self.counts: Counter[str] = Counter()
-        self.rules, self.faults = Rules(self), Faults(self)
+        self.rules, self.faults, self.lanes = Rules(self), Faults(self), Lanes(self)
         self.client = Client(self.world, scenario.asked)
         config = scenario.config
         self.counts["several lanes"] += config.parallel.lanes > 1
@@ -160,6 +162,9 @@ class Simulation:
             case Reshape():
                 self._reshape(message)
                 return
+            case Pause():
+                self.lanes.pause(message)
+                return
         self.loop.handle(message)
 
     def _reshape(self, wish: Reshape) -> None:
@@ -217,6 +222,7 @@ class Simulation:
 
     def _turn(self) -> None:
         if not self.loop.turn():
+            self.lanes.go_on()
             self.loop.check()
 
     def _idle(self, until: float) -> None:
