@@ -242,7 +242,7 @@ class Process:
         except Died:
             self.end("was killed by signal 9")
             return
-        if isinstance(reply, Failed):
+        if isinstance(reply, Failed) and not isinstance(command, Call):
             self.link.gate.broke(self.rank, reply)
         self._answer(number, reply)
         if isinstance(command, Exit):
@@ -262,7 +262,8 @@ class Process:
     def _handle(self, command: Command, seconds: float) -> Reply:
         if self.fail_next and not isinstance(command, Exit):
             self.fail_next = False
-            self.failed()
+            if not isinstance(command, Call):  # else only who asked is told
+                self.failed()
             return Failed(self.rank, _PHASE.get(type(command), "step"), "RuntimeError: injected", "Traceback: injected")
         if self.oom_next and isinstance(command, StepPlan | Allocate):
             self.oom_next = False
