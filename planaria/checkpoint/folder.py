@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from planaria.checkpoint.fused import unfused
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
 
@@ -54,7 +55,7 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
         tokenizer_dir=str(folder) if has_tokenizer else None,
         chat_template=chat_template(folder),
         files=tuple(map(str, files)),
-        tensors=tuple(tensors),
+        tensors=tuple(unfused(str(folder), config, tensors)),
     )
 
 

@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from planaria import LLM, SamplingParams
+from planaria.checkpoint import resolve_checkpoint
+from planaria.checkpoint.fused import unfused
+from planaria.checkpoint.spec import TensorInfo
+from planaria.errors import ModelError
 from planaria.kernels.cpu import CpuOps
 from planaria.kernels.reference import TorchOps
+from planaria.loader import open_weights
 from planaria.models import build, model_config
-from tests.model.checkpoints import DictSource, config_of, load_reference, write_checkpoint
+from tests.model.checkpoints import TINY, DictSource, config_of, load_reference, write_checkpoint
 from tests.model.driver import Driver
 from tests.model.test_models import one_torch_thread  # noqa: F401
 
@@ -36,6 +42,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("olmoe", {**EIGHT, "pad_token_id": None}),
     "olmoe-mha": ("olmoe", {**EIGHT, "num_key_value_heads": 4, "norm_topk_prob": True, "pad_token_id": None}),
+}  # fmt: skip
+
+FEW_EXPERTS = {
+    "n_routed_experts": 8, "moe_intermediate_size": 32, "num_key_value_heads": 4, "q_lora_rank": None,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1,
+    "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
 }  # fmt: skip
 
 
@@ -139,3 +151,28 @@ def test_a_text_has_the_same_bits_alone_and_in_company(name: str, checkpoint: An
     for i, prompt in enumerate(prompts):
         assert torch.equal(alone.whole(i, prompt, chunk=7), together[i])
     ops.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral-window", "qwen2-moe-some-dense", "qwen3-moe", "olmoe", "deepseek_v2", "deepseek_v3"]
+)
+def test_experts_stored_as_one_tensor_are_read_one_by_one(name: str, tmp_path: Path) -> None:
+    """Transformers writes both layouts; ours of either has the same names and the same values, and no bytes twice."""
+    family, overrides = CASES.get(name, (name, FEW_EXPERTS))
+    config = AutoConfig.for_model(family, **{**TINY, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    sources = []
+    for original in (True, False):
+        model.save_pretrained(tmp_path / str(original), save_original_format=original)
+        sources.append(open_weights(resolve_checkpoint(str(tmp_path / str(original)))))
+    each, fused = sources
+    assert any(".experts.7." in name for name in each.names()) and sorted(each.names()) == sorted(fused.names())
+    assert each.checkpoint.weight_bytes == fused.checkpoint.weight_bytes
+    for tensor in each.names():
+        assert torch.equal(each.tensor(tensor), fused.tensor(tensor)), tensor
+
+
+def test_a_tensor_of_experts_that_cannot_be_divided_is_named(tmp_path: Path) -> None:
+    wrong = TensorInfo("model.layers.0.mlp.experts.gate_up_proj", "f32", (4, 7, 8), 0, 0, 896)
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts\.gate_up_proj has shape \[4, 7, 8\].*each expert"):
+        unfused("a folder", {"model_type": "olmoe"}, [wrong])
