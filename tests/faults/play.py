@@ -245,7 +245,7 @@ class Play:
         """The server has finished what was open and ends."""
         server = self.deployment.server
         assert server is not None
-        code = server.process.wait(60)
+        code = server.ended()
         if left := self.deployment.left():
             return FAILED, f"left behind: {left}"
         log = "".join(server.log)
@@ -263,7 +263,7 @@ class Play:
         """The server's process has ended, or can't come up."""
         deployment, server = self.deployment, self.deployment.server
         assert server is not None
-        code = server.process.wait(60)
+        code = server.ended()
         began = time.monotonic()
         if left := deployment.left():
             return FAILED, f"left behind {deployment.end_limit:g} s after the server's end: {left}"

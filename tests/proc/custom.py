@@ -21,6 +21,10 @@ from planaria.worker.reference import HashWorker
 from planaria.worker.worker import NullRank, Worker, guard, make_rank
 
 POISON = 7
+SEEN = "TEST_SEEN"  # the environment variable: a file, there while a test counts the tokens that its clients have got
+AHEAD = 160  # tokens that a HashRank may draw before clients have got them
+BEHIND = 2.0  # seconds that a step waits for them at most
+LATE = "TEST_LATE"  # a file: while it is there, a HashRank doesn't get ready
 
 
 class NiceLauncher(ProcessLauncher):
@@ -101,16 +105,43 @@ class Extension:
         return threading.Lock()
 
 
+class Clients:
+    """How far those are who get the tokens that are drawn here. Nobody counts: they are as far as they can be."""
+
+    def __init__(self) -> None:
+        self.drawn = self._first = 0
+        self._counted = False
+
+    def _behind(self) -> int:
+        try:
+            seen = int.from_bytes(Path(os.environ.get(SEEN, "/none")).read_bytes(), "little")
+        except OSError:
+            self._counted = False
+            return 0
+        if not self._counted:
+            self._counted, self._first, self.drawn = True, seen, 0
+        return self.drawn - (seen - self._first)
+
+    def wait(self) -> None:
+        end = time.monotonic() + BEHIND
+        while self._behind() > AHEAD and time.monotonic() < end:
+            time.sleep(0.002)
+
+
 class HashRank(NullRank):
     """No model: each token is a function of the whole history before it, the seed and the position, so that a lost,
-    repeated or foreign token changes all that follow. A step takes a moment; a prompt that begins with POISON kills
+    repeated or foreign token changes all that follow. A step takes a moment, and longer where clients are slow, so that
+    what a test does when they have got some tokens is done in the middle; a prompt that begins with POISON kills
     the process; if there is a file that $TEST_MISTAKE names, it is removed, and a step's answer can't be."""
 
     def __init__(self, boot: RankBoot, *args: Any) -> None:
         super().__init__(boot)
+        self.clients = Clients()
 
     def handle(self, command: Command) -> Reply:
         if isinstance(command, Allocate):
+            while os.path.exists(os.environ.get(LATE, "/none")):
+                time.sleep(0.005)
             config = self.boot.config
             self.worker = HashWorker(command.num_blocks, config.cache.block_size, config.model.vocab_size)
         if isinstance(command, StepPlan):
@@ -118,7 +149,10 @@ class HashRank(NullRank):
                 if row.fresh is not None and row.fresh.tokens[0] == POISON:
                     os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.005)
+            self.clients.wait()
         reply = super().handle(command)
+        if isinstance(reply, StepResult):
+            self.clients.drawn += sum(len(lane.tokens) for lane in reply.lanes)
         if isinstance(reply, StepResult) and (path := Path(os.environ.get("TEST_MISTAKE", "/none"))).exists():
             path.unlink()
             reply = msgspec.structs.replace(reply, step=reply.step + 7)

@@ -58,8 +58,12 @@ class Server:
         )  # fmt: skip
         self.out: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.log: list[str] = []
-        for stream, take in ((self.process.stdout, self.out.put), (self.process.stderr, self.log.append)):
-            threading.Thread(target=self._read, args=(stream, take), daemon=True).start()
+        self.readers = [
+            threading.Thread(target=self._read, args=(stream, take), daemon=True)
+            for stream, take in ((self.process.stdout, self.out.put), (self.process.stderr, self.log.append))
+        ]
+        for reader in self.readers:
+            reader.start()
         self.url = ""
 
     def _read(self, stream: object, take: Callable[[str | None], None]) -> None:
@@ -78,8 +82,19 @@ class Server:
             if match := re.search(r"serving \S+ at (http\S+)", line):
                 self.url = match[1]
                 return ""
-        self.process.wait(PATIENCE)
-        return "".join(self.log) or f"exit code {self.process.returncode}"
+        code = self.ended()
+        return "".join(self.log) or f"exit code {code}"
+
+    def wait_for(self, words: str, limit: float = PATIENCE) -> None:
+        """Until it has logged them: what it does is seen before what it says of that."""
+        wait_until(f"it says {words!r}", lambda: words in "".join(self.log), limit)
+
+    def ended(self, limit: float = PATIENCE) -> int:
+        """Its exit code, when it has ended and all that it said is in the log."""
+        code = self.process.wait(limit)
+        for reader in self.readers:
+            reader.join(SOON)  # what it has left behind may hold the pipe
+        return code
 
     @property
     def pid(self) -> int:
@@ -111,7 +126,7 @@ class Server:
                 self.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(PATIENCE)
+        self.ended()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -120,14 +135,15 @@ class Server:
 
 
 def titled(pid: int, role: str) -> list[int]:
-    """Pids of the processes below one that carry this role in their title."""
+    """Pids of the processes below one that carry this role in their title, in the order in which they were started:
+    that of their numbers, until the kernel begins with small ones again."""
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
             title = read_title(" ".join(child.cmdline()))
             if title is not None and title[0] == role:
-                found.append(child.pid)
-    return found
+                found.append((child.create_time(), child.pid))
+    return [child for _, child in sorted(found)]
 
 
 def alive(pid: int) -> bool:

@@ -279,7 +279,7 @@ def test_when_no_engine_is_left_all_are_told() -> None:
             for future in opened:
                 with pytest.raises((RuntimeError, ConnectionError)):
                     future.result(60)
-        assert server.process.wait(30) == 1
+        assert server.ended() == 1
         assert "was killed by signal 9" in "".join(server.log) and not any(alive(pid) for pid in pids)
 
 
@@ -303,7 +303,7 @@ def test_a_second_sigterm_aborts_what_is_open() -> None:
             ]
             assert all(event.wait(60) for event in begun)
             server.process.send_signal(signal.SIGTERM)
-            wait_until("the first is heard", lambda: "no new requests" in "".join(server.log))
+            server.wait_for("no new requests")
             server.process.send_signal(signal.SIGTERM)
             for future in opened:
                 with pytest.raises(RuntimeError, match="the server is shutting down; the request was aborted"):

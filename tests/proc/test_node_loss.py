@@ -170,7 +170,7 @@ def test_another_engine_gets_the_nodes(served: tuple[Server, list[Command], int]
             os.kill(server.engine_pid(), signal.SIGKILL)
 
     assert run_streams(server, harm) == expected
-    assert agents[0].process.poll() is None and "the ranks of node 1 have ended; it waits" in agents[0].text()
+    agents[0].wait_for("the ranks of node 1 have ended; it waits")
     assert not any(alive(rank) for rank in ranks) and len(agents[0].ranks()) == 1
     assert health(server)["engine_restarts"] == 1
 
@@ -180,9 +180,9 @@ def test_another_engine_gets_the_nodes(served: tuple[Server, list[Command], int]
             os.kill(server.engine_pid(), signal.SIGKILL)
 
     assert run_streams(server, more_harm) == expected
-    assert "beginning with tp=1" in "".join(server.log)
+    server.wait_for("beginning with tp=1")
     agents.append(agent(port, *HASH))
-    wait_until("it grows", lambda: "there are devices for it again" in "".join(server.log), limit=GROWS)
+    server.wait_for("there are devices for it again", GROWS)
     assert run_streams(server) == expected and len(agents[1].ranks()) == 1
 
 
@@ -267,12 +267,12 @@ def test_a_cut_network_costs_a_smaller_layout_until_it_is_whole_again(
                 two_networks.cut()
 
         assert streams(server, space, harm) == expected
-        text = "".join(server.log)
-        assert "is out of reach: node 1" in text and "going on with tp=1" in text
+        server.wait_for("is out of reach: node 1")
+        server.wait_for("going on with tp=1")
         wait_until("its ranks end", lambda: not alive(far), limit=10)
         assert titled(server.pid, "worker") == [own]
         two_networks.mend()
-        wait_until("it grows", lambda: "there are devices for it again" in "".join(server.log), limit=GROWS)
+        server.wait_for("there are devices for it again", GROWS)
         assert streams(server, space) == expected
         assert titled(server.pid, "worker") == [own] and len(other.ranks()) == 1
 

@@ -123,7 +123,7 @@ def check_plan(server: Server, planned: tuple[dict[str, Any], str], actors: Rese
     from ray.util import placement_group_table
 
     plan, table = planned
-    assert "".join(line for line in server.log if line in table.splitlines(keepends=True)) == table
+    wait_until("it says so", lambda: "".join(l for l in server.log if l in table.splitlines(keepends=True)) == table)
     assert not [line for line in server.log if "was planned" in line]
     groups = placement_group_table()
     there, world = fleet(server), len(plan["ranks"]) // len(plan["engines"])
@@ -305,7 +305,7 @@ def test_engines_in_groups_of_the_users(groups: list[Any], undisturbed: Any) -> 
 
     ids = [group.id.hex() for group in groups]
     with Server("smollm2", *ON_RAY, "-tp", "2", "--placement-group", ",".join(ids)) as server:
-        assert any(f"bundles of {ids[0]}, {ids[1]}: tp=2 dp=2: 4 ranks on 2 nodes" in line for line in server.log)
+        server.wait_for(f"bundles of {ids[0]}, {ids[1]}: tp=2 dp=2: 4 ranks on 2 nodes")
 
         def where(*engines: int) -> None:
             """Each in its group, itself in the bundle without a device."""

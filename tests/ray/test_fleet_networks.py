@@ -159,7 +159,7 @@ def test_a_raylet_is_killed_and_its_engine_lives_on_until_there_is_another_place
     before = fleet.engines[1]["pid"]
     (raylet,) = [pid for pid in nodes.pids(1) if psutil.Process(pid).name() == "raylet"]
     assert fleet.run(lambda: os.kill(raylet, signal.SIGKILL)) == expected
-    wait_until("Ray has noticed", lambda: "which lives on" in "".join(fleet.server.log), PATIENCE)
+    fleet.server.wait_for("which lives on")
     assert fleet.run() == expected and fleet.engines[1]["pid"] == before and alive(before)
     assert fleet.run(lambda: nodes.start(2)) == expected
     wait_until("it has moved", lambda: fleet.engines[1]["pid"] in nodes.pids(2), PATIENCE)

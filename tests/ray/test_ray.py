@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -147,13 +148,11 @@ def test_what_a_rank_is_given_and_what_listens(local_ray: Any, small: Path, monk
             assert now == at_start | {"TORCH_TEST_GLOBAL": "from the driver"}
         with pytest.raises(CallFailed, match=r"rank \d: TypeError"):
             llm.collective_rpc("environment", args=[5])
-        me = psutil.Process()
-        found = [
-            connection.laddr.ip
-            for process in (me, *me.children(recursive=True))
-            for connection in process.net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-        ]
+        found = []
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+                connections = process.net_connections("inet")
+                found += [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
     assert len(found) > 5 and set(found) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 

@@ -58,7 +58,9 @@ def at(count: int, harm: Callable[[], None]) -> Callable[[int], None]:
 
 def test_an_engine_that_dies_leaves_no_rank_and_no_bundle(server: Server, expected: list[Outcome]) -> None:
     before, engine = ranks(), server.engine_pid()
-    (first,) = [n for n, line in enumerate(server.log) if line.startswith("Ray at 127.0.0.1, free devices")]
+    plan = "Ray at 127.0.0.1, free devices"
+    wait_until("it has said its plan", lambda: len("".join(server.log).partition(plan)[2].splitlines()) >= 4)
+    (first,) = [n for n, line in enumerate(server.log) if line.startswith(plan)]
     assert server.log[first].endswith("pp=2: 2 ranks on 1 node\n") and server.log[first + 1].startswith("RANK")
     assert [line.split()[:4] for line in server.log[first + 2 : first + 4]] == [list("0000"), list("1010")]
     assert run(server, at(150, lambda: os.kill(engine, signal.SIGKILL))) == expected
@@ -90,7 +92,7 @@ def test_when_ray_is_gone_ranks_are_processes(cluster: Any, server: Server, expe
     assert run(server) == expected and ranks() == before
     assert run(server, at(150, lambda: os.kill(before[0], signal.SIGKILL))) == expected
     assert not any(map(alive, before)) and len(titled(server.pid, "worker")) == 2
-    assert "ranks go on as processes of this node" in "".join(server.log)
+    server.wait_for("ranks go on as processes of this node")
     after = titled(server.pid, "worker")
     os.kill(after[1], signal.SIGKILL)
     assert run(server) == expected
