@@ -1,4 +1,4 @@
-"""What ranks of an epoch wait for among themselves: collectives, and what a stage hands to the next.
+"""What ranks of an epoch wait for among themselves: collectives, what a stage hands to the next, experts that travel.
 
 Rule "deadlock": a rank that has passed a meeting never comes back to it; who waits for it there waits for ever.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planaria.protocol import Command, Failed, Regroup, StepPlan
+from planaria.protocol import Command, Failed, Prepare, Regroup, StepPlan
 from planaria.topology import Layout
+from planaria.topology.experts import Maps
 
 if TYPE_CHECKING:
     from tests.sim.link import SimLink
@@ -28,10 +29,14 @@ class Gate:
         self.before: dict[int, int] = {}  # a step's number -> that of the step before it in its turn
         self._last: dict[int, int] = {}
         self.broken = ""
+        self.in_force: dict[int, Maps] = {}  # a step's number -> the maps when it was planned
+        self._agreed: dict[tuple[int, ...], tuple[object, ...]] = {}  # ranks -> what they agreed on last
+        self.beside: dict[int, Prepare] = {}  # ranks whose exchange of experts waits for others, beside steps
 
     def sent(self, number: int, command: StepPlan) -> None:
         self.before[number] = self._last.get(command.turn, -1)
         self._last[command.turn] = number
+        self.in_force[number] = self.sim.maps_in_force()
 
     def arrive(self, rank: int, number: int, command: Command) -> None:
         self.here[rank] = number, command
@@ -65,23 +70,51 @@ class Gate:
                 peers = self._peers(rank, command)
                 for peer in peers:
                     del self.here[peer]
+                if isinstance(command, StepPlan):
+                    self._agree(number, peers)
                 for peer in peers:
                     self.link.ports[peer].go(number, command)
 
     def _peers(self, rank: int, command: Command) -> Sequence[int]:
         if isinstance(command, Regroup):
             return range(len(self.done))
-        return self.layout.group(rank, "dp", "tp")
+        group = self.layout.group(rank, "dp", "tp")
+        if isinstance(command, Prepare):
+            return [peer for peer in group if self.link.ports[peer].experts.takes_part(command.moves)]
+        return group
 
     def _ready(self, rank: int, number: int, command: Command) -> bool:
         layout, peers = self.layout, self._peers(rank, command)
         if any(self.here.get(peer, (-1, None))[0] != number for peer in peers):
             return False
-        if isinstance(command, Regroup) or layout.pp == 1:
+        if isinstance(command, Regroup | Prepare) or layout.pp == 1:
             return True
         if layout.coords(rank).pp:  # what the stage before hands over
             return all(self.done[peer - layout.tp] >= number for peer in peers)
         return all(self.done[last] >= self.before[number] for last in layout.drawing)  # tokens come back from there
+
+    def _agree(self, number: int, peers: Sequence[int]) -> None:
+        """On where experts are. What they agreed on last need not be looked at again."""
+        first, *others = [self.link.ports[peer].experts for peer in peers]
+        if first.travel:
+            planned = self.in_force[number]
+            what = (planned, first.stamp, *(other.stamp for other in others))
+            if self._agreed.get(tuple(peers)) != what:
+                first.meets(others, planned)
+                self._agreed[tuple(peers)] = what
+
+    def aside(self, rank: int, command: Prepare) -> None:
+        """This rank has begun to exchange experts beside its steps."""
+        if self.broken:
+            self.link.ports[rank].experts.failure = self.broken
+            return
+        self.beside[rank] = command
+        peers = self._peers(rank, command)
+        if all(peer in self.beside and self.beside[peer].version == command.version for peer in peers):
+            for peer in peers:
+                del self.beside[peer]
+                process = self.link.ports[peer]
+                process.later(self.sim.takes(0.02), process.received, command)
 
     def broke(self, rank: int, why: Failed) -> None:
         """This rank can't go on; whoever waits for it hears so."""
@@ -89,9 +122,12 @@ class Gate:
             self.broken = f"rank {rank} failed in {why.phase}: {why.message}"
         for peer in list(self.here):
             self._break(peer)
+        for peer in self.beside:
+            self.link.ports[peer].experts.failure = self.broken
+        self.beside.clear()
 
     def _break(self, rank: int) -> None:
         number, command = self.here.pop(rank)
-        phase = "step" if isinstance(command, StepPlan) else "groups"
+        phase = {StepPlan: "step", Prepare: "experts"}.get(type(command), "groups")  # type: ignore[call-overload]
         process = self.link.ports[rank]
         process.later(self.sim.takes(0.05), process.fail, number, Failed(rank, phase, self.broken, "", "peer"))

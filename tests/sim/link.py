@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from planaria.executor.boot import Place
 from planaria.executor.link.address import Address, Inside
 from planaria.executor.link.faults import LinkClosed, LinkError, MessageLost, PeerLost
-from planaria.protocol import Command, Failed, LaneResult, Reply, StepPlan
+from planaria.protocol import Command, Failed, Hello, LaneResult, Reply, StepPlan
 from tests.sim.gate import Gate
 from tests.sim.process import Process, tokens_of
 
@@ -31,6 +31,7 @@ class SimLink:
         self.over = self.closed = self._woken = False
         self.ports: dict[int, Process] = {}
         self.gate = Gate(sim, self)
+        self.had: dict[int, set[tuple[int, int]]] = {}  # by rank: layer and expert, when it joined
         self.heard: deque[tuple[int, int, Reply] | LinkError] = deque()
         self._waiting: list[list[tuple[int, Command]]] = [[] for _ in places]
         self._free = [[0.0, 0.0] for _ in places]  # rank -> when its channels (to, from) are free
@@ -131,6 +132,8 @@ class SimLink:
     def reply(self, rank: int, number: int, reply: Reply) -> None:
         if self.over or rank in self._gaps or self.ports[rank].cut:
             return
+        if isinstance(reply, Hello):
+            self.had[rank] = {(layer, expert) for layer, experts in reply.experts for expert in experts}
         if self.sim.faults.strikes("reply lost", rank):
             self._gap(rank, MessageLost(f"a message of rank {rank} is missing", rank))
             return

@@ -32,6 +32,7 @@ from planaria.protocol import (
 )
 from planaria.topology import Layout
 from planaria.worker.reference import HashWorker
+from tests.sim.experts import Experts
 from tests.sim.scenario import VOCAB
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Process:
         self.inbox: deque[tuple[int, Command]] = deque()
         self.busy = False
         self.worker: HashWorker | None = None
+        self.experts = Experts(self)
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._life = 0  # changes when what it was doing is over
 
@@ -118,6 +120,7 @@ class Process:
 
     def _prepare(self, layout: Layout) -> None:
         self.prepared = layout
+        self.experts.read_ahead(layout)
 
     @property
     def ready(self) -> bool:
@@ -179,10 +182,21 @@ class Process:
             return
         self.busy = True
         number, command = self.inbox[0]
-        if isinstance(command, StepPlan | Regroup):
+        if isinstance(command, StepPlan | Regroup) or self._exchanges(command):
             self.link.gate.arrive(self.rank, number, command)
         else:
             self.go(number, command)
+
+    def _exchanges(self, command: Command) -> bool:
+        """Does it wait for others, to send or to receive experts?"""
+        return isinstance(command, Prepare) and not command.aside and self.experts.takes_part(command.moves)
+
+    def received(self, command: Prepare) -> None:
+        """Experts came, beside steps."""
+        if self.link is None or self.link.gate.broken:
+            self.experts.failure = "a peer is gone"
+        else:
+            self.experts.receive(command)
 
     def go(self, number: int, command: Command) -> None:
         """Nothing is missing: the command is carried out after the time that it takes."""
@@ -205,6 +219,8 @@ class Process:
                 return 1.0 if self._reads(command) and not self._is_prepared else 0.001
             case Regroup():
                 return 0.05
+            case Prepare():
+                return 0.005 + 0.01 * len(command.moves)
             case _:
                 return 0.005
 
@@ -272,16 +288,27 @@ class Process:
         match command:
             case Join():
                 self.layout = command.layout
-                return Hello(self.rank, self.pid, "sim", "sim", "127.0.0.1")
+                has = self.part == self._own or self._is_prepared
+                return Hello(self.rank, self.pid, "sim", "sim", "127.0.0.1", experts=self.experts.held() if has else ())
+            case Regroup():
+                self.experts.enter()
             case Load():
                 if self._reads(command):
                     same = self.part is not None and self.part[1:] == self._own[1:] and not self.moved
                     self.world.require(not same, "weights", f"pid {self.pid} had {self.part} and reads {self._own}")
+                    if not self._is_prepared:
+                        self.experts.unload()
                     self.part, self.prepared, self.moved = self._own, None, False
+                if self.rank in (command.ranks or (self.rank,)):
+                    self.experts.load(command)
+            case Prepare() | Arrange():
+                return self._move_experts(command)
             case Probe():
                 return Facts(self.rank, self.sim.block_bytes(self.layout), 1 << 30, 0)
             case Allocate():
                 self.worker = self.sim.new_worker(self, command.num_blocks)
+            case Call("expert_load"):
+                return Done(self.rank, self.experts.load_counts())
             case Call():
                 return Done(self.rank, 1)
             case Exit():
@@ -290,8 +317,24 @@ class Process:
                 return self._step(command, seconds)
         return Ready(self.rank)
 
+    def _move_experts(self, command: Prepare | Arrange) -> Reply:
+        assert self.link is not None
+        if self.experts.failure:
+            return Failed(self.rank, "experts", self.experts.failure, "", "peer")
+        if isinstance(command, Arrange):
+            self.experts.arrange(command.version, command.maps)
+        elif command.aside and self.experts.takes_part(command.moves):
+            self.experts.coming = command
+            self.link.gate.aside(self.rank, command)
+        else:
+            self.experts.receive(command)
+        return Ready(self.rank)
+
     def _step(self, plan: StepPlan, seconds: float) -> Reply:
         assert self.worker is not None
+        if self.experts.failure:
+            return Failed(self.rank, "experts", self.experts.failure, "", "peer")
+        self.experts.steps += 1
         self.world.require(plan.epoch == self.epoch, "epoch", f"a plan of {plan.epoch} in epoch {self.epoch}")
         own = self.layout.coords(self.rank).dp
         try:
@@ -308,7 +351,7 @@ class Process:
         self.link.agree(plan.step, own, lane)
         if self.rank not in self.layout.drawing:  # only the first of the last stage has tokens
             lane = LaneResult([], [])
-        return StepResult(plan.epoch, plan.step, (lane,), seconds)
+        return StepResult(plan.epoch, plan.step, (lane,), seconds, self.experts.prepared)
 
 
 _PHASE: dict[type[Any], str] = {

@@ -198,6 +198,12 @@ class Rules:
         )
         self.doomed = self.doomed or full
 
+    # -- experts
+
+    def reads_expert(self) -> None:
+        """From the checkpoint."""
+        self.sim.counts["experts read"] += 1
+
     # -- answers
 
     def heard(self, delta: Delta, answer: Answer) -> None:

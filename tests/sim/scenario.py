@@ -8,11 +8,14 @@ import random
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from planaria.config.model import ModelConfig, RopeConfig
+import msgspec
+
+from planaria.config.model import ModelConfig, MoEConfig, RopeConfig
 from planaria.config.options import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    EPLBConfig,
     FaultConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -71,6 +74,7 @@ class Scenario:
     quiet_peers: bool = False  # ranks that wait for one that is dead say nothing
     tight: bool = False  # with fewer ranks a block takes more memory of each
     poisons: dict[int, int] = field(default_factory=dict)  # by a request's seed
+    liked: tuple[int, ...] = (1,)  # how often each expert is chosen
 
 
 def continuation(prompt: list[int], seed: int, count: int, keyed: bool = True) -> list[int]:
@@ -98,11 +102,13 @@ def draw(seed: int, *, keyed: bool = True) -> Scenario:
         kinds += NO_DEVICE
     if chance.random() < 0.08:
         kinds = []
+    config, liked = draw_experts(chance, config)
     scenario = Scenario(
         seed, config, messages, asked, _nodes(chance, config), kinds,
         chance=chance.choice([0.005, 0.02, 0.05, 0.2]), budget=chance.choice([1, 2, 3, 5, 8]),
         poison_raises=chance.random() < 0.3, garbage=chance.random() < 0.7, quiet_peers=chance.random() < 0.3,
         poison_rank=chance.choice([None, chance.randrange(config.parallel.world_size)]), tight=chance.random() < 0.3,
+        liked=liked,
     )  # fmt: skip
     if chance.random() < 0.15:
         scenario.poisons = draw_poisons(chance, asked)
@@ -147,6 +153,29 @@ def draw_config(chance: random.Random) -> EngineConfig:
             recovery_window=chance.choice([60.0, 300.0]), step_timeout=chance.choice([15.0, 40.0]),
         ),
     )  # fmt: skip
+
+
+def draw_experts(chance: random.Random, config: EngineConfig) -> tuple[EngineConfig, tuple[int, ...]]:
+    """Whole experts on the ranks, balanced in most cases; how often each is chosen. A step of a rearrangement may move
+    as many bytes as a few of them have, or one."""
+    layout = config.parallel.layout
+    if layout.tp * layout.dp == 1 or chance.random() < 0.2:
+        return config, (1,)
+    num, size = chance.randint(MOST, MOST + 3), chance.choice([1 << 14, 1 << 19, 1 << 20])
+    moe = MoEConfig(num_experts=num, top_k=1, intermediate_size=size)
+    balanced = chance.random() < 0.8
+    eplb = EPLBConfig(
+        num_redundant_experts=chance.choice([0, 1, 2, 4]) if balanced else 0, window_size=chance.choice([1, 5, 20]),
+        step_interval=chance.choice([1, 3, 10, 20]), use_async=chance.random() < 0.5,
+        log_balancedness=chance.random() < 0.2,
+    )  # fmt: skip
+    parallel = msgspec.structs.replace(
+        config.parallel, is_moe_model=True, enable_expert_parallel=True, enable_eplb=balanced, eplb_config=eplb,
+        expert_placement_strategy=chance.choice(["linear", "round_robin"]),
+    )  # fmt: skip
+    model = msgspec.structs.replace(config.model, moe=moe)
+    liked = tuple(chance.choice([0, 1, 1, 4, 20]) for _ in range(chance.randint(3, 8)))
+    return msgspec.structs.replace(config, model=model, parallel=parallel), liked
 
 
 def _nodes(chance: random.Random, config: EngineConfig) -> list[int]:

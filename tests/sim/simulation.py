@@ -31,6 +31,7 @@ from planaria.executor.crew import System
 from planaria.executor.loop import EngineLoop
 from planaria.executor.replay import is_replayed
 from planaria.topology import Layout
+from planaria.topology.experts import Maps
 from planaria.wire import (
     Cancel,
     Dead,
@@ -113,6 +114,10 @@ class Simulation:
         assert config.cache.memory is not None
         blocks = config.cache.memory // self.block_bytes(layout)
         return blocks * config.cache.block_size >= config.scheduler.max_model_len
+
+    def maps_in_force(self) -> Maps:
+        """As the engine thinks; empty: nothing moves them."""
+        return ()
 
     def _link_for(self, places: list[Place], epoch: int) -> SimLink:
         self.link = SimLink(self, places, epoch)
