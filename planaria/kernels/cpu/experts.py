@@ -20,6 +20,7 @@ from planaria.kernels.cpu.expert_kernels import SIGMOID, SOFTMAX
 from planaria.kernels.cpu.micro import DENSE, STORE_ACT, STORE_F32
 from planaria.kernels.cpu.pack import Packed, up
 from planaria.kernels.cpu.tape import Buffer, buffer
+from planaria.kernels.cpu.target import Target
 from planaria.kernels.ops import Slots
 
 
@@ -115,6 +116,8 @@ def grouped_fields(
     ]  # fmt: skip
 
 
-def tile_bytes(w: Packed) -> int:
+def tile_bytes(w: Packed, target: Target) -> int:
     """Scratch memory of a product's tiles, before that of a fused activation."""
-    return up(layout.BIG if w.kind == DENSE else layout.FETCH + layout.WIDE_ROWS * w.length, 64)
+    if w.kind == DENSE:
+        return up(layout.BIG, 64)
+    return up(layout.FETCH + 8 * (layout.WIDE_ROWS // target.tile_rows) * w.length, 64)

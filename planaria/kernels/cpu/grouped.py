@@ -36,7 +36,7 @@ from planaria.kernels.cpu.native import (
     put,
     put32,
 )  # fmt: skip
-from planaria.kernels.cpu.products import block
+from planaria.kernels.cpu.products import block, take_rows
 from planaria.kernels.cpu.threads import barrier, bring, grab, scratch, share
 
 CLOSED = -2147483648  # of an expert that can't be chosen (any more); below every number
@@ -179,7 +179,7 @@ def op_grouped(c: int, row: int, tid: int, ticket: int) -> None:
     units = 0
     for s in range(held):
         units += blocks_of(get(starts, s + 1) - get(starts, s)) * groups
-    line = mine + STATE  # this operation as one of a single slot
+    line, ready = mine + STATE, -1  # this operation as one of a single slot; the first of the rows it has at hand
     pl_copy(line, row, ROW_WORDS * 8)
     put(line, 16, 0)
     while True:
@@ -199,10 +199,11 @@ def op_grouped(c: int, row: int, tid: int, ticket: int) -> None:
             put(line, 2, get(get(row, 2), s))
             put(line, 6, get(row, 6) + first * get(row, 7))
             put(line, 8, get(row, 8) + first * get(row, 9))
-            block(
-                c, line, mine, sums + first * length * 4, rows * part // parts, rows * (part + 1) // parts, panel,
-                min(panels, panel + most),
-            )  # fmt: skip
+            begin, stop = rows * part // parts, rows * (part + 1) // parts
+            if first + begin != ready:
+                take_rows(line, mine, begin, stop)
+                ready = first + begin
+            block(c, line, mine, sums + first * length * 4, begin, stop, panel, min(panels, panel + most))
             unit += 1
 
 

@@ -78,6 +78,10 @@ class Dot:
         high = f.op(f"bitcast i32 {f.op(f'and i32 {word}, -65536')} to float")
         return f.splat("float", low), f.splat("float", high)
 
+    def broadcast_widened(self, f: Function, pointer: str) -> Operand:
+        """A step of a row that was widened to float32, to all lanes."""
+        return tuple(f.splat("float", f.load("float", f.at(pointer, 4 * part), 4)) for part in range(self.target.pair))
+
     def multiply(self, f: Function, acc: str, w: Operand, x: Operand) -> str:
         if self.target.native:
             return f.op(f"call {F32} @llvm.x86.avx512bf16.dpbf16ps.512({F32} {acc}, {B32} {w[0]}, {B32} {x[0]})")
@@ -211,14 +215,16 @@ def prefetch(f: Function, pointer: str) -> None:
     f.do(f"call void @llvm.prefetch.p0(ptr {pointer}, i32 0, i32 2, i32 1)")
 
 
-def tile(target: Target, rows: int, panels: int) -> str:
-    """out[rows][16 * panels] = x . w: `wp` holds the address of each panel; steps is a multiple of 8.
+def tile(target: Target, rows: int, panels: int, widened: bool = False) -> str:
+    """out[rows][16 * panels] = x . w: `wp` holds the address of each panel; steps is a multiple of 8. widened: x is
+    float32, whatever the activation dtype is.
 
     A tile of one panel asks for memory some way ahead, where the next panel of the same weight follows. A wider one
     asks for what `plan` says: an address and 4 x a number of steps, a line each step; then an address and 4 x a
     number of steps, a line each second step.
     """
-    f, dot = Function(f"pl_tile_{rows}_{panels}", TILE_ARGS), Dot(target)
+    f, dot = Function(f"{'pl_widened' if widened else 'pl'}_tile_{rows}_{panels}", TILE_ARGS), Dot(target)
+    broadcast, step = (dot.broadcast_widened, 4 * target.pair) if widened else (dot.broadcast, 4)
     table = f.ptr("%wp")
     weights = [f.load("ptr", f.at(table, 8 * v), 8) for v in range(panels)]
     x0 = f.ptr("%x")
@@ -233,14 +239,15 @@ def tile(target: Target, rows: int, panels: int) -> str:
     def body(i: str, acc: list[str]) -> list[str]:
         wide = f.shl(i, 4)
         w_at = [f.at(w, wide) for w in weights]
-        x_at = [f.at(x, i) for x in xs]
+        place = f.mul(i, step // 4)
+        x_at = [f.at(x, place) for x in xs]
         if panels == 1:
             for u in range(unroll):
                 prefetch(f, f.at(w_at[0], 64 * u + STREAM_AHEAD))
         for u in range(unroll):
             ws = [dot.weight(f, f.at(w, 64 * u)) for w in w_at]
             for r in range(rows):
-                x = dot.broadcast(f, f.at(x_at[r], 4 * u))
+                x = broadcast(f, f.at(x_at[r], step * u))
                 for v in range(panels):
                     acc[r * panels + v] = dot.multiply(f, acc[r * panels + v], ws[v], x)
         if panels > 1:
@@ -504,7 +511,8 @@ def wide(target: Target, kind: int, panels: int) -> str:
         x = f.op(f"add i64 %x, {f.mul(i, 128 // target.pair)}")
         scales = f.op(f"add i64 %scales, {f.mul(i, unpack.scale_bytes)}")
         sums = f.op(f"add i64 %sums, {f.shl(i, 2)}")
-        whole = f.op(f"and i64 %rows, {-most}")
+        rest = f.op(f"urem i64 %rows, {most}")
+        whole = f.op(f"sub i64 %rows, {rest}")
 
         def full(first: str, inner: list[str]) -> list[str]:
             wanted = f.ptr(inner[0])
@@ -515,7 +523,6 @@ def wide(target: Target, kind: int, panels: int) -> str:
             return [f.op(f"add i64 {inner[0]}, 8")]
 
         after = f.loop(0, whole, most, [("i64", carried[0])], full)
-        rest = f.op(f"sub i64 %rows, {whole}")
         labels = [f.label() for _ in range(most)]
         table = " ".join(f"i64 {r}, label %{labels[r]}" for r in range(1, most))
         f.do(f"switch i64 {rest}, label %{labels[0]} [ {table} ]")
@@ -569,6 +576,10 @@ def matrix_module(target: Target) -> str:
             cases[rows * 4 + panels] = f"pl_tile_{rows}_{panels}"
     # the caller passes rows * 4 + panels as `rows`
     parts.append(dispatcher("pl_tile", TILE_ARGS, "rows", cases))
+    if target.widens:
+        parts += [tile(target, rows, 1, widened=True) for rows in range(1, target.tile_rows + 1)]
+        cases = {rows * 4 + 1: f"pl_widened_tile_{rows}_1" for rows in range(1, target.tile_rows + 1)}
+    parts.append(dispatcher("pl_row_tile", TILE_ARGS, "rows", cases))
     cases = {}
     for panels in sorted({1, target.value_panels}):
         for rows in range(1, target.value_rows + 1):
@@ -599,6 +610,7 @@ def matrix_module(target: Target) -> str:
         "pl_value_panels": target.value_panels,
         "pl_inline_rows": target.inline_rows,
         "pl_item": target.item,
+        "pl_widens": int(target.widens),
     }.items():
         parts.append(constant(name, value))
     return "\n".join(parts)

@@ -80,6 +80,20 @@ def pl_tile(
     raise NotImplementedError
 
 
+def pl_row_tile(
+    select: int, x: int, ldx: int, panels: int, steps: int,
+    out: int, ldo: int, mode: int, bias: int,
+    plan: int,
+) -> None:  # fmt: skip
+    """The same, of rows that are widened where the target does that."""
+    raise NotImplementedError
+
+
+def pl_widen(src: int, dst: int, count: int) -> None:
+    """`count` elements of the activation dtype, a multiple of 16, to float32."""
+    raise NotImplementedError
+
+
 def pl_values(
     select: int, panels: int, p: int, ldp: int, chunks: int,
     count: int, first: int, out: int, ldo: int, state: int,
@@ -250,4 +264,9 @@ def pl_inline_rows() -> int:
 
 def pl_item() -> int:
     """Bytes of an activation element."""
+    raise NotImplementedError
+
+
+def pl_widens() -> int:
+    """Are a product's rows widened to float32 before their tiles?"""
     raise NotImplementedError

@@ -296,8 +296,8 @@ class CpuOps:
             raise ValueError(f"linear: {x.columns} columns into a weight with K = {w.columns}")
         batch = self._recording()
         self._owners.append(w)
-        tile = mixture.tile_bytes(w)
-        self._scratch = max(self._scratch, tile + 2 * self._fused_bytes())
+        tile = mixture.tile_bytes(w, self.target)
+        self._scratch = max(self._scratch, self._product_bytes(w))
         self._shared = max(self._shared, batch.max_tokens * w.length * 4 if w.kind != DENSE else 0)
         self._record(
             layout.LINEAR, w.kind, w.address, w.stride, w.scales, w.length, x.buffer, x.ld, out.buffer, out.ld, mode,
@@ -305,8 +305,11 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def _fused_bytes(self) -> int:
-        return layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * self.target.item
+    def _product_bytes(self, w: Packed) -> int:
+        """Of a thread's scratch memory: its tiles, those of a fused activation, its rows if they are widened."""
+        fused = 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * self.target.item
+        rows = layout.ROW_BLOCK * w.length * 8 if self.target.widens and w.kind == DENSE else 0
+        return mixture.tile_bytes(w, self.target) + fused + rows
 
     def rope_store(
         self, qkv: Act, kv: Cache, rope: Rope, num_heads: int, num_kv_heads: int, head_dim: int,
@@ -479,19 +482,19 @@ class CpuOps:
         if x.columns != up_.columns:
             raise ValueError(f"experts: {x.columns} columns into weights with K = {up_.columns}")
         for w in (up_, down):
-            self._scratch = max(self._scratch, mixture.tile_bytes(w) + 2 * self._fused_bytes())
+            self._scratch = max(self._scratch, self._product_bytes(w))
             self._shared = max(self._shared, most * w.length * 4 if w.kind != DENSE else 0)
         by_slot = mixture.sorted_buffers(self._most_rows(x.rows), k, x.ld, len(slots.held))
         self._record(layout.SORT, *mixture.sort_fields(routing, slots.held, x.buffer, x.ld, by_slot))
         inner = tape.buffer(most, inner_ld := down.columns * self.target.item)
         self._record(layout.GROUPED, *mixture.grouped_fields(
             weights.gate_up, weights.tables[0], by_slot.first, by_slot.x, x.ld, inner, inner_ld,
-            half=up_.panels // 2, temp=mixture.tile_bytes(up_),
+            half=up_.panels // 2, temp=mixture.tile_bytes(up_, self.target),
         ))  # fmt: skip
         y = tape.buffer(most, y_ld := up(down.rows, 16) * 4)
         self._record(layout.GROUPED, *mixture.grouped_fields(
             weights.down, weights.tables[1], by_slot.first, inner, inner_ld, y, y_ld,
-            half=0, temp=mixture.tile_bytes(down),
+            half=0, temp=mixture.tile_bytes(down, self.target),
         ))  # fmt: skip
         summed = reduce and self.tp.size > 1
         out = self._new(x.rows, down.rows, "float32") if residual is None or summed else residual

@@ -33,12 +33,14 @@ from planaria.kernels.cpu.native import (
     pl_inline_rows,
     pl_item,
     pl_packed,
+    pl_row_tile,
     pl_settle,
     pl_silu,
-    pl_tile,
     pl_tile_panels,
     pl_tile_rows,
     pl_wide,
+    pl_widen,
+    pl_widens,
     put,
 )  # fmt: skip
 from planaria.kernels.cpu.threads import barrier, bring, grab, scratch, share
@@ -82,6 +84,20 @@ def foresee_list(c: int, row: int, mine: int, count: int, useless: int) -> None:
             i += 1
 
 
+def widened(row: int, mine: int) -> int:
+    """Where a thread has the rows of its block in float32, on targets that widen them: behind the tiles of a fused
+    activation."""
+    return mine + get(row, 14) + 2 * ROW_BLOCK * FUSED_PANELS * 16 * pl_item()
+
+
+def take_rows(row: int, mine: int, first: int, last: int) -> None:
+    """To be called before the blocks of rows [first, last)."""
+    if pl_widens() and get(row, 1) == DENSE:
+        count = 2 * get(row, 5)
+        for r in range(first, last):
+            pl_widen(get(row, 6) + r * get(row, 7), widened(row, mine) + (r - first) * count * 4, count)
+
+
 def product(
     c: int, row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int, out: int, ldo: int, mode: int
 ) -> None:
@@ -89,6 +105,9 @@ def product(
     kind, stride, length = get(row, 1), get(row, 3), get(row, 5)
     ldx = get(row, 7)
     x = get(row, 6) + first * ldx
+    if pl_widens() and kind == DENSE:
+        ldx = 8 * length
+        x = widened(row, mine)
     n = last - first
     wide = 16 * (pl_item() if mode == STORE_ACT else 4)
     lds = length * 4
@@ -112,16 +131,17 @@ def product(
         else:
             for v in range(panels):
                 put(mine + POINTERS, v, w + v * stride)
-            for r in range(0, n, pl_tile_rows()):
-                rows = min(pl_tile_rows(), n - r)
+            tiles = (n + pl_tile_rows() - 1) // pl_tile_rows()
+            for turn in range(tiles):
+                r = n * turn // tiles
+                rows = n * (turn + 1) // tiles - r
                 # while these panels are used the next come into the cache, a part with each of the first tiles
-                turn = r // pl_tile_rows()
                 put(mine + PLAN, 0, w + (panels + turn) * stride)
                 put(mine + PLAN, 1, length * 4 if turn < panels else 0)
                 put(mine + PLAN, 3, 0)
                 if panels > 1 and n <= WHOLE_ROWS:
                     put(mine + PLAN, 3, 8 * foresee(c, row, mine, length >> 1))
-                pl_tile(
+                pl_row_tile(
                     rows * 4 + panels, x + r * ldx, ldx, mine + POINTERS, length, out + r * ldo, ldo, mode, bias,
                     mine + PLAN,
                 )  # fmt: skip
@@ -178,6 +198,7 @@ def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
     if panels == 0:
         panels = get(row, 15)
     if n <= STREAM_ROWS:
+        take_rows(row, mine, 0, n)
         while True:
             taken = grab(ticket, panels, threads)
             if taken == 0:
@@ -185,11 +206,14 @@ def op_linear(c: int, row: int, tid: int, ticket: int) -> None:
             block(c, row, mine, sums, 0, n, taken >> 32, taken & 0xFFFFFFFF)
     most = pl_tile_panels()
     groups = (panels + most - 1) // most
-    units = groups * ((n + ROW_BLOCK - 1) // ROW_BLOCK)
+    units, ready = groups * ((n + ROW_BLOCK - 1) // ROW_BLOCK), -1
     while True:
         taken = grab(ticket, units, threads)
         if taken == 0:
             return
         for u in range(taken >> 32, taken & 0xFFFFFFFF):
             first, group = (u // groups) * ROW_BLOCK, (u % groups) * most
+            if first != ready:
+                take_rows(row, mine, first, min(n, first + ROW_BLOCK))
+                ready = first
             block(c, row, mine, sums, first, min(n, first + ROW_BLOCK), group, min(panels, group + most))

@@ -33,13 +33,21 @@ class Target:
         return self.dtype == "bfloat16" and self.isa == "avx512_bf16"
 
     @property
+    def widens(self) -> bool:
+        """Whether a product's rows are widened to float32 before their tiles. Weights never are, outside registers."""
+        return self.dtype == "bfloat16" and not self.wide
+
+    @property
     def wide(self) -> bool:
         return self.isa != "generic"
 
     # largest tiles: rows x vectors of 16 columns
     @property
     def tile_rows(self) -> int:
-        return 8 if self.wide else 4
+        """As many as the registers hold beside a step of weights, which in bfloat16 is widened there."""
+        if self.wide:
+            return 8
+        return 5 if self.widens else 6
 
     @property
     def tile_panels(self) -> int:

@@ -363,6 +363,19 @@ def copy() -> str:
     return f.text()
 
 
+def widen(target: Target) -> str:
+    f, act = Function("pl_widen", ("src", "dst", "count")), Act(target)
+    src, dst = f.ptr("%src"), f.ptr("%dst")
+
+    def body(i: str, _: list[str]) -> list[str]:
+        f.store(F32, act.load(f, f.at(src, f.mul(i, target.item))), f.at(dst, f.shl(i, 2)), 4)
+        return []
+
+    f.loop(0, "%count", 16, [], body)
+    f.ret()
+    return f.text()
+
+
 def put_past() -> str:
     """To memory past the caches: another core reads it, and taking its lines from there costs more than the memory."""
     f = Function("pl_put_past", ("dst", "src", "count"))
@@ -397,7 +410,8 @@ def vector_module(target: Target) -> str:
     """IR of all row operations."""
     parts = [
         norm(target), silu(target), softmax(target), divide(target), rotate(target), store_key(target),
-        store_value(target), embed_dense(target), block_sums(target), copy(), put_past(), add(),
+        store_value(target), embed_dense(target), block_sums(target), copy(), widen(target), put_past(),
+        add(),
     ]  # fmt: skip
     parts.append(
         "declare void @llvm.x86.sse2.pause()\n"
