@@ -14,7 +14,7 @@ import typer
 from planaria.cli.options import engine_options
 from planaria.config.machine import Machine, accelerator_ids, cuda_available, look, usable_cores
 from planaria.config.options import EngineOptions, ParallelConfig
-from planaria.config.parallel import resolve_parallel, with_lanes
+from planaria.config.parallel import resolve_parallel
 from planaria.errors import ConfigError, PlanariaError, UserError
 from planaria.topology import Cluster, Device, DoesNotFit, Infeasible, Layout, Node, Packing, pack, place
 from planaria.topology.table import CameUp, Row, differences, lines, remarks, rows, said
@@ -179,7 +179,7 @@ def _strategy(options: EngineOptions) -> str | None:
 
 def _parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[ParallelConfig, tuple[str, ...]]:
     parallel, notes = resolve_parallel(options, machine, device)
-    return with_lanes(parallel), tuple(line for level, line in notes if level >= 30)
+    return parallel, tuple(line for level, line in notes if level >= 30)
 
 
 def _check_model(options: EngineOptions) -> None:

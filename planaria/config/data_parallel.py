@@ -35,8 +35,12 @@ def data_parallel_fields(options: EngineOptions) -> dict[str, Any]:
     _balancing(options, external, hybrid)
     strategy = _strategy(options)
     nodes = None
+    lanes = options.enable_expert_parallel  # of one engine, whose ranks are dealt to the nodes
     if size > 1 and options.nnodes > 1:
         _one_server(options, external, hybrid)
+    if size > 1 and options.nnodes > 1 and lanes:
+        _lanes_of_a_node(size, local, options.nnodes)
+    elif size > 1 and options.nnodes > 1:
         nodes = engine_nodes(size, local, options.nnodes, options.node_rank)
         local = 0 if options.node_rank < nodes.first else nodes.local
     default = 1 if external or strategy == "span" else None if backend == "ray" else size
@@ -152,6 +156,14 @@ def _one_server(options: EngineOptions, external: bool, hybrid: bool) -> None:
         raise ConfigError("--nnodes", options.nnodes, rule, "leave --nnodes out (Ray knows its nodes)")
 
 
+def _lanes_of_a_node(size: int, local: int | None, nnodes: int) -> None:
+    """Raises ConfigError where so many on each node are not those there are."""
+    if local is not None and local * nnodes != size:
+        rule = f"{_SIZE} {size} are lanes of one engine (--enable-expert-parallel), dealt evenly to {nnodes} nodes"
+        fix = "leave it out" if size % nnodes else f"leave it out, or give {size // nnodes}"
+        raise ConfigError(_LOCAL, local, rule, fix)
+
+
 def _numbers(options: EngineOptions) -> None:
     size, local = options.data_parallel_size, options.data_parallel_size_local
     for option, value in ((_SIZE, size), ("--api-server-count", options.api_server_count)):
@@ -162,7 +174,7 @@ def _numbers(options: EngineOptions) -> None:
     for option, rank in ((_RANK, options.data_parallel_rank), (_START, options.data_parallel_start_rank)):
         if rank is not None and not 0 <= rank < size:
             raise ConfigError(option, rank, f"must be 0 to {size - 1} with {_SIZE} {size}", "count engines from 0")
-    if size > 1 and options.distributed_executor_backend == "external_launcher":
+    if size > 1 and options.distributed_executor_backend == "external_launcher" and not options.enable_expert_parallel:
         raise ConfigError(
             _SIZE, size, "the outer launcher starts ranks of one engine", "start it once for each share of the prompts"
         )

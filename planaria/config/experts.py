@@ -106,7 +106,7 @@ def resolve_experts(
     config = msgspec.structs.replace(config, is_moe_model=shapes is not None)
     _needs(config, shapes)
     notes: list[Note] = []
-    exchanged = config.enable_expert_parallel and config.data_parallel_size > 1
+    exchanged = config.enable_expert_parallel and config.data_parallel_size * config.lanes > 1
     if options.all2all_backend is not None and not exchanged:
         why = f"tokens are exchanged with {_EP} and --data-parallel-size above 1"
         notes.append((logging.WARNING, f"{_ALL2ALL} {options.all2all_backend} changes nothing: {why}"))
@@ -134,7 +134,7 @@ def _needs(config: ParallelConfig, shapes: ExpertShapes | None) -> None:
         if shapes is None:
             raise ConfigError(_EP, True, "the model has no experts: it is dense", "leave it out")
         if ranks > shapes.num_experts + redundant:
-            degrees = f"-tp {config.tensor_parallel_size} x -dp {config.data_parallel_size}"
+            degrees = f"-tp {config.tensor_parallel_size} x -dp {ranks // config.tensor_parallel_size}"
             slots = f"{shapes.num_experts} experts" + (f" and {redundant} redundant ones" if redundant else "")
             rule = f"{degrees} are {ranks} ranks, and {slots} leave some without any"
             raise ConfigError(_EP, True, rule, f"use at most {shapes.num_experts + redundant} ranks")
@@ -155,7 +155,7 @@ def _needs(config: ParallelConfig, shapes: ExpertShapes | None) -> None:
 
 def not_yet(config: ParallelConfig) -> None:
     """Raises ConfigError for what is checked and placed but not run by this version. Whoever adds it takes it out."""
-    exchanged = config.enable_expert_parallel and config.data_parallel_size > 1
+    exchanged = config.enable_expert_parallel and config.data_parallel_size * config.lanes > 1
     missing: list[tuple[bool, str, object, str, str]] = [
         (config.enable_eplb, _EPLB, True, "moving experts while requests run", "leave it out"),
         (

@@ -58,53 +58,39 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
         **engines,
         **expert_fields(options),
     )
+    config = _with_lanes(config)
     _nodes(config)
     _ray(config, machine)
     _enough(config, machine, device)
     if config.distributed_executor_backend == "external_launcher":
         _outer(config, machine.outer)
-    if config.data_parallel_size == 1:
-        _spmd(machine.data_parallel)
+    if options.data_parallel_size == 1:
+        _spmd(machine.data_parallel, options.enable_expert_parallel)
     config, notes = _synchronization(config, options, device)
     return _all_reduce(config, device, notes + _crowded(config, machine, device))
 
 
-def with_lanes(config: ParallelConfig) -> ParallelConfig:
+def _with_lanes(config: ParallelConfig) -> ParallelConfig:
     """Experts that are spread over data-parallel ranks make these the lanes of one engine. Raises ConfigError."""
-    size, option = config.data_parallel_size, "--data-parallel-size"
+    size = config.data_parallel_size
     if not config.enable_expert_parallel or size == 1:
         return config
-    one = "and with --enable-expert-parallel data-parallel ranks are lanes of one engine"
-    refusals: list[tuple[bool, str, object, str, str]] = [
-        (
-            config.data_parallel_external_lb, "--data-parallel-external-lb", True, f"is for several engines, {one}",
-            "leave it out, and --data-parallel-rank",
-        ),
-        (
-            config.data_parallel_hybrid_lb, "--data-parallel-hybrid-lb", True, f"is for several engines, {one}",
-            "leave it out, and --data-parallel-start-rank",
-        ),
-        (
-            config.nnodes > 1, "--nnodes", config.nnodes, f"experts over {option} {size} are for one node or for Ray",
-            f"use {_BACKEND} ray, or -tp over the nodes",
-        ),
-        (
-            config.data_parallel_backend == "ray", "--data-parallel-backend", "ray", f"places several engines, {one}",
-            f"leave it out, and use {_BACKEND} ray",
-        ),
-        (
-            config.data_parallel_size_local != size, "--data-parallel-size-local", config.data_parallel_size_local,
-            f"is about several engines, {one}", "leave it out",
-        ),
-        (
-            config.ray_link == "compiled-graph", "--ray-link", config.ray_link, "is for an engine without lanes",
-            "use --ray-link queue",
-        ),
-    ]  # fmt: skip
-    for refused, name, value, rule, fix in refusals:
-        if refused:
-            raise ConfigError(name, value, rule, fix)
-    return msgspec.structs.replace(config, lanes=size, data_parallel_size=1, data_parallel_size_local=1)
+    for asked, option, other, where in (
+        (config.data_parallel_external_lb, "--data-parallel-external-lb", "--data-parallel-rank", "each engine"),
+        (config.data_parallel_hybrid_lb, "--data-parallel-hybrid-lb", "--data-parallel-start-rank", "each node"),
+    ):
+        if asked:
+            raise ConfigError(
+                option, True,
+                f"is for a server on {where}, and with --enable-expert-parallel data-parallel ranks are lanes of one "
+                "engine, which has one server",
+                f"leave it and {other} out, and point the balancer at that server (several processes: "
+                "--api-server-count; ranks on other nodes: --nnodes)",
+            )  # fmt: skip
+    if config.ray_link == "compiled-graph":
+        raise ConfigError("--ray-link", config.ray_link, "is for an engine without lanes", "use --ray-link queue")
+    local = config.data_parallel_size_local if config.data_parallel_backend == "ray" else 1
+    return msgspec.structs.replace(config, lanes=size, data_parallel_size=1, data_parallel_size_local=local)
 
 
 def refuse_outer_launcher(config: ParallelConfig, what: str) -> None:
@@ -138,6 +124,8 @@ def ranks_here(config: ParallelConfig) -> int:
     """Ranks that share this node's cores, as far as is known before Ray has placed them."""
     if config.outer is not None:
         return config.outer.local_world_size
+    if config.lanes > 1 and config.data_parallel_backend == "ray":  # so many of the lanes
+        return config.world_size // config.lanes * (config.data_parallel_size_local or config.lanes)
     return config.local_world_size * (config.data_parallel_size_local or 1)
 
 
@@ -260,10 +248,16 @@ def _nodes(config: ParallelConfig) -> None:
         over = f"the {nodes} nodes of an engine" if config.engine_nodes is not None else "the nodes"
         raise ConfigError(
             "--nnodes", config.nnodes,
-            f"world size {config.world_size} (-tp {config.tensor_parallel_size} x -pp {config.pipeline_parallel_size}) "
-            f"can't be split evenly over {over}",
-            f"choose -tp and -pp so that their product is a multiple of {nodes}",
+            f"world size {config.world_size} ({_degrees(config, ' x ')}) can't be split evenly over {over}",
+            f"choose {'-tp, -pp and -dp' if config.lanes > 1 else '-tp and -pp'} so that their product is a multiple "
+            f"of {nodes}",
         )  # fmt: skip
+
+
+def _degrees(config: ParallelConfig, between: str = " ") -> str:
+    """Those of one engine, as they are typed."""
+    degrees = [f"-tp {config.tensor_parallel_size}", f"-pp {config.pipeline_parallel_size}"]
+    return between.join(degrees + ([f"-dp {config.lanes}"] if config.lanes > 1 else []))
 
 
 def _ray(config: ParallelConfig, machine: Machine) -> None:
@@ -289,15 +283,17 @@ def _ray(config: ParallelConfig, machine: Machine) -> None:
 def _groups(config: ParallelConfig) -> None:
     """The user's placement groups: one for each engine."""
     option, given, names = "--placement-group", config.placement_group, config.placement_groups
-    engines = len(config.replicas)
+    engines, what = len(config.replicas), "engine"
+    if config.data_parallel_backend == "ray" and config.lanes > 1:
+        engines, what = config.lanes, "lane"
     if not all(names) or not names:
         raise ConfigError(option, repr(given), "has an empty name in it", "write names or ids with commas between them")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(option, given, f"names {twice} twice", "give each engine a group of its own")
+        raise ConfigError(option, given, f"names {twice} twice", f"give each {what} a group of its own")
     if len(names) != engines:
-        fix = f"give {engines}, separated by commas, or leave it out: a group is made for each engine"
-        raise ConfigError(option, given, f"is {len(names)} groups, and there are {engines} engines", fix)
+        fix = f"give {engines}, separated by commas, or leave it out: a group is made for each {what}"
+        raise ConfigError(option, given, f"is {len(names)} groups, and there are {engines} {what}s", fix)
     if engines > 1 and config.data_parallel_backend != "ray":
         raise ConfigError(
             option, given, "is for engines that Ray starts, and these are processes of this node",
@@ -310,32 +306,32 @@ def _enough(config: ParallelConfig, machine: Machine, device: str) -> None:
     ranks = ranks_here(config)
     if device == "cpu" or ranks <= machine.accelerators or uses_ray(config, machine) or machine.launcher is not None:
         return
-    tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size_local or 1
-    degrees = f"-tp {tp} -pp {pp}" + (f" with {dp} engines" if dp > 1 else "")
+    dp = config.data_parallel_size_local or 1
+    degrees = _degrees(config) + (f" with {dp} engines" if dp > 1 else "")
     raise ConfigError(
-        "--tensor-parallel-size", tp,
+        "--tensor-parallel-size", config.tensor_parallel_size,
         f"{degrees} need {ranks} accelerators on this node, and it has {machine.accelerators}",
         f"use {_BACKEND} ray to place ranks over a cluster, or {_BACKEND} mp with --nnodes on several nodes",
     )  # fmt: skip
 
 
 def _outer(config: ParallelConfig, outer: OuterLauncher | None) -> None:
-    tp, pp, world = config.tensor_parallel_size, config.pipeline_parallel_size, config.world_size
+    world = config.world_size
     start = f"start it with torchrun --nproc-per-node {config.local_world_size} -m planaria ..."
     if outer is None:
         raise ConfigError(_BACKEND, "external_launcher", "RANK is not set in the environment", start)
     if outer.world_size != world:
         raise ConfigError(
-            _BACKEND, "external_launcher", f"WORLD_SIZE is {outer.world_size}, and -tp {tp} -pp {pp} are {world} ranks",
-            start,
+            _BACKEND, "external_launcher",
+            f"WORLD_SIZE is {outer.world_size}, and {_degrees(config)} are {world} ranks", start,
         )  # fmt: skip
     if outer.rank >= world:
         rule = f"RANK is {outer.rank} of {world} ranks, counted from 0"
         raise ConfigError(_BACKEND, "external_launcher", rule, start)
 
 
-def _spmd(replica: SpmdDataParallel | None) -> None:
-    """Replicas that the user's own processes are. Only experts spread over replicas have to meet; no model here has."""
+def _spmd(replica: SpmdDataParallel | None, experts: bool) -> None:
+    """Replicas that the user's own processes are. experts: they are asked to share the model's experts."""
     if replica is None:
         return
     for name, rank in (("RANK", replica.rank), ("RANK_LOCAL", replica.rank_local)):
@@ -343,9 +339,16 @@ def _spmd(replica: SpmdDataParallel | None) -> None:
             raise ConfigError(
                 f"$PLANARIA_DP_{name}", rank, f"must be below PLANARIA_DP_SIZE ({replica.size})", "count from 0"
             )
+    if replica.size > 1 and experts:
+        raise ConfigError(
+            "$PLANARIA_DP_SIZE", replica.size,
+            "data-parallel ranks that share experts are lanes of one engine, and each of these processes would be one",
+            f"unset it and start all ranks at once: torchrun ... {_BACKEND} external_launcher -dp {replica.size}",
+        )  # fmt: skip
     if replica.size > 1:
         raise ConfigError(
-            "$PLANARIA_DP_SIZE", replica.size, "the model is dense: its replicas have nothing to tell each other",
+            "$PLANARIA_DP_SIZE", replica.size,
+            "without --enable-expert-parallel, as of a dense model, replicas have nothing to tell each other",
             "unset it and give each process its share of the prompts",
         )  # fmt: skip
 
@@ -357,9 +360,12 @@ def _synchronization(
     asked, option = options.disable_nccl_for_dp_synchronization, "--disable-nccl-for-dp-synchronization"
     notes: list[Note] = []
     if asked is not None:
-        if config.data_parallel_size == 1:
+        if config.data_parallel_size * config.lanes == 1:
             raise ConfigError(option, asked, "there is one engine", "leave it out, or give --data-parallel-size")
-        notes.append((logging.WARNING, f"{option} changes nothing: the engines of a dense model never meet"))
+        why = "lanes are told of each step by their one engine"
+        if config.lanes == 1:
+            why = "engines that share no experts never meet"
+        notes.append((logging.WARNING, f"{option} changes nothing: {why}"))
     gloo = _ahead(config, options.async_scheduling, device) if asked is None else asked
     return msgspec.structs.replace(config, disable_nccl_for_dp_synchronization=gloo), notes
 

@@ -19,7 +19,7 @@ from planaria.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
-from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray, with_lanes
+from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import parse_bytes
 from planaria.core.policy import POLICIES
@@ -148,7 +148,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
     )  # fmt: skip
     libraries = None if uses_ray(parallel, machine) else machine.libraries
     parallel, more = resolve_experts(parallel, options, device_name, expert_shapes(model, device.dtype), libraries)
-    parallel = with_lanes(parallel)
     for level, line in notes + more:
         logger.log(level, line)
     return EngineConfig(

@@ -12,8 +12,9 @@ from planaria.config import EngineOptions, ParallelConfig
 from planaria.config.all2all import BACKENDS, LIBRARIES, ExpertShapes
 from planaria.config.experts import eplb_config, not_yet, resolve_experts
 from planaria.config.machine import Machine
-from planaria.config.options import EPLBConfig
-from planaria.config.parallel import resolve_parallel, with_lanes
+from planaria.config.options import EPLBConfig, OuterLauncher
+from planaria.config.parallel import ranks_here, resolve_parallel
+from planaria.env import SpmdDataParallel
 from planaria.errors import ConfigError
 from planaria.topology import Layout
 
@@ -204,25 +205,63 @@ def test_what_this_version_cannot_do_is_refused(given: dict[str, Any], named: st
 
 
 def test_data_parallel_ranks_that_share_experts_are_lanes_of_one_engine() -> None:
-    config = with_lanes(resolved(**EP, **DP2, **TP2)[0])
+    config = resolved(**EP, **DP2, **TP2)[0]
     assert (config.lanes, config.data_parallel_size, list(config.replicas)) == (2, 1, [0])
     assert config.layout == Layout(tp=2, dp=2) and config.world_size == 4 == config.expert_parallel_size
     assert config.distributed_executor_backend == "mp" and config.use_sequence_parallel_moe
-    dense = with_lanes(resolved(shapes=None, **DP2)[0])
+    dense = resolved(shapes=None, **DP2)[0]
     assert (dense.lanes, dense.data_parallel_size, dense.layout) == (1, 2, Layout())
-    assert with_lanes(resolved(**DP2)[0]).lanes == 1, "experts that are sliced are not shared over engines"
+    assert resolved(**DP2)[0].lanes == 1, "experts that are sliced are not shared over engines"
 
 
 ONE_ENGINE: list[tuple[dict[str, Any], str]] = [
-    ({"data_parallel_rank": 0}, "--data-parallel-external-lb"),
-    ({"data_parallel_start_rank": 0, "data_parallel_size_local": 1}, "--data-parallel-hybrid-lb"),
-    (DP_RAY, "--data-parallel-backend"),
+    ({"data_parallel_rank": 0}, "--data-parallel-external-lb True: .* leave it and --data-parallel-rank out"),
+    ({"data_parallel_start_rank": 0, "data_parallel_size_local": 1}, "--data-parallel-hybrid-lb True: .* point the"),
     ({"distributed_executor_backend": "ray", "ray_link": "compiled-graph"}, "--ray-link"),
     ({"distributed_executor_backend": "uni"}, "use mp or ray"),
-]
+    ({"nnodes": 3}, r"world size 2 \(-tp 1 x -pp 1 x -dp 2\) can't be split evenly over the nodes; choose -tp, -pp"),
+    ({"nnodes": 2, "data_parallel_size_local": 2}, "-local 2: .* dealt evenly to 2 nodes; leave it out, or give 1"),
+    ({"nnodes": 2, "data_parallel_size_local": 0}, "-local 0: .* are lanes of one engine"),
+    ({**DP_RAY, "placement_group": "a,b,c"}, "--placement-group a,b,c: is 3 groups, and there are 2 lanes"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "named"), ONE_ENGINE, ids=[named for _, named in ONE_ENGINE])
 def test_what_is_about_several_engines_is_refused_for_one(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        with_lanes(resolved(**EP, **DP2, **given)[0])
+        resolved(**EP, **DP2, **given)
+
+
+@pytest.mark.parametrize(
+    "given", [{"nnodes": 2}, {"nnodes": 2, "data_parallel_size_local": 1},
+              {"data_parallel_address": "10.0.0.1", "data_parallel_size_local": 1}],
+)  # fmt: skip
+def test_lanes_on_several_nodes_are_one_engine_on_all_of_them(given: dict[str, Any]) -> None:
+    """Also in vLLM's words, at the head and on the other node."""
+    config, _ = resolved(**EP, **DP2, **given)
+    assert (config.lanes, config.nnodes, config.engine_nodes, config.over_nodes) == (2, 2, None, True)
+    assert (config.node_rank, config.local_world_size, len(config.replicas)) == (0, 1, 1)
+    if "data_parallel_address" in given:
+        other, _ = resolved(**EP, **DP2, **given, headless=True, data_parallel_start_rank=1)
+        assert other == msgspec.structs.replace(config, node_rank=1)
+
+
+def test_lanes_on_ray_are_one_engine_with_a_place_for_each() -> None:
+    config, _ = resolved(**EP, **DP2, **TP2, **DP_RAY, data_parallel_size_local=1)
+    assert (config.lanes, config.data_parallel_backend, config.data_parallel_size_local) == (2, "ray", 1)
+    assert config.distributed_executor_backend == "ray" and ranks_here(config) == 2
+    given, _ = resolved(**EP, **DP2, **DP_RAY, placement_group="a,b")
+    assert given.placement_groups == ("a", "b")
+    assert resolved(**EP, **DP2, distributed_executor_backend="ray", placement_group="a")[0].lanes == 2
+
+
+def test_lanes_of_processes_that_an_outer_launcher_starts() -> None:
+    """torchrun starts the ranks of one engine, which lanes are; environment variables of other processes don't."""
+    outer = OuterLauncher(rank=1, world_size=2)
+    options = EngineOptions(model="m", **EP, **DP2, distributed_executor_backend="external_launcher")
+    assert resolve_parallel(options, Machine(cores=2, outer=outer), "cpu")[0].layout == Layout(dp=2)
+    own = SpmdDataParallel(size=2, rank=1, rank_local=1, master_ip="127.0.0.1", master_port=29500)
+    alone = Machine(cores=2, data_parallel=own)
+    for given, why in ((EP, "lanes of one engine.*-dp 2"), ({}, "without --enable-expert-parallel, as of a dense")):
+        with pytest.raises(ConfigError, match=rf"\$PLANARIA_DP_SIZE 2: .*{why}"):
+            resolve_parallel(EngineOptions(model="m", **given), alone, "cpu")

@@ -177,7 +177,7 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
     ("synchronisation of one", LAPTOP, "cpu", {"disable_nccl_for_dp_synchronization": True}, "one engine", "leave it"),
     ("replica's rank", replica(2, rank=2), "cpu", {}, "$PLANARIA_DP_RANK 2", "count from 0"),
     ("replica's local rank", replica(2, rank_local=2), "cpu", {}, "$PLANARIA_DP_RANK_LOCAL 2", "count from 0"),
-    ("dense replicas", replica(2), "cpu", {}, "$PLANARIA_DP_SIZE 2: the model is dense", "unset it"),
+    ("dense replicas", replica(2), "cpu", {}, "$PLANARIA_DP_SIZE 2: without --enable-expert", "unset it"),
 ]  # fmt: skip
 
 

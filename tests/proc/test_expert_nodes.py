@@ -1,0 +1,80 @@
+"""Experts over lanes on two nodes without Ray, each with a network of its own: the exchange crosses it. Tokens are
+those of one rank; a rank of the other node that dies is replaced there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import httpx2
+import pytest
+
+from tests.faults.streams import enter_network, within
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine
+from tests.proc import networks
+from tests.proc.asking import ask_all
+from tests.proc.servers import Server
+from tests.proc.test_expert_parallel import ASKED, MODEL
+from tests.proc.test_nodes import SECRET, Command
+
+OPTIONS = [
+    "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "32",
+    "--kv-cache-memory", "8MiB", "--skip-tokenizer-init", "--enable-expert-parallel",
+]  # fmt: skip
+
+
+class Deployed(NamedTuple):
+    server: Server
+    other: Command
+    space: str  # the server's network
+    model: str
+    expected: list[list[int]]
+
+    def run(self, at: int = 0, harm: object = None) -> list[list[int]]:
+        enter = functools.partial(enter_network, self.space)
+        return ask_all(self.server.url, self.model, ASKED, at=at, harm=harm, enter=enter)  # type: ignore[arg-type]
+
+    def health(self) -> dict[str, object]:
+        found = within(self.space, lambda: httpx2.get(f"{self.server.url}/health", timeout=60).json())
+        return dict(found)
+
+
+@pytest.fixture(scope="module", params=[["-dp", "2"], pytest.param(["-dp", "2", "-tp", "2"], marks=pytest.mark.long)])
+def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    folder = tmp_path_factory.mktemp("nodes")
+    model = str(write_checkpoint(folder, "qwen2_moe", **MODEL))
+    with Engine(model, distributed_executor_backend="uni") as one:
+        expected = one.run(ASKED)
+    (folder / "secret").write_bytes(SECRET)
+    args = [model, *OPTIONS, *request.param, "--nnodes", "2", "--master-addr", "10.93.0.1"]
+    args += ["--secret-file", str(folder / "secret"), "--heartbeat-timeout", "5"]
+    try:
+        with networks.two_networks() as made:
+            head, elsewhere = made.prefixes
+            with (
+                Command("serve", *args, "--node-rank", "1", prefix=elsewhere) as other,
+                Server(*args, prefix=head) as server,
+            ):
+                yield Deployed(server, other, made.spaces[0], model, expected)
+                server.close()
+                assert other.wait() == 0, other.text()
+    except (OSError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"network namespaces can't be made here: {getattr(e, 'stderr', '') or e}")
+
+
+def test_lanes_on_two_nodes_give_the_tokens_of_one_rank(deployed: Deployed) -> None:
+    ours, theirs = deployed.server.rank_pids(), deployed.other.ranks()
+    assert len(ours) == len(theirs) and not set(ours) & set(theirs)
+    assert deployed.run() == deployed.expected
+
+
+def test_a_rank_of_the_other_node_is_replaced_there(deployed: Deployed) -> None:
+    ours, (victim, *rest) = deployed.server.rank_pids(), deployed.other.ranks()
+    assert deployed.run(40, lambda: os.kill(victim, signal.SIGKILL)) == deployed.expected
+    assert deployed.server.rank_pids() == ours and set(rest) < set(deployed.other.ranks()) - {victim}
+    assert "dp=2" in deployed.health()["last_fault"]["layout"]  # type: ignore[index]
