@@ -174,7 +174,7 @@ STUCK = frozenset({"ends", "verdict", "health"})
 MUTATIONS = [
     Mutation("replay only the prompt", replay_only_the_prompt, WRONG_TOKENS),
     Mutation("keep block tables after a loss", keep_block_tables, WRONG_TOKENS),
-    Mutation("accept a stale epoch", accept_a_stale_epoch, WRONG_TOKENS | {"epoch", "crash"}),
+    Mutation("accept a stale epoch", accept_a_stale_epoch, WRONG_TOKENS | {"epoch", "crash", "verdict"}),
     Mutation("draw without the position key", nothing, WRONG_TOKENS, Unkeyed, keyed=False),
     Mutation("drop a reply", drop_a_reply, frozenset({"verdict", "ends"})),
     Mutation("collect in the midst of a commit", collect_in_the_midst_of_a_commit, STUCK),
