@@ -14,6 +14,7 @@ from pathlib import Path
 
 FOLDER = "TEST_FAULTS"  # the environment variable
 NOW = "now"
+HEEDED = 5.0  # seconds in which who is there takes an order, however busy the machine is
 
 
 class Orders:
@@ -85,6 +86,10 @@ class Orders:
         return fault
 
     def tell_on(self, who: str, phase: str) -> None:
-        """`who` can't see the phase; it is reached."""
+        """`who` can't see the phase; it is reached. Returns when the order is being carried out: the phase isn't over
+        by then."""
         with contextlib.suppress(OSError):
             (self.folder / "open" / f"{who}.{phase}").rename(self.folder / "open" / f"{who}.{NOW}")
+        end = time.monotonic() + HEEDED
+        while self.struck(who) is None and time.monotonic() < end:
+            time.sleep(0.002)

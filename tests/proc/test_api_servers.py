@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.proc.custom import POISON
-from tests.proc.servers import SOON, Server, alive, needs_smollm2, planaria, titled, wait_until
+from tests.proc.servers import PATIENCE, SOON, Server, alive, needs_smollm2, planaria, titled, wait_until
 from tests.proc.test_engine_death import HASH, Outcome, expected, health, run  # noqa: F401
 from tests.proc.test_fleet import all_ready, at, fleet, states
 
@@ -289,7 +289,7 @@ def test_sigterm_ends_all_and_loses_nothing(expected: list[Outcome]) -> None:  #
         pids = [*server.engine_pids(), *apis(server)]
         assert len(pids) == 4
         assert run(server, at(150, lambda: os.killpg(server.pid, signal.SIGTERM))) == expected
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE) == 0
         assert not any(alive(pid) for pid in pids)
 
 
@@ -308,7 +308,7 @@ def test_a_second_sigterm_aborts_what_is_open() -> None:
             for future in opened:
                 with pytest.raises(RuntimeError, match="the server is shutting down; the request was aborted"):
                     future.result(60)
-        assert server.process.wait(30) == 143
+        assert server.process.wait(PATIENCE) == 143
 
 
 def test_without_the_root_nobody_is_left(server: Server) -> None:

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from planaria.processes import titled_processes
-from tests.proc.servers import Server, alive, needs_smollm2, planaria, titled, wait_until
+from tests.proc.servers import PATIENCE, Server, alive, needs_smollm2, planaria, titled, wait_until
 from tests.proc.test_engine_death import HASH, Outcome, client_of, expected, health, run  # noqa: F401
 
 pytestmark = needs_smollm2
@@ -164,7 +164,7 @@ def test_sigterm_ends_all_and_loses_nothing(expected: list[Outcome]) -> None:  #
     with Server("smollm2", *HASH, "-dp", "2", prefix=("setsid",)) as server:
         pids = server.engine_pids()
         assert run(server, begun=lambda: os.killpg(server.pid, signal.SIGTERM)) == expected
-        assert server.process.wait(20) == 0
+        assert server.process.wait(PATIENCE) == 0
         wait_until("no engine is left", lambda: not any(alive(pid) for pid in pids))
     assert not {pid for pid, _, _ in titled_processes()} & set(pids)
 

@@ -35,7 +35,7 @@ class Deployment:
     """A link of two ranks: rank 0 is real, rank 1 is ours to misuse."""
 
     def __init__(self) -> None:
-        self.link = TcpLink.create(2, heartbeat=2.0)
+        self.link = TcpLink.create(2, heartbeat=LIMIT)
         self.process = start_rank(0, self.link.address_of(0))
         self.number = 0
 

@@ -23,7 +23,7 @@ from planaria.topology import Infeasible, Layout, Placement
 from tests.faults.streams import enter_network
 from tests.proc import networks
 from tests.proc.networks import Networks
-from tests.proc.servers import Server, alive, needs_smollm2, titled, wait_until
+from tests.proc.servers import PATIENCE, SOON, Server, alive, needs_smollm2, titled, wait_until
 from tests.proc.test_engine_death import HASH, Outcome, health
 from tests.proc.test_engine_death import run as run_streams
 from tests.proc.test_nodes import EQUAL, NULL, SECRET, Command, free_port, launcher, parallel_of
@@ -94,7 +94,7 @@ def test_a_node_that_is_lost_costs_a_smaller_layout_until_it_is_back(
     assert "is out of reach: node 1" in shrunk.cause and "going on with tp=1" in caplog.text
     assert watched.pids == before[:1]
     wait_until("its rank has ended", lambda: not alive(before[1]))
-    assert two.other.process.wait(30) == (-9 if how == signal.SIGKILL else 0)
+    assert two.other.process.wait(PATIENCE) == (-9 if how == signal.SIGKILL else 0)
 
     two.come_again()
     wait_until("the layout is back", lambda: two.look() or len(watched.pids) == 2, limit=GROWS)
@@ -154,7 +154,7 @@ def served() -> Iterator[tuple[Server, list[Command], int]]:
     args = [*HASH, "-pp", "2", "--nnodes", "2", "--master-port", str(port), "--heartbeat-timeout", str(HEARTBEAT)]
     with Server("smollm2", *args) as server:
         yield server, agents, port
-    assert agents[-1].wait(30) == 0, agents[-1].text()  # SIGTERM to the server is their end
+    assert agents[-1].wait(PATIENCE) == 0, agents[-1].text()  # SIGTERM to the server is their end
     for each in agents:
         each.__exit__()
 
@@ -196,13 +196,13 @@ def test_a_servers_end_is_its_ranks_end_and_its_agents_get_another_one() -> None
             ranks = [*other.ranks(), *head.ranks()]
             assert len(ranks) >= 2
             head.process.kill()
-            wait_until("all ranks end", lambda: not any(alive(rank) for rank in ranks), limit=5)
+            wait_until("all ranks end", lambda: not any(alive(rank) for rank in ranks), limit=SOON)
         other.wait_for("it waits")
         with Command("serve", *NULL, *nodes, "--port", "0") as head:
             head.wait_for("Planaria serving")
             head.process.terminate()
-            assert head.wait(30) == 0, head.text()
-        assert other.wait(30) == 0, other.text()
+            assert head.wait(PATIENCE) == 0, head.text()
+        assert other.wait(PATIENCE) == 0, other.text()
 
 
 def test_an_agent_that_no_driver_comes_back_to_ends() -> None:
@@ -269,7 +269,7 @@ def test_a_cut_network_costs_a_smaller_layout_until_it_is_whole_again(
         assert streams(server, space, harm) == expected
         server.wait_for("is out of reach: node 1")
         server.wait_for("going on with tp=1")
-        wait_until("its ranks end", lambda: not alive(far), limit=10)
+        wait_until("its ranks end", lambda: not alive(far))
         assert titled(server.pid, "worker") == [own]
         two_networks.mend()
         server.wait_for("there are devices for it again", GROWS)

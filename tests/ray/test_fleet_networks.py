@@ -114,8 +114,8 @@ def test_a_node_is_cut_off_and_another_joins(
     """There is no room: the fleet goes on smaller, and says so, until there is."""
     ghost = fleet.engines[1]["pid"]
     assert home_of(nodes, ghost) == 1
-    log = "".join(fleet.server.log)
-    assert f"(10.93.0.2), process {ghost}" in log and "10.94." not in log  # where its default route goes
+    fleet.server.wait_for(f"(10.93.0.2), process {ghost}")
+    assert "10.94." not in "".join(fleet.server.log)  # where its default route goes
     assert fleet.run(networks.cut) == expected
     wait_until("it is given up", lambda: fleet.states == ["ready", "ended"], PATIENCE)
     body = fleet.get("/health")
