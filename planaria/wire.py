@@ -107,6 +107,15 @@ class Dead(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
     detail: str = ""
 
 
+class Travel(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks got of experts when they were formed again. moved: bytes from others' memory; needed: bytes that had
+    to move, or to be read, wherever the experts go; read: experts that were read from the checkpoint."""
+
+    moved: int = 0
+    needed: int = 0
+    read: int = 0
+
+
 class Recovery(msgspec.Struct, frozen=True, array_like=True, tag="recovery"):
     """A fault, and what was done about it: said when it is noticed (`seconds` empty), when requests go on, and once
     more when every sequence that had tokens has another.
@@ -129,6 +138,7 @@ class Recovery(msgspec.Struct, frozen=True, array_like=True, tag="recovery"):
     kind: str = "fault"  # or "layout": nothing failed, the engine changes its layout
     engine: int = 0  # whose it was: its number in the fleet
     places: list[CameUp] = []  # as in EngineFacts, once they are there
+    travel: Travel | None = None  # where experts are dealt to ranks whole
 
 
 class Phase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):

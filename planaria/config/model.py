@@ -103,6 +103,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Has this layer experts in place of an MLP?"""
         return self.moe is not None and layer not in self.moe.dense_layers
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts, in order."""
+        return tuple(filter(self.is_moe, range(self.num_layers)))
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer, in tokens (the query itself counts), or None."""
         return self.windows[layer] if self.windows else None

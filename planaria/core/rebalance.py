@@ -25,14 +25,6 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     bytes: int  # between ranks
 
 
-class Recovery(msgspec.Struct, frozen=True):
-    """Where the experts of lost ranks are. covered: expert -> ranks that have it in memory; missing: to be read from
-    the checkpoint."""
-
-    covered: dict[int, tuple[int, ...]]
-    missing: tuple[int, ...]
-
-
 class Rearrangement:
     """From the maps in force to others of the same shape, in steps of at most `step_bytes` between ranks.
 
@@ -92,67 +84,50 @@ def missing_copies(old: ExpertMap, new: ExpertMap) -> int:
     return sum(len(set(new.of(rank)) - set(old.of(rank))) for rank in range(new.num_ranks))
 
 
-def recover(placed: ExpertMap, lost: Collection[int]) -> Recovery:
-    """Of a layer whose ranks `lost` are gone with their memory."""
-    held: dict[int, list[int]] = {}
-    for rank in range(placed.num_ranks):
-        if rank not in lost:
-            for expert in sorted(set(placed.of(rank))):
-                held.setdefault(expert, []).append(rank)
-    gone = sorted({expert for rank in lost for expert in placed.of(rank)})
-    return Recovery(
-        {expert: tuple(held[expert]) for expert in gone if expert in held},
-        tuple(expert for expert in gone if expert not in held),
-    )
+def transfers(layer: int, held: Sequence[Collection[int]], new: ExpertMap) -> tuple[Move, ...]:
+    """What ranks must be sent to have `new`, when a group is formed again: a resize, or after a loss.
 
-
-def transfers(
-    layer: int, old: ExpertMap, new: ExpertMap, came_from: Sequence[int | None], leaving: Collection[int] = ()
-) -> tuple[Move, ...]:
-    """What new ranks must get when a group is formed again: a resize, or after a loss.
-
-    came_from: for each new rank the old one whose memory it has, None for one that starts. leaving: old ranks that are
-    not in the new group and can still be read. Sources are old ranks: of those that have the expert the one that sends
-    least. A rank that has an expert already is sent nothing; one that needs it twice gets it once.
+    held: experts in the memory of each rank; those of `new` are the first, the others are leaving. A source is the one
+    that sends least of those that have the expert; None: nobody has. A rank that has an expert already is sent nothing;
+    one that needs it twice gets it once. Ranks' first experts come before anybody's second.
     """
-    readable = [rank for rank in range(old.num_ranks) if rank in came_from or rank in leaving]
-    held = {rank: set(old.of(rank)) for rank in readable}
-    sends = dict.fromkeys(readable, 0)
+    sends = [0] * len(held)
+    wanted = [
+        [expert for expert in dict.fromkeys(new.of(rank)) if expert not in held[rank]] for rank in range(new.num_ranks)
+    ]
     moves: list[Move] = []
-    for rank, before in enumerate(came_from):
-        have = set(held[before]) if before is not None else set()
-        for slot in new.span(rank):
-            expert = new.slots[slot]
-            if expert in have:
+    for number in range(max(map(len, wanted))):
+        for rank, experts in enumerate(wanted):
+            if number >= len(experts):
                 continue
-            have.add(expert)
-            sources = [source for source in readable if expert in held[source]]
+            expert = experts[number]
+            sources = [source for source, there in enumerate(held) if expert in there]
             source = min(sources, key=lambda source: (sends[source], source)) if sources else None
             if source is not None:
                 sends[source] += 1
+            slot = new.span(rank)[new.of(rank).index(expert)]
             moves.append(Move(layer, expert, slot, source, rank))
     return tuple(moves)
 
 
-def resized(old: ExpertMap, came_from: Sequence[int | None], num_slots: int | None = None) -> ExpertMap:
-    """A map for another number of ranks, in which ranks that stay keep all they can: few weights travel.
+def resized(held: Sequence[Sequence[int]], num_experts: int, num_slots: int) -> ExpertMap:
+    """A map for these ranks, in which each keeps all it can of what it has in memory: few weights travel.
 
-    came_from: as for `transfers`. num_slots: None: as many as before; ValueError for fewer than experts.
+    ValueError for fewer slots than experts.
     """
-    slots = len(old.slots) if num_slots is None else num_slots
-    if slots < old.num_experts:
-        raise ValueError(f"{slots} slots are too few for {old.num_experts} experts")
-    room = [len(slots_of(slots, len(came_from), rank)) for rank in range(len(came_from))]
+    if num_slots < num_experts:
+        raise ValueError(f"{num_slots} slots are too few for {num_experts} experts")
+    room = [len(slots_of(num_slots, len(held), rank)) for rank in range(len(held))]
     packs: list[list[int]] = [[] for _ in room]
-    counts = [0] * old.num_experts
+    counts = [0] * num_experts
 
     def put(rank: int, expert: int) -> None:
         packs[rank].append(expert)
         counts[expert] += 1
 
     def keep(*, first: bool) -> None:
-        for rank, before in enumerate(came_from):
-            for expert in old.of(before) if before is not None else ():
+        for rank in sorted(range(len(held)), key=lambda rank: len(held[rank])):  # who has less has less of a choice
+            for expert in held[rank]:
                 if len(packs[rank]) < room[rank] and expert not in packs[rank] and not (first and counts[expert]):
                     put(rank, expert)
 
@@ -162,8 +137,8 @@ def resized(old: ExpertMap, came_from: Sequence[int | None], num_slots: int | No
     keep(first=False)
     for rank, pack in enumerate(packs):
         while len(pack) < room[rank]:
-            put(rank, min(range(old.num_experts), key=lambda expert: (expert in pack, counts[expert], expert)))
-    return ExpertMap(old.num_experts, len(came_from), joined(packs))
+            put(rank, min(range(num_experts), key=lambda expert: (expert in pack, counts[expert], expert)))
+    return ExpertMap(num_experts, len(held), joined(packs))
 
 
 # -- steps

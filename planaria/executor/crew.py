@@ -24,12 +24,14 @@ from planaria.executor.link.address import Inside
 from planaria.executor.link.faults import LinkError, PeerLost
 from planaria.executor.pace import Pace
 from planaria.executor.preflight import Needs, check_node, look
+from planaria.executor.reshape import placing
 from planaria.executor.startup import StartUp, parts_of
 from planaria.executor.worker_group import Ticket, WorkerGroup
 from planaria.node import home, node_name, process_state
 from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply, StepPlan, StepResult
 from planaria.topology import Infeasible, Layout
-from planaria.wire import FromEngine
+from planaria.topology.experts import ExpertMap
+from planaria.wire import FromEngine, Travel
 
 logger = logging.getLogger("planaria.engine")
 
@@ -98,6 +100,8 @@ class Crew:
         self.members: tuple[Hello, ...] = ()
         self.link: Link | None = None
         self.num_blocks = self.weight_bytes = 0
+        self.maps: tuple[ExpertMap, ...] = ()  # in force: where each layer's experts are, if they are dealt whole
+        self.travel = Travel()  # of experts, when the ranks came up the last time
         self.kv_share = 1.0  # of what would fit; lowered when a rank ran out of memory
         self.seconds: dict[str, float] = {}  # of the last time they came up, by phase
         self.broken = False  # a rank is lost: the link can't be trusted to answer
@@ -186,6 +190,7 @@ class Crew:
             config.cache, config.scheduler, self.layout, cpu=config.device.device == "cpu", epoch=self.epoch,
             apart=len({place.home for place in self.places}) > 1, share=self.kv_share,
             loading=config.parallel.max_parallel_loading_workers, sharers=config.device.sharers,
+            placing=placing(config, self.layout, self.maps),
         )  # fmt: skip
         command: Command | None = gang.start()
         while command is not None:
@@ -200,6 +205,7 @@ class Crew:
         phases.enter("ready")
         self.members, self.num_blocks, self.weight_bytes = gang.members, gang.num_blocks, gang.weight_bytes
         self.seconds = gang.seconds | phases.seconds
+        self.maps, self.travel = gang.maps, gang.travel
         self.came_up = True
 
     def _may_pass(self, failed: Failed) -> bool:

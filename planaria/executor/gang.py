@@ -1,13 +1,17 @@
 """The ranks that step together, as one state machine. Pure: the loop sends what `start` and `on_done` ask for.
 
-launched -> joining -> grouping -> loading -> probing -> allocating -> ready; any failure -> failed.
+launched -> joining -> grouping -> loading (-> sending -> arranging, where experts go between ranks) -> probing ->
+allocating -> ready; any failure -> failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.core.expert_places import Placed, Placing, placed
 from planaria.errors import CapacityError
 from planaria.protocol import (
     Allocate,
@@ -25,6 +29,8 @@ from planaria.protocol import (
     Reply,
 )
 from planaria.topology import Layout
+from planaria.topology.experts import ExpertMap, Move
+from planaria.wire import Travel
 
 KV_SHARE = 0.5  # of available memory, where no size is given on a CPU
 KV_CPU_LIMIT = 2 << 30
@@ -65,6 +71,13 @@ PHASES = {
 }  # fmt: skip
 
 
+def travelled(asked: Placed, replies: Sequence[Reply]) -> Travel:
+    """Of what ranks received as a Prepare said."""
+    moved = sum(reply.facts.get("received", 0) for reply in replies if isinstance(reply, Ready))
+    each = moved / asked.sent if asked.sent else 0.0
+    return Travel(moved, round(each * asked.needed), asked.read)
+
+
 def differences(members: Sequence[Hello]) -> str:
     """What rank 0 and the first rank that differs from it don't agree on; empty if all agree. P24."""
     first = members[0]
@@ -81,11 +94,13 @@ def differences(members: Sequence[Hello]) -> str:
 
 class Gang:
     """Brings the ranks of `layout` from launched to ready. loading: how many read weights at a time, None: all.
-    `num_blocks` and `seconds` are known when `state` is "ready"."""
+    placing: where whole experts may go. `num_blocks`, `seconds`, `maps` and `travel` are known when `state` is "ready".
+    """
 
     def __init__(
         self, cache: CacheConfig, scheduler: SchedulerConfig, layout: Layout, *, cpu: bool, epoch: int = 0,
         apart: bool = False, share: float = 1.0, loading: int | None = None, sharers: int = 1,
+        placing: Placing | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.scheduler, self.layout, self.cpu = cache, scheduler, layout, cpu
         self.epoch, self.apart, self.share, self.loading, self.sharers = epoch, apart, share, loading, sharers
@@ -95,6 +110,9 @@ class Gang:
         self.weight_bytes = 0
         self.seconds: dict[str, float] = {}
         self.failure: Failed | None = None
+        self.placing = placing
+        self.travel = Travel()
+        self._placed: Placed | None = None
         self._to_load: list[tuple[int, ...]] = []
 
     def start(self) -> Command:
@@ -115,6 +133,9 @@ class Gang:
                 self.members = tuple(reply for reply in replies if isinstance(reply, Hello))
                 if found := differences(self.members):
                     return self._fail(Failed(0, "connect", found, "", "config"))
+                if self.placing is not None:
+                    self._placed = placed(self.placing, self.layout, [dict(hello.experts) for hello in self.members])
+                    self.members = tuple(msgspec.structs.replace(hello, experts=()) for hello in self.members)
                 self.state = "grouping"
                 return Regroup(self.epoch, self.layout, self.members)
             case "grouping":
@@ -122,12 +143,22 @@ class Gang:
                 world = range(self.layout.size)
                 few = self.loading or len(world)
                 self._to_load = [tuple(world[i : i + few]) for i in range(0, len(world), few)]
-                return Load(self._to_load.pop(0))
+                return self._load()
             case "loading":
                 if self._to_load:
-                    return Load(self._to_load.pop(0))
-                self.state = "probing"
-                return Probe()
+                    return self._load()
+                if self._placed is None or not self._placed.sent:
+                    self.travel = Travel(read=self._placed.read if self._placed is not None else 0)
+                    return self._probe()
+                self.state = "sending"
+                return Prepare(0, self._sent())
+            case "sending":
+                assert self._placed is not None
+                self.travel = travelled(self._placed, replies)
+                self.state = "arranging"
+                return Arrange(0, tuple(enumerate(each.slots for each in self._placed.maps)))
+            case "arranging":
+                return self._probe()
             case "probing":
                 facts = [reply for reply in replies if isinstance(reply, Facts)]
                 try:
@@ -142,6 +173,24 @@ class Gang:
             case _:
                 self.state = "ready"
                 return None
+
+    @property
+    def maps(self) -> tuple[ExpertMap, ...]:
+        """Where the experts of each layer are now; empty: they aren't dealt whole."""
+        return self._placed.maps if self._placed is not None else ()
+
+    def _sent(self) -> tuple[Move, ...]:
+        return tuple(move for move in self._placed.moves if move.source is not None) if self._placed is not None else ()
+
+    def _load(self) -> Command:
+        ranks = self._to_load.pop(0)
+        if self._placed is None or self.placing is None:
+            return Load(ranks)
+        return Load(ranks, self._placed.as_told(self.placing.configured), self._sent())
+
+    def _probe(self) -> Command:
+        self.state = "probing"
+        return Probe()
 
     def _fail(self, failed: Failed) -> Command | None:
         self.state, self.failure = "failed", failed

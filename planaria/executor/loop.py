@@ -284,7 +284,7 @@ class EngineLoop:
         done = Recovery(
             crew.epoch, list(first.ranks), first.phase, first.cause, first.traceback, seconds, layout_name(crew.layout),
             [member.pid for member in crew.members], len(core.lane_of), core.replayed_tokens - tokens,
-            kind=kind_of(first), places=self._places(),
+            kind=kind_of(first), places=self._places(), travel=crew.travel if crew.maps else None,
         )  # fmt: skip
         self.emit(done)
         logger.warning("%s", told(done, attempts.loss.dead, attempts.present))

@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from planaria.config.options import EngineConfig
+from planaria.core.expert_places import Placing
 from planaria.errors import ConfigError
-from planaria.layers.deal import deal, expert_map
+from planaria.layers.deal import deal, deal_layers, expert_map
 from planaria.topology import Layout
+from planaria.topology.experts import ExpertMap
+
+
+def placing(config: EngineConfig, layout: Layout, in_force: tuple[ExpertMap, ...]) -> Placing | None:
+    """Where whole experts may go in a layout; None: they are sliced, or there are none."""
+    configured = expert_map(config.model, config.parallel, layout.dp * layout.tp)
+    if configured is None:
+        return None
+    partition = config.parallel.pp_layer_partition
+    if partition is not None and len(partition) != layout.pp:
+        partition = None
+    layers = deal_layers(config.model.num_layers, layout.pp, partition)
+    stages = tuple(
+        stage for layer in config.model.moe_layers for stage, own in enumerate(layers) if layer in own
+    )
+    return Placing(configured, stages, in_force)
 
 
 def why_not(config: EngineConfig, layout: Layout, backend: str, replaces: bool) -> str:

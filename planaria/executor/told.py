@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planaria.errors import WorkersLost
 from planaria.topology import Layout
-from planaria.wire import Recovery
+from planaria.wire import Recovery, Travel
 
 
 def kind_of(loss: WorkersLost) -> str:
@@ -14,6 +14,12 @@ def kind_of(loss: WorkersLost) -> str:
 def layout_name(layout: Layout) -> str:
     """As in EngineFacts: the lanes, where there are several, then the degrees of each."""
     return (f"dp={layout.dp} " if layout.dp > 1 else "") + f"tp={layout.tp} pp={layout.pp}"
+
+
+def travel_told(travel: Travel) -> str:
+    """Of experts when an epoch began."""
+    moved, needed = (f"{size / 2**20:.1f} MiB" for size in (travel.moved, travel.needed))
+    return f"experts: {moved} moved between ranks, {needed} had to; {travel.read} read from the checkpoint"
 
 
 def told(done: Recovery, replaced: bool, before: Layout) -> str:
@@ -29,5 +35,6 @@ def told(done: Recovery, replaced: bool, before: Layout) -> str:
         *(done.traceback.rstrip().splitlines() if done.traceback else ()),
         f"{what}, began epoch {done.epoch} ({done.layout}) after {done.seconds.get('total', 0.0):.2f} s: {parts}",
         f"{done.requests} requests go on; {done.tokens} tokens are computed again",
+        *((travel_told(done.travel),) if done.travel is not None else ()),
     ]
     return "\n  ".join(lines)

@@ -93,9 +93,7 @@ class Slots:
     """
 
     def __init__(self, slots: Sequence[int], num_experts: int, held: range, most: int = 1) -> None:
-        replicas: list[list[int]] = [[] for _ in range(num_experts)]
-        for slot, expert in enumerate(slots):
-            replicas[expert].append(slot)
+        replicas = replicas_of(slots, num_experts)
         self.held = held
         self.table: npt.NDArray[np.int32] = np.zeros(
             (num_experts, 1 + max(most, *(len(r) for r in replicas))), np.int32
@@ -110,6 +108,14 @@ class Slots:
             if not 1 <= len(slots) <= most:
                 raise ValueError(f"expert {expert} in {len(slots)} slots: must be in 1 to {most}")
             self.table[expert] = [len(slots), *slots, *[0] * (most - len(slots))]
+
+
+def replicas_of(slots: Sequence[int], num_experts: int) -> list[list[int]]:
+    """The slots of each expert, from the expert of each slot."""
+    replicas: list[list[int]] = [[] for _ in range(num_experts)]
+    for slot, expert in enumerate(slots):
+        replicas[expert].append(slot)
+    return replicas
 
 
 class Ops(Protocol):
@@ -230,6 +236,28 @@ class Ops(Protocol):
 
     def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
         """The experts of this rank's slots, slot by slot: (gate over up [2 I, H], down [H, I]), all of one kind."""
+        ...
+
+    def put(self, experts: Weight, slot: int, expert: tuple[Weight, Weight]) -> None:
+        """Another expert of the same kind in a slot of a `group` (counted from the rank's first), from the next step
+        on: called between steps, what was compiled stays good."""
+        ...
+
+    def form(self, weight: Weight) -> tuple[int, ...]:
+        """Of a packed weight without a bias: at most 7 numbers from which `blank` makes another of its kind and shape,
+        on any rank with the same back end and dtype."""
+        ...
+
+    def blank(self, form: Sequence[int]) -> Weight:
+        """A weight whose `memory` is to be filled. May be called beside steps, by one thread at a time."""
+        ...
+
+    def memory(self, weight: Weight) -> torch.Tensor:
+        """All bytes of a packed weight without a bias: copied to another of its form they make it the same weight."""
+        ...
+
+    def release(self, weight: Weight) -> None:
+        """A weight without a bias isn't used any more: its memory goes to later ones, or back to the system."""
         ...
 
     def route(self, logits: Act, rule: MoEConfig, slots: Slots, correction: Any = None) -> Routing:

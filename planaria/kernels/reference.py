@@ -302,6 +302,28 @@ class TorchOps:
         weights = [(gate_up.weight, down.weight) for gate_up, down in experts]
         return triton_experts.Table.of(weights) if self._triton else weights
 
+    def put(
+        self, experts: list[tuple[Tensor, Tensor]] | triton_experts.Table, slot: int, expert: tuple[Linear, Linear]
+    ) -> None:  # fmt: skip
+        pair = expert[0].weight, expert[1].weight
+        if isinstance(experts, triton_experts.Table):
+            experts.put(slot, pair)
+        else:
+            experts[slot] = pair
+
+    def form(self, weight: Linear) -> tuple[int, ...]:
+        rows, columns = weight.weight.shape
+        return rows, columns
+
+    def blank(self, form: Sequence[int]) -> Linear:
+        return Linear(torch.empty(tuple(form), dtype=self.dtype, device=self.device), None)
+
+    def memory(self, weight: Linear) -> Tensor:
+        return weight.weight.view(-1).view(torch.uint8)
+
+    def release(self, weight: Linear) -> None:
+        """The last reference frees it."""
+
     def route(
         self, logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None = None
     ) -> mixture.Routing:  # fmt: skip

@@ -31,6 +31,11 @@ class Table:
         found = [[pair[side].data_ptr() for pair in weights] for side in range(2)]
         return cls(weights, torch.tensor(found, dtype=torch.int64, device=weights[0][0].device))
 
+    def put(self, slot: int, pair: tuple[Tensor, Tensor]) -> None:
+        """Another expert in a slot, from the next step on."""
+        self.weights[slot] = pair
+        self.addresses[:, slot] = torch.tensor([half.data_ptr() for half in pair], dtype=torch.int64)
+
 
 @cache
 def available() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 
 from planaria.config import ModelConfig
 from planaria.kernels.ops import Ops
@@ -31,6 +32,15 @@ def build_model(
     cos, sin = rope_tables(config.rope, config.head_dim, max_positions or config.max_position)
     load = WeightLoader(weights, ops, quantization, progress, checked.num_weights)
     return Model(config, load, shard, ops.rope_table(cos, sin), ops)
+
+
+def read_experts(
+    model: Model, weights: Source, ops: Ops, quantization: str, reads: Mapping[int, Iterable[int]]
+) -> None:
+    """More experts from the checkpoint, by number of the layer among those with experts."""
+    load = WeightLoader(weights, ops, quantization)
+    for block in model.blocks:
+        block.read(load, reads.get(block.number, ()))
 
 
 def _warn_of_unused(config: ModelConfig, load: WeightLoader) -> None:

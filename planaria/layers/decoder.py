@@ -126,7 +126,8 @@ class Model:
         self.layers = [DecoderLayer(c, layer, load, shard, rope) for layer in shard.layers]
         self.norm = RMSNorm(load, "model.norm", c.hidden_size, c.norm_eps) if self.last else None
         self.head = self.embedding if tied else load.table("lm_head", *table) if self.last else None
-        self.weight_bytes = load.num_bytes  # as packed, a tied table counted once
+        self.blocks = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
+        self._dense_bytes = load.num_bytes - self._expert_bytes()
 
     def forward(self, ops: Ops) -> Act:
         """Logits [S, vocabulary] of the positions the batch wants them for; of a stage that isn't the last, the
@@ -138,6 +139,18 @@ class Model:
             return h
         return ops.logits(self.norm(ops, ops.take(h)), self.head, self.shard.vocab, self.config.vocab_size)
 
+    def _expert_bytes(self) -> int:
+        ops = self._ops
+        if ops is None:
+            return 0
+        pairs = [pair for block in self.blocks for pair in block.held.values()]
+        return sum(ops.memory(weight).nbytes for pair in pairs for weight in pair)
+
+    @property
+    def weight_bytes(self) -> int:
+        """As packed, a tied table counted once, with the experts that are held now."""
+        return self._dense_bytes + self._expert_bytes()
+
     def make_kv(self, num_blocks: int, block_size: int) -> None:
         """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one goes."""
         assert self._ops is not None
@@ -147,7 +160,7 @@ class Model:
     def count_experts(self) -> npt.NDArray[np.int64]:
         """Zeros [layers with experts, experts], to which every later step adds the tokens that chose each expert. Call
         it before `Ops.compile`; a model without experts has no rows."""
-        blocks = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
+        blocks = self.blocks
         load = np.zeros((len(blocks), blocks[0].rule.num_experts if blocks else 0), np.int64)
         for block, counts in zip(blocks, load, strict=True):
             block.slots.load = counts

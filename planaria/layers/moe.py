@@ -7,10 +7,14 @@ go to all of them and come back. A rank reads no other expert's weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from planaria.config import ModelConfig
-from planaria.kernels.ops import Act, Ops, Slots, Weight
+from planaria.kernels.ops import Act, Ops, Slots, Weight, replicas_of
 from planaria.layers.shard import Shard
 from planaria.layers.weights import Part, WeightLoader
+
+Expert = tuple[Weight, Weight]  # gate over up, and down
 
 
 class SharedExperts:
@@ -33,27 +37,57 @@ class SharedExperts:
 
 
 class MoE:
-    """The chosen experts' sum and the shared experts, into the residual. `slots` says where each expert is."""
+    """The chosen experts' sum and the shared experts, into the residual. `slots` says where each expert is; `number`:
+    of this layer among those with experts."""
 
     def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard) -> None:
         assert c.moe is not None and shard.experts is not None
         self.rule, moe, block = c.moe, c.moe, f"model.layers.{layer}.{c.moe.block}"
-        hidden, columns, size = range(c.hidden_size), shard.expert_columns, moe.intermediate_size
-        gate, up, down = moe.names
+        size = moe.intermediate_size
         self.router: Weight = load.plain(f"{block}.gate", moe.num_experts, c.hidden_size)
         bias = f"{block}.gate.e_score_correction_bias"
         self.correction = load.vector(bias, moe.num_experts) if moe.correction_bias else None
-        self.slots = Slots(shard.experts.slots, moe.num_experts, shard.slots)
-        pairs = []
-        for expert in shard.held_experts:
+        self.number = c.moe_layers.index(layer)
+        self.slots = Slots(shard.experts.slots, moe.num_experts, shard.slots, 1 + shard.experts.num_redundant)
+        self.experts: Weight = None
+        self.held: dict[int, Expert] = {}  # by expert: what is in this rank's memory
+        self._sizes = block, c.hidden_size, size, shard.expert_columns
+        self.read(load, shard.held_experts if shard.reads is None else shard.reads[self.number])
+        if shard.reads is None:
+            self.experts = load.group([self.held[expert] for expert in shard.held_experts])
+        self.shared = SharedExperts(c, block, load, shard) if moe.shared_intermediate_size else None
+
+    def read(self, load: WeightLoader, experts: Iterable[int]) -> None:
+        """From the checkpoint, those that aren't held."""
+        block, width, size, columns = self._sizes
+        hidden, (gate, up, down) = range(width), self.rule.names
+        for expert in experts:
+            if expert in self.held:
+                continue
             name = f"{block}.experts.{expert}"
             both = [Part(f"{name}.{part}", size, columns) for part in (gate, up)]
-            pairs.append((
-                load.linear(both, hidden, c.hidden_size, bias=False),
-                load.linear([Part(f"{name}.{down}", c.hidden_size, hidden)], columns, size, bias=False),
-            ))  # fmt: skip
-        self.experts: Weight = load.group(pairs)
-        self.shared = SharedExperts(c, block, load, shard) if moe.shared_intermediate_size else None
+            self.held[expert] = (
+                load.linear(both, hidden, width, bias=False),
+                load.linear([Part(f"{name}.{down}", width, hidden)], columns, size, bias=False),
+            )
+
+    def place(self, ops: Ops, experts: Sequence[int], held: range) -> None:
+        """Between two steps: `experts` says which expert each slot holds, over all ranks, and `held` are this rank's.
+        Those of its slots are held by now; others are let go. Where the rank's slots stay the same what was compiled
+        stays good, else it must be compiled again."""
+        here, before = experts[held.start : held.stop], self.slots
+        replicas = replicas_of(experts, self.rule.num_experts)
+        if self.experts is not None and held == before.held and max(map(len, replicas)) < before.table.shape[1]:
+            for slot, expert in enumerate(here):
+                ops.put(self.experts, slot, self.held[expert])
+            before.fill(replicas)
+        else:
+            self.slots = Slots(experts, self.rule.num_experts, held, before.table.shape[1] - 1)
+            self.slots.load = before.load
+            self.experts = ops.group([self.held[expert] for expert in here])
+        for expert in sorted(set(self.held).difference(here)):
+            for weight in self.held.pop(expert):
+                ops.release(weight)
 
     def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
         routing = ops.route(ops.scores(x, self.router), self.rule, self.slots, self.correction)

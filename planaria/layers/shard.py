@@ -20,8 +20,9 @@ class Shard:
     heads: query heads; they read only `kv_heads`. layers: of this pipeline stage; the stage with layer 0 has the
     embedding, the one with the last layer the norm and the output head. leads: this rank adds the biases of
     products that are summed over ranks. experts: where the experts of each layer are, over all ranks of the expert
-    group (None: a model without); slots: this rank's; expert_columns: of each expert, shared_columns: of the experts
-    that all tokens share.
+    group (None: a model without); slots: this rank's; reads: of each layer with experts of the whole model those that
+    are read from the checkpoint, to be placed by who knows where the others come from (None: those of its slots, which
+    are placed there); expert_columns: of each expert, shared_columns: of the experts that all tokens share.
     """
 
     heads: range
@@ -32,6 +33,7 @@ class Shard:
     leads: bool = True
     experts: ExpertMap | None = None
     slots: range = range(0)
+    reads: tuple[tuple[int, ...], ...] | None = None
     expert_columns: range = range(0)
     shared_columns: range = range(0)
 

@@ -19,12 +19,16 @@ from planaria.node import Shared
 from planaria.protocol import Hello
 from planaria.topology import Layout
 
+FEW = 4  # messages of experts that are on their way: each is large
 
-def axes(rank: int, layout: Layout) -> dict[str, tuple[int, ...]]:
+
+def axes(rank: int, layout: Layout, *, experts: bool = False) -> dict[str, tuple[int, ...]]:
     """World ranks of the groups that `rank` is in, by axis. "ep", those that share a stage's experts, is a group of its
-    own only where there are several lanes: else these are the tensor ranks."""
-    spread = layout.group(rank, "dp", "pcp", "tp") if layout.dp > 1 else (rank,)
-    return {"tp": layout.group(rank, "tp"), "pp": layout.group(rank, "pp"), "ep": spread}
+    own only where there are several lanes: else these are the tensor ranks. "experts" are the same ranks, where
+    `experts` are dealt to them whole."""
+    sharing = layout.group(rank, "dp", "pcp", "tp")
+    spread, travels = sharing if layout.dp > 1 else (rank,), sharing if experts else (rank,)
+    return {"tp": layout.group(rank, "tp"), "pp": layout.group(rank, "pp"), "ep": spread, "experts": travels}
 
 
 def create_segment() -> int:
@@ -32,11 +36,11 @@ def create_segment() -> int:
     return os.memfd_create("planaria-mesh", os.MFD_CLOEXEC)
 
 
-def create_segments(rank: int, layout: Layout) -> dict[str, tuple[int, int]]:
+def create_segments(rank: int, layout: Layout, *, experts: bool = False) -> dict[str, tuple[int, int]]:
     """(descriptor, inode) of a new memory file for each group of several that this rank is the first of. They belong to
     the caller, who closes them with the groups."""
     found: dict[str, tuple[int, int]] = {}
-    for axis, members in axes(rank, layout).items():
+    for axis, members in axes(rank, layout, experts=experts).items():
         if sys.platform == "linux" and len(members) > 1 and members[0] == rank:
             fd = create_segment()
             found[axis] = fd, os.fstat(fd).st_ino
@@ -83,11 +87,12 @@ class Opening:
 def open_mesh(
     rank: int, layout: Layout, epoch: int, members: Sequence[Hello], *, fast: bool, kernels: Callable[[], Any],
     lanes: int = 1, crowded: bool = False, cuda: bool = False, deadline: float = DEADLINE,
-    opening: Opening | None = None,
+    opening: Opening | None = None, experts: bool = False,
 ) -> Mesh:  # fmt: skip
     """Meet the other ranks. fast: use shared memory where it can be. kernels: gives the compiled kernels' entry, called
-    only for shared memory; lanes, crowded: see RankBoot. opening: by which another thread ends this. Raises PeerLost
-    when a rank does not come within the deadline or the opening is aborted, Gone when a rank has ended already."""
+    only for shared memory; lanes, crowded: see RankBoot. opening: by which another thread ends this. experts: as for
+    `axes`. Raises PeerLost when a rank does not come within the deadline or the opening is aborted, Gone when a rank
+    has ended already."""
     opening = opening or Opening()
 
     def group(axis: str, ranks: tuple[int, ...]) -> Comm:
@@ -96,14 +101,15 @@ def open_mesh(
         own, first = members[rank], members[ranks[0]]
         place = ranks.index(rank)
         if fast and not cuda and axis in first.segments and all(members[r].home == own.home for r in ranks):
-            from planaria.mesh.shared import SharedComm, fence_segment
+            from planaria.mesh.shared import RING, SharedComm, fence_segment
 
             fd = Shared(first.pid, *first.segments[axis]).open()
             try:
                 entry = kernels()
                 with opening.waiting(lambda: fence_segment(fd)):
                     return SharedComm(
-                        fd, place, ranks, entry, lanes=lanes if axis == "tp" else 1, crowded=crowded, deadline=deadline
+                        fd, place, ranks, entry, lanes=lanes if axis == "tp" else 1, deadline=deadline,
+                        crowded=crowded or axis == "experts", ring=FEW if axis == "experts" else RING,
                     )  # fmt: skip
             finally:
                 os.close(fd)
@@ -111,11 +117,14 @@ def open_mesh(
         if store is None:
             raise ValueError(f"rank {rank}: the {axis} group of ranks {ranks} has neither shared memory nor a store")
         from planaria.mesh import nccl
-        from planaria.mesh.gloo import GlooComm, join_store, leave_store
+        from planaria.mesh.gloo import IN_FLIGHT, GlooComm, join_store, leave_store
 
         kind = nccl.NcclComm if cuda and nccl.available() else GlooComm
         met = join_store(*store, deadline=deadline)
         with opening.waiting(lambda: leave_store(met)):
-            return kind(met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=own.address, deadline=deadline)
+            return kind(
+                met, f"{epoch}/{axis}/{ranks[0]}", place, ranks, host=own.address, deadline=deadline,
+                in_flight=FEW if axis == "experts" else IN_FLIGHT,
+            )  # fmt: skip
 
-    return Mesh(rank, **{axis: group(axis, ranks) for axis, ranks in axes(rank, layout).items()})
+    return Mesh(rank, **{axis: group(axis, ranks) for axis, ranks in axes(rank, layout, experts=experts).items()})

@@ -70,8 +70,9 @@ class GlooComm:
 
     def __init__(
         self, store: Store, name: str, rank: int, members: Sequence[int], *, host: str = "127.0.0.1",
-        deadline: float = DEADLINE,
+        deadline: float = DEADLINE, in_flight: int = IN_FLIGHT,
     ) -> None:  # fmt: skip
+        self.in_flight = in_flight
         self.rank, self.size, self.members = rank, len(members), tuple(members)
         self.deadline = deadline
         self.port = 0
@@ -133,12 +134,12 @@ class GlooComm:
         return out
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Waits only where IN_FLIGHT messages are on their way. Each stays referenced until it has gone."""
+        """Waits only where `in_flight` messages are on their way. Each stays referenced until it has gone."""
         if x.numel() == 0:
             return
         copy = flat(x).clone()
         self._sent.append((self.attempt(lambda: self._group.send([copy], to, 0), to), copy))
-        while len(self._sent) > IN_FLIGHT:
+        while len(self._sent) > self.in_flight:
             work, _ = self._sent.popleft()
             self.attempt(work.wait, to)
 

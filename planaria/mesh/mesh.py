@@ -15,6 +15,7 @@ class Mesh:
     tp: Comm = field(default_factory=Solo)
     pp: Comm = field(default_factory=Solo)
     ep: Comm = field(default_factory=Solo)  # ranks of all lanes that share this stage's experts
+    experts: Comm = field(default_factory=Solo)  # the same (also of one lane), for experts that travel beside steps
 
     @property
     def samples(self) -> bool:
@@ -28,12 +29,14 @@ class Mesh:
 
     def abort(self, reason: str) -> None:
         """End every wait of this rank with PeerLost; safe from any thread."""
-        self.tp.abort(reason)
-        self.pp.abort(reason)
-        self.ep.abort(reason)
+        for comm in self._all:
+            comm.abort(reason)
 
     def close(self) -> None:
         """Let go of all groups."""
-        self.tp.close()
-        self.pp.close()
-        self.ep.close()
+        for comm in self._all:
+            comm.close()
+
+    @property
+    def _all(self) -> tuple[Comm, ...]:
+        return self.tp, self.pp, self.ep, self.experts

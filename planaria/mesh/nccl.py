@@ -35,8 +35,9 @@ class NcclComm:
 
     def __init__(
         self, store: Store, name: str, rank: int, members: Sequence[int], *, host: str = "127.0.0.1",
-        deadline: float = DEADLINE,
+        deadline: float = DEADLINE, in_flight: int = IN_FLIGHT,
     ) -> None:  # fmt: skip
+        self.in_flight = in_flight
         self.rank, self.size, self.members, self.port = rank, len(members), tuple(members), 0
         self.main = GlooComm(store, f"{name}/main", rank, members, host=host, deadline=deadline)
         self._columns: dict[int, list[range]] = {}  # of all ranks, by the width of the whole
@@ -93,7 +94,7 @@ class NcclComm:
         return found
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """The host waits for nobody; the device may, for a receiver that is IN_FLIGHT messages behind."""
+        """The host waits for nobody; the device may, for a receiver that is `in_flight` messages behind."""
         if not self._on_device(x):
             self.main.send(x, to)
             return
@@ -101,7 +102,7 @@ class NcclComm:
             return
         copy = flat(x).clone()
         self._sent.append((self.main.attempt(lambda: self._group.send([copy], to, 0), to), copy))
-        while len(self._sent) > IN_FLIGHT:
+        while len(self._sent) > self.in_flight:
             work, _ = self._sent.popleft()
             self.main.attempt(work.wait, to)
 

@@ -56,14 +56,14 @@ class SharedComm:
     the rank with the least threads has. crowded: there are more ranks and threads on the node than cores, so nobody
     spins. deadline: seconds to wait for a rank. Returns when all members are there; raises PeerLost when not.
 
-    `send` waits only where RING slots of SLOT bytes are on their way.
+    `send` waits only where `ring` slots of SLOT bytes are on their way.
     """
 
     device = "cpu"
 
     def __init__(
         self, fd: int, rank: int, members: Sequence[int], entry: Any, *, lanes: int = 1, crowded: bool = False,
-        deadline: float = DEADLINE,
+        deadline: float = DEADLINE, ring: int = RING,
     ) -> None:  # fmt: skip
         size = len(members)
         if not 2 <= size <= layout.MAX_RANKS or not 1 <= lanes <= layout.MAX_LANES:
@@ -71,7 +71,7 @@ class SharedComm:
         self.rank, self.size, self.members = rank, size, tuple(members)
         self.lanes, self.deadline = lanes, deadline
         self._fd = os.dup(fd)
-        slots, channels, self._end = _layout(size, lanes, RING)
+        slots, channels, self._end = _layout(size, lanes, ring)
         self._map(self._end)  # only so that the file has its size
         self._segment = self._array(mmap.mmap(self._fd, self._end))
         self._words = self._segment[:4096].view(np.int64)
@@ -83,7 +83,7 @@ class SharedComm:
             layout.PORT_SEGMENT: base, layout.PORT_RANK: rank, layout.PORT_SIZE: size, layout.PORT_LANES: lanes,
             layout.PORT_SPIN: 0 if crowded else SPIN, layout.PORT_DEADLINE: int(deadline * 1e9),
             layout.PORT_SLOTS: base + slots, layout.PORT_SLOT: SLOT, layout.PORT_CHANNELS: base + channels,
-            layout.PORT_RING: RING, layout.PORT_NAP + 1: NAP_NS,
+            layout.PORT_RING: ring, layout.PORT_NAP + 1: NAP_NS,
         }.items():  # fmt: skip
             port[word] = value
         self._failed = port[layout.PORT_FAILED : layout.PORT_FAILED + 1]

@@ -7,6 +7,8 @@ earlier ranks one more. Every expert has a slot, always.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 STRATEGIES = ("linear", "round_robin")
@@ -72,8 +74,8 @@ class ExpertMap(msgspec.Struct, frozen=True, array_like=True):
 
     def of(self, rank: int) -> tuple[int, ...]:
         """Logical experts of a rank's slots, slot by slot. An expert may be there twice."""
-        held = self.span(rank)
-        return self.slots[held.start : held.stop]
+        self.span(rank)
+        return slots_at(self.slots, self.num_ranks, rank)
 
     def rank_of(self, slot: int) -> int:
         """Raises ValueError for a slot that isn't there."""
@@ -94,6 +96,12 @@ class ExpertMap(msgspec.Struct, frozen=True, array_like=True):
         for expert in self.slots:
             counts[expert] += 1
         return counts
+
+
+def slots_at(experts: Sequence[int], num_ranks: int, rank: int) -> tuple[int, ...]:
+    """What the slots of a rank hold, of all."""
+    held = slots_of(len(experts), num_ranks, rank)
+    return tuple(experts[held.start : held.stop])
 
 
 def slots_of(num_slots: int, num_ranks: int, rank: int) -> range:

@@ -47,11 +47,13 @@ from planaria.protocol import (
     StepResult,
 )
 from planaria.topology import Layout
+from planaria.topology.experts import Maps, Move, slots_at
 from planaria.worker.classes import call, make
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.mesh.all2all import All2All
+    from planaria.worker.experts import Experts
     from planaria.worker.runner import Runner
     from planaria.worker.sampler import Follower, Sampler
 
@@ -101,6 +103,7 @@ class Worker:
         self.seconds: dict[str, float] = {}
         self.ops: Ops | None = None
         self.model: Any = None
+        self.experts: Experts | None = None  # where they are dealt to ranks whole
         self.runner: Runner | None = None
         self.sampler: Sampler | Follower | None = None
         self._segments: dict[str, tuple[int, int]] = {}  # that this rank made for its groups
@@ -118,8 +121,10 @@ class Worker:
                 return guard(self.rank, "groups", lambda: self._regroup(command))
             case Load():
                 return guard(self.rank, "load", lambda: self._load(command))
-            case Prepare() | Arrange():
-                return Failed(self.rank, "experts", "experts don't travel yet", "")
+            case Prepare():
+                return guard(self.rank, "experts", lambda: self._prepare_experts(command))
+            case Arrange():
+                return guard(self.rank, "experts", lambda: self._arrange_experts(command))
             case Probe():
                 return guard(self.rank, "probe", self._probe)
             case Allocate():
@@ -147,20 +152,36 @@ class Worker:
         with torch.inference_mode():
             for part in dict.fromkeys(self._part_of(rank) for rank in range(self.layout.size)):
                 ops = make_ops(self.config, self.boot.threads)
-                self.prepared[part] = ops, self._build(ops, part)
+                self.prepared[part] = ops, self._build(ops, part, self._any_lanes(part))
+
+    def _any_lanes(self, part: Part) -> Maps | None:
+        """Experts that a rank with this part has in one lane or the other, by layer."""
+        placed = expert_map(self.config.model, self.config.parallel, self.layout.dp * self.layout.tp)
+        if placed is None:
+            return None
+        ranks = range(part[0] % self.layout.tp, placed.num_ranks, self.layout.tp)
+        experts = tuple(sorted({expert for rank in ranks for expert in placed.of(rank)}))
+        return (experts,) * len(self.config.model.moe_layers)
 
     def _part_of(self, rank: int) -> Part:
-        """What of the model a rank of the present layout has: the same in every lane, where no experts are spread over
-        them."""
+        """What of the model a rank of the present layout has besides whole experts: the same in every lane."""
         layout = self.layout
-        if self._spreads:
-            return rank, layout
         return rank % (layout.tp * layout.pp), Layout(tp=layout.tp, pp=layout.pp)
+
+    @property
+    def _whole_experts(self) -> bool:
+        """Are experts dealt to ranks whole? Then they travel."""
+        return self.config.model.moe is not None and self.config.parallel.enable_expert_parallel
 
     @property
     def _spreads(self) -> bool:
         """Are experts dealt to the ranks of all lanes?"""
-        return self.layout.dp > 1 and self.config.model.moe is not None and self.config.parallel.enable_expert_parallel
+        return self.layout.dp > 1 and self._whole_experts
+
+    def _configured(self) -> Maps:
+        """Where experts are at the start, by layer."""
+        placed = expert_map(self.config.model, self.config.parallel, self.layout.dp * self.layout.tp)
+        return (placed.slots,) * len(self.config.model.moe_layers) if placed is not None else ()
 
     def _exchange(self) -> All2All | None:
         """Called by all ranks of the expert group together."""
@@ -184,7 +205,7 @@ class Worker:
         self.layout = layout = command.layout
         place = self.boot.place
         self._door = Door(place.address) if command.apart else None
-        self._segments = create_segments(self.rank, layout)
+        self._segments = create_segments(self.rank, layout, experts=self._whole_experts)
         store = None
         if self.rank == 0 and layout.size > 1 and (command.apart or not self._shares_memory):
             from planaria.mesh.gloo import open_store
@@ -194,7 +215,22 @@ class Worker:
         return Hello(
             self.rank, os.getpid(), place.home, place.node, place.address, compared(self.config),
             hash_fields(self.config), self._segments, store, self._door.port if self._door is not None else 0,
+            self._held(),
         )  # fmt: skip
+
+    def _held(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Experts in this rank's memory that it will have in this epoch."""
+        part = self._part_of(self.rank)
+        if not self._whole_experts or (part != self.part and part not in self.prepared):
+            return ()
+        if self.experts is not None and part == self.part:
+            return self.experts.held()
+        return self._experts_of(*self.prepared[part]).held()
+
+    def _experts_of(self, ops: Ops, model: Any) -> Experts:
+        from planaria.worker.experts import Experts
+
+        return Experts(ops, model, self.take_thread)
 
     @property
     def _shares_memory(self) -> bool:
@@ -213,12 +249,15 @@ class Worker:
             self.rank, command.layout, command.epoch, command.members, fast=self._shares_memory,
             kernels=lambda: _kernels(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
             cuda=self.config.device.device == "cuda", deadline=command.deadline, opening=self._opening,
+            experts=self._whole_experts,
         )  # fmt: skip
         self._opening.check()
         self.exchange = self._exchange()
         if self.ops is not None:
             self.ops.use_threads(self.boot.threads)
             self.ops.join(self.mesh.tp, self.exchange)
+        if self.experts is not None:
+            self.experts.enter(self.mesh.experts)
         if self.config.parallel.ray_link == "compiled-graph" and self.mesh.pp.size > 1:
             self.mesh = dataclasses.replace(self.mesh, pp=EdgeComm(self.mesh.pp))
         self._timed("groups", since)
@@ -242,6 +281,9 @@ class Worker:
 
     def _leave_groups(self) -> None:
         self.runner = None  # what it waits for will not come
+        if self.experts is not None:
+            self.mesh.experts.abort("its epoch is over")
+            self.experts.leave()
         self.mesh.close()
         self.mesh, self.exchange = Mesh(self.rank), None
         self._store = None
@@ -257,9 +299,16 @@ class Worker:
 
     def _load(self, command: Load) -> Reply:
         self._close_door()  # every rank has answered Regroup, so has reached whom it must
-        part = self._part_of(self.rank)
-        if self.part == part or (command.ranks and self.rank not in command.ranks):
+        if command.ranks and self.rank not in command.ranks:
             return Ready(self.rank)
+        part, maps = self._part_of(self.rank), command.maps or self._configured()
+        if self.part != part:
+            self._load_part(part, maps, command.moves)
+        if maps:
+            self._load_experts(maps, command.moves)
+        return Ready(self.rank, self.seconds)
+
+    def _load_part(self, part: Part, maps: Maps, moves: tuple[Move, ...]) -> None:
         since = time.perf_counter()
         import torch
 
@@ -274,14 +323,54 @@ class Worker:
             self._timed("kernels", since)
             since = time.perf_counter()
             with torch.inference_mode():
-                self.model = self._build(self.ops, part)
+                self.model = self._build(self.ops, part, self._to_read(maps, moves))
         self.prepared.clear()
         self.ops.join(self.mesh.tp, self.exchange)
+        if maps:
+            self.experts = self._experts_of(self.ops, self.model)
+            self.experts.enter(self.mesh.experts)
         self.part = part
         self._timed("weights", since)
-        return Ready(self.rank, self.seconds)
 
-    def _build(self, ops: Ops, part: Part) -> Any:
+    def _to_read(self, maps: Maps, moves: tuple[Move, ...]) -> Maps | None:
+        """Experts that a rank with nothing in memory reads from the checkpoint, by layer."""
+        own, size = self.mesh.experts.rank, self.mesh.experts.size
+        sent = {(move.layer, move.expert) for move in moves if move.target == own and move.source is not None}
+        return tuple(
+            tuple(expert for expert in slots_at(experts, size, own) if (layer, expert) not in sent)
+            for layer, experts in enumerate(maps)
+        ) or None  # fmt: skip
+
+    def _load_experts(self, maps: Maps, moves: tuple[Move, ...]) -> None:
+        """Read what this rank's slots lack and nobody sends; where nothing travels they are placed now."""
+        from planaria.layers.build import read_experts
+        from planaria.loader import open_weights
+
+        assert self.experts is not None and self.ops is not None
+        since = time.perf_counter()
+        lacking = self.experts.lacking(maps, moves)
+        if any(lacking.values()):
+            import torch
+
+            with torch.inference_mode():
+                weights = open_weights(msgspec.convert(self.config.checkpoint, Checkpoint))
+                read_experts(self.model, weights, self.ops, self.config.device.quantization, lacking)
+            self._timed("experts", since)
+        if not moves:
+            self.experts.arrange(0, enumerate(maps))
+
+    def _prepare_experts(self, command: Prepare) -> Reply:
+        if self.experts is not None:
+            self.experts.prepare(command.version, command.moves, aside=command.aside)
+        return Ready(self.rank, facts={"received": self.experts.received if self.experts is not None else 0})
+
+    def _arrange_experts(self, command: Arrange) -> Reply:
+        if self.experts is not None:
+            self.experts.arrange(command.version, command.maps)
+        return Ready(self.rank)
+
+    def _build(self, ops: Ops, part: Part, reads: Maps | None) -> Any:
+        """reads: experts to read, by layer; None: those of its slots, if they aren't dealt whole."""
         from planaria.loader import open_weights
         from planaria.models import build
 
@@ -291,12 +380,12 @@ class Worker:
         if partition is not None and len(partition) != pp:
             partition = None  # of the layout that was asked for, and this is another
         model = self.config.model
-        lane, own = divmod(rank, tp * pp)
-        shards = deal(model, tp, pp, partition, expert_map(model, self.config.parallel, layout.dp * tp), lane)
+        shards = deal(model, tp, pp, partition, expert_map(model, self.config.parallel, tp))
         return build(
             self.config.model, open_weights(msgspec.convert(self.config.checkpoint, Checkpoint)), ops,
             quantization=self.config.device.quantization, max_positions=self.config.scheduler.max_model_len,
-            progress=lambda done, total: self.progress("weights", done / total), shard=shards[own],
+            progress=lambda done, total: self.progress("weights", done / total),
+            shard=dataclasses.replace(shards[rank], reads=reads),
         )  # fmt: skip
 
     def _unload(self) -> None:
@@ -305,7 +394,7 @@ class Worker:
             self.sampler.close()
         if self.ops is not None:
             self.ops.close()
-        self.ops = self.model = self.runner = self.sampler = self.part = self.kv = None
+        self.ops = self.model = self.runner = self.sampler = self.part = self.kv = self.experts = None
 
     def _probe(self) -> Reply:
         block = self.model.kv_block_bytes(self.config.cache.block_size)
@@ -351,21 +440,24 @@ class Worker:
 
         assert self.runner is not None
         since, own = time.perf_counter(), self.layout.coords(self.rank).dp
+        if self.experts is not None:
+            self.experts.check()
         try:
             with torch.inference_mode():
                 lane = self.runner.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
         except Exception as e:
             self.mesh.abort(f"rank {self.rank} failed in step {plan.step}: {e}")  # the others wait for it
             raise
-        return StepResult(plan.epoch, plan.step, (lane,), time.perf_counter() - since)
+        prepared = self.experts.prepared if self.experts is not None else 0
+        return StepResult(plan.epoch, plan.step, (lane,), time.perf_counter() - since, prepared)
 
     def resident(self) -> int:
         """Bytes of memory this process holds."""
         return resident_bytes(os.getpid())
 
     def _exit(self) -> Reply:
-        self._unload()
         self._leave_groups()
+        self._unload()
         return Done(self.rank)
 
 

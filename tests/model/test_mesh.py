@@ -373,8 +373,10 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
 
 
 def test_coordinates() -> None:
-    assert axes(3, Layout(tp=2, pp=3)) == {"tp": (2, 3), "pp": (1, 3, 5), "ep": (3,)}
-    assert axes(3, Layout(tp=2, dp=2)) == {"tp": (2, 3), "pp": (3,), "ep": (0, 1, 2, 3)}
+    assert axes(3, Layout(tp=2, pp=3)) == {"tp": (2, 3), "pp": (1, 3, 5), "ep": (3,), "experts": (3,)}
+    assert axes(3, Layout(tp=2, pp=3), experts=True)["experts"] == (2, 3)
+    both = axes(3, Layout(tp=2, dp=2), experts=True)
+    assert both == {"tp": (2, 3), "pp": (3,), "ep": (0, 1, 2, 3), "experts": (0, 1, 2, 3)}
     mesh = open_mesh(0, Layout(), 0, [hello(0)], fast=True, kernels=lambda: None)
     assert isinstance(mesh.tp, Solo) and mesh.samples and mesh.reads_tokens
     assert not Mesh(0, pp=_axis(0, 2)).samples and Mesh(1, pp=_axis(1, 2)).samples

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.published_greedy import greedy
 from planaria.core.balance import LoadWindow, balance, balancedness, rank_loads, replicate, settled
-from planaria.core.rebalance import Rearrangement, Step, missing_copies, recover, resized, transfers
+from planaria.core.expert_places import least
+from planaria.core.rebalance import Rearrangement, Step, missing_copies, resized, transfers
 from planaria.topology.experts import ExpertMap
 
 
@@ -240,13 +241,12 @@ def test_ranks_lost_anywhere_leave_complete_maps(
     assert moving.done and moving.prepare() is None
     ranks.check(maps, lost)
     for layer, placed in enumerate(maps):
-        found = recover(placed, lost)
         there = {ranks.slots[layer, s] for rank in everybody - lost for s in placed.span(rank)}
-        assert there | set(found.missing) == set(range(placed.num_experts)) and not there & set(found.missing)
-        for expert, holders in found.covered.items():
-            assert holders and all(expert in placed.of(rank) and rank not in lost for rank in holders)
-        gone = {expert for rank in lost for expert in placed.of(rank)}
-        assert gone == set(found.covered) | set(found.missing)
+        held = [set() if rank in lost else set(placed.of(rank)) for rank in range(placed.num_ranks)]
+        moves = transfers(layer, held, placed)
+        assert {m.expert for m in moves} == {expert for rank in lost for expert in placed.of(rank)}
+        assert {m.target for m in moves} <= lost and not {m.source for m in moves} & lost
+        assert {m.expert for m in moves if m.source is None} == set(range(placed.num_experts)) - there
 
 
 def test_experts_in_a_circle_are_one_step() -> None:
@@ -268,51 +268,57 @@ def test_with_a_free_replica_experts_go_one_by_one() -> None:
 
 
 def test_what_replicas_cover() -> None:
-    found = recover(ExpertMap(4, 3, (0, 1, 1, 2, 3, 0)), {0})
-    assert found.covered == {0: (2,), 1: (1,)} and found.missing == ()
-    assert recover(ExpertMap.linear(4, 2), {1}).missing == (2, 3)
-    assert recover(ExpertMap.linear(4, 2), set()) == recover(ExpertMap.linear(4, 2), ())
+    def sources(placed: ExpertMap, lost: int) -> dict[int, int | None]:
+        held = [() if rank == lost else placed.of(rank) for rank in range(placed.num_ranks)]
+        return {move.expert: move.source for move in transfers(0, held, placed)}
+
+    assert sources(ExpertMap(4, 3, (0, 1, 1, 2, 3, 0)), 0) == {0: 2, 1: 1}
+    assert sources(ExpertMap.linear(4, 2), 1) == {2: None, 3: None}
+    assert sources(ExpertMap.linear(4, 2), 2) == {}
 
 
 # -- another number of ranks
 
 
-@given(questions(), st.lists(st.none() | st.integers(0, 8), min_size=1, max_size=6), st.data())
+@given(questions(), st.lists(st.none() | st.integers(0, 8), min_size=1, max_size=6), st.integers(0, 3))
 def test_a_resize_moves_little_and_loses_nothing(
-    asked: tuple[list[int], int, int], drawn: list[int | None], data: st.DataObject
+    asked: tuple[list[int], int, int], drawn: list[int | None], leaving: int
 ) -> None:
+    """drawn: for each new rank the one of before whose memory it has. leaving: as many more that can still be read."""
     load, slots, ranks = asked
     (old,) = balance([load], slots, ranks)
     came_from = [r if r is not None and r < ranks and r not in drawn[:i] else None for i, r in enumerate(drawn)]
-    new = resized(old, came_from)
+    held = [sorted(set(old.of(r))) if r is not None else [] for r in came_from]
+    new = resized(held, len(load), slots)
     assert (new.num_ranks, len(new.slots)) == (len(came_from), slots)
-    leaving = data.draw(st.sets(st.integers(0, ranks - 1)))
-    moves = transfers(3, old, new, came_from, leaving)
-    readable = leaving | {rank for rank in came_from if rank is not None}
-    there = {expert for rank in readable for expert in old.of(rank)}
-    for rank, before in enumerate(came_from):
-        own = set(old.of(before)) if before is not None else set()
+    held += [sorted(set(old.of(r))) for r in range(ranks) if r not in came_from][:leaving]
+    moves = transfers(3, held, new)
+    there = {expert for experts in held for expert in experts}
+    for rank in range(new.num_ranks):
         sent = [move.expert for move in moves if move.target == rank]
-        assert set(sent) == set(new.of(rank)) - own and len(sent) == len(set(sent))  # bytes moved = had to move
+        assert set(sent) == set(new.of(rank)) - set(held[rank]) and len(sent) == len(set(sent))
     for move in moves:
         assert move.layer == 3 and new.slots[move.slot] == move.expert and new.rank_of(move.slot) == move.target
         assert (move.source is None) == (move.expert not in there)
-        if move.source is not None:
-            assert move.source in readable and move.expert in old.of(move.source)
+        assert move.source is None or move.expert in held[move.source]
+    if slots == len(load):  # without replicas no map needs less
+        assert len(moves) == least(held[: new.num_ranks], new)
 
 
 def test_growing_and_shrinking() -> None:
-    one = ExpertMap.linear(8, 1)
-    two = resized(one, [0, None])
+    all_of, first, second = list(range(8)), [0, 1, 2, 3], [4, 5, 6, 7]
+    two = resized([all_of, []], 8, 8)
     assert (two.of(0), two.of(1)) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert {(m.expert, m.source) for m in transfers(0, one, two, [0, None])} == {(e, 0) for e in (4, 5, 6, 7)}
-    back = transfers(0, two, one, [0], leaving=[1])
-    assert {(m.expert, m.source, m.target) for m in back} == {(e, 1, 0) for e in (4, 5, 6, 7)}
-    assert all(m.source is None for m in transfers(0, two, one, [0]))  # the other rank is lost
-    three = resized(two, [0, 1, None])
+    assert {(m.expert, m.source) for m in transfers(0, [all_of, []], two)} == {(e, 0) for e in second}
+    one = resized([first], 8, 8)
+    back = transfers(0, [first, second], one)
+    assert {(m.expert, m.source, m.target) for m in back} == {(e, 1, 0) for e in second}
+    assert all(m.source is None for m in transfers(0, [first], one))  # the other rank is lost
+    three = resized([first, second, []], 8, 8)
     assert [three.of(rank) for rank in range(3)] == [(0, 1, 2), (4, 5, 6), (3, 7)]
-    assert resized(two, [0, 1, None], 9).of(2) == (3, 7, 0)
+    assert resized([first, second, []], 8, 9).of(2) == (3, 7, 0)
+    assert resized([[0, 1, 2, 3], [0, 1]], 4, 4).slots == (2, 3, 0, 1)  # who has less has less of a choice
     with pytest.raises(ValueError, match="7 slots are too few for 8"):
-        resized(two, [0, 1], 7)
+        resized([first, second], 8, 7)
     with pytest.raises(ValueError, match="rank 0 has 4 slots, not 3"):
-        settled([[0, 1, 2], [3, 4, 5, 6, 7]], two)
+        settled([[0, 1, 2], [3, 4, 5, 6, 7]], ExpertMap.linear(8, 2))

@@ -22,8 +22,8 @@ class Region:
         # room to start at a multiple of a huge page
         self._map = mmap.mmap(-1, self.size + (HUGE if huge else 0))
         raw = np.frombuffer(self._map, np.uint8)
-        skip = -raw.ctypes.data % HUGE if huge else 0
-        self.bytes: npt.NDArray[np.uint8] = raw[skip : skip + self.size]
+        self._skip = -raw.ctypes.data % HUGE if huge else 0
+        self.bytes: npt.NDArray[np.uint8] = raw[self._skip : self._skip + self.size]
         self.address: int = self.bytes.ctypes.data
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a system without them
@@ -35,17 +35,28 @@ class Region:
         out: npt.NDArray[Any] = self.bytes[offset : offset + size].view(dtype).reshape(shape)
         return out
 
+    def forget(self, offset: int, size: int) -> None:
+        """Give the system the whole pages of a part back, which are zeroed when they are touched again."""
+        start = self._skip + offset
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
 
 class Arena:
-    """Hands out aligned pieces of large regions; all are freed together, when the arena and its arrays are gone."""
+    """Hands out aligned pieces of large regions; all are freed together, when the arena and its arrays are gone. A
+    piece that was given back is handed out again to who asks for as much; until then it takes next to no memory."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
         self._used = 0
+        self._free: dict[int, list[npt.NDArray[np.uint8]]] = {}  # by size
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
         """`size` zeroed bytes, aligned to a cache line."""
         size = -(-size // ALIGN) * ALIGN
+        if self._free.get(size):
+            return self._free[size].pop()
         if not self.regions or self._used + size > self.regions[-1].size:
             self.regions.append(Region(max(CHUNK, size)))
             self._used = 0
@@ -53,6 +64,16 @@ class Arena:
         self._used += size
         return self.regions[-1].bytes[start : start + size]
 
+    def give_back(self, piece: npt.NDArray[np.uint8]) -> None:
+        """Nobody uses this piece any more."""
+        piece[:] = 0
+        address = int(piece.ctypes.data)
+        for region in self.regions:
+            if region.address <= address < region.address + region.size:
+                region.forget(address - region.address, piece.nbytes)
+                self._free.setdefault(piece.nbytes, []).append(piece)
+
     def clear(self) -> None:
         self.regions.clear()
+        self._free.clear()
         self._used = 0

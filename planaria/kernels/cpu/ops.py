@@ -24,7 +24,7 @@ from planaria.kernels.cpu import experts as mixture
 from planaria.kernels.cpu.build import load, target_for
 from planaria.kernels.cpu.memory import Arena, Region
 from planaria.kernels.cpu.micro import ADD_RESIDUAL, DENSE, STORE_ACT, STORE_F32
-from planaria.kernels.cpu.pack import Packed, pack, up
+from planaria.kernels.cpu.pack import Packed, blank, form_of, pack, up
 from planaria.kernels.cpu.tape import Buffer, Tape
 from planaria.kernels.cpu.team import Team
 from planaria.kernels.ops import Batch, Quantized, Slots
@@ -106,6 +106,7 @@ class CpuOps:
         self.target = target_for(dtype, isa)
         self.dtype = dtype
         self._arena = Arena()
+        self._biases: dict[int, npt.NDArray[np.float32]] = {}  # of blank weights: zeros, by bytes
         self._entry = load(self.target, cache_dir)
         self._team = Team(self._entry, threads)
         self._most = max(threads, usable_cores())  # threads that a recording has memory for
@@ -456,6 +457,24 @@ class CpuOps:
 
     def group(self, experts: Sequence[tuple[Packed, Packed]]) -> mixture.Experts:
         return mixture.group(experts)
+
+    def put(self, experts: mixture.Experts, slot: int, expert: tuple[Packed, Packed]) -> None:
+        experts.put(slot, *expert)
+
+    def form(self, weight: Packed) -> tuple[int, ...]:
+        return form_of(weight)
+
+    def blank(self, form: Sequence[int]) -> Packed:
+        size = form[3] * 64  # of its panels; a recording has the address, so it stays
+        if size not in self._biases:
+            self._biases[size] = self._arena.take(size).view(np.float32)
+        return blank(form, self._biases[size], self._arena)
+
+    def memory(self, weight: Packed) -> torch.Tensor:
+        return torch.from_numpy(weight.data)
+
+    def release(self, weight: Packed) -> None:
+        self._arena.give_back(weight.data)
 
     def route(
         self, logits: Act, rule: MoEConfig, slots: Slots, correction: Vector | None = None

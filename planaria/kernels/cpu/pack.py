@@ -8,6 +8,7 @@ packed  [N/16] of codes, then scales; K in blocks of 32. Codes are q4: [K/8][16]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,17 @@ def pack(weight: torch.Tensor | Quantized, bias: torch.Tensor | None, target: Ta
         words = piece.contiguous().view(torch.int32).view(last - first, 16, steps)
         out[first:last].copy_(words.transpose(1, 2))
     return Packed(DENSE, rows, columns, panels, steps, steps * 64, 0, data, shift)
+
+
+def form_of(w: Packed) -> tuple[int, ...]:
+    """What `blank` makes another of."""
+    return w.kind, w.rows, w.columns, w.panels, w.length, w.stride, w.scales
+
+
+def blank(numbers: Sequence[int], bias: npt.NDArray[Any], arena: Arena) -> Packed:
+    """A weight of a `form`, all zeros. bias: zeros, as many as it has rows in its panels."""
+    kind, rows, columns, panels, length, stride, scales = numbers
+    return Packed(kind, rows, columns, panels, length, stride, scales, arena.take(panels * stride), bias)
 
 
 def _pack_blocks(weight: Quantized, shift: npt.NDArray[Any], panels: int, arena: Arena) -> Packed:

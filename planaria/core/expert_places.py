@@ -1,0 +1,95 @@
+"""Which rank gets which experts when a group is formed, and from whom. Pure.
+
+Rule: with as many ranks as before the maps in force stay, whoever was lost; with another number ranks keep what they
+have in memory. An expert is read from the checkpoint only where nobody has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from planaria.core.rebalance import resized, transfers
+from planaria.topology.experts import ExpertMap, Maps, Move
+from planaria.topology.layout import Coords, Layout
+
+Holding = Mapping[int, Sequence[int]]  # experts in a rank's memory, by number of the layer among those with experts
+
+
+class Placing(msgspec.Struct, frozen=True):
+    """configured: where a layer's experts are at the start, in the layout there is to be. stages: the pipeline stage of
+    each layer with experts. in_force: the maps of the epoch before; empty: there was none."""
+
+    configured: ExpertMap
+    stages: tuple[int, ...]
+    in_force: tuple[ExpertMap, ...] = ()
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """A map for each layer, the moves that lead to them, and how many experts must move between ranks or be read
+    whatever the maps are: those that ranks with nothing in memory have room for."""
+
+    maps: tuple[ExpertMap, ...]
+    moves: tuple[Move, ...]
+    needed: int
+
+    @property
+    def sent(self) -> int:
+        """Experts that go from one rank to another."""
+        return sum(move.source is not None for move in self.moves)
+
+    @property
+    def read(self) -> int:
+        """Experts that are read from the checkpoint."""
+        return len(self.moves) - self.sent
+
+    def as_told(self, configured: ExpertMap) -> Maps:
+        """As in a Load: empty where nothing but the configuration places them."""
+        return () if all(placed == configured for placed in self.maps) else tuple(placed.slots for placed in self.maps)
+
+
+def placed(placing: Placing, layout: Layout, holdings: Sequence[Holding]) -> Placed:
+    """For ranks of `layout` with this in memory, by world rank."""
+    maps: list[ExpertMap] = []
+    moves: list[Move] = []
+    needed = 0
+    for layer, stage in enumerate(placing.stages):
+        ranks = layout.group(layout.rank(Coords(0, stage, 0, 0)), "dp", "pcp", "tp")
+        held = [holdings[rank].get(layer, ()) for rank in ranks]
+        new = _map(placing, layer, held)
+        maps.append(new)
+        moves += transfers(layer, held, new)
+        needed += least(held, new)
+    return Placed(tuple(maps), tuple(moves), needed)
+
+
+def departing(placing: Placing, ranks: int) -> Placed:
+    """What ranks after the first `ranks` of each expert group send before they leave, so that nothing that is in memory
+    must be read again. placing: in_force is what they have."""
+    maps: list[ExpertMap] = []
+    moves: list[Move] = []
+    needed = 0
+    for layer, old in enumerate(placing.in_force):
+        held = [sorted(set(old.of(rank))) for rank in range(old.num_ranks)]
+        new = _map(placing, layer, held[:ranks])
+        maps.append(new)
+        moves += transfers(layer, held, new)
+        needed += least(held[:ranks], new)
+    return Placed(tuple(maps), tuple(moves), needed)
+
+
+def least(held: Sequence[Sequence[int]], new: ExpertMap) -> int:
+    """How many experts of a layer ranks must get, whichever map of this shape they have."""
+    room = [min(len(new.span(rank)), new.num_experts) for rank in range(new.num_ranks)]
+    return sum(max(0, each - len(set(there))) for each, there in zip(room, held, strict=True))
+
+
+def _map(placing: Placing, layer: int, held: Sequence[Sequence[int]]) -> ExpertMap:
+    before = placing.in_force[layer] if placing.in_force else None
+    wanted = placing.configured
+    if before is not None and (before.num_ranks, len(before.slots)) == (wanted.num_ranks, len(wanted.slots)):
+        return before
+    if not any(held):
+        return wanted
+    return resized(held, wanted.num_experts, len(wanted.slots))

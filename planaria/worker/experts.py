@@ -1,0 +1,163 @@
+"""A rank's experts while they travel: what it has in memory, what it is sent, what goes into its slots.
+
+Rule: what is received lies aside until `arrange`, so that nothing in use changes; what lies aside outlives the epoch.
+All ranks of the expert group go through the same moves in the same order, each doing its part, over a group that steps
+don't use: of the moves that aren't done, the first one has both of its ranks at it, so none waits for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from planaria.mesh.comm import Comm, Solo
+from planaria.topology.experts import Move, slots_at, slots_of
+
+if TYPE_CHECKING:
+    from planaria.kernels.ops import Ops
+    from planaria.layers.decoder import Model
+    from planaria.layers.moe import Expert
+
+FORM = 8  # numbers that a packed weight is told by
+
+
+class Experts:
+    """Of one model, over its epochs. `received`: bytes, in this epoch. prepare_thread: called in a thread of its own
+    before that one touches tensors."""
+
+    def __init__(self, ops: Ops, model: Model, prepare_thread: Callable[[], None] = lambda: None) -> None:
+        self.ops, self.blocks = ops, {block.number: block for block in model.blocks}
+        self.group: Comm = Solo()
+        self.prepared = 0  # the last version that is all there
+        self.received = 0
+        self._prepare_thread = prepare_thread
+        self._aside: dict[tuple[int, int], Expert] = {}  # by layer and expert
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def held(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Of each layer, experts in this rank's memory."""
+        return tuple(
+            (layer, tuple(sorted({*block.held, *(expert for at, expert in self._aside if at == layer)})))
+            for layer, block in self.blocks.items()
+        )
+
+    def lacking(self, maps: Sequence[Sequence[int]], moves: Iterable[Move]) -> dict[int, list[int]]:
+        """By layer, experts of this rank's slots that neither are here nor come from others."""
+        coming = {(m.layer, m.expert) for m in moves if m.source is not None and m.target == self.group.rank}
+        have = {(layer, expert) for layer, experts in self.held() for expert in experts}
+        return {
+            layer: [
+                expert
+                for expert in slots_at(maps[layer], self.group.size, self.group.rank)
+                if (layer, expert) not in coming | have
+            ]
+            for layer in self.blocks
+        }
+
+    # -- epochs
+
+    def enter(self, group: Comm) -> None:
+        """Travel over this group from now on."""
+        self.group, self.prepared, self.received, self._failure = group, 0, 0, None
+
+    def leave(self) -> None:
+        """The epoch is over, and its groups were aborted: wait until what was on its way has noticed."""
+        self._join()
+        self.group = Solo()
+
+    # -- travelling
+
+    def prepare(self, version: int, moves: Sequence[Move], *, aside: bool) -> None:
+        """See `protocol.Prepare`. Raises what an earlier exchange failed with."""
+        self.settle()
+        if moves and aside:
+            self._thread = threading.Thread(target=self._beside, args=(version, moves), name="planaria-experts")
+            self._thread.start()
+        elif moves:
+            self._exchange(version, moves)
+        elif version > self.prepared:
+            self.prepared = version
+
+    def settle(self) -> None:
+        """Wait for what is on its way. Raises what it failed with."""
+        self._join()
+        self.check()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def check(self) -> None:
+        """Raises what an exchange beside steps failed with."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _beside(self, version: int, moves: Sequence[Move]) -> None:
+        try:
+            self._prepare_thread()
+            self._exchange(version, moves)
+        except Exception as e:
+            self._failure = e
+
+    def _exchange(self, version: int, moves: Sequence[Move]) -> None:
+        own = self.group.rank
+        with torch.inference_mode():
+            for move in moves:
+                if move.layer not in self.blocks or move.source in (None, move.target):
+                    continue
+                if move.source == own:
+                    self._send(self._find(move), move.target)
+                elif move.target == own:
+                    assert move.source is not None
+                    self._aside[move.layer, move.expert] = self._receive(move.source)
+        self.prepared = version
+
+    def _find(self, move: Move) -> Expert:
+        expert = self.blocks[move.layer].held.get(move.expert) or self._aside.get((move.layer, move.expert))
+        if expert is None:
+            raise ValueError(f"rank {self.group.members[self.group.rank]} was to send expert {move.expert} of layer "
+                             f"{move.layer}, which it hasn't got")  # fmt: skip
+        return expert
+
+    def _send(self, expert: Expert, to: int) -> None:
+        forms = torch.zeros(2, FORM, dtype=torch.int64)
+        for row, weight in zip(forms, expert, strict=True):
+            form = self.ops.form(weight)
+            row[: len(form) + 1] = torch.tensor([len(form), *form])
+        self.group.send(forms, to)
+        for weight in expert:
+            self.group.send(self.ops.memory(weight), to)
+
+    def _receive(self, source: int) -> Expert:
+        forms = torch.zeros(2, FORM, dtype=torch.int64)
+        self.group.receive(forms, source)
+        gate_up, down = (self.ops.blank(form[1 : 1 + form[0]]) for form in forms.tolist())
+        for weight in (gate_up, down):
+            memory = self.ops.memory(weight)
+            self.group.receive(memory, source)
+            self.received += memory.nbytes
+        return gate_up, down
+
+    def arrange(self, version: int, maps: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """See `protocol.Arrange`. Raises ValueError where a slot's expert isn't here."""
+        self.settle()
+        if version > self.prepared:
+            raise ValueError(f"version {version} of the experts was not prepared: the last one is {self.prepared}")
+        for layer, experts in maps:
+            block = self.blocks.get(layer)
+            if block is None:
+                continue
+            for at, expert in [key for key in self._aside if key[0] == layer]:
+                came = self._aside.pop((at, expert))
+                if block.held.setdefault(expert, came) is not came:
+                    for weight in came:
+                        self.ops.release(weight)
+            missing = sorted(set(slots_at(experts, self.group.size, self.group.rank)) - set(block.held))
+            if missing:
+                raise ValueError(f"layer {layer}: expert {missing[0]} was not prepared")
+            block.place(self.ops, experts, slots_of(len(experts), self.group.size, self.group.rank))
