@@ -5,6 +5,7 @@ Rules
 - same maps: ranks that compute a step together go by the same maps, those that were in force when it was planned
 - held: each slot holds the expert that the maps say; who is to send an expert has it
 - prepared: a commit comes only to ranks that have received what it is of, in this epoch, one step at a time
+- weights: no expert is read from the checkpoint that a rank of this epoch has in memory
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Experts:
         for layer in self.layers:
             for expert in sorted(set(self.mine(maps[layer]))):
                 if expert not in have.get(layer, ()) and (layer, expert) not in coming:
-                    self.process.sim.rules.reads_expert()
+                    self.process.sim.rules.reads_expert(self.process, layer, expert)
                     self.memory.setdefault(layer, set()).add(expert)
         if not command.moves:
             self.arrange(0, enumerate(maps))

@@ -200,9 +200,14 @@ class Rules:
 
     # -- experts
 
-    def reads_expert(self) -> None:
+    def reads_expert(self, reader: Process, layer: int, expert: int) -> None:
         """From the checkpoint."""
         self.sim.counts["experts read"] += 1
+        assert reader.link is not None
+        for rank in reader.experts.group:
+            has = (layer, expert) in reader.link.had.get(rank, ())
+            who = f"rank {reader.rank} reads expert {expert} of layer {layer}"
+            self.world.require(not has, "weights", f"{who}, which rank {rank} has")
 
     # -- answers
 

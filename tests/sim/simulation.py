@@ -116,8 +116,8 @@ class Simulation:
         return blocks * config.cache.block_size >= config.scheduler.max_model_len
 
     def maps_in_force(self) -> Maps:
-        """As the engine thinks; empty: nothing moves them."""
-        return ()
+        """As the engine thinks; empty: they aren't dealt whole."""
+        return tuple(placed.slots for placed in self.loop.crew.maps)
 
     def _link_for(self, places: list[Place], epoch: int) -> SimLink:
         self.link = SimLink(self, places, epoch)
