@@ -110,6 +110,10 @@ def resolve_experts(
     if options.all2all_backend is not None and not exchanged:
         why = f"tokens are exchanged with {_EP} and --data-parallel-size above 1"
         notes.append((logging.WARNING, f"{_ALL2ALL} {options.all2all_backend} changes nothing: {why}"))
+    if config.num_micro_batches > 1 and config.enable_expert_parallel and not exchanged:
+        option = _DBO if config.enable_dbo else f"{_UBATCH} {config.ubatch_size}"
+        why = "tokens are exchanged between several data-parallel ranks, and there is one"
+        notes.append((logging.WARNING, f"{option} changes nothing: {why}"))
     if options.eplb_config is not None and not config.enable_eplb:
         notes.append((logging.WARNING, f"{_EPLB_CONFIG} changes nothing without {_EPLB}"))
     redundant = config.eplb_config.num_redundant_experts
@@ -158,10 +162,6 @@ def not_yet(config: ParallelConfig) -> None:
     exchanged = config.enable_expert_parallel and config.data_parallel_size * config.lanes > 1
     missing: list[tuple[bool, str, object, str, str]] = [
         (config.enable_eplb, _EPLB, True, "moving experts while requests run", "leave it out"),
-        (
-            config.num_micro_batches > 1, _DBO if config.enable_dbo else _UBATCH,
-            True if config.enable_dbo else config.ubatch_size, "micro-batches that hide the exchange", "leave it out",
-        ),
         (
             exchanged and config.all2all_backend in LIBRARIES, _ALL2ALL, config.all2all_backend,
             "ranks that exchange tokens by that library (its adapter was not run on hardware)", f"use {DEFAULT}",

@@ -59,10 +59,12 @@ class Batch:
     block_table  int32 [max_seqs, max_blocks]
     sample_index int32 [max_samples]       token indices whose logits are wanted
     hidden       float32 [max_tokens, >= H] the previous stage's residual; only where `make_hidden` was called
+    prefill      are there tokens of histories among them, or only ones that were drawn last?
     """
 
     def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, max_samples: int) -> None:
         self.max_tokens, self.max_seqs, self.max_samples = max_tokens, max_seqs, max_samples
+        self.prefill = False
         self.counts: npt.NDArray[np.int64] = np.zeros(4, np.int64)
         self.tokens: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
         self.positions: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
@@ -292,10 +294,14 @@ class Ops(Protocol):
         rank 0 of the group gets the whole, and what the others get means nothing."""
         ...
 
-    def compile(self, forward: Callable[[Ops], Act], batch: Batch) -> Callable[[], torch.Tensor]:
+    def compile(
+        self, forward: Callable[[Ops], Act], batch: Batch, lanes: All2All | None = None
+    ) -> Callable[[], torch.Tensor]:
         """A function that runs `forward` on what `batch` holds at that moment and returns its result as a tensor
         [S, vocabulary] (or [T, H]) float32, valid until the next run. Called with S = 0 it runs and returns an empty
-        tensor. Raises PeerLost when a rank of the group is gone."""
+        tensor. Raises PeerLost when a rank of the group is gone. lanes: a way to exchange tokens in place of the one
+        that was joined; functions with ways of their own may run in several threads, as long as only one of them
+        computes while others exchange."""
         ...
 
     def use_threads(self, threads: int) -> None:

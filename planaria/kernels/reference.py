@@ -8,6 +8,7 @@ device once, when the step begins.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -365,13 +366,20 @@ class TorchOps:
         assert size is not None
         return self.tp.gather_columns(out, vocab, size)
 
-    def compile(self, forward: Callable[[Any], Tensor], batch: Batch) -> Callable[[], Tensor]:
+    def compile(
+        self, forward: Callable[[Any], Tensor], batch: Batch, lanes: All2All | None = None
+    ) -> Callable[[], Tensor]:  # fmt: skip
+        own = self
+        if lanes is not None:
+            own = copy.copy(self)  # with a step of its own
+            own.lanes = lanes
+
         @torch.inference_mode()
         def run() -> Tensor:
-            if self.lanes is not None:
-                batch.counts[3] = self.lanes.begin(int(batch.counts[0]))
-            self._step = Step(batch, self.device)
-            return forward(self)
+            if own.lanes is not None:
+                batch.counts[3] = own.lanes.begin(int(batch.counts[0]))
+            own._step = Step(batch, own.device)
+            return forward(own)
 
         return run
 

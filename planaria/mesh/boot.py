@@ -22,13 +22,15 @@ from planaria.topology import Layout
 FEW = 4  # messages of experts that are on their way: each is large
 
 
-def axes(rank: int, layout: Layout, *, experts: bool = False) -> dict[str, tuple[int, ...]]:
+def axes(rank: int, layout: Layout, *, experts: bool = False, micro_batches: int = 1) -> dict[str, tuple[int, ...]]:
     """World ranks of the groups that `rank` is in, by axis. "ep", those that share a stage's experts, is a group of its
     own only where there are several lanes: else these are the tensor ranks. "experts" are the same ranks, where
-    `experts` are dealt to them whole."""
+    `experts` are dealt to them whole. Each further micro-batch has such a group of its own, "ep1" and so on, so that
+    one can exchange tokens while another does."""
     sharing = layout.group(rank, "dp", "pcp", "tp")
     spread, travels = sharing if layout.dp > 1 else (rank,), sharing if experts else (rank,)
-    return {"tp": layout.group(rank, "tp"), "pp": layout.group(rank, "pp"), "ep": spread, "experts": travels}
+    further = {f"ep{i}": spread for i in range(1, micro_batches) if layout.dp > 1}
+    return {"tp": layout.group(rank, "tp"), "pp": layout.group(rank, "pp"), "ep": spread, "experts": travels, **further}
 
 
 def create_segment() -> int:
@@ -36,11 +38,13 @@ def create_segment() -> int:
     return os.memfd_create("planaria-mesh", os.MFD_CLOEXEC)
 
 
-def create_segments(rank: int, layout: Layout, *, experts: bool = False) -> dict[str, tuple[int, int]]:
+def create_segments(
+    rank: int, layout: Layout, *, experts: bool = False, micro_batches: int = 1
+) -> dict[str, tuple[int, int]]:  # fmt: skip
     """(descriptor, inode) of a new memory file for each group of several that this rank is the first of. They belong to
     the caller, who closes them with the groups."""
     found: dict[str, tuple[int, int]] = {}
-    for axis, members in axes(rank, layout, experts=experts).items():
+    for axis, members in axes(rank, layout, experts=experts, micro_batches=micro_batches).items():
         if sys.platform == "linux" and len(members) > 1 and members[0] == rank:
             fd = create_segment()
             found[axis] = fd, os.fstat(fd).st_ino
@@ -87,12 +91,12 @@ class Opening:
 def open_mesh(
     rank: int, layout: Layout, epoch: int, members: Sequence[Hello], *, fast: bool, kernels: Callable[[], Any],
     lanes: int = 1, crowded: bool = False, cuda: bool = False, deadline: float = DEADLINE,
-    opening: Opening | None = None, experts: bool = False,
+    opening: Opening | None = None, experts: bool = False, micro_batches: int = 1,
 ) -> Mesh:  # fmt: skip
     """Meet the other ranks. fast: use shared memory where it can be. kernels: gives the compiled kernels' entry, called
-    only for shared memory; lanes, crowded: see RankBoot. opening: by which another thread ends this. experts: as for
-    `axes`. Raises PeerLost when a rank does not come within the deadline or the opening is aborted, Gone when a rank
-    has ended already."""
+    only for shared memory; lanes, crowded: see RankBoot. opening: by which another thread ends this. experts,
+    micro_batches: as for `axes`. Raises PeerLost when a rank does not come within the deadline or the opening is
+    aborted, Gone when a rank has ended already."""
     opening = opening or Opening()
 
     def group(axis: str, ranks: tuple[int, ...]) -> Comm:
@@ -127,4 +131,7 @@ def open_mesh(
                 in_flight=FEW if axis == "experts" else IN_FLIGHT,
             )  # fmt: skip
 
-    return Mesh(rank, **{axis: group(axis, ranks) for axis, ranks in axes(rank, layout, experts=experts).items()})
+    found = axes(rank, layout, experts=experts, micro_batches=micro_batches)
+    groups = {axis: group(axis, ranks) for axis, ranks in found.items()}
+    first = {axis: groups.pop(axis) for axis in ("tp", "pp", "ep", "experts")}
+    return Mesh(rank, **first, further=tuple(groups.values()))

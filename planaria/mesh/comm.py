@@ -67,6 +67,9 @@ class NativeComm(Comm, Protocol):
     def window(self, size: int) -> npt.NDArray[np.uint8]:
         """Memory of `size` bytes or more that all ranks see. All call it together."""
 
+    def meet(self) -> None:
+        """Wait for all ranks."""
+
     def check(self) -> None:
         """Raise PeerLost if native code gave up."""
 

@@ -16,6 +16,7 @@ class Mesh:
     pp: Comm = field(default_factory=Solo)
     ep: Comm = field(default_factory=Solo)  # ranks of all lanes that share this stage's experts
     experts: Comm = field(default_factory=Solo)  # the same (also of one lane), for experts that travel beside steps
+    further: tuple[Comm, ...] = ()  # groups as ep, one for each micro-batch after the first
 
     @property
     def samples(self) -> bool:
@@ -39,4 +40,4 @@ class Mesh:
 
     @property
     def _all(self) -> tuple[Comm, ...]:
-        return self.tp, self.pp, self.ep, self.experts
+        return self.tp, self.pp, self.ep, self.experts, *self.further

@@ -78,6 +78,7 @@ class Runner:
                 lines.append(num_samples - 1)
                 samples.append(chunk.row)
         self.batch.seq_start[num_seqs] = num_tokens
+        self.batch.prefill = bool(chunks)
         self.batch.counts[:3] = (num_tokens, num_seqs, num_samples)
         if not num_tokens and not self.meets:
             return LaneResult([], [], errors=refused)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.mesh.all2all import All2All
     from planaria.worker.experts import Experts
+    from planaria.worker.micro_batches import MicroBatches
     from planaria.worker.runner import Runner
     from planaria.worker.sampler import Follower, Sampler
 
@@ -94,7 +95,8 @@ class Worker:
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
         self.layout = self.config.parallel.layout
         self.mesh = Mesh(self.rank)
-        self.exchange: All2All | None = None  # of tokens, with the ranks of other lanes
+        self.exchanges: list[All2All] = []  # of tokens, with the ranks of other lanes; one for each micro-batch
+        self.micro_batches: MicroBatches | None = None
         self._opening = Opening()
         self.part: Part | None = None  # of the model, that is loaded
         self.kv: tuple[int, int] | None = None  # its blocks, and tokens in a block
@@ -183,17 +185,26 @@ class Worker:
         placed = expert_map(self.config.model, self.config.parallel, self.layout.dp * self.layout.tp)
         return (placed.slots,) * len(self.config.model.moe_layers) if placed is not None else ()
 
-    def _exchange(self) -> All2All | None:
+    @property
+    def _num_micro_batches(self) -> int:
+        """Only what is exchanged can be hidden."""
+        return self.config.parallel.num_micro_batches if self._spreads else 1
+
+    def _exchanges(self) -> list[All2All]:
         """Called by all ranks of the expert group together."""
         if not self._spreads:
-            return None
+            return []
         from planaria.mesh.all2all import make
 
-        scheduler, parallel = self.config.scheduler, self.config.with_layout(self.layout).parallel
-        limits = scheduler.max_num_batched_tokens, -(-self.config.model.hidden_size // 16) * 64
-        return make(
-            parallel.all2all_backend, self.mesh.ep, self.layout.tp, limits, dealt=parallel.use_sequence_parallel_moe
-        )
+        parallel = self.config.with_layout(self.layout).parallel
+        name, dealt, row = parallel.all2all_backend, parallel.use_sequence_parallel_moe, self.config.model.hidden_size
+        tokens = self.config.scheduler.max_num_batched_tokens
+        most = [tokens] + [-(-tokens // self._num_micro_batches)] * len(self.mesh.further)
+        groups = self.mesh.ep, *self.mesh.further
+        return [
+            make(name, group, self.layout.tp, (limit, -(-row // 16) * 64), dealt=dealt)
+            for group, limit in zip(groups, most, strict=True)
+        ]
 
     def _timed(self, part: str, since: float) -> None:
         self.seconds[part] = time.perf_counter() - since
@@ -205,7 +216,9 @@ class Worker:
         self.layout = layout = command.layout
         place = self.boot.place
         self._door = Door(place.address) if command.apart else None
-        self._segments = create_segments(self.rank, layout, experts=self._whole_experts)
+        self._segments = create_segments(
+            self.rank, layout, experts=self._whole_experts, micro_batches=self._num_micro_batches
+        )
         store = None
         if self.rank == 0 and layout.size > 1 and (command.apart or not self._shares_memory):
             from planaria.mesh.gloo import open_store
@@ -249,19 +262,22 @@ class Worker:
             self.rank, command.layout, command.epoch, command.members, fast=self._shares_memory,
             kernels=lambda: _kernels(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
             cuda=self.config.device.device == "cuda", deadline=command.deadline, opening=self._opening,
-            experts=self._whole_experts,
+            experts=self._whole_experts, micro_batches=self._num_micro_batches,
         )  # fmt: skip
         self._opening.check()
-        self.exchange = self._exchange()
+        self.exchanges = self._exchanges()
         if self.ops is not None:
             self.ops.use_threads(self.boot.threads)
-            self.ops.join(self.mesh.tp, self.exchange)
+            self._join_ops(self.ops)
         if self.experts is not None:
             self.experts.enter(self.mesh.experts)
         if self.config.parallel.ray_link == "compiled-graph" and self.mesh.pp.size > 1:
             self.mesh = dataclasses.replace(self.mesh, pp=EdgeComm(self.mesh.pp))
         self._timed("groups", since)
         return Ready(self.rank, self.seconds)
+
+    def _join_ops(self, ops: Ops) -> None:
+        ops.join(self.mesh.tp, self.exchanges[0] if self.exchanges else None)
 
     def use_threads(self, threads: int) -> None:
         """Compute with so many from now on. Between two steps, in the thread that carries them out."""
@@ -285,7 +301,8 @@ class Worker:
             self.mesh.experts.abort("its epoch is over")
             self.experts.leave()
         self.mesh.close()
-        self.mesh, self.exchange = Mesh(self.rank), None
+        self._end_micro_batches()
+        self.mesh, self.exchanges = Mesh(self.rank), []
         self._store = None
         self._close_door()
         for fd, _ in self._segments.values():
@@ -325,7 +342,7 @@ class Worker:
             with torch.inference_mode():
                 self.model = self._build(self.ops, part, self._to_read(maps, moves))
         self.prepared.clear()
-        self.ops.join(self.mesh.tp, self.exchange)
+        self._join_ops(self.ops)
         if maps:
             self.experts = self._experts_of(self.ops, self.model)
             self.experts.enter(self.mesh.experts)
@@ -394,7 +411,13 @@ class Worker:
             self.sampler.close()
         if self.ops is not None:
             self.ops.close()
+        self._end_micro_batches()
         self.ops = self.model = self.runner = self.sampler = self.part = self.kv = self.experts = None
+
+    def _end_micro_batches(self) -> None:
+        if self.micro_batches is not None:
+            self.micro_batches.close()
+            self.micro_batches = None
 
     def _probe(self) -> Reply:
         block = self.model.kv_block_bytes(self.config.cache.block_size)
@@ -402,6 +425,7 @@ class Worker:
 
     def _allocate(self, num_blocks: int) -> Reply:
         from planaria.kernels.ops import Batch
+        from planaria.worker.micro_batches import make_forward
         from planaria.worker.runner import Runner
         from planaria.worker.sampler import Follower, Sampler
         from planaria.worker.stage import Stage
@@ -422,7 +446,11 @@ class Worker:
             scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-scheduler.max_model_len // size) + 1,
             scheduler.max_logit_rows,
         )  # fmt: skip
-        forward = self.ops.compile(self.model.forward, batch)
+        self._end_micro_batches()
+        made = make_forward(
+            self.ops, self.model.forward, batch, self.mesh, self.exchanges, self.config.parallel, self.take_thread
+        )
+        forward, self.micro_batches = made
         rows, model = scheduler.max_num_seqs, self.config.model
         if self.sampler is not None:  # of the epoch before
             self.sampler.close()
@@ -431,7 +459,7 @@ class Worker:
         else:
             self.sampler = Follower(rows, model.vocab_size)
         stage = Stage(batch, forward, self.mesh, model.hidden_size)
-        self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage, meets=self.exchange is not None)
+        self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.exchanges))
         self._timed("kv", since)
         return Ready(self.rank, self.seconds)
 

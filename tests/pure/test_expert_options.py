@@ -142,6 +142,8 @@ def test_each_exchange_is_taken_where_it_can_run(backend: str) -> None:
 def test_what_changes_nothing_is_said() -> None:
     for given, line in (
         ({**EP, **TP2, "all2all_backend": "naive"}, "--all2all-backend naive changes nothing: tokens are exchanged"),
+        ({**EP, **TP2, "enable_dbo": True}, "--enable-dbo changes nothing: tokens are exchanged between several"),
+        ({**EP, **TP2, "ubatch_size": 3}, "--ubatch-size 3 changes nothing: tokens are exchanged between several"),
         ({"eplb_config": {"window_size": 10}}, "--eplb-config changes nothing without --enable-eplb"),
         ({"expert_placement_strategy": "round_robin"}, "round_robin changes nothing without --enable-expert-parallel"),
     ):
@@ -192,8 +194,6 @@ def test_a_balancing_configuration_as_text_or_as_what_it_says() -> None:
     ("given", "named"),
     [
         ({**EP, **TP2, **EPLB}, "--enable-eplb True: this version has no moving experts while requests run yet"),
-        ({**EP, **TP2, "enable_dbo": True}, "--enable-dbo True: this version has no micro-batches"),
-        ({**EP, **TP2, "ubatch_size": 3}, "--ubatch-size 3: this version has no micro-batches"),
         ({**EP, **DP2, "all2all_backend": "pplx"}, "--all2all-backend pplx: this version has no ranks that exchange"),
     ],
 )

@@ -568,7 +568,9 @@ class CpuOps:
 
     # Running
 
-    def compile(self, forward: Callable[[Any], Act], batch: Batch) -> Callable[[], torch.Tensor]:
+    def compile(
+        self, forward: Callable[[Any], Act], batch: Batch, lanes: All2All | None = None
+    ) -> Callable[[], torch.Tensor]:  # fmt: skip
         """Record `forward`; a function that runs it on what `batch` then holds.
 
         Its result [rows, columns] is a view of the recording's own buffer: valid until the next run. Rows are the
@@ -578,12 +580,13 @@ class CpuOps:
             raise RuntimeError("compile() called from inside a forward function")
         self._tape, self._batch, self._scratch, self._shared = (Tape(), batch, layout.BIG, 0)
         self._owners, self._external, self._gathers, self._between = [batch, self._zeros], {}, [], []
+        joined, self.lanes = self.lanes, lanes or self.lanes
         try:
             result = forward(self)
             return self._finish(self._tape, batch, result)
         finally:
             self._tape, self._batch, self._owners, self._external, self._gathers = None, None, [], {}, []
-            self._between = []
+            self._between, self.lanes = [], joined
 
     def _finish(self, recorded: Tape, batch: Batch, result: Act) -> Callable[[], torch.Tensor]:
         recorded.fuse(result.buffer)

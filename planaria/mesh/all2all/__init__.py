@@ -4,9 +4,10 @@ An expert group is the ranks of one stage in all lanes. In a step each rank has 
 ranks of the lane have alike, and computes its own experts' part of every token it is given. A way to exchange them is
 an `All2All`; `make` finds one by its name in the configuration.
 
-Rule: all ranks of the group call `begin` once in each step, then `dispatch` and `combine` in turn, as often as there
-are layers with experts, also with no token of their own. A token's sum is over the ranks in their order, so that it
-depends on nothing but the token. A rank that does not come ends each wait with PeerLost.
+Rule: all ranks of the group call `begin` once in each step (or `tell` and `count`, which it consists of), then
+`dispatch` and `combine` in turn, as often as there are layers with experts, also with no token of their own. A token's
+sum is over the ranks in their order, so that it depends on nothing but the token. A rank that does not come ends each
+wait with PeerLost.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ class All2All(Protocol):
 
     def begin(self, num_tokens: int) -> int:
         """This rank's lane has so many tokens in this step. Returns how many rows `dispatch` brings."""
+        ...
+
+    def tell(self, number: int) -> list[int]:
+        """A number of this lane, the same on its tensor ranks. Returns those of all lanes."""
+        ...
+
+    def count(self, counts: Sequence[int]) -> int:
+        """Each lane has so many tokens from now on, as all ranks know. Returns what `begin` does."""
         ...
 
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:

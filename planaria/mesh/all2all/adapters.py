@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.mesh.all2all.plain import in_turns, raw
+from planaria.mesh.all2all.plain import in_turns, raw, tell
 from planaria.mesh.comm import Comm
 
 if TYPE_CHECKING:
@@ -50,6 +50,12 @@ class Library:
         self.handle: Any = None
 
     def begin(self, num_tokens: int) -> int:
+        return self.count(())
+
+    def tell(self, number: int) -> list[int]:
+        return tell(self.group, number)[:: self.shapes.width]
+
+    def count(self, counts: Sequence[int]) -> int:
         """The number of rows is a bound, the same in every step: the library counts on the device."""
         return self.group.size * self.most
 
@@ -95,7 +101,7 @@ class Batched(Library):
         """Rows of an expert."""
         return self.most * (self.group.size if self.shares_tokens else self.lanes)
 
-    def begin(self, num_tokens: int) -> int:
+    def count(self, counts: Sequence[int]) -> int:
         return self.local * self.room
 
     def label(self, into: Sequence[torch.Tensor], counts: torch.Tensor) -> None:

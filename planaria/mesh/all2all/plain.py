@@ -46,17 +46,29 @@ class Lanes:
         return self.rows(self.lane)
 
 
-class Naive:
+class ByMessages:
+    """What both ways have in common."""
+
+    def __init__(self, group: Comm, at: Lanes) -> None:
+        self.group, self.at, self.lanes = group, at, at.lanes
+
+    def begin(self, num_tokens: int) -> int:
+        return self.count(self.tell(num_tokens))
+
+    def tell(self, number: int) -> list[int]:
+        return tell(self.group, number)[:: self.at.width]
+
+    def count(self, counts: Sequence[int]) -> int:
+        return self.at.count(counts)
+
+
+class Naive(ByMessages):
     """The first tensor rank of each lane tells all ranks its tokens; what they made of them is added up everywhere."""
 
     name = "naive"
 
     def __init__(self, group: Comm, width: int) -> None:
-        self.group, self.at = group, Lanes(group, width)
-        self.lanes = self.at.lanes
-
-    def begin(self, num_tokens: int) -> int:
-        return self.at.count(tell(self.group, num_tokens)[:: self.at.width])
+        super().__init__(group, Lanes(group, width))
 
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         for part, whole in zip(parts, into, strict=True):
@@ -71,17 +83,13 @@ class Naive:
             out.copy_(cut(y, self.at.own))
 
 
-class AllGather:
+class AllGather(ByMessages):
     """Every rank gets the other lanes' tokens, and gives each lane its part of that lane's sum."""
 
     name = "allgather_reducescatter"
 
     def __init__(self, group: Comm, width: int, *, dealt: bool = False) -> None:
-        self.group, self.at = group, Lanes(group, width, dealt=dealt)
-        self.lanes = self.at.lanes
-
-    def begin(self, num_tokens: int) -> int:
-        return self.at.count(tell(self.group, num_tokens)[:: self.at.width])
+        super().__init__(group, Lanes(group, width, dealt=dealt))
 
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         at, rank = self.at, self.group.rank

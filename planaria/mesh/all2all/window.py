@@ -36,7 +36,7 @@ class Window:
         self._shared = self._sums + group.size * self._part
         memory: npt.NDArray[np.uint8] = self.group.window(self._shared + _up(self._most * row))
         self._memory = torch.from_numpy(memory)
-        self._counts = self._view(0, torch.int64, (2, group.size))
+        self._numbers = self._view(0, torch.int64, (2, group.size))
         self._step = 0
 
     def _view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -44,11 +44,17 @@ class Window:
         return self._memory[start : start + size].view(dtype).view(shape)
 
     def begin(self, num_tokens: int) -> int:
+        return self.count(self.tell(num_tokens))
+
+    def tell(self, number: int) -> list[int]:
         self._step += 1
-        counts = self._counts[self._step % 2]  # a rank may read the last step's while another is in the next
-        counts[self.group.rank] = num_tokens
+        numbers = self._numbers[self._step % 2]  # a rank may read the last step's while another is in the next
+        numbers[self.group.rank] = number
         self.group.meet()
-        total = self.at.count(counts[:: self.at.width].tolist())
+        return numbers[:: self.at.width].tolist()
+
+    def count(self, counts: Sequence[int]) -> int:
+        total = self.at.count(counts)
         if total > self._most:
             raise ValueError(f"{total} tokens in a step of {self.lanes} lanes: there is room for {self._most}")
         return total

@@ -1,0 +1,167 @@
+"""A step's forward pass as a whole, or in micro-batches of which one computes while others exchange tokens.
+
+Rule: all lanes split a step or none does. They tell each other, once a step, how many tokens each has and whether that
+is above its threshold; one that is above makes all split, since what is exchanged is everybody's. Part i of n has the
+tokens from T * i // n of each lane, so that everyone knows all counts. What a token computes does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from planaria.config.options import ParallelConfig
+from planaria.kernels.ops import Act, Batch, Ops
+from planaria.mesh.mesh import Mesh
+from planaria.worker.turns import InTurns, Span, Turns
+
+if TYPE_CHECKING:
+    from planaria.mesh.all2all import All2All
+
+
+def cut(part: Batch, whole: Batch, first: int, last: int) -> None:
+    """Fill `part` with the tokens [first, last) of a step; the block table is the same. Of a sequence that is cut the
+    earlier part knows nothing of the later tokens."""
+    tokens, samples = last - first, whole.sample_index[: int(whole.counts[2])]
+    for name in ("tokens", "positions", "slots"):
+        getattr(part, name)[:tokens] = getattr(whole, name)[first:last]
+    starts = whole.seq_start[: int(whole.counts[1]) + 1]
+    begin = int(np.searchsorted(starts, first, "right")) - 1 if tokens else 0
+    end = int(np.searchsorted(starts, last, "left")) if tokens else 0
+    count = end - begin
+    part.seq_start[: count + 1] = starts[begin : end + 1].clip(first, last) - first
+    part.seq_len[:count] = whole.seq_len[begin:end] - (starts[begin + 1 : end + 1] - last).clip(0)
+    part.seq_row[:count] = whole.seq_row[begin:end]
+    low, high = np.searchsorted(samples, (first, last))
+    part.sample_index[: high - low] = samples[low:high] - first
+    part.counts[:3] = (tokens, count, high - low)
+    if whole.arrived is not None:
+        part.arrived = whole.arrived[first:last]
+    elif whole.hidden is not None:
+        part.make_hidden(whole.hidden.shape[1])[:tokens] = whole.hidden[first:last]
+
+
+class Part:
+    """One of `turns.count` micro-batches: a batch and a recorded forward pass of its own."""
+
+    def __init__(
+        self, ops: Ops, forward: Callable[[Ops], Act], whole: Batch, exchange: All2All, turns: Turns, place: int
+    ) -> None:  # fmt: skip
+        self.place, self.exchange = place, InTurns(exchange, turns, place)
+        self.batch = whole
+        if turns.count > 1:
+            most = -(-whole.max_tokens // turns.count)
+            self.batch = Batch(most, min(whole.max_seqs, most), 0, min(whole.max_samples, most))
+            self.batch.block_table = whole.block_table
+        self.forward = ops.compile(forward, self.batch, self.exchange)
+        self.result: torch.Tensor | None = None
+
+    def bounds(self, tokens: int, of: int) -> tuple[int, int]:
+        """Of a lane's tokens, those of this part."""
+        return tokens * self.place // of, tokens * (self.place + 1) // of
+
+
+class MicroBatches:
+    """`forward` of `Stage`. exchanges: one for each micro-batch. splits: must a step of so many tokens be split?
+    enter_thread: makes a thread one that computes steps.
+
+    Its threads end with `close`, which must not be called while a step runs."""
+
+    def __init__(
+        self, ops: Ops, forward: Callable[[Ops], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
+        splits: Callable[[int, bool], bool], enter_thread: Callable[[], Any],
+    ) -> None:  # fmt: skip
+        self.batch, self.mesh, self._splits = batch, mesh, splits
+        self.once, self.turns = Turns(1), Turns(len(exchanges))
+        self.whole = Part(ops, forward, batch, exchanges[0], self.once, 0)
+        self.parts = [Part(ops, forward, batch, exchange, self.turns, i) for i, exchange in enumerate(exchanges)]
+        self._threads = ThreadPoolExecutor(len(exchanges) - 1, "planaria-micro-batch", enter_thread)
+        self._joined: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        tokens = int(self.batch.counts[0])
+        told = self.whole.exchange.tell(2 * tokens + self._splits(tokens, self.batch.prefill))
+        counts = [number // 2 for number in told]
+        if any(number % 2 for number in told):
+            return self._in_parts(tokens, counts)
+        self.whole.exchange.counts = counts
+        self.once.take(0)
+        out = self.whole.forward()
+        self.once.hand_on(0)
+        return out
+
+    def _in_parts(self, tokens: int, counts: Sequence[int]) -> torch.Tensor:
+        self.turns.begin()
+        count = self.turns.count
+        for part in self.parts:
+            cut(part.batch, self.batch, *part.bounds(tokens, count))
+            spans = (part.bounds(number, count) for number in counts)
+            part.exchange.counts = [last - first for first, last in spans]
+        others = [self._threads.submit(self._run, part) for part in self.parts[1:]]
+        self._run(self.parts[0])
+        wait(others)
+        if self.turns.error is not None:
+            raise self.turns.error
+        return self._join()
+
+    def _run(self, part: Part) -> None:
+        """In a thread of its own; an error is left in `turns`."""
+        try:
+            with torch.inference_mode():
+                self.turns.take(part.place)
+                part.result = self._kept(part.forward())
+                self.turns.hand_on(part.place)
+        except BaseException as e:
+            if self.turns.fail(e):
+                self.mesh.abort(f"rank {self.mesh.rank} failed in a micro-batch: {e}")  # ends what others wait for
+
+    def _kept(self, result: torch.Tensor) -> torch.Tensor:
+        """A result that no other micro-batch writes over: tensor ranks may write theirs to the same shared memory."""
+        tp = self.mesh.tp
+        if tp.size == 1:
+            return result
+        result = result.clone()
+        if tp.port:
+            tp.meet()  # type: ignore[attr-defined]  # a NativeComm
+        return result
+
+    def _join(self) -> torch.Tensor:
+        """The results one after the other."""
+        results = [part.result for part in self.parts if part.result is not None]
+        rows = sum(map(len, results))
+        if self._joined is None or len(self._joined) < rows:
+            self._joined = results[0].new_empty(rows, results[0].shape[1])
+        torch.cat(results, out=self._joined[:rows])
+        return self._joined[:rows]
+
+    @property
+    def trace(self) -> list[Span] | None:
+        """Spans of all steps, while it is a list."""
+        return self.turns.trace
+
+    @trace.setter
+    def trace(self, spans: list[Span] | None) -> None:
+        self.once.trace = self.turns.trace = spans
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def make_forward(
+    ops: Ops, forward: Callable[[Ops], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
+    parallel: ParallelConfig, enter_thread: Callable[[], Any],
+) -> tuple[Callable[[], torch.Tensor], MicroBatches | None]:  # fmt: skip
+    """The forward pass of a worker, and who does it where there is a way of exchange for each of several
+    micro-batches."""
+    if len(exchanges) < 2:
+        return ops.compile(forward, batch), None
+
+    def splits(tokens: int, prefill: bool) -> bool:
+        return parallel.splits(tokens, prefill=prefill)
+
+    made = MicroBatches(ops, forward, batch, mesh, exchanges, splits, enter_thread)
+    return made, made

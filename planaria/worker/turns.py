@@ -1,0 +1,116 @@
+"""Micro-batches of a step take turns at computing, in threads of their own; while one exchanges, the next one computes.
+
+Rule: a turn is all that lies between two exchanges, and turns go around: the first micro-batch's first, the second's
+first, ..., the first's second, and so on. So on every rank of a lane, which has the same number of them, computing is
+in the same order, and what tensor ranks add up meets. An earlier micro-batch has stored its keys and values of a layer
+before a later one attends over them, so a sequence may be cut between the two.
+
+Who waits for a turn waits for others that compute or exchange; an error in any of them ends all waits (`fail`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from planaria.mesh.all2all import All2All
+
+if TYPE_CHECKING:
+    import torch
+
+COMPUTE = "compute"
+
+
+class Span(NamedTuple):
+    """What a micro-batch of a step did; seconds of the node's monotonic clock."""
+
+    place: int
+    what: str  # compute, dispatch or combine
+    begin: float
+    end: float
+
+
+class Ended(Exception):
+    """Another micro-batch has failed: what is left of this one is of no use."""
+
+
+class Turns:
+    """Of `count` micro-batches. trace: where spans are put, while it is a list."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.trace: list[Span] | None = None
+        self.error: BaseException | None = None  # the first that ended a micro-batch
+        self._changed = threading.Condition()
+        self._next = 0
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """Another step. Nobody is in a turn."""
+        self._next, self.error = 0, None
+
+    def take(self, place: int) -> None:
+        """Wait for the turn of the micro-batch at this place. Raises Ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next == place or self.error is not None)
+            if self.error is not None:
+                raise Ended
+        self._since = time.monotonic()
+
+    def hand_on(self, place: int) -> None:
+        """The turn is over."""
+        self.note(Span(place, COMPUTE, self._since, time.monotonic()))
+        with self._changed:
+            self._next = (place + 1) % self.count
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> bool:
+        """End the waits of all; is this the first error?"""
+        with self._changed:
+            first = self.error is None
+            if first:
+                self.error = error
+            self._changed.notify_all()
+        return first
+
+    def note(self, span: Span) -> None:
+        if self.trace is not None:
+            self.trace.append(span)
+
+
+class InTurns:
+    """A micro-batch's way to exchange tokens: outside of its turn. counts: tokens of each lane's part in this step."""
+
+    def __init__(self, exchange: All2All, turns: Turns, place: int) -> None:
+        self.exchange, self.turns, self.place = exchange, turns, place
+        self.name, self.lanes = exchange.name, exchange.lanes
+        self.counts: Sequence[int] = ()
+
+    def begin(self, num_tokens: int) -> int:
+        """The lanes have told each other already."""
+        return self.count(self.counts)
+
+    def tell(self, number: int) -> list[int]:
+        return self.exchange.tell(number)
+
+    def count(self, counts: Sequence[int]) -> int:
+        return self.exchange.count(counts)
+
+    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        with self._outside("dispatch"):
+            self.exchange.dispatch(parts, into)
+
+    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
+        with self._outside("combine"):
+            self.exchange.combine(y, out)
+
+    @contextlib.contextmanager
+    def _outside(self, what: str) -> Iterator[None]:
+        self.turns.hand_on(self.place)
+        since = time.monotonic()
+        yield
+        self.turns.note(Span(self.place, what, since, time.monotonic()))
+        self.turns.take(self.place)
