@@ -20,13 +20,13 @@ import tests.faults.worker as workers
 from planaria.node import process_state
 from tests.faults.orders import FOLDER, Orders
 from tests.faults.streams import VOCABULARY, Load, Stream, within
-from tests.proc.servers import Server, alive
+from tests.proc.servers import PATIENT, Server, alive
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LENGTH = 256
 SMALL = [
     "--skip-tokenizer-init", "--max-model-len", str(MAX_LENGTH), "--max-num-seqs", "16",
-    "--max-num-batched-tokens", "48", "--heartbeat-timeout", "5", "--served-model-name", "m",
+    "--max-num-batched-tokens", "48", "--heartbeat-timeout", "5", "--served-model-name", "m", *PATIENT,
 ]  # fmt: skip
 REAL = ["--dtype", "float32", "--batch-invariant", "--kv-cache-memory", "16MiB"]
 LAYOUTS = {

@@ -27,6 +27,7 @@ START_LIMIT = 240.0
 PATIENCE = 60.0  # seconds, for what takes one when nothing else runs
 SOON = 9.0  # seconds, for what is promised within one or two on a quiet machine: sooner than any time-out
 
+PATIENT = ["--shutdown-timeout", "240"]  # for a drain whose requests must all end by themselves
 SMALL = ["--kv-cache-memory", "256MiB", "--max-model-len", "2048"]
 
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.proc.custom import POISON
-from tests.proc.servers import PATIENCE, SOON, Server, alive, needs_smollm2, planaria, titled, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, SOON, Server, alive, needs_smollm2, planaria, titled, wait_until
 from tests.proc.test_engine_death import HASH, Outcome, expected, health, run  # noqa: F401
 from tests.proc.test_fleet import all_ready, at, fleet, states
 
@@ -285,7 +285,7 @@ def test_when_no_engine_is_left_all_are_told() -> None:
 
 def test_sigterm_ends_all_and_loses_nothing(expected: list[Outcome]) -> None:  # noqa: F811
     """To the whole process group, as from a terminal or a service manager."""
-    with Server("smollm2", *HASH, "-dp", "2", "--api-server-count", "2", prefix=("setsid",)) as server:
+    with Server("smollm2", *HASH, *PATIENT, "-dp", "2", "--api-server-count", "2", prefix=("setsid",)) as server:
         pids = [*server.engine_pids(), *apis(server)]
         assert len(pids) == 4
         assert run(server, at(150, lambda: os.killpg(server.pid, signal.SIGTERM))) == expected

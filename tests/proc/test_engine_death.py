@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from tests.proc import custom
-from tests.proc.servers import PATIENCE, Server, alive, needs_smollm2, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, Server, alive, needs_smollm2, wait_until
 
 pytestmark = needs_smollm2
 
@@ -231,7 +231,7 @@ def test_the_real_model_goes_on_with_the_same_tokens() -> None:
 
 def test_a_server_that_drains_still_recovers() -> None:
     """SIGTERM, then the engine dies: what is open ends with its finish reason, then the server with 0."""
-    with Server("smollm2", *HASH) as server:
+    with Server("smollm2", *HASH, *PATIENT) as server:
         stream = iter(
             client_of(server).completions.create(
                 model="smollm2", prompt="Once", max_tokens=400, temperature=0, stream=True,

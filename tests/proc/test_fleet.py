@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from planaria.processes import titled_processes
-from tests.proc.servers import PATIENCE, Server, alive, needs_smollm2, planaria, titled, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, Server, alive, needs_smollm2, planaria, titled, wait_until
 from tests.proc.test_engine_death import HASH, Outcome, client_of, expected, health, run  # noqa: F401
 
 pytestmark = needs_smollm2
@@ -161,7 +161,7 @@ def test_what_cant_be_is_refused_and_changes_nothing(server: Server) -> None:
 
 def test_sigterm_ends_all_and_loses_nothing(expected: list[Outcome]) -> None:  # noqa: F811
     """To the whole process group, as from a terminal or a service manager."""
-    with Server("smollm2", *HASH, "-dp", "2", prefix=("setsid",)) as server:
+    with Server("smollm2", *HASH, *PATIENT, "-dp", "2", prefix=("setsid",)) as server:
         pids = server.engine_pids()
         assert run(server, begun=lambda: os.killpg(server.pid, signal.SIGTERM)) == expected
         assert server.process.wait(PATIENCE) == 0

@@ -74,6 +74,7 @@ class Deployment:
 
     def wait_all_ready(self, *layouts: str) -> None:
         def ready() -> bool:
+            assert self.agents[-1].process.poll() is None, self.agents[-1].text()
             engines = self.engines()
             wrong = [engine for engine, layout in zip(engines, layouts, strict=False) if engine["layout"] != layout]
             return not wrong and all(engine["state"] == "ready" for engine in engines)

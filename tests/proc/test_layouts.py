@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,12 @@ def missing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.environ["TEST_NO_DEVICE"] = str(path)
     yield path
     del os.environ["TEST_NO_DEVICE"]
+
+
+def try_now(watched: Watched) -> None:
+    """What was tried in vain is tried again after ever more seconds: how many depends on how slow all this is."""
+    launcher: Any = watched.llm._loop.crew.launcher
+    launcher._try_at = 0.0
 
 
 TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
@@ -62,6 +69,7 @@ def test_a_device_that_is_gone_costs_a_smaller_layout_until_it_is_back(
 
     missing.unlink()
     loop = two.llm._loop
+    try_now(two)
     wait_until("it has its layout again", lambda: loop.check() or len(two.pids) == 2, 120)
     grown = two.done[-1]
     assert (grown.kind, grown.ranks) == ("layout", []) and grown.layout != shrunk.layout
@@ -76,6 +84,7 @@ def test_it_grows_back_while_requests_run(two: Watched, missing: Path) -> None:
     assert len(two.pids) == 1
     missing.unlink()
     loop = two.llm._loop
+    try_now(two)
     wait_until("a process is ready", lambda: loop.crew.room() is not None, 120)  # what the loop looks for now and then
     loop._look_for_room = 0.0
     assert two.run() == two.expected

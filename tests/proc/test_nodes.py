@@ -297,6 +297,7 @@ def test_another_secret_never_joins_and_a_stopped_rank_is_killed() -> None:
     """The wait says what it waits for, and that somebody came with another secret."""
     port = free_port()
     with agent(port, env={"PLANARIA_SECRET": "x" * 40}) as stranger:
+        stranger.wait_for("waiting for node 0")
         nodes = launcher(port, same_as(port), timeout=6)
         with pytest.raises(CapacityError, match=r"gave up waiting for node 1 of 2 .*had another secret"):
             nodes.start()

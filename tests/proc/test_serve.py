@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.proc.servers import PATIENCE, SMALL, SOON, Server, alive, needs_smollm2, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, SMALL, SOON, Server, alive, needs_smollm2, wait_until
 
 pytestmark = needs_smollm2
 
@@ -117,7 +117,7 @@ def test_bad_request_costs_nobody(client: openai.OpenAI) -> None:
 
 def test_terminate_drains() -> None:
     """SIGTERM: what runs ends with its finish reason, what comes is refused, exit code 0."""
-    with Server("smollm2", *SMALL) as server:
+    with Server("smollm2", *SMALL, *PATIENT) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         stream = iter(
             client.completions.create(

@@ -19,7 +19,7 @@ import pytest
 
 from tests.faults.streams import enter_network, within
 from tests.proc.networks import Networks, several_networks
-from tests.proc.servers import Server, alive, needs_smollm2, wait_until
+from tests.proc.servers import PATIENT, Server, alive, needs_smollm2, wait_until
 from tests.proc.test_engine_death import HASH, STREAMS, Outcome
 from tests.proc.test_engine_death import run as run_streams
 from tests.ray.clusters import RayNodes
@@ -90,6 +90,7 @@ class Deployment:
 @pytest.fixture(scope="module")
 def fleet(networks: Networks, nodes: RayNodes, apis: str) -> Iterator[Deployment]:
     args = [*HASH, "-dp", "2", "--data-parallel-backend", "ray", "--heartbeat-timeout", "5", "--api-server-count", apis]
+    args += PATIENT
     env = nodes.env | {"RAY_ADDRESS": nodes.address}
     with Server("smollm2", *args, env=env, prefix=networks.prefixes[0]) as server:
         yield Deployment(server, networks)
