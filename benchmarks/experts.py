@@ -1,8 +1,9 @@
 """Experts: what balancing their load gives.
 
-    python -m benchmarks.experts balance|layer|tokens [--markdown docs/experts.md]
+    python -m benchmarks.experts balance|layer|tokens|resize [--markdown docs/experts.md]
+    python -m benchmarks.experts toy --model FOLDER [--markdown docs/experts.md]
 
-*layer*, *tokens*: see benchmarks/experts_layer.py, experts_tokens.py.
+*layer*, *tokens*, *resize*, *toy*: see benchmarks/experts_layer.py, experts_tokens.py and so on.
 *balance*: 64 experts on 8 simulated ranks, 16 layers, tokens that choose 8
 experts each with odds that fall as Zipf's law says, in another order in each layer. Maps are made from one window and
 measured on the next one, whose tokens are drawn again. With 8 redundant slots: experts dealt in order, DeepSeek's
@@ -26,6 +27,7 @@ from typing import Any
 import numpy
 
 from benchmarks import report
+from benchmarks.experts_toy import toy_part
 from benchmarks.published_greedy import greedy
 from planaria.core.balance import balance, balancedness
 from planaria.core.rebalance import Rearrangement
@@ -148,19 +150,29 @@ def tokens_part() -> tuple[dict[str, Any], list[report.Table]]:
     return measured()
 
 
+def resize_part() -> tuple[dict[str, Any], list[report.Table]]:
+    from benchmarks.experts_resize import resize_part as measured  # needs torch
+
+    return measured()
+
+
 PARTS: dict[str, Callable[[], tuple[dict[str, Any], list[report.Table]]]] = {
     "balance": balance_part,
     "layer": layer_part,
     "tokens": tokens_part,
+    "resize": resize_part,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=sorted(PARTS))
+    parser.add_argument("part", choices=sorted([*PARTS, "toy"]))
+    parser.add_argument("--model", type=Path, help="the toy: the folder that benchmarks.train_toy_moe wrote")
     parser.add_argument("--markdown", type=Path, help="write between this page's markers, named as the part")
     options = parser.parse_args()
-    result, tables = PARTS[options.part]()
+    if (options.part == "toy") != (options.model is not None):
+        parser.error("toy and --model FOLDER go together")
+    result, tables = toy_part(options.model) if options.part == "toy" else PARTS[options.part]()
     OUT.mkdir(exist_ok=True)
     (OUT / f"experts_{options.part}.json").write_text(json.dumps(result, indent=1))
     lines = [time.strftime("%Y-%m-%d %H:%M")]

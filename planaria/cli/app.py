@@ -265,6 +265,23 @@ def scale(
         command.run(size=dp or 0, url=url, id=id, drain_timeout=drain_timeout, key=key, as_json=json)
 
 
+@app.command()
+def experts(
+    url: Annotated[str | None, typer.Option(help="Of the server; default: the one that runs on this machine.")] = None,
+    saved: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="What --json printed, in place of a server.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a .png, .svg or .pdf file.")] = None,
+    admin_key: Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")] = None,
+    json: Json = False,
+) -> None:
+    """Show where a server's experts are and how even their load is, by layer."""
+    from planaria.cli import experts as command
+    from planaria.env import admin_key as admin_key_from_env
+
+    command.run(url=url, key=admin_key or admin_key_from_env(), saved=saved, plot=plot, as_json=json)
+
+
 @app.command(hidden=True)
 @engine_command
 def demo(model: Model = "smollm2", *, engine: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ def run(
 ) -> None:  # fmt: skip
     """Have `size` engines. Returns when it is committed. Raises UserError when it is refused, PlanariaError when it was
     rolled back."""
-    server = _server(url)
+    server = server_at(url)
     id = id or uuid.uuid4().hex[:8]
     answer: list[tuple[int, bytes] | PlanariaError] = []
     body = {"new_data_parallel_size": size, "drain_timeout": drain_timeout, "id": id}
@@ -52,7 +52,7 @@ def run(
 
 def run_layout(*, tp: int, pp: int, url: str | None, key: str | None, as_json: bool) -> None:
     """Have every engine's ranks in another layout. Raises UserError when that can't be had."""
-    server = _server(url)
+    server = server_at(url)
     body = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     _show(server, *call(server, "POST", "/admin/layout", key, body, timeout=LONGEST), _reshaped, as_json)
 
@@ -82,7 +82,7 @@ def _resized(value: dict[str, Any]) -> str:
     )
 
 
-def _server(url: str | None) -> dict[str, str]:
+def server_at(url: str | None) -> dict[str, str]:
     """The server at `url`, or the only one that runs here."""
     if url is not None:
         parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")

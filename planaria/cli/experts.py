@@ -1,0 +1,115 @@
+"""`planaria experts`: where a running server's experts are and how even their load is; a table, JSON or a picture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from planaria.cli.ps import call, not_planaria
+from planaria.cli.scale import server_at
+from planaria.errors import UserError
+
+NONE = "no engine of this server balances experts: start it with --enable-expert-parallel --enable-eplb"
+
+
+class Layer(msgspec.Struct):
+    """As /admin/experts says it."""
+
+    layer: int
+    load: list[int]  # tokens of each expert
+    slots: list[int]
+    rank_loads: list[float]
+    balancedness: float
+
+
+class Engine(msgspec.Struct):
+    engine: int
+    ranks: int
+    steps: int
+    balancedness: float
+    rearrangements: int
+    bytes_moved: int
+    layers: list[Layer]
+
+
+class Answer(msgspec.Struct):
+    engines: list[Engine]
+
+
+def run(*, url: str | None, key: str | None, saved: Path | None, plot: Path | None, as_json: bool) -> None:
+    """saved: what `--json` printed, in place of a server. Raises UserError where there is nothing to show."""
+    if plot is not None:
+        from planaria.cli.experts_plot import check
+
+        check(plot)
+    content, answer = _read(saved) if saved is not None else _ask(url, key)
+    if as_json:
+        sys.stdout.write(content.decode() + "\n")
+    engines = [engine for engine in answer.engines if engine.layers]
+    if not engines and not (as_json and plot is None):
+        raise UserError(NONE)
+    if plot is not None:
+        from planaria.cli.experts_plot import draw
+
+        draw(engines, plot)
+        print(f"planaria: {plot} written", file=sys.stderr)
+    elif not as_json:
+        _show(engines)
+
+
+def _ask(url: str | None, key: str | None) -> tuple[bytes, Answer]:
+    server = server_at(url)
+    status, content = call(server, "GET", "/admin/experts", key)
+    try:
+        if status == 200:
+            return content, msgspec.json.decode(content, type=Answer)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        pass
+    raise not_planaria(server, status)
+
+
+def _read(path: Path) -> tuple[bytes, Answer]:
+    try:
+        content = path.read_bytes()
+        return content.rstrip(), msgspec.json.decode(content, type=Answer)
+    except OSError as e:
+        raise UserError(f"{path}: can't be read: {e.strerror or e}") from None
+    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+        raise UserError(f"{path}: is not what planaria experts --json prints: {e}") from None
+
+
+def over_mean(loads: list[int] | list[float]) -> float:
+    """The largest over the mean; 1 where there is no load."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def _show(engines: list[Engine]) -> None:
+    table = Table(
+        "ENGINE", "LAYER", "TOKENS", "BUSIEST EXPERT", "BUSIEST RANK", "BALANCEDNESS",
+        box=None, caption="busiest: over the mean of the layer", caption_justify="left",
+    )  # fmt: skip
+    for engine in engines:
+        for layer in engine.layers:
+            table.add_row(
+                str(engine.engine), str(layer.layer), f"{sum(layer.load):,}", f"{over_mean(layer.load):.2f}",
+                f"{over_mean(layer.rank_loads):.2f}", f"{layer.balancedness:.3f}",
+            )  # fmt: skip
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    for engine in engines:
+        console.print(line_of(engine), soft_wrap=True)
+    console.print(table)
+
+
+def line_of(engine: Engine) -> str:
+    """How an engine stands."""
+    words = [
+        f"engine {engine.engine}: {engine.ranks} ranks", f"load of {engine.steps:,} steps",
+        f"balancedness {engine.balancedness:.3f}", f"{engine.rearrangements} rearrangements",
+        f"{engine.bytes_moved / 2**20:,.1f} MiB moved",
+    ]  # fmt: skip
+    return ", ".join(words)
