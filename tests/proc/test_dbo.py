@@ -1,0 +1,133 @@
+"""Micro-batches in a whole engine: the tokens of one rank, and a rank that dies in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planaria.wire import Reshape
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine
+from tests.proc.test_expert_parallel import ASKED, EP, MODEL
+
+SPLIT = {
+    **EP, "data_parallel_size": 2, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 4,
+    "worker_extension_cls": "tests.proc.test_dbo.Extension",
+}  # fmt: skip
+
+
+class Extension:
+    """Of workers: they say what they did, and one dies where it is told to."""
+
+    rank: int
+    micro_batches: Any
+
+    def look_on(self) -> None:
+        """From now on."""
+        self.micro_batches.trace = []
+
+    def done(self) -> tuple[list[int], list[str]]:
+        """Places of the micro-batches that computed, in order, and threads that belong to micro-batches."""
+        spans = self.micro_batches.trace
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("planaria-micro-batch")]
+        return [span.place for span in spans if span.what == "compute"], threads
+
+    def die(self, rank: int, place: int) -> None:
+        """In the third exchange of the micro-batch at this place, the others' in flight or not."""
+        if rank != self.rank:
+            return
+        exchange = self.micro_batches.parts[place].exchange.exchange
+        combine, left = exchange.combine, [3]
+
+        def dies(y: torch.Tensor, out: torch.Tensor) -> None:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            combine(y, out)
+
+        exchange.combine = dies
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("experts"), "qwen2_moe", **MODEL)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    with Engine(str(folder), distributed_executor_backend="uni") as one:
+        return one.run(ASKED)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with Engine(str(folder), **SPLIT, enable_dbo=True) as made:
+        yield made
+
+
+def ask(engine: Engine, method: str, *args: Any) -> list[Any]:
+    return list(engine.loop.call(method, args).result(300))
+
+
+def in_turn(places: Sequence[int], count: int) -> bool:
+    """Were some steps computed in so many micro-batches? They take turns."""
+    return any(list(places[i : i + 2 * count]) == [*range(count)] * 2 for i in range(len(places)))
+
+
+def test_the_tokens_are_those_of_one_rank(engine: Engine, expected: list[list[int]]) -> None:
+    ask(engine, "look_on")
+    assert engine.run(ASKED) == expected
+    (first, threads), (second, _) = ask(engine, "done")
+    assert first == second and in_turn(first, 2), "all lanes split the same steps"
+    assert engine.run(ASKED[:1]) == expected[:1]  # the other lane has nothing to do
+    assert len(threads) == 1
+
+
+@pytest.mark.parametrize("place", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_rank_that_dies_in_a_micro_batch_is_replaced(
+    engine: Engine, expected: list[list[int]], place: int
+) -> None:
+    """The other rank's threads end, each in its own exchange or waiting for its turn, and it goes on."""
+    before, known = engine.pids, len(engine.recoveries)
+    assert engine.run(ASKED, 20, lambda: ask(engine, "die", place, place)) == expected
+    assert len(engine.recoveries) == known + 1 and engine.recoveries[-1].ranks == [place]
+    assert engine.pids[1 - place] == before[1 - place] and engine.pids[place] != before[place]
+    ask(engine, "look_on")
+    assert engine.run(ASKED[:2]) == expected[:2]
+    for places, threads in ask(engine, "done"):
+        assert in_turn(places, 2) and len(threads) == 1, "a thread of the epoch before is left"
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"ubatch_size": 3, "tensor_parallel_size": 2, "kernels": "torch"},
+    {"enable_dbo": True, "tensor_parallel_size": 2, "all2all_backend": "naive"},
+    {"enable_dbo": True, "pipeline_parallel_size": 2, "disable_custom_all_reduce": True},
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_other_layouts_and_exchanges(folder: Path, expected: list[list[int]], options: dict[str, Any]) -> None:
+    with Engine(str(folder), **SPLIT, **options) as engine:
+        ask(engine, "look_on")
+        assert engine.run(ASKED) == expected
+        for places, _ in ask(engine, "done"):
+            assert in_turn(places, options.get("ubatch_size", 2))
+
+
+@pytest.mark.long
+def test_lanes_come_and_go(engine: Engine, expected: list[list[int]]) -> None:
+    """With one lane nothing is exchanged, and nothing is split."""
+    for id, dp in (("fewer", 1), ("more", 2)):
+        assert engine.run(ASKED, 30, lambda dp=dp, id=id: engine.loop.handle(Reshape(id, 1, 1, dp))) == expected
+        assert (engine.reshaped[-1].id, engine.reshaped[-1].error) == (id, "")
+    ask(engine, "look_on")
+    assert engine.run(ASKED) == expected
+    assert in_turn(ask(engine, "done")[0][0], 2)
