@@ -77,6 +77,15 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
     places: list[CameUp] = []  # by rank
 
 
+class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of balancing experts' load. Counters count from the engine's start."""
+
+    balancedness: float = 1.0  # of the last steps, see planaria.core.balance
+    rearrangements: int = 0
+    bytes_moved: int = 0  # between ranks
+    rearranged_at: float = 0.0  # when the last one had ended, in seconds since 1970; 0: none has
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     """A snapshot, sent with every step's deltas. Counters count from the engine's start."""
 
@@ -91,6 +100,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     replayed_tokens: int = 0  # computed again after a loss
+    experts: ExpertStats | None = None  # None: they are not balanced
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, tag="output"):
@@ -190,6 +200,32 @@ class Processes(msgspec.Struct, frozen=True, array_like=True, tag="processes"):
     processes: list[ProcessInfo]
 
 
+class ReportExperts(msgspec.Struct, frozen=True, array_like=True, tag="report_experts"):
+    """Say which experts are where, and what their load is; answered with `ExpertLoads`."""
+
+
+class LayerLoad(msgspec.Struct, frozen=True):
+    """A layer with experts. load: tokens of each expert in the window; slots: the expert of each slot, in the order of
+    ranks; rank_loads: tokens of each rank, with these slots."""
+
+    layer: int  # of the model
+    load: list[int]
+    slots: list[int]
+    rank_loads: list[float]
+    balancedness: float
+
+
+class ExpertLoads(msgspec.Struct, frozen=True, kw_only=True, tag="expert_loads"):
+    """Experts' load in the last steps, and where they are. No layers: load is not recorded."""
+
+    steps: int = 0  # in the window
+    num_ranks: int = 0  # that share each layer's experts
+    stats: ExpertStats = ExpertStats()
+    bytes_needed: int = 0  # what could not have been avoided of what was moved or is to be moved
+    rearranging: bool = False
+    layers: list[LayerLoad] = []
+
+
 class Reshape(msgspec.Struct, frozen=True, array_like=True, tag="reshape"):
     """Have another layout, in a new epoch and with the same requests. Answered by a Reshaped of the same id."""
 
@@ -230,9 +266,11 @@ class EngineState(msgspec.Struct, frozen=True):
         return "leaving" if self.leaving else self.state
 
 
-ToEngine = Submit | Cancel | Gone | Report | Reshape | Share | Shutdown
+ToEngine = Submit | Cancel | Gone | Report | ReportExperts | Reshape | Share | Shutdown
 StartUpNews = Phase | Progress
-FromEngine = EngineFacts | Output | Dead | Recovery | Leaving | Phase | Placed | Processes | Progress | Reshaped
+FromEngine = (
+    EngineFacts | Output | Dead | Recovery | ExpertLoads | Leaving | Phase | Placed | Processes | Progress | Reshaped
+)
 
 Sink = Callable[[Delta], None]
 
@@ -292,6 +330,10 @@ class EngineClient(Protocol):
 
     async def report(self) -> list[ProcessInfo]:
         """The engine's processes; what can be said without the engine where it doesn't answer."""
+        ...
+
+    async def experts(self) -> dict[int, ExpertLoads]:
+        """Experts' load and places, of each engine that records it and answers, by number."""
         ...
 
     async def close(self) -> None:

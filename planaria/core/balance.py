@@ -22,43 +22,41 @@ ROUNDING = 1e-9  # of a load: a smaller gain may be none
 
 
 class LoadWindow:
-    """The load of the last `size` steps, and when it is time to look at it.
+    """The load of the last `size` steps, at least: as it comes for several steps at a time, up to so many more.
 
-    Memory: 8 bytes for each step, layer and expert. A step is kept as one large integer with a field of 64 bits for
-    each count, so that adding one is one addition.
+    What comes at a time is kept as one large integer with a field of 64 bits for each count, so that adding it is one
+    addition. Load is of experts, not of slots: a rearrangement changes nothing of what was counted.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, size: int, interval: int) -> None:
-        self.num_layers, self.num_experts, self.size, self.interval = num_layers, num_experts, size, interval
-        self.since = 0  # steps since the last rearrangement
-        self._steps: deque[int] = deque()
+    def __init__(self, num_layers: int, num_experts: int, size: int) -> None:
+        self.num_layers, self.num_experts, self.size = num_layers, num_experts, size
+        self.steps = 0  # that are in it
+        self._parts: deque[tuple[int, int]] = deque()  # load, of so many steps
         self._sum = 0
 
-    def add(self, load: bytes) -> None:
-        """One step's tokens, [layers, experts], int64 little-endian. ValueError for another size."""
+    def add(self, load: bytes, steps: int = 1) -> None:
+        """Tokens of the next steps, [layers, experts], int64 little-endian. ValueError for another size."""
         if len(load) != 8 * self.num_layers * self.num_experts:
             shape = f"{self.num_layers} layers x {self.num_experts} experts"
             raise ValueError(f"{len(load)} bytes of load are not {shape} of 8 bytes")
-        step = int.from_bytes(load, "little")
-        self._steps.append(step)
-        self._sum += step
-        if len(self._steps) > self.size:
-            self._sum -= self._steps.popleft()
-        self.since += 1
-
-    @property
-    def due(self) -> bool:
-        return self.since >= self.interval
-
-    def rearranged(self) -> None:
-        """The interval begins again. Load is of experts, not of slots: what was counted still counts."""
-        self.since = 0
+        part = int.from_bytes(load, "little")
+        self._parts.append((part, steps))
+        self._sum += part
+        self.steps += steps
+        while self._parts and self.steps - self._parts[0][1] >= self.size:
+            part, steps = self._parts.popleft()
+            self._sum -= part
+            self.steps -= steps
 
     def total(self) -> list[list[int]]:
         """Tokens of each layer's experts in the window."""
-        num = self.num_layers * self.num_experts
-        counts = struct.unpack(f"<{num}q", self._sum.to_bytes(8 * num, "little"))
-        return [list(counts[i : i + self.num_experts]) for i in range(0, num, self.num_experts)]
+        return counts_of(self._sum.to_bytes(8 * self.num_layers * self.num_experts, "little"), self.num_experts)
+
+
+def counts_of(load: bytes, num_experts: int) -> list[list[int]]:
+    """Tokens of each layer's experts."""
+    counts = struct.unpack(f"<{len(load) // 8}q", load)
+    return [list(counts[i : i + num_experts]) for i in range(0, len(counts), num_experts)]
 
 
 def rank_loads(load: Load, placed: ExpertMap) -> list[float]:

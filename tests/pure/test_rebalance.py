@@ -119,20 +119,28 @@ def step(*layers: list[int]) -> bytes:
 
 @given(st.lists(st.lists(st.integers(0, 1 << 40), min_size=6, max_size=6), max_size=12), st.integers(1, 5))
 def test_the_window_is_the_last_steps(steps: list[list[int]], size: int) -> None:
-    window = LoadWindow(2, 3, size, 4)
+    window = LoadWindow(2, 3, size)
     for counts in steps:
         window.add(step(counts))
     last = steps[-size:]
     sums = [sum(counts[i] for counts in last) for i in range(6)]
     assert window.total() == [sums[:3], sums[3:]]
-    assert window.due == (len(steps) >= 4)
-    window.rearranged()
-    assert not window.due and window.total() == [sums[:3], sums[3:]]
+    assert window.steps == len(last)
+
+
+@given(st.lists(st.integers(1, 7), max_size=12), st.integers(1, 9))
+def test_a_window_of_load_that_comes_for_several_steps_holds_no_more_than_it_must(each: list[int], size: int) -> None:
+    window = LoadWindow(1, 1, size)
+    for number in each:
+        window.add(step([number]), number)
+    fewest = next((n for n in range(len(each)) if sum(each[-n:] if n else []) >= size), len(each))
+    assert window.total() == [[sum(each[len(each) - fewest :])]]
+    assert window.steps == sum(each[len(each) - fewest :])
 
 
 def test_load_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes of load are not 1 layers x 3 experts"):
-        LoadWindow(1, 3, 10, 10).add(step([1, 2]))
+        LoadWindow(1, 3, 10).add(step([1, 2]))
 
 
 def test_balancedness_is_mean_over_maximum_of_all_layers() -> None:

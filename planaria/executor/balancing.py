@@ -1,0 +1,152 @@
+"""Carries out what `core/expert_balance.py` decides: the loop tells of steps and answers, and commands go out between
+steps. Without `--enable-eplb` nothing happens here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from planaria.config.options import EngineConfig
+from planaria.core.balance import balancedness, counts_of, rank_loads
+from planaria.core.expert_balance import ASK, ExpertBalance
+from planaria.executor.worker_group import Ticket
+from planaria.layers.deal import expert_map
+from planaria.protocol import Arrange, Command, Prepare, StepResult
+from planaria.topology import Layout
+from planaria.topology.experts import ExpertMap
+from planaria.wire import ExpertLoads, ExpertStats, LayerLoad
+
+logger = logging.getLogger("planaria.engine")
+
+Send = Callable[[Command], Ticket]
+
+PACKED = {"q8_0": 34 / 32, "q4_1": 20 / 32}  # bytes of a weight
+
+
+class Balancing:
+    """send: a command to all ranks. tell: called when numbers have changed with no step to tell of. wall: seconds since
+    1970."""
+
+    def __init__(
+        self, config: EngineConfig, send: Send, tell: Callable[[], None], wall: Callable[[], float] = time.time
+    ) -> None:
+        self.config, self.send, self.tell, self.wall = config, send, tell, wall
+        self.state: ExpertBalance | None = None
+        self.stats: ExpertStats | None = None
+        self._layout = Layout()
+        self._logged = 0  # steps at the last line about balancedness
+        self._began = 0.0  # the last time that nothing was being rearranged
+
+    # -- events
+
+    def formed(self, layout: Layout, maps: tuple[ExpertMap, ...], num_nodes: int) -> None:
+        """The ranks of an epoch wait for steps, with these maps in force."""
+        parallel, model = self.config.parallel, self.config.model
+        if not parallel.enable_eplb or model.moe is None:
+            return
+        self._layout = layout
+        if self.state is not None:
+            self.state.formed(maps)
+            return
+        self.state = ExpertBalance(
+            parallel.eplb_config, maps, expert_bytes(self.config), num_groups=model.moe.num_groups, num_nodes=num_nodes
+        )
+        self.stats = ExpertStats()
+
+    def stepped(self, ticket: Ticket) -> None:
+        """Every rank has answered a step."""
+        if self.state is None:
+            return
+        prepared = 0
+        if self.state.rearranging and self.config.parallel.eplb_config.use_async:
+            prepared = min(reply.prepared for reply in ticket.replies.values() if isinstance(reply, StepResult))
+        self._send(self.state.stepped(prepared))
+
+    def answered(self, ticket: Ticket) -> bool:
+        """Every rank has answered a command; was it one from here?"""
+        if self.state is None or not (ticket.command is ASK or isinstance(ticket.command, Prepare | Arrange)):
+            return False
+        if isinstance(ticket.command, Prepare):
+            self._send(self.state.received())
+        elif isinstance(ticket.command, Arrange):
+            self._arranged(self.state)
+        elif ticket.failed is not None:  # a worker class of the user's
+            logger.warning("experts are not balanced any more: their load is not known (%s)", ticket.failed.message)
+            self.state = None
+        else:
+            self._loaded(self.state, ticket)
+        return True
+
+    def _send(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            self.send(command)
+
+    def _loaded(self, state: ExpertBalance, ticket: Ticket) -> None:
+        """Of each lane the first tensor rank's load, stage after stage."""
+        layout, lanes = self._layout, [b""] * self._layout.dp
+        for rank, reply in sorted(ticket.replies.items()):
+            at = layout.coords(rank)
+            if at.tp == 0:
+                lanes[at.dp] += getattr(reply, "value", b"")
+        if not state.rearranging:
+            self._began = self.wall()
+        state.loaded(lanes)
+        self._note(state)
+        config = self.config.parallel.eplb_config
+        if config.log_balancedness and state.steps - self._logged >= config.log_balancedness_interval:
+            self._logged = state.steps
+            load = counts_of(state.latest, state.window.num_experts)
+            logger.info(
+                "step %d: balancedness of experts %.3f, in the last %d steps %.3f",
+                state.steps, balancedness(load, state.maps), state.window.steps, state.balancedness,
+            )  # fmt: skip
+
+    def _arranged(self, state: ExpertBalance) -> None:
+        before = state.rearrangements
+        state.arranged()
+        if state.rearrangements > before:
+            now = self.wall()
+            logger.info(
+                "experts rearranged in %.2f s: %d bytes moved, balancedness of the last %d steps %.3f",
+                now - self._began, state.bytes_moved, state.window.steps, state.balancedness,
+            )
+            self._note(state, now)
+            self.tell()
+
+    def _note(self, state: ExpertBalance, rearranged: float | None = None) -> None:
+        assert self.stats is not None
+        at = self.stats.rearranged_at if rearranged is None else rearranged
+        self.stats = ExpertStats(state.balancedness, state.rearrangements, state.bytes_moved, at)
+
+    # -- for people
+
+    def report(self) -> ExpertLoads:
+        state, model = self.state, self.config.model
+        if state is None or self.stats is None:
+            return ExpertLoads()
+        layers = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
+        return ExpertLoads(
+            steps=state.window.steps, num_ranks=state.num_ranks, stats=self.stats, bytes_needed=state.bytes_needed,
+            rearranging=state.rearranging,
+            layers=[
+                LayerLoad(layer, load, list(placed.slots), rank_loads(load, placed), balancedness([load], [placed]))
+                for layer, load, placed in zip(layers, state.window.total(), state.maps, strict=True)
+            ],
+        )  # fmt: skip
+
+
+def expert_bytes(config: EngineConfig) -> int:
+    """What an expert's weights take, about: how a file has packed them is not looked at."""
+    model, device = config.model, config.device
+    assert model.moe is not None
+    weight = PACKED.get(device.quantization, 4 if device.dtype == "float32" else 2)
+    return int(3 * model.hidden_size * model.moe.intermediate_size * weight)
+
+
+def placed_at_first(config: EngineConfig, layout: Layout) -> tuple[ExpertMap, ...]:
+    """Of each layer with experts, as the configuration places them."""
+    placed = expert_map(config.model, config.parallel, layout.dp * layout.tp)
+    layers = sum(config.model.is_moe(layer) for layer in range(config.model.num_layers))
+    return (placed,) * layers if placed is not None else ()
