@@ -76,6 +76,7 @@ def run(
                 line: dict[str, Any] = {
                     "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason,
                     "executor": facts.executor, "link": facts.link, "layout": facts.layout, "ranks": facts.ranks,
+                    "rearrangements": llm.stats.experts.rearrangements if llm.stats.experts is not None else 0,
                 }  # fmt: skip
                 if choice.logprobs is not None:
                     line["logprobs"] = [

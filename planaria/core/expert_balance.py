@@ -1,4 +1,4 @@
-"""Which experts are where while they are balanced: when their load is asked for, when they move, what is in force. Pure.
+"""Experts that are balanced: when their load is asked for, when they move, which maps are in force. Pure.
 
 Events come in, commands for all ranks come out. Rules: maps change when a commit (`Arrange`) is given out, at no other
 time, and it is given out only when every rank has what the step sends it; one step is on its way at a time. So what was

@@ -6,86 +6,87 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from planaria.config.options import EngineConfig
 from planaria.core.balance import balancedness, counts_of, rank_loads
 from planaria.core.expert_balance import ASK, ExpertBalance
+from planaria.executor.crew import Crew
 from planaria.executor.worker_group import Ticket
-from planaria.layers.deal import expert_map
 from planaria.protocol import Arrange, Command, Prepare, StepResult
-from planaria.topology import Layout
-from planaria.topology.experts import ExpertMap
 from planaria.wire import ExpertLoads, ExpertStats, LayerLoad
 
 logger = logging.getLogger("planaria.engine")
-
-Send = Callable[[Command], Ticket]
 
 PACKED = {"q8_0": 34 / 32, "q4_1": 20 / 32}  # bytes of a weight
 
 
 class Balancing:
-    """send: a command to all ranks. tell: called when numbers have changed with no step to tell of. wall: seconds since
-    1970."""
+    """Of a crew's ranks. tell: called when numbers have changed with no step to tell of. wall: seconds since 1970."""
 
     def __init__(
-        self, config: EngineConfig, send: Send, tell: Callable[[], None], wall: Callable[[], float] = time.time
+        self, config: EngineConfig, crew: Crew, tell: Callable[[], None], wall: Callable[[], float] = time.time
     ) -> None:
-        self.config, self.send, self.tell, self.wall = config, send, tell, wall
+        self.config, self.crew, self.tell, self.wall = config, crew, tell, wall
         self.state: ExpertBalance | None = None
         self.stats: ExpertStats | None = None
-        self._layout = Layout()
         self._logged = 0  # steps at the last line about balancedness
         self._began = 0.0  # the last time that nothing was being rearranged
 
     # -- events
 
-    def formed(self, layout: Layout, maps: tuple[ExpertMap, ...], num_nodes: int) -> None:
-        """The ranks of an epoch wait for steps, with these maps in force."""
-        parallel, model = self.config.parallel, self.config.model
+    def formed(self) -> None:
+        """The ranks of an epoch wait for steps."""
+        parallel, model, crew = self.config.parallel, self.config.model, self.crew
         if not parallel.enable_eplb or model.moe is None:
             return
-        self._layout = layout
-        if self.state is not None:
-            self.state.formed(maps)
-            return
-        self.state = ExpertBalance(
-            parallel.eplb_config, maps, expert_bytes(self.config), num_groups=model.moe.num_groups, num_nodes=num_nodes
-        )
-        self.stats = ExpertStats()
+        if self.state is None:
+            nodes = num_nodes([crew.places[rank].home for rank in crew.layout.group(0, "dp", "tp")])
+            size = expert_bytes(self.config)
+            self.state = ExpertBalance(
+                parallel.eplb_config, crew.maps, size, num_groups=model.moe.num_groups, num_nodes=nodes
+            )
+            self.stats = ExpertStats()
+        else:
+            self.state.formed(crew.maps)
 
     def stepped(self, ticket: Ticket) -> None:
-        """Every rank has answered a step."""
+        """Every rank has answered a step. Raises WorkersLost."""
         if self.state is None:
             return
         prepared = 0
-        if self.state.rearranging and self.config.parallel.eplb_config.use_async:
+        if self.state.rearranging and self.state.config.use_async:
             prepared = min(reply.prepared for reply in ticket.replies.values() if isinstance(reply, StepResult))
-        self._send(self.state.stepped(prepared))
+        self._send(self.state, self.state.stepped(prepared))
 
-    def answered(self, ticket: Ticket) -> bool:
-        """Every rank has answered a command; was it one from here?"""
-        if self.state is None or not (ticket.command is ASK or isinstance(ticket.command, Prepare | Arrange)):
-            return False
+    def moved(self, ticket: Ticket) -> None:
+        """Every rank has answered another command. Raises WorkersLost."""
+        if self.state is None:
+            return
         if isinstance(ticket.command, Prepare):
-            self._send(self.state.received())
+            self._send(self.state, self.state.received())
         elif isinstance(ticket.command, Arrange):
             self._arranged(self.state)
-        elif ticket.failed is not None:  # a worker class of the user's
+
+    def told(self, ticket: Ticket) -> None:
+        """A call was answered: if it was for load, take it in."""
+        if self.state is None or ticket.command is not ASK:
+            return
+        if ticket.failed is None:
+            self._loaded(self.state, ticket)
+        else:  # a worker class of the user's
             logger.warning("experts are not balanced any more: their load is not known (%s)", ticket.failed.message)
             self.state = None
-        else:
-            self._loaded(self.state, ticket)
-        return True
 
-    def _send(self, commands: Iterable[Command]) -> None:
+    def _send(self, state: ExpertBalance, commands: Iterable[Command]) -> None:
+        """Maps are in force when the word for them goes out, whoever it reaches."""
+        self.crew.maps = state.maps
         for command in commands:
-            self.send(command)
+            self.crew.send(command)
 
     def _loaded(self, state: ExpertBalance, ticket: Ticket) -> None:
         """Of each lane the first tensor rank's load, stage after stage."""
-        layout, lanes = self._layout, [b""] * self._layout.dp
+        layout, lanes = self.crew.layout, [b""] * self.crew.layout.dp
         for rank, reply in sorted(ticket.replies.items()):
             at = layout.coords(rank)
             if at.tp == 0:
@@ -145,8 +146,8 @@ def expert_bytes(config: EngineConfig) -> int:
     return int(3 * model.hidden_size * model.moe.intermediate_size * weight)
 
 
-def placed_at_first(config: EngineConfig, layout: Layout) -> tuple[ExpertMap, ...]:
-    """Of each layer with experts, as the configuration places them."""
-    placed = expert_map(config.model, config.parallel, layout.dp * layout.tp)
-    layers = sum(config.model.is_moe(layer) for layer in range(config.model.num_layers))
-    return (placed,) * layers if placed is not None else ()
+def num_nodes(homes: Sequence[str]) -> int:
+    """Nodes of an expert group's ranks; 1 where they don't follow one another in equal numbers."""
+    nodes = list(dict.fromkeys(homes))
+    each = len(homes) // len(nodes)
+    return len(nodes) if list(homes) == [home for home in nodes for _ in range(each)] else 1

@@ -20,6 +20,7 @@ from planaria.core.engine import EngineCore
 from planaria.errors import CallFailed, CapacityError, EngineDead, PlanariaError, UserError, WorkersLost
 from planaria.executor.attempts import Attempts
 from planaria.executor.backend import Launcher, Link
+from planaria.executor.balancing import Balancing
 from planaria.executor.boot import Place, boots_for
 from planaria.executor.census import census, here
 from planaria.executor.crew import Crew, Refusal, System, failure
@@ -44,6 +45,7 @@ from planaria.wire import (
     Processes,
     Recovery,
     Report,
+    ReportExperts,
     Reshape,
     Reshaped,
     Share,
@@ -74,6 +76,7 @@ class EngineLoop:
     ) -> None:  # fmt: skip
         self.config, self.emit, self.clock = config, emit, clock
         self.crew = Crew(config, launcher, link_for, emit, clock, system or System())
+        self.balancing = Balancing(config, self.crew, lambda: self._emit([], stepped=True))
         self.on_loss: Callable[[], None] = lambda: None
         # Where several processes run the same engine: the messages (and with `clock` the time) that all of them go by.
         self.agree: Callable[[ToEngine], ToEngine] = lambda message: message
@@ -106,6 +109,7 @@ class EngineLoop:
             self.core.lost(crew.epoch, crew.num_blocks, crew.layout.pp)
         self._limit_steps()
         crew.seconds["engine"] = self.clock() - began
+        self.balancing.formed()
         model = config.model
         crew.stand_by()
         return EngineFacts(
@@ -278,6 +282,7 @@ class EngineLoop:
         core, crew, first = self.core, self.crew, attempts.first
         assert core is not None
         tokens = core.replayed_tokens
+        self.balancing.formed()
         # the epoch is news, also with no request
         self._emit(core.lost(crew.epoch, crew.num_blocks, crew.layout.pp, crew.layout.dp), stepped=True)
         seconds["total"] = self.clock() - began
@@ -315,6 +320,8 @@ class EngineLoop:
                 self._emit(self.core.cancel(message.id))
             case Report():
                 self._report()
+            case ReportExperts():
+                self.emit(self.balancing.report())
             case Share():
                 self._share(message.engines)
             case Reshape():
@@ -421,12 +428,16 @@ class EngineLoop:
         """Raises WorkersLost when a rank could not take the step."""
         assert self.core is not None
         if isinstance(ticket.command, Call):
-            return  # whoever asked looks at the ticket
+            self.balancing.told(ticket)
+            return  # whoever else asked looks at the ticket
         if ticket.failed is not None:
             raise self.crew.loss_of(self.crew.root_cause(ticket.failed))
         if isinstance(ticket.command, StepPlan):
             drawn = [ticket.replies[rank] for rank in self.crew.layout.drawing]
             self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
+            self.balancing.stepped(ticket)
+        else:
+            self.balancing.moved(ticket)
 
     def _commit(self, plan: StepPlan, parts: list[StepResult]) -> None:
         """parts: what was drawn in each lane."""
@@ -441,7 +452,10 @@ class EngineLoop:
     def _emit(self, deltas: list[Delta], *, stepped: bool = False) -> None:
         if deltas or stepped:
             assert self.core is not None
-            self.emit(Output(deltas, self.core.stats()))
+            stats = self.core.stats()
+            if self.balancing.stats is not None:
+                stats = msgspec.structs.replace(stats, experts=self.balancing.stats)
+            self.emit(Output(deltas, stats))
         if self._replay is not None:
             self._watch_replay(deltas)
 

@@ -4,6 +4,7 @@ this machine."""
 from __future__ import annotations
 
 import os
+import time
 import uuid
 
 import msgspec
@@ -49,6 +50,21 @@ async def show_fleet(request: Request) -> Response:
         "resizes": client.resizes(),
     }  # fmt: skip
     return Response(encode_json(body), media_type="application/json")
+
+
+async def show_experts(request: Request) -> Response:
+    """Where experts are and what their load was, of each engine that balances them."""
+    found = await request.app.state.service.client.experts()
+    engines = [
+        {
+            "engine": index, "ranks": loads.num_ranks, "steps": loads.steps, "balancedness": loads.stats.balancedness,
+            "rearrangements": loads.stats.rearrangements, "rearranging": loads.rearranging,
+            "seconds_since": time.time() - loads.stats.rearranged_at if loads.stats.rearranged_at else None,
+            "bytes_moved": loads.stats.bytes_moved, "bytes_needed": loads.bytes_needed, "layers": loads.layers,
+        }
+        for index, loads in found.items()
+    ]  # fmt: skip
+    return Response(encode_json({"engines": engines}), media_type="application/json")
 
 
 async def scale_elastic_ep(request: Request) -> Response:

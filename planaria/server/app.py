@@ -145,6 +145,7 @@ def _routes(app: FastAPI) -> None:
     add("/v1/models/{model:path}", health.get_model, schema.ModelCard, errors=(401, 404, 503))
     add("/admin/processes", admin.list_processes, schema.ProcessList, errors=(401, 403))
     add("/admin/fleet", admin.show_fleet, schema_fleet.FleetResponse, errors=(401, 403))
+    add("/admin/experts", admin.show_experts, schema_fleet.ExpertsResponse, errors=(401, 403))
     add(
         "/scale_elastic_ep", admin.scale_elastic_ep, schema_fleet.ScaleResponse, schema_fleet.ScaleRequest,
         errors=(400, 401, 403, 408, 409, 413, 415, 500),
@@ -170,7 +171,7 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
     schema.ModelList, schema.ModelCard, schema.Health, schema.Version, schema.ProcessList, schema.ErrorResponse,
     schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
-    schema_fleet.LayoutResponse, schema_fleet.Dashboard,
+    schema_fleet.LayoutResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
 )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from planaria.wire import (
     EngineFacts,
     EngineState,
     EngineStats,
+    ExpertLoads,
     FromEngine,
     Phase,
     ProcessInfo,
@@ -457,6 +458,11 @@ class Fleet:
             for (index, _), rows in zip(engines, found, strict=True)
             for row in rows
         ]
+
+    async def experts(self) -> dict[int, ExpertLoads]:
+        members = sorted(self.members.items())
+        found = await asyncio.gather(*(engine.experts() for _, engine in members))
+        return {index: loads for (index, _), loads in zip(members, found, strict=True) if loads is not None}
 
     async def close(self) -> None:
         """End all engines and wait for them. Idempotent."""

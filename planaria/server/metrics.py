@@ -6,6 +6,7 @@ each engine's, read when asked, under its number; times and token counts are the
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
@@ -17,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from planaria.server.faults import FaultLog
 from planaria.types import FinishReason
-from planaria.wire import EngineState
+from planaria.wire import EngineState, ExpertStats
 
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -39,6 +40,25 @@ _COUNTERS: tuple[tuple[str, str, _Number], ...] = (
     ("vllm:num_preemptions", "Times a sequence gave its KV blocks to another.", lambda e: e.stats.preemptions),
     ("planaria:requests_taken", "Sequences that came from another engine.", lambda e: e.taken),
 )
+# Of engines that balance their experts.
+_EXPERTS: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[ExpertStats], float]], ...] = (
+    (
+        GaugeMetricFamily, "expert_balancedness", "Mean over maximum of the load of the ranks that share experts.",
+        lambda experts: experts.balancedness,
+    ),
+    (
+        GaugeMetricFamily, "expert_rearrangement_age_seconds", "Since experts were rearranged; none: they never were.",
+        lambda experts: time.time() - experts.rearranged_at,
+    ),
+    (
+        CounterMetricFamily, "expert_rearrangements", "Times that experts were rearranged.",
+        lambda experts: experts.rearrangements,
+    ),
+    (
+        CounterMetricFamily, "expert_moved_bytes", "Weights that ranks sent one another for it.",
+        lambda experts: experts.bytes_moved,
+    ),
+)  # fmt: skip
 
 
 def imbalance(engines: Iterable[EngineState]) -> float:
@@ -88,6 +108,7 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         label, value = ["model_name"], [self._name()]
         yield from self._of_engines(value[0])
+        yield from self._experts(value[0])
         for name, text, number in (
             ("prompt_tokens", "Prompt tokens of sequences that gave a first token.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
@@ -124,6 +145,15 @@ class Metrics(Collector):
             for engine in engines:
                 counter.add_metric([model, str(engine.index)], number(engine))
             yield counter
+
+    def _experts(self, model: str) -> Iterable[Metric]:
+        engines = [(str(e.index), e.stats.experts) for e in self._engines()]
+        for kind, name, text, number in _EXPERTS:
+            family = kind(f"planaria:{name}", text, labels=["model_name", "engine"])
+            for engine, experts in engines:
+                if experts is not None and (experts.rearranged_at or "age" not in name):
+                    family.add_metric([model, engine], number(experts))
+            yield family
 
     def _recovery(self, model: str) -> Iterable[Metric]:
         faults = self._faults

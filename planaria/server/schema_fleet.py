@@ -33,6 +33,31 @@ class ResizeEntry(Strict):
     moved: int  # sequences that went on in another engine
 
 
+class ExpertLayer(Strict):
+    layer: int  # of the model
+    load: list[int]  # tokens of each expert
+    slots: list[int]  # the expert of each slot, in the order of ranks
+    rank_loads: list[float]  # tokens of each rank; an expert's replicas share its tokens
+    balancedness: float
+
+
+class EngineExperts(Strict):
+    engine: int
+    ranks: int  # that share each layer's experts; slots are dealt to them in order, earlier ranks have one more
+    steps: int  # that loads are of: the window
+    balancedness: float  # of all layers: mean over maximum of the ranks' loads
+    rearrangements: int
+    rearranging: bool
+    seconds_since: float | None  # the last rearrangement; none: there was none
+    bytes_moved: int  # between ranks
+    bytes_needed: int  # what of that, and of what is being moved, could not have been avoided
+    layers: list[ExpertLayer]
+
+
+class ExpertsResponse(Strict):
+    engines: list[EngineExperts]  # those that balance their experts
+
+
 class ScaleResponse(ResizeEntry):
     message: str
 

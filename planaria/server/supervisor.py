@@ -32,6 +32,8 @@ from planaria.wire import (
     Dead,
     EngineFacts,
     EngineStats,
+    ExpertLoads,
+    ExpertStats,
     FromEngine,
     Leaving,
     Output,
@@ -42,6 +44,7 @@ from planaria.wire import (
     Progress,
     Recovery,
     Report,
+    ReportExperts,
     Reshape,
     Reshaped,
     Share,
@@ -101,6 +104,7 @@ class SupervisedEngine:
         self._closing = False
         self._restarting = False  # the process ends because `restart` was called
         self._reports: list[asyncio.Future[list[ProcessInfo]]] = []  # who waits for the next one
+        self._loads: list[asyncio.Future[ExpertLoads]] = []  # who waits for the next ones
         self._reshapes: dict[str, asyncio.Future[Reshaped]] = {}  # who waits for which
         self._task: asyncio.Task[None] | None = None
         self.log: Callable[..., None] = logger.warning  # of losses; of several servers one says them
@@ -442,6 +446,8 @@ class SupervisedEngine:
                 self.on_placed(message)
             case Processes():
                 self._on_processes(message)
+            case ExpertLoads():
+                self._on_loads(message)
             case Reshaped():
                 self._on_reshaped(message)
             case Leaving():
@@ -497,6 +503,26 @@ class SupervisedEngine:
         pid = self.engine.pid
         return [ProcessInfo("engine", None, {}, pid, node_name(), self.stats.epoch, state, resident_bytes(pid))]
 
+    async def experts(self) -> ExpertLoads | None:
+        """Experts' load and places; None where the engine can't answer, or records none."""
+        if not self.up or self.engine is None:
+            return None
+        waiting: asyncio.Future[ExpertLoads] = asyncio.get_running_loop().create_future()
+        self._loads.append(waiting)
+        self.engine.send(ReportExperts())
+        try:
+            found = await asyncio.wait_for(waiting, REPORT_TIMEOUT)
+        except TimeoutError:
+            self._loads.remove(waiting)
+            return None
+        return found if found.layers else None
+
+    def _on_loads(self, message: ExpertLoads) -> None:
+        for waiting in self._loads:
+            if not waiting.done():
+                waiting.set_result(message)
+        self._loads = []
+
     def _on_processes(self, message: Processes) -> None:
         for waiting in self._reports:
             if not waiting.done():
@@ -527,4 +553,16 @@ def added(before: EngineStats, now: EngineStats) -> EngineStats:
         prompt_tokens=before.prompt_tokens + now.prompt_tokens,
         generation_tokens=before.generation_tokens + now.generation_tokens,
         replayed_tokens=before.replayed_tokens + now.replayed_tokens,
+        experts=_experts_added(before.experts, now.experts),
+    )
+
+
+def _experts_added(before: ExpertStats | None, now: ExpertStats | None) -> ExpertStats | None:
+    if before is None or now is None:
+        return now or before
+    return msgspec.structs.replace(
+        now,
+        rearrangements=before.rearrangements + now.rearrangements,
+        bytes_moved=before.bytes_moved + now.bytes_moved,
+        rearranged_at=now.rearranged_at or before.rearranged_at,
     )

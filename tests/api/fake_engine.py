@@ -15,7 +15,18 @@ import msgspec
 
 from planaria.core.resize import Refused, Resize
 from planaria.types import Delta, FinishReason, TokenLogprobs
-from planaria.wire import Dead, EngineFacts, EngineState, EngineStats, ProcessInfo, Reshaped, Sink, Submit
+from planaria.wire import (
+    Dead,
+    EngineFacts,
+    EngineState,
+    EngineStats,
+    ExpertLoads,
+    LayerLoad,
+    ProcessInfo,
+    Reshaped,
+    Sink,
+    Submit,
+)
 
 TEXTS = (
     " the", " quick", " brown", " fox", ".", ",", "\n", " jumps", " STOP", " a", "é", "日本", "🙂", "👩‍👩‍👧", " 42",
@@ -126,6 +137,12 @@ class FakeEngine:
             ProcessInfo("engine", None, {}, 11, "here", 0, "ready", 1 << 20),
             ProcessInfo("worker", 0, {"tp": 0, "pp": 0}, 12, "here", 0, "idle", 2 << 20),
         ]
+
+    async def experts(self) -> dict[int, ExpertLoads]:
+        if self.stats.experts is None:
+            return {}
+        layer = LayerLoad(1, [6, 2, 0, 0], [0, 1, 2, 3], [8.0, 0.0], 0.5)
+        return {0: ExpertLoads(steps=3, num_ranks=2, stats=self.stats.experts, bytes_needed=64, layers=[layer])}
 
     async def close(self) -> None:
         if self._task is not None:

@@ -14,12 +14,14 @@ C = "/v1/completions"
 GAUGES = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "planaria:recovering",
     "planaria:epoch", "planaria:engine_ready", "planaria:engine_load_tokens", "planaria:fleet_imbalance",
+    "planaria:expert_balancedness", "planaria:expert_rearrangement_age_seconds",
 }  # fmt: skip
 COUNTERS = {
     "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
     "vllm:request_success", "vllm:num_preemptions", "planaria:faults", "planaria:recoveries",
     "planaria:replayed_tokens", "planaria:recovery_seconds", "planaria:recovery_part_seconds",
     "planaria:layout_changes", "planaria:requests_taken",
+    "planaria:expert_rearrangements", "planaria:expert_moved_bytes",
 }  # fmt: skip
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.config.options import EPLBConfig
@@ -118,6 +118,7 @@ def test_ranks_hold_what_the_maps_in_force_say(ranks: Ranks, events: list[str]) 
     assert versions == sorted(set(versions))  # nobody can take one for another
 
 
+@settings(max_examples=20)
 @given(started())
 def test_left_alone_it_comes_to_maps_that_can_hardly_be_better(ranks: Ranks) -> None:
     state = ranks.state
