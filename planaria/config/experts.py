@@ -161,7 +161,6 @@ def not_yet(config: ParallelConfig) -> None:
     """Raises ConfigError for what is checked and placed but not run by this version. Whoever adds it takes it out."""
     exchanged = config.enable_expert_parallel and config.data_parallel_size * config.lanes > 1
     missing: list[tuple[bool, str, object, str, str]] = [
-        (config.enable_eplb, _EPLB, True, "moving experts while requests run", "leave it out"),
         (
             exchanged and config.all2all_backend in LIBRARIES, _ALL2ALL, config.all2all_backend,
             "ranks that exchange tokens by that library (its adapter was not run on hardware)", f"use {DEFAULT}",

@@ -127,13 +127,12 @@ class Balancing:
         state, model = self.state, self.config.model
         if state is None or self.stats is None:
             return ExpertLoads()
-        layers = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
         return ExpertLoads(
             steps=state.window.steps, num_ranks=state.num_ranks, stats=self.stats, bytes_needed=state.bytes_needed,
             rearranging=state.rearranging,
             layers=[
                 LayerLoad(layer, load, list(placed.slots), rank_loads(load, placed), balancedness([load], [placed]))
-                for layer, load, placed in zip(layers, state.window.total(), state.maps, strict=True)
+                for layer, load, placed in zip(model.moe_layers, state.window.total(), state.maps, strict=True)
             ],
         )  # fmt: skip
 

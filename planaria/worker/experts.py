@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from planaria.mesh.comm import Comm, Solo
@@ -29,7 +31,8 @@ class Experts:
     before that one touches tensors."""
 
     def __init__(self, ops: Ops, model: Model, prepare_thread: Callable[[], None] = lambda: None) -> None:
-        self.ops, self.blocks = ops, {block.number: block for block in model.blocks}
+        self.ops, self.model, self.blocks = ops, model, {block.number: block for block in model.blocks}
+        self._load: npt.NDArray[np.int64] | None = None  # tokens by layer and expert, if anybody asks for them
         self.group: Comm = Solo()
         self.prepared = 0  # the last version that is all there
         self.received = 0
@@ -57,6 +60,23 @@ class Experts:
             ]
             for layer in self.blocks
         }
+
+    # -- load
+
+    def count(self, wanted: bool) -> None:
+        """Count from now on the tokens that choose each expert, or don't; before anything is compiled."""
+        self._load = self.model.count_experts() if wanted else None
+        if not wanted:
+            for block in self.blocks.values():
+                block.slots.load = None
+
+    def take_load(self) -> bytes:
+        """[layers, experts] int64, since the last time; between two steps."""
+        if self._load is None:
+            return b""
+        load = self._load.tobytes()
+        self._load[:] = 0
+        return load
 
     # -- epochs
 

@@ -446,6 +446,8 @@ class Worker:
             scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-scheduler.max_model_len // size) + 1,
             scheduler.max_logit_rows,
         )  # fmt: skip
+        if self.experts is not None:
+            self.experts.count(self.config.parallel.enable_eplb and self.layout.coords(self.rank).tp == 0)
         self._end_micro_batches()
         made = make_forward(
             self.ops, self.model.forward, batch, self.mesh, self.exchanges, self.config.parallel, self.take_thread
@@ -478,6 +480,11 @@ class Worker:
             raise
         prepared = self.experts.prepared if self.experts is not None else 0
         return StepResult(plan.epoch, plan.step, (lane,), time.perf_counter() - since, prepared)
+
+    def expert_load(self) -> bytes:
+        """Tokens of this lane that chose each expert since the last time: [layers of this stage, experts], int64. Where
+        others of the lane count the same, or nobody counts, nothing."""
+        return self.experts.take_load() if self.experts is not None else b""
 
     def resident(self) -> int:
         """Bytes of memory this process holds."""

@@ -193,7 +193,6 @@ def test_a_balancing_configuration_as_text_or_as_what_it_says() -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({**EP, **TP2, **EPLB}, "--enable-eplb True: this version has no moving experts while requests run yet"),
         ({**EP, **DP2, "all2all_backend": "pplx"}, "--all2all-backend pplx: this version has no ranks that exchange"),
     ],
 )

@@ -1,0 +1,111 @@
+"""Experts that move between real ranks while requests run: the same tokens, also when a rank dies in the middle."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from planaria.protocol import Arrange, Command, Prepare
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine, texts
+
+MODEL = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30), (3, 60)])
+EPLB = {"enable_expert_parallel": True, "enable_eplb": True}
+OFTEN = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2}
+RANKS = {"tp": {"tensor_parallel_size": 2}, "dp": {"data_parallel_size": 2}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("balanced"), "qwen2_moe", **MODEL)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    with Engine(str(folder), distributed_executor_backend="uni") as one:
+        return one.run(ASKED)
+
+
+KINDS = [("tp", False), ("tp", True), ("dp", False), ("dp", True)]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=["tp", "tp-async", "dp", "dp-async"])
+def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    axis, use_async = request.param
+    with Engine(str(folder), **EPLB, **RANKS[axis], eplb_config={**OFTEN, "use_async": use_async}) as engine:
+        engine.loop.balancing.state.step_bytes = 1  # an expert at a time, as far as that can be
+        yield engine
+
+
+def moved_by(engine: Engine) -> tuple[int, int]:
+    state = engine.loop.balancing.state
+    assert state is not None
+    return state.rearrangements, state.bytes_moved
+
+
+def test_the_same_tokens_while_experts_move(engine: Engine, expected: list[list[int]]) -> None:
+    for _ in range(2):
+        assert engine.run(ASKED) == expected
+    rearrangements, moved = moved_by(engine)
+    assert rearrangements >= 1 and moved > 0
+    report = engine.loop.balancing.report()
+    assert report.num_ranks == 2 and [layer.layer for layer in report.layers] == [0, 1]
+    for layer in report.layers:
+        assert sum(layer.load) == pytest.approx(sum(layer.rank_loads)) and sum(layer.load) % 3 == 0
+        assert len(layer.slots) == 8 and set(layer.slots) == set(range(6))
+    assert report.stats.rearranged_at > 0 and not engine.recoveries
+
+
+class Killer:
+    """Kills a rank when the first command of a kind has gone out to all, or just before."""
+
+    def __init__(self, engine: Engine, kind: type[Command], victim: int, *, before: bool) -> None:
+        self.engine, self.kind, self.victim, self.before = engine, kind, victim, before
+        self.struck = False
+        self._send, engine.loop.crew.send = engine.loop.crew.send, self.send  # type: ignore[method-assign]
+
+    def send(self, command: Command) -> Any:
+        if not isinstance(command, self.kind) or self.struck or (isinstance(command, Prepare) and not command.version):
+            return self._send(command)
+        self.struck = True
+        if self.before:
+            self.engine.kill(self.victim, signal.SIGKILL)
+        ticket = self._send(command)
+        if not self.before:
+            self.engine.kill(self.victim, signal.SIGKILL)
+        return ticket
+
+    def release(self) -> None:
+        self.engine.loop.crew.send = self._send  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"), [(Prepare, True), (Prepare, False), (Arrange, True), (Arrange, False)],
+    ids=["unprepared", "preparing", "prepared", "committing"],
+)  # fmt: skip
+def test_a_rank_that_dies_in_the_middle_costs_a_pause(
+    engine: Engine, expected: list[list[int]], kind: type[Command], before: bool
+) -> None:
+    state = engine.loop.balancing.state
+    assert state is not None
+    state.formed(tuple(msgspec.structs.replace(m, slots=m.slots) for m in state.maps))
+    killer = Killer(engine, kind, int(before), before=before)
+    number = len(engine.recoveries)
+    try:
+        for _ in range(3):
+            # another load than the one that experts were placed for
+            state.window.add((7**40 % (1 << 500)).to_bytes(96, "little"), 1)
+            assert engine.run(ASKED) == expected
+            if killer.struck:
+                break
+    finally:
+        killer.release()
+    assert killer.struck and [r.ranks for r in engine.recoveries[number:]] == [[int(before)]]
+    assert engine.run(ASKED[:2]) == expected[:2]
+    assert engine.loop.crew.maps == state.maps
