@@ -1,6 +1,7 @@
 """Experts: what balancing their load gives.
 
-    python -m benchmarks.experts balance|layer|tokens|resize [--markdown docs/experts.md]
+    python -m benchmarks.experts balance|tokens|resize [--markdown docs/experts.md]
+    python -m benchmarks.experts layer [--vllm-python P] [--markdown docs/experts.md]
     python -m benchmarks.experts toy --model FOLDER [--markdown docs/experts.md]
 
 *layer*, *tokens*, *resize*, *toy*: see benchmarks/experts_layer.py, experts_tokens.py and so on.
@@ -21,6 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +140,10 @@ def balance_part() -> tuple[dict[str, Any], list[report.Table]]:
     ]  # fmt: skip
 
 
-def layer_part() -> tuple[dict[str, Any], list[report.Table]]:
+def layer_part(vllm_python: Path | None) -> tuple[dict[str, Any], list[report.Table]]:
     from benchmarks.experts_layer import layer_part as measured  # needs torch
 
-    return measured()
+    return measured(vllm_python)
 
 
 def tokens_part() -> tuple[dict[str, Any], list[report.Table]]:
@@ -158,7 +160,6 @@ def resize_part() -> tuple[dict[str, Any], list[report.Table]]:
 
 PARTS: dict[str, Callable[[], tuple[dict[str, Any], list[report.Table]]]] = {
     "balance": balance_part,
-    "layer": layer_part,
     "tokens": tokens_part,
     "resize": resize_part,
 }
@@ -166,13 +167,15 @@ PARTS: dict[str, Callable[[], tuple[dict[str, Any], list[report.Table]]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=sorted([*PARTS, "toy"]))
+    parser.add_argument("part", choices=sorted([*PARTS, "layer", "toy"]))
     parser.add_argument("--model", type=Path, help="the toy: the folder that benchmarks.train_toy_moe wrote")
     parser.add_argument("--markdown", type=Path, help="write between this page's markers, named as the part")
+    parser.add_argument("--vllm-python", type=Path, help="python of an environment with vLLM's CPU build (layer)")
     options = parser.parse_args()
     if (options.part == "toy") != (options.model is not None):
         parser.error("toy and --model FOLDER go together")
-    result, tables = toy_part(options.model) if options.part == "toy" else PARTS[options.part]()
+    with_options = {"toy": partial(toy_part, options.model), "layer": partial(layer_part, options.vllm_python)}
+    result, tables = (PARTS | with_options)[options.part]()
     OUT.mkdir(exist_ok=True)
     (OUT / f"experts_{options.part}.json").write_text(json.dumps(result, indent=1))
     lines = [time.strftime("%Y-%m-%d %H:%M")]

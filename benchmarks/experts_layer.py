@@ -1,9 +1,10 @@
-"""The part *layer* of benchmarks.experts: one layer's experts on two cores, ours and Transformers' in turn.
+"""The part *layer* of benchmarks.experts: one layer's experts on two cores; ours, Transformers' and vLLM's in turn.
 
-A random Qwen3-MoE checkpoint of one layer, written by Transformers and read by both: router, choice, experts and the
+A random Qwen3-MoE checkpoint of one layer, written by Transformers and read by all: router, choice, experts and the
 sum, of the same tokens. Transformers runs each of its implementations ("eager" loops over experts, "grouped_mm" calls
-torch's grouped product, "batched_mm" one product for each choice), and the best one counts. Figures are the shortest of
-several steps taken in turn, since other work on the machine only makes them longer.
+torch's grouped product, "batched_mm" one product for each choice), and the best one counts. vLLM's operations run in
+its own python (`--vllm-python`), which is stopped meanwhile. Figures are the shortest of many steps taken in turn,
+since other work on the machine only makes them longer.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import report
+from benchmarks.vllm_layer import VllmLayer
 
 SHAPE = {
     "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 8,
@@ -27,27 +31,36 @@ SHAPE = {
 }  # fmt: skip
 TOKENS = (1, 8, 32, 128, 512)
 THREADS = 2
-SECONDS = 1.0  # of each way with each number of tokens, at least
-FEWEST = 5  # steps, at least
+SECONDS = 0.2  # of each way at a time
+TURNS = 5
 WAYS = ("eager", "grouped_mm", "batched_mm")
-COPIES = 8  # tokens up to which "batched_mm" is tried: it copies the weights for every choice of every token
-GOAL = 3.0
+NAMES = ("ours", "vllm", *WAYS)
+COPIES = 1  # tokens up to which "batched_mm" is tried: it copies the weights for every choice of every token
+GOALS = {"transformers": 3.0, "vllm": 1.2}
 
 
-def shortest(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of each, taken in turn."""
-    for step in steps.values():
-        step()
-    best, spent, turns = dict.fromkeys(steps, float("inf")), dict.fromkeys(steps, 0.0), 0
-    while turns < FEWEST or min(spent.values()) < SECONDS:
-        turns += 1
-        for name, step in steps.items():
-            if turns > FEWEST and spent[name] >= SECONDS:
-                continue
+Steps = Callable[[float], list[float]]  # milliseconds of each of the steps done in so many seconds
+
+
+def timed(step: Callable[[], object]) -> Steps:
+    def steps(seconds: float) -> list[float]:
+        times: list[float] = []
+        until = time.perf_counter() + seconds
+        while not times or time.perf_counter() < until:
             since = time.perf_counter()
             step()
-            took = time.perf_counter() - since
-            best[name], spent[name] = min(best[name], took * 1e3), spent[name] + took
+            times.append((time.perf_counter() - since) * 1e3)
+        return times
+
+    return steps
+
+
+def shortest(ways: dict[str, Steps]) -> dict[str, float]:
+    """Milliseconds of each, taken in turn."""
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(TURNS):
+        for name, steps in ways.items():
+            best[name] = min(best[name], *steps(SECONDS), *steps(0.0))
     return best
 
 
@@ -100,38 +113,77 @@ def theirs(folder: Path, dtype: torch.dtype, way: str) -> Any:
     return model.model.layers[0].mlp
 
 
-def row(step: Callable[[int], torch.Tensor], blocks: dict[str, Any], x: torch.Tensor) -> dict[str, float]:
-    """Milliseconds of each way with these tokens; how many times ours the best of theirs takes; how far ours is off."""
+def row(
+    step: Callable[[int], torch.Tensor], blocks: dict[str, Any], vllm: VllmLayer | None, x: torch.Tensor, folder: Path
+) -> dict[str, float]:
+    """Milliseconds of each way with these tokens, and how far ours and vLLM's results are from Transformers'."""
+    ways: dict[str, Steps] = {"ours": timed(lambda: step(len(x)))}
+    found: dict[str, float] = {}
     with torch.inference_mode():
-        wanted, found = blocks["eager"](x[None])[0].float(), step(len(x)).clone()
-        # the median: where two experts score nearly alike in bfloat16 a few tokens choose another one
-        gap = float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
-        ways: dict[str, Callable[[], object]] = {"ours": lambda: step(len(x))}
+        wanted = blocks["eager"](x[None])[0].float()
+        found["gap"] = gap(step(len(x)), wanted)
+        if vllm is not None:
+            vllm.ask("result", tokens=len(x), out=str(folder / "result.pt"))
+            found["vllm gap"] = gap(torch.load(folder / "result.pt"), wanted)
+            ways["vllm"] = partial(vllm.steps, len(x))
         for way, block in blocks.items():
             if way != "batched_mm" or len(x) <= COPIES:
-                ways[way] = partial(block, x[None])
-        best = shortest(ways)
-    return {**best, "ratio": min(best[way] for way in best if way != "ours") / best["ours"], "gap": gap}
+                ways[way] = timed(partial(block, x[None]))
+        found |= shortest(ways)
+    found["transformers"] = min(found[way] for way in WAYS if way in found)
+    return found
 
 
-def layer_part() -> tuple[dict[str, Any], list[report.Table]]:
+def gap(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The median over tokens: where two experts score nearly alike in bfloat16 a few tokens choose another one."""
+    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
+
+
+def cells(found: dict[str, float]) -> list[str]:
+    times = [f"{found[way]:.2f}" if way in found else "-" for way in NAMES]
+    ratios = [f"{found[peer] / found['ours']:.2f}" if peer in found else "-" for peer in GOALS]
+    gaps = [f"{found[name]:.1e}" if name in found else "-" for name in ("gap", "vllm gap")]
+    return [*times, *ratios, *gaps]
+
+
+def together(rows: dict[int, dict[str, float]]) -> list[list[str]]:
+    """The same tokens through steps of each size, as in a mixed load; and the geometric mean of the rows' ratios."""
+    measured = [name for name in ("ours", *GOALS) if all(name in found for found in rows.values())]
+    whole = {name: sum(found[name] / tokens for tokens, found in rows.items()) for name in measured}
+    ratio = [f"{whole[p] / whole['ours']:.2f}" if p in whole else "-" for p in GOALS]
+    mean = [f"{geometric_mean(f[p] / f['ours'] for f in rows.values()):.2f}" if p in whole else "-" for p in GOALS]
+    blank = ["" for _ in NAMES]
+    return [["as many tokens of each", *blank, *ratio, "", ""], ["geometric mean", *blank, *mean, "", ""]]
+
+
+def layer_part(vllm_python: Path | None = None) -> tuple[dict[str, Any], list[report.Table]]:
     torch.set_num_threads(THREADS)
+    if vllm_python is None:
+        print("vLLM: left out, no --vllm-python")
     result: dict[str, Any] = {}
     tables = []
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
             folder = Path(place)
             write(folder, dtype)
             x = torch.nn.functional.rms_norm(torch.randn(max(TOKENS), SHAPE["hidden_size"]), (SHAPE["hidden_size"],))
             x = x.to(dtype)
+            vllm = None
+            if vllm_python is not None:
+                torch.save(x, folder / "x.pt")
+                vllm = stack.enter_context(closing(VllmLayer(
+                    vllm_python, THREADS, folder / "log", folder=place, dtype=name, k=SHAPE["num_experts_per_tok"],
+                    x=str(folder / "x.pt"),
+                )))  # fmt: skip
             step, ops = ours(folder, name, x, "none")
+            stack.callback(ops.close)
             blocks = {way: theirs(folder, dtype, way) for way in WAYS}
-            rows = []
-            for count in TOKENS:
-                found = result[f"{name} {count}"] = row(step, blocks, x[:count])
-                times = [f"{found[way]:.2f}" if way in found else "-" for way in ("ours", *WAYS)]
-                rows.append([str(count), *times, f"{found['ratio']:.2f}", f"{found['gap']:.1e}"])
-            ops.close()
-        title = f"One layer's experts, {name}, {THREADS} threads: ms a step (shortest); goal {GOAL:g} x Transformers"
-        tables.append(report.Table(title, ["tokens", "ours", *WAYS, "best of theirs / ours", "median gap"], rows))
+            rows = {count: row(step, blocks, vllm, x[:count], folder) for count in TOKENS}
+            result |= {f"{name} {count}": found for count, found in rows.items()}
+        goals = ", ".join(f"{goal:g} x {peer}" for peer, goal in GOALS.items())
+        tables.append(report.Table(
+            f"One layer's experts, {name}, {THREADS} threads: ms a step (shortest); goals: {goals}",
+            ["tokens", *NAMES, *(f"{peer} / ours" for peer in GOALS), "median gap", "vllm's"],
+            [*([str(count), *cells(found)] for count, found in rows.items()), *together(rows)],
+        ))  # fmt: skip
     return result, tables

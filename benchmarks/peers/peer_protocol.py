@@ -99,14 +99,14 @@ def timed_run(engine: Engine, seed: int, shapes: list[list[int]]) -> dict[str, A
     return {"seconds": seconds, "events": arrived.events}
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A driver is stopped most of the time: it would outlive a comparison that was killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(engine: Engine) -> None:
     """Answer requests until `exit` or the end of the input."""
-    _die_with_parent()
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print must not break the protocol
     for line in sys.stdin:

@@ -215,22 +215,25 @@ def prefetch(f: Function, pointer: str) -> None:
     f.do(f"call void @llvm.prefetch.p0(ptr {pointer}, i32 0, i32 2, i32 1)")
 
 
-def tile(target: Target, rows: int, panels: int, widened: bool = False) -> str:
-    """out[rows][16 * panels] = x . w: `wp` holds the address of each panel; steps is a multiple of 8. widened: x is
-    float32, whatever the activation dtype is.
+def tile(target: Target, rows: int, panels: int, name: str = "pl_tile") -> str:
+    """out[rows][16 * panels] = x . w: `wp` holds the address of each panel; steps is a multiple of 8.
 
     A tile of one panel asks for memory some way ahead, where the next panel of the same weight follows. A wider one
     asks for what `plan` says: an address and 4 x a number of steps, a line each step; then an address and 4 x a
-    number of steps, a line each second step.
+    number of steps, a line each second step. A "pl_row_tile" of one panel takes x in float32 where the target widens
+    rows, and asks for memory from the address that `plan` says first, as many bytes as its second number / 2^20 of
+    the panel.
     """
-    f, dot = Function(f"{'pl_widened' if widened else 'pl'}_tile_{rows}_{panels}", TILE_ARGS), Dot(target)
+    f, dot, of_rows = Function(f"{name}_{rows}_{panels}", TILE_ARGS), Dot(target), name == "pl_row_tile"
+    widened = of_rows and target.widens
     broadcast, step = (dot.broadcast_widened, 4 * target.pair) if widened else (dot.broadcast, 4)
     table = f.ptr("%wp")
     weights = [f.load("ptr", f.at(table, 8 * v), 8) for v in range(panels)]
     x0 = f.ptr("%x")
-    if panels > 1:
+    if panels > 1 or of_rows:
         plan = f.ptr("%plan")
         ahead, limit = f.load("ptr", plan, 8), f.load("i64", f.at(plan, 8), 8)
+    if panels > 1:
         other, other_limit = f.load("ptr", f.at(plan, 16), 8), f.load("i64", f.at(plan, 24), 8)
     xs = [x0 if r == 0 else f.at(x0, f.mul("%ldx", r)) for r in range(rows)]
     unroll = 4 if rows * panels <= 8 else 2
@@ -241,7 +244,11 @@ def tile(target: Target, rows: int, panels: int, widened: bool = False) -> str:
         w_at = [f.at(w, wide) for w in weights]
         place = f.mul(i, step // 4)
         x_at = [f.at(x, place) for x in xs]
-        if panels == 1:
+        if of_rows:
+            line = f.at(ahead, f.op(f"lshr i64 {f.mul(i, limit)}, 16"))
+            for u in range(unroll):
+                prefetch(f, f.at(line, 64 * u))
+        elif panels == 1:
             for u in range(unroll):
                 prefetch(f, f.at(w_at[0], 64 * u + STREAM_AHEAD))
         for u in range(unroll):
@@ -576,9 +583,9 @@ def matrix_module(target: Target) -> str:
             cases[rows * 4 + panels] = f"pl_tile_{rows}_{panels}"
     # the caller passes rows * 4 + panels as `rows`
     parts.append(dispatcher("pl_tile", TILE_ARGS, "rows", cases))
-    if target.widens:
-        parts += [tile(target, rows, 1, widened=True) for rows in range(1, target.tile_rows + 1)]
-        cases = {rows * 4 + 1: f"pl_widened_tile_{rows}_1" for rows in range(1, target.tile_rows + 1)}
+    if target.tile_panels == 1:
+        parts += [tile(target, rows, 1, "pl_row_tile") for rows in range(1, target.tile_rows + 1)]
+        cases = {rows * 4 + 1: f"pl_row_tile_{rows}_1" for rows in range(1, target.tile_rows + 1)}
     parts.append(dispatcher("pl_row_tile", TILE_ARGS, "rows", cases))
     cases = {}
     for panels in sorted({1, target.value_panels}):

@@ -25,7 +25,7 @@ from planaria.kernels.cpu.layout import (
     WHOLE_ROWS,
     WIDE_ROWS,
 )  # fmt: skip
-from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT
+from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT, STREAM_AHEAD
 from planaria.kernels.cpu.native import (
     get,
     get32,
@@ -99,9 +99,11 @@ def take_rows(row: int, mine: int, first: int, last: int) -> None:
 
 
 def product(
-    c: int, row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int, out: int, ldo: int, mode: int
-) -> None:
-    """Rows [first, last) x panels [panel, end) into out, where row `first`, panel `panel` begin."""
+    c: int, row: int, mine: int, sums: int, first: int, last: int, panel: int, end: int, out: int, ldo: int, mode: int,
+    next_panel: int,
+) -> None:  # fmt: skip
+    """Rows [first, last) x panels [panel, end) into out, where row `first`, panel `panel` begin. next_panel: the one
+    that will be wanted after these."""
     kind, stride, length = get(row, 1), get(row, 3), get(row, 5)
     ldx = get(row, 7)
     x = get(row, 6) + first * ldx
@@ -139,6 +141,13 @@ def product(
                 put(mine + PLAN, 0, w + (panels + turn) * stride)
                 put(mine + PLAN, 1, length * 4 if turn < panels else 0)
                 put(mine + PLAN, 3, 0)
+                if pl_tile_panels() == 1:
+                    # one tile reads what it asks for itself, of several each asks for its part of the next panel
+                    put(mine + PLAN, 0, w + STREAM_AHEAD)
+                    put(mine + PLAN, 1, (1 << 20) // tiles)
+                    if tiles > 1:
+                        following = panel + 1 if panel + 1 < end else next_panel
+                        put(mine + PLAN, 0, get(row, 2) + following * stride + stride * turn // tiles)
                 if panels > 1 and n <= WHOLE_ROWS:
                     put(mine + PLAN, 3, 8 * foresee(c, row, mine, length >> 1))
                 pl_row_tile(
@@ -156,7 +165,7 @@ def block(c: int, row: int, mine: int, sums: int, first: int, last: int, panel: 
     wide = 16 * (pl_item() if mode == STORE_ACT else 4)
     my_sums = sums + first * get(row, 5) * 4
     if half == 0:
-        product(c, row, mine, my_sums, first, last, panel, end, out + panel * wide, ldo, mode)
+        product(c, row, mine, my_sums, first, last, panel, end, out + panel * wide, ldo, mode, end)
         return
     # 14: offset in scratch of two tiles [ROW_BLOCK][FUSED_PANELS * 16], gate and up; a few rows take all panels of
     # a tile from one place, then from the other, so that memory is read in long runs
@@ -166,8 +175,8 @@ def block(c: int, row: int, mine: int, sums: int, first: int, last: int, panel: 
     most = FUSED_PANELS if last - first <= WHOLE_ROWS else pl_tile_panels()
     while panel < end:
         stop = min(end, panel + most)
-        product(c, row, mine, my_sums, first, last, panel, stop, gate, ld, STORE_ACT)
-        product(c, row, mine, my_sums, first, last, panel + half, stop + half, up, ld, STORE_ACT)
+        product(c, row, mine, my_sums, first, last, panel, stop, gate, ld, STORE_ACT, panel + half)
+        product(c, row, mine, my_sums, first, last, panel + half, stop + half, up, ld, STORE_ACT, stop)
         count = (stop - panel) * 16
         for r in range(last - first):
             pl_silu(gate + r * ld, up + r * ld, out + r * ldo + panel * wide, count, count)
