@@ -1,13 +1,19 @@
 """The part *tokens* of benchmarks.experts: the same tokens as Transformers, whatever way the experts are spread.
 
 For each architecture a small random checkpoint, written by Transformers, in float32; 20 prompts at once, greedy; each
-way in turn. A way that this version refuses is named with its reason.
+way in turn. A way that this version refuses is named with its reason. Some ways have something happen when half of all
+tokens have come, or all the time: experts move one by one, a rank is killed, a lane leaves or comes. That it did happen
+is looked for afterwards: a way in which it didn't is named so.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,7 @@ import torch
 from benchmarks import report
 from planaria import LLM, SamplingParams
 from planaria.errors import ConfigError
+from planaria.wire import Reshape
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -37,15 +44,61 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 EP = {"enable_expert_parallel": True}
 TP2, DP2 = {"tensor_parallel_size": 2}, {"data_parallel_size": 2}
-WAYS: dict[str, dict[str, Any]] = {
-    "1 rank": {},
-    "TP 2": TP2,
-    "EP, TP 2": {**TP2, **EP},
-    "EP, TP 2, round robin": {**TP2, **EP, "expert_placement_strategy": "round_robin"},
-    "EP, TP 2, PP 2": {**TP2, **EP, "pipeline_parallel_size": 2},
-    "EP, DP 2": {**DP2, **EP},
-    "EP, DP 2, naive": {**DP2, **EP, "all2all_backend": "naive"},
-    "EP, DP 2, TP 2": {**DP2, **TP2, **EP},
+OFTEN = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2}
+SPLIT = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 1}
+
+
+@dataclass(frozen=True)
+class Way:
+    """before: done to the engine when it is there; halfway: when half of all tokens have come; shown: afterwards, has
+    what the way is about happened?"""
+
+    options: dict[str, Any]
+    before: Callable[[LLM], None] | None = None
+    halfway: Callable[[LLM], None] | None = None
+    shown: Callable[[LLM], bool] = lambda llm: True
+
+
+def one_by_one(llm: LLM) -> None:
+    """Each expert that moves is a step of its own, so that requests run between them."""
+    llm._loop.balancing.state.step_bytes = 1
+
+
+def have_moved(llm: LLM) -> bool:
+    return llm.stats.experts is not None and llm.stats.experts.bytes_moved > 0
+
+
+def kill_a_rank(llm: LLM) -> None:
+    os.kill(llm.facts.ranks[-1], signal.SIGKILL)
+
+
+def lanes(count: int) -> Callable[[LLM], None]:
+    return lambda llm: llm._loop.handle(Reshape(f"to {count}", 1, 1, count))
+
+
+def formed_again(llm: LLM) -> bool:
+    return llm.stats.epoch > 0 and llm.stats.replayed_tokens > 0
+
+
+def balanced(axis: dict[str, Any], **config: bool) -> Way:
+    return Way({**axis, **EP, "enable_eplb": True, "eplb_config": {**OFTEN, **config}}, one_by_one, shown=have_moved)
+
+
+WAYS = {
+    "1 rank": Way({}),
+    "TP 2": Way(TP2),
+    "EP, TP 2": Way({**TP2, **EP}),
+    "EP, TP 2, round robin": Way({**TP2, **EP, "expert_placement_strategy": "round_robin"}),
+    "EP, TP 2, PP 2": Way({**TP2, **EP, "pipeline_parallel_size": 2}),
+    "EP, DP 2": Way({**DP2, **EP}),
+    "EP, DP 2, naive": Way({**DP2, **EP, "all2all_backend": "naive"}),
+    "EP, DP 2, TP 2": Way({**DP2, **TP2, **EP}),
+    "EP, TP 2, while experts move": balanced(TP2),
+    "EP, DP 2, while experts move, asynchronous": balanced(DP2, use_async=True),
+    "EP, DP 2, DBO": Way({**DP2, **EP, **SPLIT}),
+    "EP, DP 2, a rank killed": Way({**DP2, **EP}, halfway=kill_a_rank, shown=formed_again),
+    "EP, DP 2 to 1": Way({**DP2, **EP}, halfway=lanes(1), shown=formed_again),
+    "EP, DP 1 to 2": Way({**EP, "distributed_executor_backend": "mp"}, halfway=lanes(2), shown=formed_again),
 }
 PROMPTS, TOKENS = 20, 16
 
@@ -79,24 +132,34 @@ def tokens_part() -> tuple[dict[str, Any], list[report.Table]]:
                 how = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
                 wanted = [model.generate(torch.tensor([p]), **how)[0, len(p) :] for p in prompts]
             result[name] = {}
-            for way, options in WAYS.items():
-                result[name][way] = run(place, options, prompts, [w.tolist() for w in wanted])
+            for way, how_it_runs in WAYS.items():
+                result[name][way] = run(place, how_it_runs, prompts, [w.tolist() for w in wanted])
                 print(name, way, result[name][way], flush=True)
     rows = [[way, *(result[name][way] for name in result)] for way in WAYS]
     title = f"Of {PROMPTS} prompts, those whose {TOKENS} greedy tokens are Transformers' (float32)"
     return result, [report.Table(title, ["", *result], rows)]
 
 
-def run(model: str, options: dict[str, Any], prompts: list[list[int]], wanted: list[list[int]]) -> str:
+def run(model: str, way: Way, prompts: list[list[int]], wanted: list[list[int]]) -> str:
     common: dict[str, Any] = {
         "dtype": "float32", "device": "cpu", "max_model_len": 128, "kv_cache_memory": "32MiB",
         "skip_tokenizer_init": True,
     }  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    left = [len(prompts) * TOKENS // 2]
+
+    def on_tokens(done: int, tokens: int) -> None:
+        before, left[0] = left[0], left[0] - tokens
+        if way.halfway is not None and before > 0 >= left[0]:
+            way.halfway(llm)
+
     try:
-        with LLM(model, **common, **options) as llm:
-            found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+        with LLM(model, **common, **way.options) as llm:
+            if way.before is not None:
+                way.before(llm)
+            found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, on_tokens=on_tokens)]
+            shown = way.shown(llm)
     except ConfigError as e:
         return f"refused: {e}"
     same = sum(f == w for f, w in zip(found, wanted, strict=True))
-    return str(same)
+    return str(same) if shown else f"{same}, but it did not happen"
