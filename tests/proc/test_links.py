@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from planaria.executor.link.codec import CodecError
 from planaria.executor.link.direct import DirectLink
 from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, MessageLost, PeerLags, PeerLost
 from planaria.executor.link.keys import Invitation, Keys
+from planaria.executor.link.shm import ShmLink
+from planaria.executor.link.tcp import TcpLink
 from planaria.node import Gone, Shared
 from planaria.protocol import Call, Command, Done, Failed, Reply, Row, StepPlan, StepResult
 from tests.proc.link_rank import ENDED, do, lose
@@ -377,6 +380,30 @@ def test_close_tells_ranks_and_is_idempotent(kind: str) -> None:
         with pytest.raises(LinkClosed):
             ranks.link.receive(1)
         assert ranks.ended() == [ENDED[LinkClosed]] * 2
+
+
+def test_a_wake_that_comes_while_another_thread_closes_does_nothing() -> None:
+    """As from who sees a process end, while the driver gives the epoch up."""
+    shm = ShmLink.create(1)
+    ring = shm._ring_own
+
+    def late() -> None:
+        shm._ring_own = ring  # type: ignore[method-assign]
+        shm.close()
+        ring()
+
+    shm._ring_own = late  # type: ignore[method-assign]
+    shm.wake()
+    shm.wake()
+
+    tcp, (read, write) = TcpLink.create(1), os.pipe()
+    bell = tcp._end.bell_write
+    tcp.close()
+    os.dup2(write, bell)  # its descriptor is another's now
+    tcp.wake()
+    assert select.select([read], [], [], 0)[0] == []
+    for fd in (read, write, bell):
+        os.close(fd)
 
 
 # -- nothing left, nothing wasted

@@ -11,6 +11,7 @@ deadline; all end when the epoch is fenced, and within ALIVE_CHECK seconds of a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -191,7 +192,7 @@ class ShmLink:
     def wake(self) -> None:
         """Make `receive` (this one, or the next) return None. Any thread."""
         self._woken = True
-        if not self._closed:
+        with contextlib.suppress(ValueError):  # its memory is gone: another thread closes it, or has
             self._ring_own()
 
     def fence(self) -> None:

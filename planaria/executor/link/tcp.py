@@ -188,8 +188,7 @@ class TcpLink:
     def wake(self) -> None:
         """Make `receive` (this one, or the next) return None. Any thread."""
         self._woken = True
-        if not self._end.closed:
-            self._end.ring()
+        self._end.ring()
 
     def fence(self) -> None:
         """End the epoch: every wait on this link, here and in all ranks, ends with Fenced. Any thread. Idempotent."""

@@ -110,8 +110,7 @@ class TcpPort:
     def wake(self) -> None:
         """Make `receive` (this one, or the next) return None. Any thread."""
         self._woken = True
-        if not self._end.closed:
-            self._end.ring()
+        self._end.ring()
 
     def beat(self) -> None:
         """Nothing: ZeroMQ's own thread answers heartbeats while this process runs."""

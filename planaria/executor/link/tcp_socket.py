@@ -46,9 +46,11 @@ class End:
         self.closed = False
 
     def ring(self) -> None:
-        """End the wait that is on, or the next. Any thread."""
-        with contextlib.suppress(BlockingIOError, OSError):  # a full pipe ends it just as well
-            os.write(self.bell_write, b"!")
+        """End the wait that is on, or the next. Any thread, also while another closes this: then the descriptor may be
+        somebody else's already."""
+        with self.lock, contextlib.suppress(BlockingIOError):  # a full pipe ends it just as well
+            if not self.closed:
+                os.write(self.bell_write, b"!")
 
     def wait(self, seconds: float | None) -> None:
         """Sleep until something may have come. Whatever had come before must have been taken."""
