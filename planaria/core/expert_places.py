@@ -19,11 +19,14 @@ Holding = Mapping[int, Sequence[int]]  # experts in a rank's memory, by number o
 
 class Placing(msgspec.Struct, frozen=True):
     """configured: where a layer's experts are at the start, in the layout there is to be. stages: the pipeline stage of
-    each layer with experts. in_force: the maps of the epoch before; empty: there was none."""
+    each layer with experts. in_force: the maps of the epoch before; empty: there was none. sent, needed: experts that
+    ranks which have left sent before they did, and how many of them had to."""
 
     configured: ExpertMap
     stages: tuple[int, ...]
     in_force: tuple[ExpertMap, ...] = ()
+    sent: int = 0
+    needed: int = 0
 
 
 class Placed(msgspec.Struct, frozen=True):

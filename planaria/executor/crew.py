@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from planaria.config.options import EngineConfig
+from planaria.core.expert_places import Placed, Placing
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
@@ -102,6 +103,7 @@ class Crew:
         self.num_blocks = self.weight_bytes = 0
         self.maps: tuple[ExpertMap, ...] = ()  # in force: where each layer's experts are, if they are dealt whole
         self.travel = Travel()  # of experts, when the ranks came up the last time
+        self.sent: Placed | None = None  # by ranks that are about to leave
         self.kv_share = 1.0  # of what would fit; lowered when a rank ran out of memory
         self.seconds: dict[str, float] = {}  # of the last time they came up, by phase
         self.broken = False  # a rank is lost: the link can't be trusted to answer
@@ -190,7 +192,7 @@ class Crew:
             config.cache, config.scheduler, self.layout, cpu=config.device.device == "cpu", epoch=self.epoch,
             apart=len({place.home for place in self.places}) > 1, share=self.kv_share,
             loading=config.parallel.max_parallel_loading_workers, sharers=config.device.sharers,
-            placing=placing(config, self.layout, self.maps),
+            placing=self.placing(self.layout),
         )  # fmt: skip
         command: Command | None = gang.start()
         while command is not None:
@@ -205,8 +207,15 @@ class Crew:
         phases.enter("ready")
         self.members, self.num_blocks, self.weight_bytes = gang.members, gang.num_blocks, gang.weight_bytes
         self.seconds = gang.seconds | phases.seconds
-        self.maps, self.travel = gang.maps, gang.travel
+        self.maps, self.travel, self.sent = gang.maps, gang.travel, None
         self.came_up = True
+
+    def placing(self, layout: Layout) -> Placing | None:
+        """Where whole experts may go in a layout."""
+        found, sent = placing(self.config, layout, self.maps), self.sent
+        if found is None or sent is None:
+            return found
+        return msgspec.structs.replace(found, sent=sent.sent, needed=sent.needed)
 
     def _may_pass(self, failed: Failed) -> bool:
         """A rank failed at what worked before: it may work again, with less memory if that was it."""

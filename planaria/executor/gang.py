@@ -71,13 +71,6 @@ PHASES = {
 }  # fmt: skip
 
 
-def travelled(asked: Placed, replies: Sequence[Reply]) -> Travel:
-    """Of what ranks received as a Prepare said."""
-    moved = sum(reply.facts.get("received", 0) for reply in replies if isinstance(reply, Ready))
-    each = moved / asked.sent if asked.sent else 0.0
-    return Travel(moved, round(each * asked.needed), asked.read)
-
-
 def differences(members: Sequence[Hello]) -> str:
     """What rank 0 and the first rank that differs from it don't agree on; empty if all agree. P24."""
     first = members[0]
@@ -111,7 +104,7 @@ class Gang:
         self.seconds: dict[str, float] = {}
         self.failure: Failed | None = None
         self.placing = placing
-        self.travel = Travel()
+        self.received: dict[int, int] = {}  # bytes of experts that each rank has from others
         self._placed: Placed | None = None
         self._to_load: list[tuple[int, ...]] = []
 
@@ -128,6 +121,7 @@ class Gang:
             if isinstance(reply, Ready):
                 for part, seconds in reply.seconds.items():
                     self.seconds[part] = max(seconds, self.seconds.get(part, 0.0))
+                self.received[reply.rank] = max(reply.facts.get("received", 0), self.received.get(reply.rank, 0))
         match self.state:
             case "joining":
                 self.members = tuple(reply for reply in replies if isinstance(reply, Hello))
@@ -148,13 +142,11 @@ class Gang:
                 if self._to_load:
                     return self._load()
                 if self._placed is None or not self._placed.sent:
-                    self.travel = Travel(read=self._placed.read if self._placed is not None else 0)
                     return self._probe()
                 self.state = "sending"
                 return Prepare(0, self._sent())
             case "sending":
                 assert self._placed is not None
-                self.travel = travelled(self._placed, replies)
                 self.state = "arranging"
                 return Arrange(0, tuple(enumerate(each.slots for each in self._placed.maps)))
             case "arranging":
@@ -178,6 +170,15 @@ class Gang:
     def maps(self) -> tuple[ExpertMap, ...]:
         """Where the experts of each layer are now; empty: they aren't dealt whole."""
         return self._placed.maps if self._placed is not None else ()
+
+    @property
+    def travel(self) -> Travel:
+        """Of experts, for this epoch."""
+        if self._placed is None or self.placing is None:
+            return Travel()
+        moved, sent = sum(self.received.values()), self._placed.sent + self.placing.sent
+        each = moved / sent if sent else 0.0
+        return Travel(moved, round(each * (self._placed.needed + self.placing.needed)), self._placed.read)
 
     def _sent(self) -> tuple[Move, ...]:
         return tuple(move for move in self._placed.moves if move.source is not None) if self._placed is not None else ()

@@ -8,6 +8,7 @@ from planaria.errors import ConfigError
 from planaria.layers.deal import deal, deal_layers, expert_map
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
+from planaria.wire import Reshape
 
 
 def placing(config: EngineConfig, layout: Layout, in_force: tuple[ExpertMap, ...]) -> Placing | None:
@@ -23,6 +24,11 @@ def placing(config: EngineConfig, layout: Layout, in_force: tuple[ExpertMap, ...
         stage for layer in config.model.moe_layers for stage, own in enumerate(layers) if layer in own
     )
     return Placing(configured, stages, in_force)
+
+
+def wanted(wish: Reshape, asked: Layout) -> Layout:
+    """The layout of a wish, where there should be `asked` now."""
+    return Layout(tp=max(1, wish.tp), pp=max(1, wish.pp), dp=max(1, wish.dp or asked.dp))
 
 
 def why_not(config: EngineConfig, layout: Layout, backend: str, replaces: bool) -> str:

@@ -27,15 +27,13 @@ FORM = 8  # numbers that a packed weight is told by
 
 
 class Experts:
-    """Of one model, over its epochs. `received`: bytes, in this epoch. prepare_thread: called in a thread of its own
-    before that one touches tensors."""
+    """Of one model, over its epochs. prepare_thread: called in a thread of its own before that one touches tensors."""
 
     def __init__(self, ops: Ops, model: Model, prepare_thread: Callable[[], None] = lambda: None) -> None:
         self.ops, self.model, self.blocks = ops, model, {block.number: block for block in model.blocks}
         self._load: npt.NDArray[np.int64] | None = None  # tokens by layer and expert, if anybody asks for them
         self.group: Comm = Solo()
         self.prepared = 0  # the last version that is all there
-        self.received = 0
         self._prepare_thread = prepare_thread
         self._aside: dict[tuple[int, int], Expert] = {}  # by layer and expert
         self._thread: threading.Thread | None = None
@@ -44,9 +42,14 @@ class Experts:
     def held(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Of each layer, experts in this rank's memory."""
         return tuple(
-            (layer, tuple(sorted({*block.held, *(expert for at, expert in self._aside if at == layer)})))
+            (layer, tuple(sorted({*block.held, *(expert for at, expert in list(self._aside) if at == layer)})))
             for layer, block in self.blocks.items()
         )
+
+    @property
+    def bytes_aside(self) -> int:
+        """What was received and is not in use."""
+        return sum(self.ops.memory(weight).nbytes for expert in list(self._aside.values()) for weight in expert)
 
     def lacking(self, maps: Sequence[Sequence[int]], moves: Iterable[Move]) -> dict[int, list[int]]:
         """By layer, experts of this rank's slots that neither are here nor come from others."""
@@ -82,7 +85,7 @@ class Experts:
 
     def enter(self, group: Comm) -> None:
         """Travel over this group from now on."""
-        self.group, self.prepared, self.received, self._failure = group, 0, 0, None
+        self.group, self.prepared, self._failure = group, 0, None
 
     def leave(self) -> None:
         """The epoch is over, and its groups were aborted: wait until what was on its way has noticed."""
@@ -158,9 +161,7 @@ class Experts:
         self.group.receive(forms, source)
         gate_up, down = (self.ops.blank(form[1 : 1 + form[0]]) for form in forms.tolist())
         for weight in (gate_up, down):
-            memory = self.ops.memory(weight)
-            self.group.receive(memory, source)
-            self.received += memory.nbytes
+            self.group.receive(self.ops.memory(weight), source)
         return gate_up, down
 
     def arrange(self, version: int, maps: Iterable[tuple[int, Sequence[int]]]) -> None:

@@ -322,7 +322,7 @@ class Worker:
         if self.part != part:
             self._load_part(part, maps, command.moves)
         if maps:
-            self._load_experts(maps, command.moves)
+            return self._load_experts(maps, command.moves)
         return Ready(self.rank, self.seconds)
 
     def _load_part(self, part: Part, maps: Maps, moves: tuple[Move, ...]) -> None:
@@ -358,7 +358,7 @@ class Worker:
             for layer, experts in enumerate(maps)
         ) or None  # fmt: skip
 
-    def _load_experts(self, maps: Maps, moves: tuple[Move, ...]) -> None:
+    def _load_experts(self, maps: Maps, moves: tuple[Move, ...]) -> Reply:
         """Read what this rank's slots lack and nobody sends; where nothing travels they are placed now."""
         from planaria.layers.build import read_experts
         from planaria.loader import open_weights
@@ -373,13 +373,15 @@ class Worker:
                 weights = open_weights(msgspec.convert(self.config.checkpoint, Checkpoint))
                 read_experts(self.model, weights, self.ops, self.config.device.quantization, lacking)
             self._timed("experts", since)
+        received = self.experts.bytes_aside
         if not moves:
             self.experts.arrange(0, enumerate(maps))
+        return Ready(self.rank, self.seconds, {"received": received})
 
     def _prepare_experts(self, command: Prepare) -> Reply:
         if self.experts is not None:
             self.experts.prepare(command.version, command.moves, aside=command.aside)
-        return Ready(self.rank, facts={"received": self.experts.received if self.experts is not None else 0})
+        return Ready(self.rank, facts={"received": self.experts.bytes_aside if self.experts is not None else 0})
 
     def _arrange_experts(self, command: Arrange) -> Reply:
         if self.experts is not None:

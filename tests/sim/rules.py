@@ -174,7 +174,7 @@ class Rules:
                 process.harm = None
 
     def reshaped(self, wish: Reshape, done: Reshaped, before: Layout, faults: int, shortages: list[Layout]) -> None:
-        """faults, shortages: while it was tried."""
+        """faults: and other wishes; shortages: while it was tried."""
         require, now = self.world.require, self.sim.loop.crew.layout
         self.world.note("{} is answered: {} {}", wish.id, done.layout, done.error)
         require(done.layout == name(now), "layout", f"{done.layout} is told, it is {now}")

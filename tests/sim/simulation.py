@@ -92,7 +92,7 @@ class Simulation:
         self.reports = 0  # not answered
         self.dead: Dead | None = None
         self.woken = self.began = False
-        self._reshaped: Reshaped | None = None
+        self._wishes: dict[str, tuple[Reshape, Layout, int, int]] = {}  # that aren't answered, and what there was
 
     # -- what simulated parts ask
 
@@ -144,8 +144,7 @@ class Simulation:
             case Processes():
                 self.reports -= 1
             case Reshaped():
-                self.world.require(self._reshaped is None, "once", f"{message.id} is answered again")
-                self._reshaped = message
+                self._answered(message)
             case Dead():
                 self.world.note("DEAD: {}", message.message)
                 self.dead = message
@@ -174,12 +173,17 @@ class Simulation:
 
     def _reshape(self, wish: Reshape) -> None:
         self.world.note("asked for tp={} pp={} dp={}", wish.tp, wish.pp, wish.dp)
-        rules, before, self._reshaped = self.rules, self.loop.crew.layout, None
-        faults, shortages = rules.losses, len(rules.shortages)
+        rules = self.rules
+        self._wishes[wish.id] = wish, self.loop.crew.layout, rules.losses, len(rules.shortages)
         self.loop.handle(wish)
-        self.world.require(self._reshaped is not None, "once", f"{wish.id} is not answered")
-        assert self._reshaped is not None
-        rules.reshaped(wish, self._reshaped, before, rules.losses - faults, rules.shortages[shortages:])
+
+    def _answered(self, done: Reshaped) -> None:
+        """At once, or when those that are to leave have sent their experts."""
+        rules = self.rules
+        self.world.require(done.id in self._wishes, "once", f"{done.id} is answered again")
+        wish, before, losses, shortages = self._wishes.pop(done.id)
+        in_the_way = rules.losses - losses + len(self._wishes)
+        rules.reshaped(wish, done, before, in_the_way, rules.shortages[shortages:])
 
     # -- the run
 
@@ -197,6 +201,7 @@ class Simulation:
             self.began = True
             self._serve()
             loop.close()
+            self.world.require(not self._wishes, "once", f"{list(self._wishes)} are not answered")
         self._check()
 
     def _serve(self) -> None:
