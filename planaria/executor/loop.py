@@ -245,6 +245,7 @@ class EngineLoop:
 
     def _depart(self, departure: Departure) -> None:
         self._departure = departure
+        self.balancing.formed()  # what it was about is off: there will be other maps
         try:
             self.crew.send(departure.begin())
         except WorkersLost as e:
@@ -468,11 +469,12 @@ class EngineLoop:
             return  # whoever else asked looks at the ticket
         if ticket.failed is not None:
             raise self.crew.loss_of(self.crew.root_cause(ticket.failed))
-        if self._departure is not None:
-            self._departure.answered(ticket)
         if isinstance(ticket.command, StepPlan):
             drawn = [ticket.replies[rank] for rank in self.crew.layout.drawing]
             self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
+        if self._departure is not None:  # until it is over nothing is rearranged
+            self._departure.answered(ticket)
+        elif isinstance(ticket.command, StepPlan):
             self.balancing.stepped(ticket)
         else:
             self.balancing.moved(ticket)
