@@ -215,7 +215,7 @@ class LayerLoad(msgspec.Struct, frozen=True):
     balancedness: float
 
 
-class ExpertLoads(msgspec.Struct, frozen=True, kw_only=True, tag="expert_loads"):
+class ExpertLoads(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="expert_loads"):
     """Experts' load in the last steps, and where they are. No layers: load is not recorded."""
 
     steps: int = 0  # in the window
