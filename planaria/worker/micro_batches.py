@@ -75,7 +75,7 @@ class MicroBatches:
         self, ops: Ops, forward: Callable[[Ops], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
         splits: Callable[[int, bool], bool], enter_thread: Callable[[], Any],
     ) -> None:  # fmt: skip
-        self.batch, self.mesh, self._splits = batch, mesh, splits
+        self.batch, self.mesh, self.splits = batch, mesh, splits
         self.once, self.turns = Turns(1), Turns(len(exchanges))
         self.whole = Part(ops, forward, batch, exchanges[0], self.once, 0)
         self.parts = [Part(ops, forward, batch, exchange, self.turns, i) for i, exchange in enumerate(exchanges)]
@@ -84,7 +84,7 @@ class MicroBatches:
 
     def __call__(self) -> torch.Tensor:
         tokens = int(self.batch.counts[0])
-        told = self.whole.exchange.tell(2 * tokens + self._splits(tokens, self.batch.prefill))
+        told = self.whole.exchange.tell(2 * tokens + self.splits(tokens, self.batch.prefill))
         counts = [number // 2 for number in told]
         if any(number % 2 for number in told):
             return self._in_parts(tokens, counts)

@@ -230,7 +230,7 @@ def test_one_computes_while_another_exchanges(folders: dict[str, Path]) -> None:
     second.count = lambda counts: (computed.set(), sum(counts))[1]  # type: ignore[func-returns-value, method-assign]
     driver, parts = one_lane(folders["qwen2_moe"], [Gated(computed), second], Mesh())
     alone, whole = one_lane(folders["qwen2_moe"], [Gated(always), Gated(always)], Mesh())
-    whole._splits = lambda tokens, prefill: False
+    whole.splits = lambda tokens, prefill: False
     parts.trace = []
     fed = {0: tokens(9, 1), 1: tokens(6, 2)}
     found, expected = driver.step(fed), alone.step(fed)
