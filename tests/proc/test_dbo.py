@@ -109,7 +109,9 @@ OTHERS: list[dict[str, Any]] = [
     {"ubatch_size": 3, "tensor_parallel_size": 2, "kernels": "torch"},
     {"enable_dbo": True, "tensor_parallel_size": 2, "all2all_backend": "naive"},
     {"enable_dbo": True, "pipeline_parallel_size": 2, "disable_custom_all_reduce": True},
-]
+    {"enable_dbo": True, "enable_eplb": True,
+     "eplb_config": {"num_redundant_experts": 2, "window_size": 4, "step_interval": 6, "use_async": True}},
+]  # fmt: skip
 
 
 @pytest.mark.long
