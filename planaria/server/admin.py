@@ -19,7 +19,7 @@ from planaria.server.fleet_resize import DRAIN_TIMEOUT
 from planaria.server.metrics import imbalance
 from planaria.server.schema_fleet import LayoutRequest, ScaleRequest
 from planaria.server.service import Service
-from planaria.wire import ProcessInfo
+from planaria.wire import EngineClient, ProcessInfo
 
 
 async def list_processes(request: Request) -> Response:
@@ -54,17 +54,21 @@ async def show_fleet(request: Request) -> Response:
 
 async def show_experts(request: Request) -> Response:
     """Where experts are and what their load was, of each engine that balances them."""
-    found = await request.app.state.service.client.experts()
-    engines = [
+    engines = await experts_of(request.app.state.service.client)
+    return Response(encode_json({"engines": engines}), media_type="application/json")
+
+
+async def experts_of(client: EngineClient) -> list[dict[str, object]]:
+    """Of each engine that balances its experts, as /admin/experts says it."""
+    return [
         {
             "engine": index, "ranks": loads.num_ranks, "steps": loads.steps, "balancedness": loads.stats.balancedness,
             "rearrangements": loads.stats.rearrangements, "rearranging": loads.rearranging,
             "seconds_since": time.time() - loads.stats.rearranged_at if loads.stats.rearranged_at else None,
             "bytes_moved": loads.stats.bytes_moved, "bytes_needed": loads.bytes_needed, "layers": loads.layers,
         }
-        for index, loads in found.items()
+        for index, loads in (await client.experts()).items()
     ]  # fmt: skip
-    return Response(encode_json({"engines": engines}), media_type="application/json")
 
 
 async def scale_elastic_ep(request: Request) -> Response:

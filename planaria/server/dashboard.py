@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
 
 from planaria import __version__
+from planaria.server.admin import experts_of
 from planaria.server.common import encode_json
 from planaria.server.failure import failure
 from planaria.server.health import health_of
@@ -48,7 +49,7 @@ async def dashboard_script(request: Request) -> Response:
 
 
 async def dashboard_data(request: Request) -> Response:
-    """All that the page shows: processes, health, engines, the last minutes, faults and changes."""
+    """All that the page shows: processes, health, engines, the last minutes, faults and changes, experts."""
     service: Service = request.app.state.service
     client = service.client
     body = {
@@ -66,5 +67,6 @@ async def dashboard_data(request: Request) -> Response:
         "samples": list(service.history.samples),
         "events": list(service.faults.recent),
         "resizes": client.resizes(),
+        "experts": await experts_of(client),
     }
     return Response(encode_json(body), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -131,3 +131,4 @@ class Dashboard(Strict):
     samples: list[list[float]]
     events: list[Event]
     resizes: list[ResizeEntry]
+    experts: list[EngineExperts]

@@ -15,7 +15,8 @@ import httpx2
 import pytest
 
 from planaria.server import dashboard
-from tests.proc.servers import Server, needs_smollm2, wait_until
+from tests.model.checkpoints import write_checkpoint
+from tests.proc.servers import Server, needs_smollm2, planaria, wait_until
 from tests.proc.test_engine_death import HASH, health, run
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -82,3 +83,26 @@ def test_ranks_charts_and_faults_are_seen(tmp_path: Path) -> None:
     data = picture.read_bytes()
     assert struct.unpack(">II", data[16:24]) == SIZE
     assert len(data) > 30_000, "the picture is all but empty"
+
+
+@needs_browser
+def test_the_load_of_experts_is_seen(tmp_path: Path) -> None:
+    """Drawn by layer: a heat map of experts, one of ranks with their numbers, and bars."""
+    moe = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    folder = write_checkpoint(tmp_path / "model", "qwen3_moe", **moe)
+    balanced = ("--enable-expert-parallel", "--enable-eplb", "--eplb-config", '{"window_size": 4, "step_interval": 9}')
+    small = ("--max-model-len", "128", "--kv-cache-memory", "16MiB", "--skip-tokenizer-init")
+    with Server(str(folder), "-tp", "2", *balanced, *small) as server:
+        body = {"model": str(folder), "prompt": [5, 6, 7], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        assert httpx2.post(server.url + "/v1/completions", json=body, timeout=120).status_code == 200
+        page = browse(server, tmp_path, "--dump-dom")
+        said = planaria("experts", "--url", server.url)
+    shown = page.split("<script>")[0]
+    assert re.search(r"engine 0 · 2 ranks · load of \d+ steps · balancedness [01]\.\d{3}", shown)
+    chart = shown[shown.index('id="experts-0"') :]
+    assert chart.count('class="hm"') == 2 and chart.count('class="point"') == 3
+    numbers = [float(n) for n in re.findall(r'class="heatmap-label"><text [^>]*>(\d\.\d\d)</text>', chart)]
+    pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+    assert [sum(pair) for pair in pairs] == pytest.approx([2, 2, 2], abs=0.02)  # over the mean of two ranks
+    assert "tokens of each expert" in chart and "balancedness (1 is even)" in chart
+    assert said.returncode == 0 and said.stdout.startswith("engine 0: 2 ranks, load of "), said.stderr
