@@ -23,7 +23,7 @@ from planaria.worker.worker import NullRank, Worker, guard, make_rank
 POISON = 7
 SEEN = "TEST_SEEN"  # the environment variable: a file, there while a test counts the tokens that its clients have got
 AHEAD = 160  # tokens that a HashRank may draw before clients have got them
-BEHIND = 2.0  # seconds that a step waits for them at most
+BEHIND = 0.25  # seconds that a step waits for them at most
 LATE = "TEST_LATE"  # a file: while it is there, a HashRank doesn't get ready
 
 

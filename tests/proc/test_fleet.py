@@ -4,6 +4,7 @@ the engines meanwhile. The worker's tokens depend on the whole history."""
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ import pytest
 
 from planaria.processes import titled_processes
 from tests.proc.servers import PATIENCE, PATIENT, Server, alive, needs_smollm2, planaria, titled, wait_until
-from tests.proc.test_engine_death import HASH, Outcome, client_of, expected, health, run  # noqa: F401
+from tests.proc.test_engine_death import HASH, Outcome, client_of, counting, expected, health, run  # noqa: F401
 
 pytestmark = needs_smollm2
 
@@ -126,7 +127,14 @@ def test_scaling_while_streams_run(server: Server, expected: list[Outcome]) -> N
         def begin(size: int, drain_timeout: float) -> None:
             body = {"new_data_parallel_size": size, "drain_timeout": drain_timeout}
             path = server.url + "/scale_elastic_ep"
-            asked.append(pool.submit(lambda: httpx2.post(path, json=body, timeout=120).json()))
+
+            def ask() -> dict[str, Any]:
+                """Of an engine that is to leave at once streams are still open when it is asked."""
+                with counting() if size == 1 and not drain_timeout else contextlib.nullcontext():
+                    answer: dict[str, Any] = httpx2.post(path, json=body, timeout=120).json()
+                return answer
+
+            asked.append(pool.submit(ask))
 
         lasting = long_streams(server, lambda: None)
         assert long_streams(server, lambda: begin(1, 0)) == lasting
