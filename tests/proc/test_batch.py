@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from tests.proc import custom
 from tests.proc.servers import PATIENCE, alive, needs_smollm2, planaria, titled, wait_until
+from tests.proc.test_engine_death import counting
 
 pytestmark = needs_smollm2
 
@@ -24,6 +26,7 @@ OPTIONS = [
     "--worker-cls", f"{custom.__name__}.HashRank", "--max-model-len", "512", "--max-num-seqs", "4", "--seed", "3",
 ]  # fmt: skip
 COUNT = 40
+TOKENS = 50  # of the answers to a line, about
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +95,29 @@ def start(source: Path, out: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def more_lines(journal: Path, more: int) -> Iterator[None]:
+    """The block is run when there are so many more, and the batch is not far beyond that then."""
+    before = lines_in(journal)
+    with counting() as told:
+
+        def there() -> bool:
+            found = lines_in(journal) - before
+            told(TOKENS * found)
+            return found >= more
+
+        wait_until("the batch goes on", there, limit=120)
+        yield
+
+
 def test_killed_three_times_then_finished(source: Path, expected: list[tuple[str, Any]], tmp_path: Path) -> None:
     out, draw = tmp_path / "out.jsonl", random.Random(os.environ.get("PYTEST_XDIST_WORKER", "1"))
     journal = tmp_path / "out.jsonl.journal"
     for attempt in range(3):
-        before = lines_in(journal)
         more = (1, *sorted(draw.sample(range(2, 14), 2)))[attempt]  # the first: while the engine still loads
         process = start(source, out)
-        wait_until("the batch goes on", lambda b=before, m=more: lines_in(journal) >= b + m, limit=120)
-        kill_tree(process, root_only=attempt != 1)
+        with more_lines(journal, more):
+            kill_tree(process, root_only=attempt != 1)
         assert not out.exists()
     known = lines_in(journal)
     assert known >= 5
@@ -118,9 +135,9 @@ def test_killed_three_times_then_finished(source: Path, expected: list[tuple[str
 def test_an_engine_that_is_killed_is_replaced(source: Path, expected: list[tuple[str, Any]], tmp_path: Path) -> None:
     out, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.journal"
     process = start(source, out)
-    wait_until("the batch goes on", lambda: lines_in(journal) >= 6, limit=120)
-    for engine in titled(process.pid, "engine"):
-        os.kill(engine, signal.SIGKILL)
+    with more_lines(journal, 6):
+        for engine in titled(process.pid, "engine"):
+            os.kill(engine, signal.SIGKILL)
     assert process.wait(120) == 1
     assert outcomes(out) == expected
 
