@@ -40,7 +40,7 @@ def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> Engi
         if parallel.ray_link == "compiled-graph" and launcher.graph:
             from planaria.executor.link.ray_graph import RayGraphLink
 
-            link = RayGraphLink(link, launcher.actors, launcher.layout.pp, config.scheduler.depth)
+            link = RayGraphLink(link, launcher.actors, launcher.layout, config.scheduler.depth)
             launcher.before_leaving.append(link.teardown)
         return link
 

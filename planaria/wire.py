@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from planaria.core.resize import Resize
-from planaria.topology import Layout
+from planaria.topology import LaneGroup, Layout
 from planaria.topology.table import CameUp
 from planaria.types import Delta, SamplingParams
 
@@ -233,6 +233,7 @@ class Reshape(msgspec.Struct, frozen=True, array_like=True, tag="reshape"):
     tp: int
     pp: int
     dp: int = 0  # lanes; 0: as many as now
+    groups: tuple[LaneGroup, ...] = ()  # on Ray where each lane has one: those that are the engine's from then on
 
 
 class Reshaped(msgspec.Struct, frozen=True, array_like=True, tag="reshaped"):

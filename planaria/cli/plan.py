@@ -156,6 +156,7 @@ def _from_ray(options: EngineOptions, machine: Machine, device: str) -> Question
             several = msgspec.structs.replace(layout, dp=len(names))
             given = GivenGroups(names, resource, now).pack(several, 0.0, head=cluster.head)
         elif names:
+            layout = msgspec.structs.replace(layout, dp=parallel.lanes)
             given = Packing.of(obtain(connection, names[0], layout, resource, now, "").placement)
         source = connection.source(resource, names)
         return Question(parallel, cluster, source, _strategy(_on_ray(options)), given, notes)
@@ -164,7 +165,7 @@ def _from_ray(options: EngineOptions, machine: Machine, device: str) -> Question
 
 
 def _on_ray(options: EngineOptions) -> EngineOptions:
-    """Lanes of one engine are not engines that Ray starts, only its ranks are."""
+    """Lanes of one engine are not engines that Ray starts unless that is asked for, only its ranks are."""
     if options.enable_expert_parallel and options.data_parallel_size > 1:
         return msgspec.structs.replace(options, distributed_executor_backend="ray")
     return msgspec.structs.replace(options, data_parallel_backend="ray", distributed_executor_backend="ray")

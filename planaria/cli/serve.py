@@ -84,9 +84,10 @@ def engines(config: EngineConfig) -> tuple[Make, Hosts | None]:
 
         return EngineProcess, None
     from planaria.executor.ray.fleet import RayHosts
+    from planaria.executor.ray.lane_hosts import LaneHosts
     from planaria.server.ray_engine import RayEngine
 
-    hosts = RayHosts(config, ray_settings())
+    hosts = (LaneHosts if config.parallel.enable_expert_parallel else RayHosts)(config, ray_settings())
     hosts.on_packing = _show
     return functools.partial(RayEngine, hosts), hosts
 

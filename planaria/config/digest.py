@@ -24,8 +24,9 @@ NOT_HASHED = frozenset({
     "parallel.secret_file",
     # how ranks are started, reached and watched
     "parallel.distributed_executor_backend", "parallel.ray_link", "parallel.ray_runtime_env",
-    "parallel.ray_workers_use_nsight", "parallel.placement_group", "parallel.max_parallel_loading_workers",
-    "parallel.data_parallel_size", "parallel.data_parallel_size_local", "parallel.data_parallel_rank",
+    "parallel.ray_workers_use_nsight", "parallel.placement_group", "parallel.lane_groups",
+    "parallel.max_parallel_loading_workers", "parallel.data_parallel_size", "parallel.data_parallel_size_local",
+    "parallel.data_parallel_rank",
     "parallel.data_parallel_start_rank", "parallel.data_parallel_index", "parallel.data_parallel_backend",
     "parallel.data_parallel_external_lb", "parallel.data_parallel_hybrid_lb", "parallel.data_parallel_address",
     "parallel.engine_nodes", "parallel.ray_dp_pack_strategy", "parallel.api_server_count", "parallel.api_process_rank",

@@ -8,6 +8,7 @@ import msgspec
 
 from planaria.config.engine_nodes import EngineNodes
 from planaria.config.model import ModelConfig
+from planaria.topology.cluster import LaneGroup
 from planaria.topology.layout import Layout
 
 QUANTIZATIONS = ("auto", "none", "q8_0", "q4_1")
@@ -162,6 +163,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ray_runtime_env: dict[str, Any] | None = None  # of Ray workers
     ray_workers_use_nsight: bool = False
     placement_group: str | None = None  # a Ray placement group to use, by name or hexadecimal id; None: one is made
+    lane_groups: tuple[LaneGroup, ...] = ()  # instead, of an engine whose lanes have one each
     nnodes: int = 1  # without Ray: each runs the same command with its own node_rank
     node_rank: int = 0
     master_addr: str = "127.0.0.1"  # of the node with node_rank 0

@@ -87,8 +87,6 @@ def _with_lanes(config: ParallelConfig) -> ParallelConfig:
                 f"leave it and {other} out, and point the balancer at that server (several processes: "
                 "--api-server-count; ranks on other nodes: --nnodes)",
             )  # fmt: skip
-    if config.ray_link == "compiled-graph":
-        raise ConfigError("--ray-link", config.ray_link, "is for an engine without lanes", "use --ray-link queue")
     local = config.data_parallel_size_local if config.data_parallel_backend == "ray" else 1
     return msgspec.structs.replace(config, lanes=size, data_parallel_size=1, data_parallel_size_local=local)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from planaria.executor.boot import Place, RankBoot
 from planaria.executor.link.address import Address
 from planaria.protocol import Command, Reply
-from planaria.topology import Layout
+from planaria.topology import LaneGroup, Layout
 
 
 class Launcher(Protocol):
@@ -63,6 +63,15 @@ class Launcher(Protocol):
     def close(self) -> None: ...
 
     def kill(self) -> None: ...
+
+
+@runtime_checkable
+class Borrower(Protocol):
+    """A launcher whose lanes have a placement group each, which somebody else makes and removes."""
+
+    def lend(self, groups: Sequence[LaneGroup]) -> Sequence[LaneGroup]:
+        """These are the engine's from now on; those that were before. Raises ConfigError, CapacityError."""
+        ...
 
 
 class Link(Protocol):

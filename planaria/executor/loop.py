@@ -30,7 +30,7 @@ from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
 from planaria.executor.reformations import Reformations
 from planaria.executor.replay import Replay, told_replay
-from planaria.executor.reshape import wanted, why_not
+from planaria.executor.reshape import lend, wanted, why_not
 from planaria.executor.told import kind_of, layout_name, told
 from planaria.executor.worker_group import Ticket
 from planaria.protocol import Call, Failed, StepPlan, StepResult
@@ -235,11 +235,15 @@ class EngineLoop:
 
     def _answer_wish(self, wish: Reshape, layout: Layout, why: str, began: float) -> None:
         crew = self.crew
+        give_back, refused = lend(crew.launcher, () if why else wish.groups)
+        why = why or refused
         if not why and layout != crew.layout:
             self._change(layout, "asked for")
             if crew.layout != layout:
                 why = f"{layout_name(layout)} could not be had: the log says why"
-        if not why:
+        if why:
+            give_back()
+        else:
             crew.asked = layout
         self.emit(Reshaped(wish.id, layout_name(crew.layout), why, self.clock() - began))
 

@@ -1,12 +1,15 @@
-"""Whether an engine could have another layout, before anything is touched."""
+"""Whether an engine could have another layout, before anything is touched; and where its lanes would be."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from planaria.config.options import EngineConfig
 from planaria.core.expert_places import Placing
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, PlanariaError
+from planaria.executor.backend import Borrower, Launcher
 from planaria.layers.deal import deal, deal_layers, expert_map
-from planaria.topology import Layout
+from planaria.topology import LaneGroup, Layout
 from planaria.topology.experts import ExpertMap
 from planaria.wire import Reshape
 
@@ -43,3 +46,14 @@ def why_not(config: EngineConfig, layout: Layout, backend: str, replaces: bool) 
     except ConfigError as e:
         return str(e)
     return ""
+
+
+def lend(launcher: Launcher, groups: Sequence[LaneGroup]) -> tuple[Callable[[], object], str]:
+    """Let the launcher have these for its lanes. What takes that back, and a line if it can't be."""
+    if not groups or not isinstance(launcher, Borrower):
+        return (lambda: None), ""
+    try:
+        before = launcher.lend(groups)
+    except PlanariaError as e:
+        return (lambda: None), str(e)
+    return (lambda: launcher.lend(before)), ""

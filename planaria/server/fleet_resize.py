@@ -14,14 +14,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from planaria.config.machine import accelerator_ids
 from planaria.core.resize import Refused, Resize, Resizes, Room, room_in_memory
 from planaria.errors import PlanariaError
 from planaria.node import available_memory
 from planaria.server.supervisor import SupervisedEngine, all_ready
-from planaria.topology import Layout
+from planaria.topology import LaneGroup, Layout
 from planaria.types import Delta, SamplingParams
 from planaria.wire import Reshaped, Submit
 
@@ -36,6 +36,19 @@ OVERHEAD = 350 << 20  # bytes of an engine beside weights and KV: an interpreter
 _numbers = itertools.count()
 WARM_UP = 60.0  # seconds the other engine gets to compute what a sequence has
 GOES_ON = 1.0  # seconds in which a sequence that was moved is alone with its engine's attention
+
+
+@runtime_checkable
+class LanePlaces(Protocol):
+    """Places for the lanes of one engine, by number. Calls block."""
+
+    def lend(self, lanes: int) -> tuple[LaneGroup, ...]:
+        """Those of so many, made where there are none. Raises ConfigError, CapacityError."""
+        ...
+
+    def take_back(self, lanes: int) -> None:
+        """So many are in use from now on."""
+        ...
 
 
 class Resizer:
@@ -91,13 +104,21 @@ class Resizer:
     async def _run_lanes(self, resize: Resize) -> None:
         fleet, parallel = self.fleet, self.fleet.config.parallel
         (engine,) = fleet.members.values()
-        self.resizes.enter("re-form", time.monotonic())
+        places, groups = fleet.hosts if isinstance(fleet.hosts, LanePlaces) else None, tuple[LaneGroup, ...]()
         try:
             layout = Layout(parallel.pipeline_parallel_size, resize.after, tp=parallel.tensor_parallel_size)
-            done = await engine.reshape(layout.tp, layout.pp, layout.dp)
+            if places is not None:
+                self.resizes.enter("places", time.monotonic())
+                groups = await asyncio.to_thread(places.lend, resize.after)
+            self.resizes.enter("re-form", time.monotonic())
+            done = await engine.reshape(layout.tp, layout.pp, layout.dp, groups)
             failure = done.error
         except asyncio.CancelledError as e:
             failure = str(e) or "it was cancelled"
+        except (PlanariaError, TimeoutError) as e:
+            failure = str(e)
+        if places is not None:
+            await asyncio.to_thread(places.take_back, resize.before if failure else resize.after)
         if failure:
             self.resizes.roll_back(failure, time.monotonic())
             logger.warning("resize %s rolled back: %s", resize.id, failure)

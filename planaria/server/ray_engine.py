@@ -29,6 +29,7 @@ from planaria.wire import FromEngine, Leaving, Report
 
 if TYPE_CHECKING:
     from planaria.executor.ray.fleet import RayHosts
+    from planaria.executor.ray.lane_hosts import LaneHosts
 
 logger = logging.getLogger("planaria.server")
 
@@ -42,7 +43,7 @@ SETTINGS = ("PLANARIA_RAY_FRACTION", "PLANARIA_RAY_WAIT")  # of the engine's own
 class RayEngine(FarEngine):
     """In the group that `hosts` has for it."""
 
-    def __init__(self, hosts: RayHosts, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
+    def __init__(self, hosts: RayHosts | LaneHosts, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
         super().__init__(config, hear)
         self.hosts, self.index = hosts, config.parallel.data_parallel_index
         self._actor: Any = None
@@ -76,8 +77,7 @@ class RayEngine(FarEngine):
             changes = env.merge(at.own, offer, {})
             values = {change.name: change.new for change in changes}
             values |= {name: value for name, value in environment().items() if name in SETTINGS}
-            own = hosts.bundles(self.index)[: self.config.parallel.world_size]  # its layout may be another by now
-            values["PLANARIA_RAY_BUNDLES"] = ",".join(map(str, own))
+            values |= hosts.settings_of(self.index, self.config.parallel.world_size)  # its layout may be another by now
             keys = Keys.generate(1)
             heartbeat = self.config.parallel.heartbeat_timeout
             asked = self._actor.listen.remote(at.address, msgspec.msgpack.encode(listed(keys)), heartbeat, values)
@@ -144,7 +144,7 @@ class RayEngine(FarEngine):
         hosts = self.hosts
         assert hosts.connection is not None
         parallel = msgspec.structs.replace(
-            self.config.parallel, distributed_executor_backend="ray", placement_group=hosts.groups[self.index].id.hex()
+            self.config.parallel, distributed_executor_backend="ray", **hosts.fields_of(self.index)
         )
         device = msgspec.structs.replace(self.config.device, sharers=hosts.share(self.index))
         config = msgspec.structs.replace(self.config, parallel=parallel, device=device)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -25,7 +25,7 @@ from planaria.executor.startup import parts_of
 from planaria.node import node_name, process_state, resident_bytes
 from planaria.server.engine_client import EXIT_TIMEOUT, Ended, EngineEnd, EngineProcess
 from planaria.server.journal import Entry, Journal
-from planaria.topology import Layout
+from planaria.topology import LaneGroup, Layout
 from planaria.types import Delta, FinishReason
 from planaria.wire import (
     Cancel,
@@ -311,16 +311,16 @@ class SupervisedEngine:
 
     # -- layouts
 
-    async def reshape(self, tp: int, pp: int, dp: int = 0) -> Reshaped:
-        """Have other ranks; dp: lanes, 0: as many as now. Processes that come later, after a fault, have them from the
-        start."""
+    async def reshape(self, tp: int, pp: int, dp: int = 0, groups: Sequence[LaneGroup] = ()) -> Reshaped:
+        """Have other ranks; dp: lanes, 0: as many as now; groups: see Reshape. Processes that come later,
+        after a fault, have them from the start."""
         name = f"engine {self.index}"
         if not self.up or self.engine is None or self._closing:
             return Reshaped("", self.facts.layout if self.facts is not None else "", f"{name} is {self.state}")
         id = uuid.uuid4().hex[:8]
         waiting: asyncio.Future[Reshaped] = asyncio.get_running_loop().create_future()
         self._reshapes[id] = waiting
-        self.engine.send(Reshape(id, tp, pp, dp))
+        self.engine.send(Reshape(id, tp, pp, dp, tuple(groups)))
         done = await waiting
         if not done.error:
             self.config = self.config.with_layout(Layout(pp, dp or self.config.parallel.lanes, tp=tp))

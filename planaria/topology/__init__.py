@@ -1,6 +1,6 @@
 """Placement as arithmetic: what there is, what is asked for, who goes where. Nothing here starts or asks anything."""
 
-from planaria.topology.cluster import Bundle, Cluster, Device, Node, cluster_of_bundles
+from planaria.topology.cluster import Bundle, Cluster, Device, LaneGroup, Node, cluster_of_bundles
 from planaria.topology.layout import AXES, Coords, Layout
 from planaria.topology.nearest import DoesNotFit, HeadTooSmall, Instead
 from planaria.topology.packing import STRATEGIES, Packing, pack, pack_groups
@@ -17,6 +17,7 @@ __all__ = [
     "HeadTooSmall",
     "Infeasible",
     "Instead",
+    "LaneGroup",
     "Layout",
     "Node",
     "Packing",

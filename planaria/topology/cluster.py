@@ -85,6 +85,15 @@ class Bundle(msgspec.Struct, frozen=True, array_like=True):
     devices: float
 
 
+class LaneGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A placement group that holds a lane of an engine, by its id. bundles: of the lane's ranks, in their order; made:
+    for it, so that devices beside it are the engine's to take, too; else it is the user's."""
+
+    id: str
+    bundles: tuple[int, ...]
+    made: bool = True
+
+
 def cluster_of_bundles(bundles: Iterable[Bundle], *, head: str = "") -> Cluster:
     """Each bundle with a device is one; its id is the bundle's index. Those without are skipped; ConfigError for one
     that reserves more than one."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +19,7 @@ from planaria.wire import Reshape
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, texts
 from tests.proc.servers import Server, planaria
+from tests.proc.test_nodes import free_port
 
 MODEL = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30), (3, 60)])
@@ -116,3 +120,30 @@ def test_a_server_scales_its_lanes_while_requests_run(folder: Path, expected: li
         assert health["last_layout_change"]["layout"] == health["last_fault"]["layout"] == "dp=2 tp=1 pp=1"
         refused = planaria("scale", "--dp", "7", "--url", url)
         assert refused.returncode and "6 experts can't be on 7 ranks" in refused.stderr
+
+
+PROGRAM = """
+import json, sys
+from tests.model.engines import Engine
+from tests.proc.test_expert_parallel import ASKED, EP
+
+with Engine(sys.argv[1], **EP, data_parallel_size=2, distributed_executor_backend="external_launcher") as engine:
+    print(json.dumps([engine.facts.layout, engine.run(ASKED)]))
+"""
+
+
+@pytest.mark.long
+def test_an_outer_launcher_starts_the_ranks_of_all_lanes(folder: Path, expected: list[list[int]]) -> None:
+    """As torchrun does. Each process has one rank, and all tokens."""
+    port = str(free_port())
+    own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(folder)], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for program in programs:
+        said, _ = program.communicate(timeout=300)
+        assert program.returncode == 0 and json.loads(said) == ["dp=2 tp=1 pp=1", expected]

@@ -142,6 +142,18 @@ def test_lanes_of_one_engine_go_where_its_ranks_do(plan: Any, tmp_path: Path) ->
     assert [(row["dp"], row["node"]) for row in told.json["ranks"][::2]] == [(0, "node0"), (1, "node0"), (2, "node1")]
 
 
+def test_lanes_that_ray_has_a_group_for_each_of_are_packed_as_engines(plan: Any, tmp_path: Path) -> None:
+    """In each group a device for each rank, and a core in which the engine may sit."""
+    path = file_of(tmp_path, nodes(4, 4))
+    args = ["-dp", "2", "-tp", "2", "--enable-expert-parallel", "--data-parallel-backend", "ray", "--cluster", path]
+    told = plan(*args, "--data-parallel-size-local", "1", "--json")
+    assert told.code == 0 and told.json["strategy"] == "strict" and told.json["layout"] == {"dp": 2, "pp": 1, "tp": 2}
+    assert [(row["dp"], row["node"]) for row in told.json["ranks"]] == [(lane, f"node{lane}") for lane in (0, 0, 1, 1)]
+    assert [[bundle["devices"] for bundle in lane["bundles"]] for lane in told.json["engines"]] == [[1, 1, 0]] * 2
+    refused = plan(*args, "--data-parallel-size-local", "2", "-tp", "4")
+    assert refused.code == 2 and "would fit" in refused.out
+
+
 def test_options_are_checked_as_for_serve(plan: Any, tmp_path: Path) -> None:
     path = file_of(tmp_path, nodes(8))
     for args, rule in (

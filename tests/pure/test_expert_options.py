@@ -216,7 +216,6 @@ def test_data_parallel_ranks_that_share_experts_are_lanes_of_one_engine() -> Non
 ONE_ENGINE: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_rank": 0}, "--data-parallel-external-lb True: .* leave it and --data-parallel-rank out"),
     ({"data_parallel_start_rank": 0, "data_parallel_size_local": 1}, "--data-parallel-hybrid-lb True: .* point the"),
-    ({"distributed_executor_backend": "ray", "ray_link": "compiled-graph"}, "--ray-link"),
     ({"distributed_executor_backend": "uni"}, "use mp or ray"),
     ({"nnodes": 3}, r"world size 2 \(-tp 1 x -pp 1 x -dp 2\) can't be split evenly over the nodes; choose -tp, -pp"),
     ({"nnodes": 2, "data_parallel_size_local": 2}, "-local 2: .* dealt evenly to 2 nodes; leave it out, or give 1"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import psutil
 
 from tests.proc.networks import Networks
 from tests.proc.servers import wait_until
+
+Reserved = dict[int, tuple[str, str, int]]  # by pid: node, placement group, bundle
 
 # Ray notices that a raylet is gone in a second or two, not in 15; not one that is slow.
 NOTICE = {
@@ -87,6 +90,25 @@ def live_groups() -> list[str]:
     from ray.util import placement_group_table
 
     return [id for id, group in placement_group_table().items() if group["state"] != "REMOVED"]
+
+
+def reservations() -> Reserved:
+    """What Ray's table of actors has of those that live."""
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    rows = map(gcs_pb2.ActorTableData.FromString, state._connect_and_get_accessor().get_actor_table(None, None))
+    living = [actor for actor in rows if actor.state == gcs_pb2.ActorTableData.ALIVE]
+    return reserved((actor.pid, actor.node_id.hex(), actor.required_resources) for actor in living)
+
+
+def reserved(actors: Iterable[tuple[int, str, Iterable[str]]]) -> Reserved:
+    """By Ray's names of what an actor needs."""
+    found = {}
+    for pid, node, resources in actors:
+        for bundle in filter(None, (re.fullmatch(r"bundle_group_(\d+)_([0-9a-f]+)", name) for name in resources)):
+            found[pid] = node, bundle[2], int(bundle[1])
+    return found
 
 
 def cluster_environment() -> dict[str, str]:

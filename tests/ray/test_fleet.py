@@ -8,9 +8,8 @@ import contextlib
 import io
 import json
 import os
-import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ from planaria.topology import Cluster, Layout, Node, pack
 from planaria.topology.table import CameUp
 from tests.proc.servers import Server, alive, needs_smollm2, planaria, wait_until
 from tests.proc.test_engine_death import HASH, expected, health, run  # noqa: F401
-from tests.ray.clusters import live_actors, live_groups, several_nodes
+from tests.ray.clusters import Reserved, live_actors, live_groups, reservations, several_nodes
 
 pytestmark = needs_smollm2
 
@@ -95,27 +94,6 @@ def group_nodes() -> list[list[str]]:
         for group in sorted(groups, key=lambda group: group["name"])
     ]
 
-
-Reserved = dict[int, tuple[str, str, int]]  # by pid: node, placement group, bundle
-
-
-def reservations() -> Reserved:
-    """What Ray's table of actors has of those that live."""
-    from ray._private.state import state
-    from ray.core.generated import gcs_pb2
-
-    rows = map(gcs_pb2.ActorTableData.FromString, state._connect_and_get_accessor().get_actor_table(None, None))
-    living = [actor for actor in rows if actor.state == gcs_pb2.ActorTableData.ALIVE]
-    return reserved((actor.pid, actor.node_id.hex(), actor.required_resources) for actor in living)
-
-
-def reserved(actors: Iterable[tuple[int, str, Iterable[str]]]) -> Reserved:
-    """By Ray's names of what an actor needs."""
-    found = {}
-    for pid, node, resources in actors:
-        for bundle in filter(None, (re.fullmatch(r"bundle_group_(\d+)_([0-9a-f]+)", name) for name in resources)):
-            found[pid] = node, bundle[2], int(bundle[1])
-    return found
 
 
 def check_plan(server: Server, planned: tuple[dict[str, Any], str], actors: Reserved) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.proc.servers import Server, needs_smollm2
-from tests.ray.clusters import several_nodes
-from tests.ray.test_fleet import check_plan, plan_of, reserved
+from tests.ray.clusters import reserved, several_nodes
+from tests.ray.test_fleet import check_plan, plan_of
 
 pytestmark = [needs_smollm2, pytest.mark.long]
 

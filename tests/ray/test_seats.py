@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from planaria.env import RaySettings
 from planaria.executor.ray import seats as module
 from planaria.executor.ray.groups import Group
 from planaria.executor.ray.seats import Seat, Seats
-from planaria.topology import Cluster, Infeasible, Layout, Node, Placement, Slot
+from planaria.topology import Cluster, Infeasible, LaneGroup, Layout, Node, Placement, Slot
 
 TWO = Layout(pp=2)
 
@@ -128,3 +129,51 @@ def test_a_tensor_group_stays_together_and_what_was_added_is_given_back(make: An
     seats.trim()
     assert seats.groups == [held[0].group] and ray.free["c"] == 2
     assert seats.find(layout, {0: held[0], 1: held[1]}, only=3).keys() == {3}
+
+
+def lent(monkeypatch: pytest.MonkeyPatch, ray: Ray, **nodes: tuple[str, ...]) -> tuple[Seats, dict[str, LaneGroup]]:
+    """Groups by name, with a bundle on each of these nodes, and who may be lent them."""
+
+    def lane_group(lane: LaneGroup, layout: Layout, *_: object) -> Group:
+        group = group_of(layout, *nodes[lane.id], owned=False)
+        group.lent = lane.made
+        return group
+
+    monkeypatch.setattr(module, "lane_group", lane_group)
+    monkeypatch.setattr(module, "single_bundles", lambda _, homes, names: [group_of(Layout(), home) for home in homes])
+    lanes = {name: LaneGroup(name, tuple(range(len(homes)))) for name, homes in nodes.items()}
+    return Seats(ray, "S", RaySettings(), "x"), lanes  # type: ignore[arg-type]
+
+
+def test_lanes_that_are_added_sit_in_the_groups_lent_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the devices that are free on a node before; and in nobody's when they are taken back."""
+    ray, layout = Ray(a=4, b=0, c=0), Layout(tp=2, dp=2)
+    seats, lanes = lent(monkeypatch, ray, one=("a", "a"), two=("b", "b"), three=("c", "c"))
+    first = seats.obtain_lanes([lanes["one"]], Layout(tp=2))
+    assert [(seat.node, seat.bundle) for seat in first] == [("a", 0), ("a", 1)]
+    held = dict(enumerate(first))
+    seats.lend([lanes["one"], lanes["two"]], layout)
+    found = seats.find(layout, held)
+    assert [(rank, seat.node, seat.bundle) for rank, seat in found.items()] == [(2, "b", 0), (3, "b", 1)]
+    seats.lend([lanes["one"]], layout)
+    seats.back(found.values())
+    assert {seat.node for seat in seats.find(layout, held).values()} == {"a"}, "what is left is free on Ray"
+    seats.lend([lanes["one"], lanes["two"]], layout)
+    assert seats.find(layout, held) == found
+
+
+def test_lanes_without_a_place_are_fewer_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a group that is the user's is all there is."""
+    layout = Layout(dp=2)
+    for made, more in ((True, 1), (False, 0)):
+        seats, lanes = lent(monkeypatch, Ray(a=0, b=1), one=("a",))
+        with pytest.raises(Infeasible) as e:
+            seats.obtain_lanes([msgspec.structs.replace(lanes["one"], made=made)], layout)
+        assert e.value.why == "1 of 2 lanes have no place" and e.value.nearest == Layout()
+        found = seats.find(Layout(), {})
+        assert found[0].node == "a" and found[0].group is seats.groups[0]
+        if more:
+            assert seats.find(layout, found)[1].node == "b"
+        else:
+            with pytest.raises(Infeasible):
+                seats.find(layout, found)

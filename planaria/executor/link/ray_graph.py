@@ -1,8 +1,8 @@
 """Steps through a Ray compiled graph; every other command by the queue link that this one wraps.
 
 The graph is built at the first step and belongs to the epoch. Its input is the encoded plan, which every rank reads;
-along its edges, rank by rank from stage to stage, go the hidden states; its outputs are the encoded replies of all
-ranks. Nothing of ours is pickled. A plan with nothing in it passes every stage like any other.
+along its edges, rank by rank from stage to stage of each lane, go the hidden states; its outputs are the encoded
+replies of all ranks. Nothing of ours is pickled. A plan with nothing in it passes every stage like any other.
 
 Rule: only one thread submits and only one thread (the reader) takes results, in order. The reader ends with the graph.
 """
@@ -23,6 +23,7 @@ from planaria.executor.link.codec import encode_command, heard
 from planaria.executor.link.faults import LinkError, PeerLost
 from planaria.executor.ray.cluster import within
 from planaria.protocol import Command, Exit, Reply, StepPlan
+from planaria.topology import Layout
 
 logger = logging.getLogger("planaria.ray")
 
@@ -35,13 +36,13 @@ WITHOUT_LIMIT = -1  # Ray's word for a wait that ends with the channel
 
 
 class RayGraphLink:
-    """queue_link: to the same ranks. actors: by rank, whose `step` and `last_step` carry out a plan. stages: pipeline
-    stages; ranks of one stage are neighbours. in_flight: steps at a time at most."""
+    """queue_link: to the same ranks. actors: by rank of `layout`, whose `step` and `last_step` carry out a plan.
+    in_flight: steps at a time at most."""
 
-    def __init__(self, queue_link: Any, actors: Sequence[Any], stages: int, in_flight: int) -> None:
+    def __init__(self, queue_link: Any, actors: Sequence[Any], layout: Layout, in_flight: int) -> None:
         self.queue = queue_link
         self.name = f"ray-graph+{queue_link.name}"
-        self.actors, self.stages, self.in_flight = list(actors), stages, in_flight
+        self.actors, self.layout, self.in_flight = list(actors), layout, in_flight
         self._graph: Any = None
         self._fenced = False
         self._numbers: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
@@ -54,13 +55,14 @@ class RayGraphLink:
         """Raises PeerLost."""
         from ray.dag import InputNode, MultiOutputNode
 
-        width = len(self.actors) // self.stages
+        layout = self.layout
         edges: dict[int, Any] = {}
         replies: list[Any] = []
         with InputNode() as plan:
             for rank, actor in enumerate(self.actors):
-                before = edges.get(rank - width)
-                if rank < len(self.actors) - width:
+                stage = layout.group(rank, "pp").index(rank)
+                before = edges[layout.group(rank, "pp")[stage - 1]] if stage else None
+                if stage < layout.pp - 1:
                     reply, edge = (actor.first_step.bind(plan) if before is None else actor.step.bind(plan, before))
                     edges[rank] = edge
                 else:

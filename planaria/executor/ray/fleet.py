@@ -65,7 +65,7 @@ class RayHosts:
     def open(self, size: int) -> None:
         """Connect, and have a group for each of `size` engines. Raises ConfigError, CapacityError."""
         parallel = self.config.parallel
-        self.connection = connect(self.settings.address, size * parallel.world_size)
+        self.connection = connect(self.settings.address, self.layout(size).size)
         self.resource = self.connection.resource(self.config.device.device)
         try:
             if self.settings.bundle_indices is not None:
@@ -158,7 +158,7 @@ class RayHosts:
             with self._lock:
                 if engine in self.groups:
                     logger.warning("a node of engine %d is gone: it gets another place", engine)
-                    self._remove(self.groups.pop(engine))
+                    self.let_go(engine)
                 try:
                     return self._seat_all([engine])
                 except CapacityError as e:
@@ -169,6 +169,11 @@ class RayHosts:
                 logger.warning("%s", line)
             if stop.wait(LOOK):
                 raise CapacityError(why)
+
+    def let_go(self, engine: int) -> None:
+        """Remove its group. It is to have another."""
+        with self._lock:
+            self._remove(self.groups.pop(engine))
 
     def stranded(self, engine: int) -> bool:
         """Has it no group, or is a node of it gone, whether Ray has noticed or not?"""
@@ -232,6 +237,14 @@ class RayHosts:
             return Seat(node, placement.layout.size, self._cores())
         bundle, cores = self.given.seat(engine, node) or (None, 0.0)
         return Seat(node, bundle, min(1.0, cores))
+
+    def settings_of(self, engine: int, ranks: int) -> dict[str, str]:
+        """Environment variables of its process. ranks: as many as it begins with."""
+        return {"PLANARIA_RAY_BUNDLES": ",".join(map(str, self.bundles(engine)[:ranks]))}
+
+    def fields_of(self, engine: int) -> dict[str, Any]:
+        """Fields of its ParallelConfig."""
+        return {"placement_group": self.groups[engine].id.hex()}
 
     def seat_options(self, engine: int) -> dict[str, Any]:
         """For the actor that sits there."""

@@ -15,6 +15,7 @@ from planaria.executor.ray.waiting import Waiting, too_small
 from planaria.topology import (
     Bundle,
     Infeasible,
+    LaneGroup,
     Layout,
     Placement,
     Slot,
@@ -31,14 +32,17 @@ NODE_LABEL = "ray.io/node-id"
 
 
 class Group:
-    """A placement group and where in it each rank goes: rank i in bundle `bundles[i]` on node `nodes[i]`. others: of
-    its bundles with a device and their nodes, those that no rank goes to."""
+    """A placement group and where in it each rank goes: rank i in bundle `bundles[i]` on node `nodes[i]`. owned: made
+    here, and removed here; lent: made for the engine by somebody else; neither: the user's. others: of its bundles with
+    a device and their nodes, those that no rank goes to."""
+
+    added = False  # of one bundle, beside those that the engine began with
 
     def __init__(
         self, handle: Any, bundles: list[int], placement: Placement, owned: bool,
-        others: Sequence[tuple[int, str]] = (),
+        others: Sequence[tuple[int, str]] = (), lent: bool = False,
     ) -> None:  # fmt: skip
-        self.handle, self.bundles, self.placement, self.owned = handle, bundles, placement, owned
+        self.handle, self.bundles, self.placement, self.owned, self.lent = handle, bundles, placement, owned, lent
         self.others = tuple(others)
 
     def remove(self) -> None:
@@ -115,6 +119,17 @@ def _reuse(
     used = [slot.device for slot in placement.slots]
     others = [(bundle.index, bundle.node) for bundle in bundles if bundle.devices and bundle.index not in used]
     return Group(handle, used, placement, owned=False, others=others)
+
+
+def lane_group(lane: LaneGroup, layout: Layout, resource: str, settings: RaySettings) -> Group:
+    """layout: of one lane. Raises ConfigError for a rule broken, CapacityError when it stays without its nodes."""
+    handle = find_group(lane.id)
+    bundles = bundles_of(table_of(handle, lane.id, layout, resource, settings.wait), resource)
+    check_bundles(bundles, layout, resource, settings.fraction)
+    placement = place_at(bundles, layout, lane.bundles[: layout.size])
+    used = [slot.device for slot in placement.slots]
+    others = [(bundle.index, bundle.node) for bundle in bundles if bundle.devices and bundle.index not in used]
+    return Group(handle, used, placement, owned=False, others=others, lent=lane.made)
 
 
 def table_of(handle: Any, called: str, layout: Layout, resource: str, wait: float) -> dict[str, Any]:

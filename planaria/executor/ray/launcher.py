@@ -27,13 +27,14 @@ from planaria.executor.ray.recruits import Recruits
 from planaria.executor.ray.seats import Seat, Seats
 from planaria.executor.ray.waiting import Waiting
 from planaria.executor.ray.watch import Watcher
-from planaria.topology import Cluster, Infeasible, Layout, Node, shrink
+from planaria.topology import Cluster, Infeasible, LaneGroup, Layout, Node, shrink
 from planaria.wire import Placed
 
 logger = logging.getLogger("planaria.ray")
 
 EXIT_TIMEOUT = 5.0  # seconds ranks get to end by themselves
 REPLACE_LIMIT = 20.0  # seconds an actor that replaces another gets to come up, before another place is tried
+CHANGE_LIMIT = 60.0  # the same where nothing is lost: another place would not be better
 NO_PLACE = 60.0  # seconds to wait for a place where not one rank has any
 LOOK = 1.0
 
@@ -51,7 +52,7 @@ class RayLauncher:
     ) -> None:  # fmt: skip
         self.parallel, self.device, self.entry, self.num_spares = parallel, device, entry, spares
         self.settings = settings or RaySettings()
-        self.layout = parallel.layout
+        self.layout, self.lane_groups = parallel.layout, parallel.lane_groups
         self.instance = secrets.token_hex(3)
         self.epoch = 0  # of names
         self.on_exit: Callable[[], None] = lambda: None
@@ -76,13 +77,18 @@ class RayLauncher:
     def start(self) -> list[Place]:
         """Raises ConfigError for a rule that is broken, CapacityError when the cluster stays too small."""
         self._equip(connect(self.settings.address, self.layout.size + self.num_spares))
-        seats = self.seats.obtain(self.parallel.placement_group, self.layout)
+        if self.parallel.lane_groups:
+            seats = self.seats.obtain_lanes(self.parallel.lane_groups, self.layout)
+        else:
+            seats = self.seats.obtain(self.parallel.placement_group, self.layout)
         self.on_placed(self._placed())
-        for group in self.group.placement.spanning():
-            logger.warning(
-                "tensor ranks %s are on several nodes: each layer's sums cross the network",
-                ", ".join(str(slot.rank) for slot in group),
-            )
+        for lane, each in enumerate(self.groups):
+            for group in each.placement.spanning():
+                first = lane * each.placement.layout.size
+                logger.warning(
+                    "tensor ranks %s are on several nodes: each layer's sums cross the network",
+                    ", ".join(str(first + slot.rank) for slot in group),
+                )
         names = [actor_name(self.instance, self.layout, rank, self.epoch) for rank in range(self.layout.size)]
         try:
             self.ranks = dict(enumerate(self.members.make(seats, names, self.settings.wait)))
@@ -106,11 +112,12 @@ class RayLauncher:
 
     def _placed(self) -> Placed:
         """Where the ranks are to come up."""
-        connection, group = self.seats.connection, self.group
+        connection, groups = self.seats.connection, self.groups
         rows = connection.nodes()
-        names = () if group.owned else (self.parallel.placement_group or "the enclosing group",)
+        names = () if groups[0].owned or groups[0].lent else (self.parallel.placement_group or "the enclosing group",)
         return Placed(connection.source(self.seats.resource, names), self.layout, [
             (slot.node, rows[slot.node]["NodeManagerAddress"] if slot.node in rows else "", slot.device, bundle)
+            for group in groups
             for slot, bundle in zip(group.placement.slots, group.bundles, strict=True)
         ])  # fmt: skip
 
@@ -118,6 +125,18 @@ class RayLauncher:
     def group(self) -> Group:
         """The first, which came into being as one."""
         return self.seats.groups[0]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The first, or one for each lane."""
+        return [group for group in self.seats.groups if not group.added]
+
+    def lend(self, groups: Sequence[LaneGroup]) -> Sequence[LaneGroup]:
+        """See Borrower. Without Ray there is nothing to lend."""
+        if self.alone is None:
+            self.seats.lend(groups, self.layout)
+        before, self.lane_groups = self.lane_groups, tuple(groups)
+        return before
 
     @property
     def leaving(self) -> Sequence[int]:
@@ -135,8 +154,8 @@ class RayLauncher:
 
     def _places(self) -> list[Place]:
         self._last |= {rank: member.seat for rank, member in self.ranks.items()}
-        group = self.group.handle.id.hex()
-        return [member.place(rank, group) for rank, member in sorted(self.ranks.items())]
+        groups = [group.handle.id.hex() for group in self.groups]
+        return [member.place(rank, groups) for rank, member in sorted(self.ranks.items())]
 
     def run(self, boots: Sequence[RankBoot]) -> None:
         if self.alone is not None:
@@ -166,7 +185,7 @@ class RayLauncher:
         if not connection.answers():
             return self._go_alone(layout)
         try:
-            self._fill(layout)
+            self._fill(layout, REPLACE_LIMIT if ranks else CHANGE_LIMIT)
         except TimeoutError:  # meanwhile
             return self._go_alone(layout)
         self.layout = layout
@@ -185,9 +204,10 @@ class RayLauncher:
         for member in members:
             member.forget()
 
-    def _fill(self, layout: Layout) -> None:
+    def _fill(self, layout: Layout, limit: float) -> None:
         """Have exactly these: who lives keeps its number, or takes one that nobody has, or ends; then recruits; then
-        new actors. Raises Infeasible, CapacityError; TimeoutError when Ray does not answer."""
+        new actors, which get `limit` seconds to come up. Raises Infeasible, CapacityError; TimeoutError when Ray does
+        not answer."""
         waiting, began = Waiting("a place for any rank", NO_PLACE), time.monotonic()
         while True:
             staff = self._staff(layout)
@@ -205,7 +225,7 @@ class RayLauncher:
                 continue
             names = [actor_name(self.instance, layout, rank, self.epoch) for rank in seats]
             try:
-                new = self.members.make(list(seats.values()), names, REPLACE_LIMIT) if seats else []
+                new = self.members.make(list(seats.values()), names, limit) if seats else []
             except Missing as e:
                 logger.warning("%s; trying another place", e)
                 for member in e.members:

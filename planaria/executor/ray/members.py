@@ -64,10 +64,10 @@ class Member:
         """On the driver's machine, whichever raylet it belongs to."""
         return self.at.home == home()
 
-    def place(self, rank: int, group: str) -> Place:
-        """group: the engine's first placement group, by id."""
+    def place(self, rank: int, groups: Collection[str]) -> Place:
+        """groups: the engine's placement groups, by id, but for those of devices that were added."""
         at = self.at
-        bundle = at.bundle if at.group == group else -1
+        bundle = at.bundle if at.group in groups else -1
         return Place(rank, at.home, at.node, at.address, at.pid, at.cores, at.devices, at.ray_node, bundle)
 
     def gone(self, timeout: float = 0.0) -> bool:

@@ -1,7 +1,8 @@
 """The devices on Ray that are an engine's: bundles of placement groups. Where a rank goes is `place()`'s decision.
 
 Ray's groups neither grow nor give back a bundle, so there is a list of them: the first, which came into being as one,
-and a group of one bundle for each device that was added. Of a user's group only its own spare bundles are used.
+or those that were lent, one for each lane; and a group of one bundle for each device that was added. Of a user's group
+only its own spare bundles are used.
 
 A seat is free again only when whoever was in it is known to be gone. Those on a node that Ray has given up are lost:
 when the node returns it has another id.
@@ -9,15 +10,16 @@ when the node returns it has another id.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from planaria.env import RaySettings
 from planaria.executor.ray.cluster import Connection, bounded
-from planaria.executor.ray.groups import Group, obtain, single_bundles
-from planaria.topology import Cluster, Layout, Node, Placement, Slot, place
+from planaria.executor.ray.groups import Group, lane_group, obtain, single_bundles
+from planaria.topology import Cluster, Infeasible, LaneGroup, Layout, Node, Placement, Slot, place
 
 DISTRUST = 30.0  # seconds in which nothing is started on a node that did not answer
 TRIES = 3  # to take devices that Ray calls free
@@ -38,6 +40,7 @@ class Seats:
         self.connection, self.resource, self.settings, self.name = connection, resource, settings, name
         self.groups: list[Group] = []
         self._added = 0
+        self._lent: dict[str, Group] = {}  # by id, also those that are the engine's no more
         self._free: list[Seat] = []
         self._distrusted: dict[str, float] = {}  # node -> until when
         self._lock = threading.RLock()
@@ -51,6 +54,37 @@ class Seats:
             Seat(slot.node, group, bundle)
             for slot, bundle in zip(group.placement.slots, group.bundles, strict=True)
         ]
+
+    def obtain_lanes(self, lanes: Sequence[LaneGroup], layout: Layout) -> list[Seat]:
+        """By rank, in groups that were made before, one for each lane. Raises Infeasible where there are fewer, and
+        then those can be had by `find`; ConfigError, CapacityError."""
+        with self._lock:
+            self.lend(lanes, layout)
+            if len(lanes) < layout.dp:
+                lacks, nearest = layout.dp - len(lanes), Layout(layout.pp, len(lanes), layout.pcp, layout.tp)
+                why = f"{lacks} of {layout.dp} lanes have no place"
+                raise Infeasible(why, nearest, layout.size, nearest.size)
+            seats = [
+                Seat(slot.node, group, bundle)
+                for group in self.groups[: layout.dp]
+                for slot, bundle in zip(group.placement.slots, group.bundles, strict=True)
+            ]
+            self._free = [seat for seat in self._free if seat not in seats]
+            return seats
+
+    def lend(self, lanes: Sequence[LaneGroup], layout: Layout) -> None:
+        """These groups are the engine's, and no others but what was added. Who sits in another one may stay. layout:
+        of the engine. Raises ConfigError, CapacityError."""
+        with self._lock:
+            one, known = Layout(layout.pp, 1, layout.pcp, layout.tp), self._lent
+            new = [lane for lane in lanes if lane.id not in known]
+            groups = [lane_group(lane, one, self.resource, self.settings) for lane in new]
+            known |= {lane.id: group for lane, group in zip(new, groups, strict=True)}
+            self.groups = [*(known[lane.id] for lane in lanes), *(group for group in self.groups if group.added)]
+            for group in groups:
+                own = zip(group.placement.slots, group.bundles, strict=True)
+                self._free += [Seat(slot.node, group, bundle) for slot, bundle in own]
+                self._free += [Seat(node, group, bundle) for bundle, node in group.others]
 
     def back(self, seats: Collection[Seat]) -> None:
         with self._lock:
@@ -73,7 +107,7 @@ class Seats:
                     for rank, seat in held.items()
                     if seat.node in own and seat in own[seat.node]
                 ]
-                placement = place(cluster, layout, keep=Placement(layout, keep), span=True)
+                placement = _placed(cluster, own, layout, Placement(layout, keep))
                 missing = [slot for slot in placement.slots if slot.rank not in held and only in (None, slot.rank)]
                 deaf = {s.node for s in missing if not self.connection.raylet_answers(s.node)}
                 if deaf:
@@ -86,7 +120,7 @@ class Seats:
     def trim(self) -> None:
         """Give back devices that were added and that nobody is in."""
         with self._lock:
-            for seat in [seat for seat in self._free if seat.group is not self.groups[0]]:
+            for seat in [seat for seat in self._free if seat.group.added]:
                 self._free.remove(seat)
                 self.groups.remove(seat.group)
                 bounded("remove a placement group", seat.group.remove)
@@ -104,17 +138,23 @@ class Seats:
         self._free = [seat for seat in self._free if seat.node in living]
         self.groups = [group for group in self.groups if not self._drop(group, living)]
         own: dict[str, list[Seat]] = {id: [] for id in living}
-        for seat in [*held.values(), *(seat for seat in self._free if seat.node not in dark)]:
+        free_now = (seat for seat in self._free if seat.node not in dark and seat.group in self.groups)
+        for seat in [*held.values(), *free_now]:
             own.setdefault(seat.node, []).append(seat)
         free = {
-            node.id: 0 if node.id in dark or not self.groups[0].owned else len(node.devices) for node in now.nodes
+            node.id: 0 if node.id in dark or not self._may_add else len(node.devices) for node in now.nodes
         }
         nodes = [Node.of(id, len(seats) + free.get(id, 0)) for id, seats in own.items()]
         return Cluster(tuple(nodes), now.head), own
 
+    @property
+    def _may_add(self) -> bool:
+        """Devices that are in no group of the engine's?"""
+        return any(group.owned or group.lent for group in self.groups)
+
     def _drop(self, group: Group, living: Collection[str]) -> bool:
         """Take a group of one bundle away when its node is gone, so that Ray doesn't look for another place for it."""
-        gone = group is not self.groups[0] and not any(node in living for node in group.placement.nodes)
+        gone = group.added and not any(node in living for node in group.placement.nodes)
         if gone:
             bounded("remove a placement group", group.remove)
         return gone
@@ -134,8 +174,18 @@ class Seats:
         if groups is None:
             return None
         for slot, group in zip(new, groups, strict=True):
+            group.added = True
             self.groups.append(group)
             found[slot.rank] = Seat(slot.node, group, 0)
         taken = set(found.values())
         self._free = [seat for seat in self._free if seat not in taken]
         return found
+
+
+def _placed(cluster: Cluster, own: Mapping[str, list[Seat]], layout: Layout, keep: Placement) -> Placement:
+    """On seats that there are, as long as no tensor group spans nodes for that; else on any device. Raises
+    Infeasible."""
+    seats = Cluster(tuple(Node.of(id, len(there)) for id, there in own.items()), cluster.head)
+    with contextlib.suppress(Infeasible):
+        return place(seats, layout, keep=keep)
+    return place(cluster, layout, keep=keep, span=True)
