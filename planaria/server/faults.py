@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 
+import msgspec
+
 from planaria.executor.replay import is_replayed
 from planaria.wire import Recovery
 
@@ -30,6 +32,7 @@ class FaultLog:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.open: dict[int, float] = {}  # engine -> time.monotonic() of the fault that is being dealt with
         self.layout_changes = 0
+        self.travel = {"moved": 0, "needed": 0, "read": 0}  # of experts, see wire.Travel
         self.last: Recovery | None = None  # fault
         self.when = ""  # of the last one, UTC
         self.last_change: dict[str, object] | None = None  # of the layout, for /health
@@ -61,7 +64,11 @@ class FaultLog:
             self.last_change = {
                 "when": _now(), "engine": message.engine, "cause": message.cause, "layout": message.layout,
                 "epoch": message.epoch, "seconds": _rounded(message.seconds),
+                "experts": msgspec.structs.asdict(message.travel) if message.travel is not None else None,
             }  # fmt: skip
+        if message.travel is not None:
+            for what, number in msgspec.structs.asdict(message.travel).items():
+                self.travel[what] += number
         self.replayed_tokens += message.tokens
         self.seconds += message.seconds.get("total", 0.0)
         for name in PARTS:

@@ -156,7 +156,7 @@ class Metrics(Collector):
             yield family
 
     def _recovery(self, model: str) -> Iterable[Metric]:
-        faults = self._faults
+        faults, travel = self._faults, self._faults.travel
         for name, text, by_part in (
             ("faults", "Losses of ranks, and of the engine's process.", faults.faults),
             ("recoveries", "Losses after which requests went on.", faults.recoveries),
@@ -169,6 +169,9 @@ class Metrics(Collector):
             ("replayed_tokens", "Tokens computed again after a fault.", float(faults.replayed_tokens)),
             ("layout_changes", "Changes of an engine's layout that no fault asked for.", float(faults.layout_changes)),
             ("recovery_seconds", "From faults until requests went on.", faults.seconds),
+            ("recovery_expert_moved_bytes", "Experts that ranks sent one another to begin an epoch.", travel["moved"]),
+            ("recovery_expert_needed_bytes", "Of experts that had to move, wherever they go.", travel["needed"]),
+            ("recovery_experts_read", "Experts that were read from the checkpoint to begin an epoch.", travel["read"]),
         ):
             counter = CounterMetricFamily(f"planaria:{name}", text, labels=["model_name"])
             counter.add_metric([model], total)

@@ -290,6 +290,12 @@ class EngineHealth(Strict):
     waiting: int
 
 
+class ExpertTravel(Strict):
+    moved: int  # bytes from the memory of other ranks
+    needed: int  # bytes that had to move, wherever experts go
+    read: int  # experts that were read from the checkpoint
+
+
 class LayoutChange(Strict):
     when: str  # UTC
     engine: int
@@ -297,6 +303,7 @@ class LayoutChange(Strict):
     layout: str
     epoch: int
     seconds: dict[str, float]  # by part
+    experts: ExpertTravel | None  # where they are dealt to ranks whole
 
 
 class Health(Strict):

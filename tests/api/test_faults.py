@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from planaria.server.faults import PARTS
-from planaria.wire import EngineStats, Recovery
+from planaria.wire import EngineStats, Recovery, Travel
 from tests.api.test_metrics import scrape
 
 C = "/v1/completions"
@@ -112,7 +112,8 @@ async def test_a_change_of_the_layout_is_no_fault(server: Any) -> None:
     async with server.http() as http:
         engine.on_recovery(change)
         assert "the layout becomes tp=2" in (await http.get("/health")).json()["why"]
-        engine.on_recovery(msgspec.structs.replace(change, seconds={"total": 1.5}, layout="tp=2 pp=1"))
+        travel = Travel(300, 200, 1)
+        engine.on_recovery(msgspec.structs.replace(change, seconds={"total": 1.5}, layout="tp=2 pp=1", travel=travel))
         body = (await http.get("/health")).json()
         assert body["last_fault"] is None and not body["recovering"] and body["engine_restarts"] == 0
         assert (body["last_layout_change"]["layout"], body["last_layout_change"]["seconds"]) == (
@@ -120,3 +121,7 @@ async def test_a_change_of_the_layout_is_no_fault(server: Any) -> None:
         )  # fmt: skip
         _, values = await scrape(http)
         assert values["planaria:faults_total/engine"] == 0 and values["planaria:layout_changes_total"] == 1
+        assert body["last_layout_change"]["experts"] == {"moved": 300, "needed": 200, "read": 1}
+        assert [values[f"planaria:recovery_{name}_total"] for name in (
+            "expert_moved_bytes", "expert_needed_bytes", "experts_read"
+        )] == [300, 200, 1]  # fmt: skip

@@ -21,7 +21,8 @@ COUNTERS = {
     "vllm:request_success", "vllm:num_preemptions", "planaria:faults", "planaria:recoveries",
     "planaria:replayed_tokens", "planaria:recovery_seconds", "planaria:recovery_part_seconds",
     "planaria:layout_changes", "planaria:requests_taken",
-    "planaria:expert_rearrangements", "planaria:expert_moved_bytes",
+    "planaria:expert_rearrangements", "planaria:expert_moved_bytes", "planaria:recovery_expert_moved_bytes",
+    "planaria:recovery_expert_needed_bytes", "planaria:recovery_experts_read",
 }  # fmt: skip
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",

@@ -1,0 +1,120 @@
+"""Experts go between ranks when lanes come and go, and when a rank is lost whose experts others have: nobody who stays
+reads the checkpoint, and tokens stay the same, also if a rank is lost on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria.protocol import Command, Prepare
+from planaria.wire import Reshape
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine, texts
+from tests.proc.test_recovery import SLACK, Reads
+
+MODEL = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 1024}
+EXPERTS = 2 * 6  # of all layers
+EXPERT_BYTES = 3 * 64 * 1024 * 4
+ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30), (3, 60)])
+EP: dict[str, Any] = {"enable_expert_parallel": True, "data_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("experts"), "qwen2_moe", **MODEL)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    with Engine(str(folder), distributed_executor_backend="uni") as one:
+        return one.run(ASKED)
+
+
+@pytest.fixture(scope="module")
+def lanes(folder: Path) -> Iterator[Engine]:
+    with Engine(str(folder), **EP) as engine:
+        yield engine
+
+
+def finish(engine: Engine) -> None:
+    """What is still being done with no request."""
+    while engine.loop.busy():
+        engine.loop.turn()
+
+
+def test_a_rank_that_stays_reads_nothing(
+    lanes: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads is its boots, from the engine's pipe, and how much memory is free. Half of the experts come to it
+    when there is one lane, and leave it when there are two."""
+    launcher: Any = lanes.loop.crew.launcher
+    boots: list[int] = []
+    run = launcher.run
+    monkeypatch.setattr(launcher, "run", lambda made: (boots.append(8 + len(made[0].encode())), run(made)))
+    assert lanes.run(ASKED) == expected
+    stays = lanes.pids[0]
+    before = Reads(stays)
+    for dp in (1, 2):
+        assert lanes.run(ASKED, 30, lambda dp=dp: lanes.loop.handle(Reshape(f"to {dp}", 1, 1, dp))) == expected
+        finish(lanes)
+        assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error) == (f"to {dp}", "") and len(lanes.pids) == dp
+        travel = lanes.recoveries[-1].travel
+        assert travel is not None and travel.read == 0 and travel.moved == travel.needed == EXPERTS // 2 * EXPERT_BYTES
+    after = Reads(stays)
+    assert lanes.pids[0] == stays and len(boots) == 2
+    assert 0 <= after.calls - before.calls - sum(boots) <= 2 * (len(Path("/proc/meminfo").read_bytes()) + SLACK)
+    assert after.storage - before.storage <= SLACK
+    assert after.mapped - before.mapped < EXPERTS // 2 * EXPERT_BYTES // 4  # of the checkpoint
+
+
+def test_a_rank_dies_while_it_sends_what_it_has(lanes: Engine, expected: list[list[int]]) -> None:
+    """It was to leave. Its experts are read again by another in its place, which then leaves."""
+
+    def harm() -> None:
+        lanes.kill(1, signal.SIGSTOP)  # so that it can't have sent them
+        lanes.loop.handle(Reshape("fewer", 1, 1, 1))
+        assert not lanes.reshaped or lanes.reshaped[-1].id != "fewer"
+        lanes.kill(1, signal.SIGKILL)
+
+    before = len(lanes.recoveries)
+    assert lanes.run(ASKED, 40, harm) == expected
+    finish(lanes)
+    assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error, len(lanes.pids)) == ("fewer", "", 1)
+    fault, change = lanes.recoveries[before:]
+    assert (fault.kind, fault.ranks, change.kind) == ("fault", [1], "layout")
+    assert fault.travel is not None and fault.travel.read == EXPERTS // 2
+    assert change.travel is not None and change.travel.read == 0
+
+
+def test_the_one_that_has_them_all_dies_while_another_joins(
+    lanes: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then there is nothing in memory, and what is needed is read."""
+    ask, killed = lanes.loop.crew.ask, []
+
+    def harm(command: Command, *more: Any) -> Any:
+        if isinstance(command, Prepare) and not killed:
+            pid = lanes.loop.crew.places[0].pid
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+        return ask(command, *more)
+
+    monkeypatch.setattr(lanes.loop.crew, "ask", harm)
+    assert len(lanes.pids) == 1
+    assert lanes.run(ASKED, 40, lambda: lanes.loop.handle(Reshape("more", 1, 1, 2))) == expected
+    assert killed and killed[0] not in lanes.pids and lanes.reshaped[-1].id == "more"
+    assert lanes.run(ASKED) == expected
+
+
+def test_replicas_are_what_a_lost_rank_is_loaded_from(folder: Path, expected: list[list[int]]) -> None:
+    """Every expert has a slot on both ranks, so nothing is read of the one that is lost."""
+    config = {"num_redundant_experts": 6, "step_interval": 10_000, "window_size": 100}
+    with Engine(str(folder), **EP, enable_eplb=True, eplb_config=config) as engine:
+        assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
+        travel = engine.recoveries[-1].travel
+        assert travel is not None and travel.read == 0 and travel.moved == travel.needed == EXPERTS * EXPERT_BYTES
