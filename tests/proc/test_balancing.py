@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from planaria.protocol import Arrange, Command, Prepare
@@ -32,10 +31,13 @@ def expected(folder: Path) -> list[list[int]]:
         return one.run(ASKED)
 
 
-KINDS = [("tp", False), ("tp", True), ("dp", False), ("dp", True)]
+KINDS = [
+    pytest.param(("tp", False), id="tp", marks=pytest.mark.long), pytest.param(("tp", True), id="tp-async"),
+    pytest.param(("dp", False), id="dp"), pytest.param(("dp", True), id="dp-async", marks=pytest.mark.long),
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=["tp", "tp-async", "dp", "dp-async"])
+@pytest.fixture(scope="module", params=KINDS)
 def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     axis, use_async = request.param
     with Engine(str(folder), **EPLB, **RANKS[axis], eplb_config={**OFTEN, "use_async": use_async}) as engine:
@@ -44,9 +46,8 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def moved_by(engine: Engine) -> tuple[int, int]:
-    state = engine.loop.balancing.state
-    assert state is not None
-    return state.rearrangements, state.bytes_moved
+    stats = engine.loop.balancing.stats
+    return stats.rearrangements, stats.bytes_moved
 
 
 def test_the_same_tokens_while_experts_move(engine: Engine, expected: list[list[int]]) -> None:
@@ -92,20 +93,17 @@ class Killer:
 def test_a_rank_that_dies_in_the_middle_costs_a_pause(
     engine: Engine, expected: list[list[int]], kind: type[Command], before: bool
 ) -> None:
-    state = engine.loop.balancing.state
-    assert state is not None
-    state.formed(tuple(msgspec.structs.replace(m, slots=m.slots) for m in state.maps))
     killer = Killer(engine, kind, int(before), before=before)
     number = len(engine.recoveries)
     try:
-        for _ in range(3):
-            # another load than the one that experts were placed for
-            state.window.add((7**40 % (1 << 500)).to_bytes(96, "little"), 1)
+        for _ in range(3):  # few tokens in a window: what is balanced for one is not for the next
             assert engine.run(ASKED) == expected
             if killer.struck:
                 break
     finally:
         killer.release()
-    assert killer.struck and [r.ranks for r in engine.recoveries[number:]] == [[int(before)]]
-    assert engine.run(ASKED[:2]) == expected[:2]
-    assert engine.loop.crew.maps == state.maps
+    assert killer.struck and [recovery.ranks for recovery in engine.recoveries[number:]] == [[int(before)]]
+    done, _ = moved_by(engine)
+    while moved_by(engine)[0] == done:  # it goes on
+        assert engine.run(ASKED[:2]) == expected[:2]
+    assert engine.loop.crew.maps == engine.loop.balancing.state.maps
