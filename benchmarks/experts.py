@@ -1,10 +1,10 @@
 """Experts: what balancing their load gives.
 
-    python -m benchmarks.experts balance|tokens|resize|overlap [--markdown docs/experts.md]
+    python -m benchmarks.experts balance|tokens|resize|pause|overlap [--markdown docs/experts.md]
     python -m benchmarks.experts layer|models [--vllm-python P] [--markdown docs/experts.md]
     python -m benchmarks.experts toy --model FOLDER [--markdown docs/experts.md]
 
-*layer*, *models*, *tokens*, *resize*, *overlap*, *toy*: see benchmarks/experts_layer.py, experts_tokens.py and so on.
+*layer*, *models*, *tokens*, *resize*, *pause*, *overlap*, *toy*: see benchmarks/experts_layer.py, experts_tokens.py and so on.
 *balance*: 64 experts on 8 simulated ranks, 16 layers, tokens that choose 8
 experts each with odds that fall as Zipf's law says, in another order in each layer. Maps are made from one window and
 measured on the next one, whose tokens are drawn again. With 8 redundant slots: experts dealt in order, DeepSeek's
@@ -164,6 +164,12 @@ def resize_part() -> tuple[dict[str, Any], list[report.Table]]:
     return measured()
 
 
+def pause_part() -> tuple[dict[str, Any], list[report.Table]]:
+    from benchmarks.experts_pause import pause_part as measured  # needs torch
+
+    return measured()
+
+
 def overlap_part() -> tuple[dict[str, Any], list[report.Table]]:
     from benchmarks.experts_overlap import overlap_part as measured  # needs torch
 
@@ -174,6 +180,7 @@ PARTS: dict[str, Callable[[], tuple[dict[str, Any], list[report.Table]]]] = {
     "balance": balance_part,
     "tokens": tokens_part,
     "resize": resize_part,
+    "pause": pause_part,
     "overlap": overlap_part,
 }
 
