@@ -1,10 +1,10 @@
 """The part *pause* of benchmarks.experts: what streams notice of experts that move, and of load that is recorded.
 
-A random Qwen3-MoE in bfloat16 on two tensor ranks with whole experts, and 8 streams at a time. One engine takes turns:
-nothing is rearranged; every 64 steps experts are rearranged while steps wait; the same beside steps. Few tokens are in a
-window, so each rearrangement finds something to move. Of each turn: the time between two tokens of a stream, its median
-and its longest, by turns; steps that waited are those between the order to rearrange and its end. *Recording*: another
-engine that counts no load takes turns with one that does and rearranges nothing.
+A random Qwen3-MoE in bfloat16 on two tensor ranks with whole experts, 8 streams at a time. One engine takes turns:
+nothing moves; every 64 steps experts are rearranged while steps wait; the same beside steps. Few tokens are in a
+window, so each rearrangement finds something to move. Said of each: the time between two tokens of a stream, its
+median while nothing moves and while something does (from the decision to the last commit), and its longest.
+*Recording*: another engine, which counts no load, takes turns with one that does and rearranges nothing.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def pause_part() -> tuple[dict[str, Any], list[report.Table]]:
         ),
         report.Table(
             f"Recording load, {2 * ROUNDS} rounds by turns (ms between tokens)",
-            ["not recorded, shortest round", "recorded, shortest round", "difference", "median of the rounds' differences"],
+            ["not recorded, shortest", "recorded, shortest", "difference", "median of the rounds' differences"],
             [[
                 f"{1000 * min(one):.2f}", f"{1000 * min(other):.2f}", f"{100 * (min(other) / min(one) - 1):+.1f} %",
                 f"{100 * statistics.median(ratios):+.1f} %",

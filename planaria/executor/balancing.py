@@ -31,7 +31,7 @@ class Balancing:
         self.state: ExpertBalance | None = None
         self.stats: ExpertStats | None = None
         self._logged = 0  # steps at the last line about balancedness
-        self._began = 0.0  # the last time that nothing was being rearranged
+        self._began, self._moved = 0.0, 0  # the last time that nothing was being rearranged; bytes until then
 
     # -- events
 
@@ -92,7 +92,7 @@ class Balancing:
             if at.tp == 0:
                 lanes[at.dp] += getattr(reply, "value", b"")
         if not state.rearranging:
-            self._began = self.wall()
+            self._began, self._moved = self.wall(), state.bytes_moved
         state.loaded(lanes)
         self._note(state)
         config = self.config.parallel.eplb_config
@@ -110,9 +110,9 @@ class Balancing:
         if state.rearrangements > before:
             now = self.wall()
             logger.info(
-                "experts rearranged in %.2f s: %d bytes moved, balancedness of the last %d steps %.3f",
-                now - self._began, state.bytes_moved, state.window.steps, state.balancedness,
-            )
+                "experts rearranged in %.2f s: %.1f MiB moved; balancedness of the last %d steps with them %.3f",
+                now - self._began, (state.bytes_moved - self._moved) / 2**20, state.window.steps, state.balancedness,
+            )  # fmt: skip
             self._note(state, now)
             self.tell()
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import msgspec
 import pytest
 
 from planaria.protocol import Arrange, Command, Prepare
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, texts
+from tests.proc.servers import PATIENCE, Server, planaria
 
 MODEL = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30), (3, 60)])
@@ -87,8 +91,12 @@ class Killer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "before"), [(Prepare, True), (Prepare, False), (Arrange, True), (Arrange, False)],
-    ids=["unprepared", "preparing", "prepared", "committing"],
+    ("kind", "before"),
+    [
+        pytest.param(Prepare, True, id="unprepared", marks=pytest.mark.long),
+        pytest.param(Prepare, False, id="preparing"), pytest.param(Arrange, True, id="prepared"),
+        pytest.param(Arrange, False, id="committing", marks=pytest.mark.long),
+    ],
 )  # fmt: skip
 def test_a_rank_that_dies_in_the_middle_costs_a_pause(
     engine: Engine, expected: list[list[int]], kind: type[Command], before: bool
@@ -107,3 +115,30 @@ def test_a_rank_that_dies_in_the_middle_costs_a_pause(
     while moved_by(engine)[0] == done:  # it goes on
         assert engine.run(ASKED[:2]) == expected[:2]
     assert engine.loop.crew.maps == engine.loop.balancing.state.maps
+
+
+OPTIONS = [
+    "--enable-expert-parallel", "--enable-eplb", "-tp", "2", "--device", "cpu", "--dtype", "float32",
+    "--kv-cache-memory", "8MiB", "--skip-tokenizer-init", "--eplb-config", msgspec.json.encode(OFTEN).decode(),
+]  # fmt: skip
+
+
+def test_generate_says_how_often_experts_were_rearranged(folder: Path) -> None:
+    done = planaria(
+        "generate", str(folder), *OPTIONS, "--prompt-token-ids", "5,6,7", "--max-tokens", "60", "--ignore-eos", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout)
+    assert line["rearrangements"] >= 1 and len(line["token_ids"]) == 60
+
+
+@pytest.mark.long
+def test_a_server_tells_where_experts_are(folder: Path) -> None:
+    with Server(str(folder), *OPTIONS) as server, httpx2.Client(base_url=server.url, timeout=PATIENCE) as http:
+        body = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        (engine,) = http.get("/admin/experts").json()["engines"]
+        assert engine["ranks"] == 2 and engine["rearrangements"] >= 1 and engine["bytes_moved"] > 0
+        assert [layer["layer"] for layer in engine["layers"]] == [0, 1] and 0 < engine["balancedness"] <= 1
+        text = http.get("/metrics").text
+        assert "planaria:expert_rearrangements_total{" in text and "planaria:expert_rearrangement_age_seconds{" in text
