@@ -4,7 +4,8 @@
     python -m benchmarks.experts layer|models [--vllm-python P] [--markdown docs/experts.md]
     python -m benchmarks.experts toy --model FOLDER [--markdown docs/experts.md]
 
-*layer*, *models*, *tokens*, *resize*, *pause*, *overlap*, *toy*: see benchmarks/experts_layer.py, experts_tokens.py and so on.
+*layer*, *models*, *tokens*, *resize*, *pause*, *overlap*, *toy*: see benchmarks/experts_layer.py, experts_tokens.py and
+so on.
 *balance*: 64 experts on 8 simulated ranks, 16 layers, tokens that choose 8
 experts each with odds that fall as Zipf's law says, in another order in each layer. Maps are made from one window and
 measured on the next one, whose tokens are drawn again. With 8 redundant slots: experts dealt in order, DeepSeek's
