@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from planaria.config.options import ParallelConfig
 from planaria.kernels.ops import Act, Batch, Ops
 from planaria.mesh.mesh import Mesh
+from planaria.worker.streams import Streams
 from planaria.worker.turns import InTurns, Span, Turns
 
 if TYPE_CHECKING:
@@ -73,10 +75,11 @@ class MicroBatches:
 
     def __init__(
         self, ops: Ops, forward: Callable[[Ops], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
-        splits: Callable[[int, bool], bool], enter_thread: Callable[[], Any],
+        splits: Callable[[int, bool], bool], enter_thread: Callable[[], Any], *, cuda: bool = False,
     ) -> None:  # fmt: skip
         self.batch, self.mesh, self.splits = batch, mesh, splits
-        self.once, self.turns = Turns(1), Turns(len(exchanges))
+        self.streams = Streams(len(exchanges)) if cuda else None
+        self.once, self.turns = Turns(1), Turns(len(exchanges), self.streams)
         self.whole = Part(ops, forward, batch, exchanges[0], self.once, 0)
         self.parts = [Part(ops, forward, batch, exchange, self.turns, i) for i, exchange in enumerate(exchanges)]
         self._threads = ThreadPoolExecutor(len(exchanges) - 1, "planaria-micro-batch", enter_thread)
@@ -104,6 +107,8 @@ class MicroBatches:
         others = [self._threads.submit(self._run, part) for part in self.parts[1:]]
         self._run(self.parts[0])
         wait(others)
+        if self.streams is not None:
+            self.streams.end()
         if self.turns.error is not None:
             raise self.turns.error
         return self._join()
@@ -111,7 +116,8 @@ class MicroBatches:
     def _run(self, part: Part) -> None:
         """In a thread of its own; an error is left in `turns`."""
         try:
-            with torch.inference_mode():
+            own = self.streams.of(part.place) if self.streams is not None else nullcontext()
+            with torch.inference_mode(), own:
                 self.turns.take(part.place)
                 part.result = self._kept(part.forward())
                 self.turns.hand_on(part.place)
@@ -153,7 +159,7 @@ class MicroBatches:
 
 def make_forward(
     ops: Ops, forward: Callable[[Ops], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
-    parallel: ParallelConfig, enter_thread: Callable[[], Any],
+    parallel: ParallelConfig, enter_thread: Callable[[], Any], *, cuda: bool,
 ) -> tuple[Callable[[], torch.Tensor], MicroBatches | None]:  # fmt: skip
     """The forward pass of a worker, and who does it where there is a way of exchange for each of several
     micro-batches."""
@@ -163,5 +169,5 @@ def make_forward(
     def splits(tokens: int, prefill: bool) -> bool:
         return parallel.splits(tokens, prefill=prefill)
 
-    made = MicroBatches(ops, forward, batch, mesh, exchanges, splits, enter_thread)
+    made = MicroBatches(ops, forward, batch, mesh, exchanges, splits, enter_thread, cuda=cuda)
     return made, made

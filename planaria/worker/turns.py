@@ -21,6 +21,8 @@ from planaria.mesh.all2all import All2All
 if TYPE_CHECKING:
     import torch
 
+    from planaria.worker.streams import Streams
+
 COMPUTE = "compute"
 
 
@@ -38,10 +40,11 @@ class Ended(Exception):
 
 
 class Turns:
-    """Of `count` micro-batches. trace: where spans are put, while it is a list."""
+    """Of `count` micro-batches. streams: of the device they compute on. trace: where spans are put, while it is a
+    list."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, streams: Streams | None = None) -> None:
+        self.count, self.streams = count, streams
         self.trace: list[Span] | None = None
         self.error: BaseException | None = None  # the first that ended a micro-batch
         self._changed = threading.Condition()
@@ -51,6 +54,8 @@ class Turns:
     def begin(self) -> None:
         """Another step. Nobody is in a turn."""
         self._next, self.error = 0, None
+        if self.streams is not None:
+            self.streams.handed_on()
 
     def take(self, place: int) -> None:
         """Wait for the turn of the micro-batch at this place. Raises Ended."""
@@ -58,11 +63,15 @@ class Turns:
             self._changed.wait_for(lambda: self._next == place or self.error is not None)
             if self.error is not None:
                 raise Ended
+        if self.streams is not None:
+            self.streams.taken()
         self._since = time.monotonic()
 
     def hand_on(self, place: int) -> None:
         """The turn is over."""
         self.note(Span(place, COMPUTE, self._since, time.monotonic()))
+        if self.streams is not None:
+            self.streams.handed_on()
         with self._changed:
             self._next = (place + 1) % self.count
             self._changed.notify_all()

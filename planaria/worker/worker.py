@@ -452,8 +452,9 @@ class Worker:
             self.experts.count(self.config.parallel.enable_eplb and self.layout.coords(self.rank).tp == 0)
         self._end_micro_batches()
         made = make_forward(
-            self.ops, self.model.forward, batch, self.mesh, self.exchanges, self.config.parallel, self.take_thread
-        )
+            self.ops, self.model.forward, batch, self.mesh, self.exchanges, self.config.parallel, self.take_thread,
+            cuda=self.config.device.device == "cuda",
+        )  # fmt: skip
         forward, self.micro_batches = made
         rows, model = scheduler.max_num_seqs, self.config.model
         if self.sampler is not None:  # of the epoch before

@@ -3,6 +3,7 @@ one ends them all. Ranks are threads here."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -210,13 +211,15 @@ class Gated:
         out.copy_(y)
 
 
-def one_lane(folder: Path, exchanges: list[Gated], mesh: Mesh) -> tuple[Driver, MicroBatches]:
+def one_lane(
+    folder: Path, exchanges: list[Gated], mesh: Mesh, *, cuda: bool = False
+) -> tuple[Driver, MicroBatches]:  # fmt: skip
     ops = TorchOps("cpu")
     model = build(model_config(config_of(folder)), DictSource.open(folder), ops, quantization="none")
     ops.join(Solo(), exchanges[0])
     driver = Driver(model, ops, block_size=16, num_blocks=16)
     parts = MicroBatches(
-        ops, model.forward, driver.batch, mesh, exchanges, lambda tokens, prefill: True, lambda: None
+        ops, model.forward, driver.batch, mesh, exchanges, lambda tokens, prefill: True, lambda: None, cuda=cuda
     )
     driver.run = parts
     return driver, parts
@@ -258,6 +261,65 @@ def test_an_error_in_one_ends_all_and_is_the_step_s(folders: dict[str, Path], pl
     assert aborted.is_set()
     parts.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("planaria-micro-batch")]
+
+
+class Device:
+    """Stands in for torch.cuda's streams: `done` says what was queued on which, by its name."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str, str]] = []
+        self.local = threading.local()
+        self.made = 0
+
+    def current(self) -> Queue:
+        return getattr(self.local, "queue", None) or Queue(self, "step")
+
+    def another(self) -> Queue:
+        self.made += 1
+        return Queue(self, f"stream {self.made - 1}")
+
+    @contextlib.contextmanager
+    def using(self, queue: Queue) -> Iterator[None]:
+        self.local.queue = queue
+        yield
+        self.local.queue = None
+
+
+class Queue:
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name = device, name
+
+    def record_event(self) -> str:
+        event = f"{self.name} at {len(self.device.done)}"
+        self.device.done.append((self.name, "records", event))
+        return event
+
+    def wait_event(self, event: str) -> None:
+        self.device.done.append((self.name, "waits for", event))
+
+    def wait_stream(self, other: Queue) -> None:
+        self.device.done.append((self.name, "waits for", other.name))
+
+
+def test_on_a_device_turns_follow_one_another_and_exchanges_keep_only_their_own_waiting(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, always = Device(), threading.Event()
+    always.set()
+    for name, instead in (
+        ("Stream", device.another), ("current_stream", device.current), ("stream", device.using)
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, instead)
+    driver, parts = one_lane(folders["qwen2_moe"], [Gated(always), Gated(always)], Mesh(), cuda=True)
+    driver.step({0: tokens(9, 1)})
+    parts.close()
+    ends = [event for _, how, event in device.done if how == "records"]
+    begins = [(name, event) for name, how, event in device.done if how == "waits for" and " at " in event]
+    assert len(begins) == 2 * (2 * 2 + 1)  # two micro-batches, two exchanges in each of two layers
+    assert [event for _, event in begins] == ends[:-1], "a turn waits for the one before, the first for the step's"
+    assert [name for name, _ in begins] == ["stream 0", "stream 1"] * 5
+    assert [event.partition(" at ")[0] for event in ends] == ["step"] + ["stream 0", "stream 1"] * 5
+    assert device.done[-2:] == [("step", "waits for", "stream 0"), ("step", "waits for", "stream 1")]
 
 
 class Fenced(Solo):
