@@ -3,8 +3,8 @@
 A random Qwen3-MoE checkpoint of one layer, written by Transformers and read by all: router, choice, experts and the
 sum, of the same tokens. Transformers runs each of its implementations ("eager" loops over experts, "grouped_mm" calls
 torch's grouped product, "batched_mm" one product for each choice), and the best one counts. vLLM's operations run in
-its own python (`--vllm-python`), which is stopped meanwhile. Figures are the shortest of many steps taken in turn,
-since other work on the machine only makes them longer.
+its own python (`--vllm-python`), which is stopped meanwhile. GB/s and GFLOP/s are ours (`rates`). Figures are the
+shortest of many steps taken in turn, since other work on the machine only makes them longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from benchmarks import report
+from benchmarks.kernels import bandwidth
 from benchmarks.vllm_layer import VllmLayer
+from planaria.kernels.cpu.build import host_isa
 
 SHAPE = {
     "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 8,
@@ -31,8 +33,8 @@ SHAPE = {
 }  # fmt: skip
 TOKENS = (1, 8, 32, 128, 512)
 THREADS = 2
-SECONDS = 0.2  # of each way at a time
-TURNS = 5
+SECONDS = 0.25  # of each way at a time
+TURNS = 4
 WAYS = ("eager", "grouped_mm", "batched_mm")
 NAMES = ("ours", "vllm", *WAYS)
 COPIES = 1  # tokens up to which "batched_mm" is tried: it copies the weights for every choice of every token
@@ -60,7 +62,7 @@ def shortest(ways: dict[str, Steps]) -> dict[str, float]:
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(TURNS):
         for name, steps in ways.items():
-            best[name] = min(best[name], *steps(SECONDS), *steps(0.0))
+            best[name] = min(best[name], *steps(SECONDS))
     return best
 
 
@@ -130,6 +132,7 @@ def row(
             if way != "batched_mm" or len(x) <= COPIES:
                 ways[way] = timed(partial(block, x[None]))
         found |= shortest(ways)
+        found |= rates(x, blocks["eager"], found["ours"])
     found["transformers"] = min(found[way] for way in WAYS if way in found)
     return found
 
@@ -139,11 +142,23 @@ def gap(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
 
 
+def rates(x: torch.Tensor, block: Any, took: float) -> dict[str, float]:
+    """What these milliseconds come to: weights of the experts that the tokens choose, read once; multiplications and
+    additions of their products."""
+    k, hidden, inter = SHAPE["num_experts_per_tok"], SHAPE["hidden_size"], SHAPE["moe_intermediate_size"]
+    chosen = torch.nn.functional.linear(x, block.gate.weight).topk(k, dim=-1).indices
+    one = 3 * hidden * inter
+    return {
+        "GB/s": len(chosen.unique()) * one * x.element_size() / took / 1e6,
+        "GFLOP/s": len(x) * k * 2 * one / took / 1e6,
+    }
+
+
 def cells(found: dict[str, float]) -> list[str]:
     times = [f"{found[way]:.2f}" if way in found else "-" for way in NAMES]
     ratios = [f"{found[peer] / found['ours']:.2f}" if peer in found else "-" for peer in GOALS]
     gaps = [f"{found[name]:.1e}" if name in found else "-" for name in ("gap", "vllm gap")]
-    return [*times, *ratios, *gaps]
+    return [*times, *ratios, f"{found['GB/s']:.0f}", f"{found['GFLOP/s']:.0f}", *gaps]
 
 
 def together(rows: dict[int, dict[str, float]]) -> list[list[str]]:
@@ -153,7 +168,7 @@ def together(rows: dict[int, dict[str, float]]) -> list[list[str]]:
     ratio = [f"{whole[p] / whole['ours']:.2f}" if p in whole else "-" for p in GOALS]
     mean = [f"{geometric_mean(f[p] / f['ours'] for f in rows.values()):.2f}" if p in whole else "-" for p in GOALS]
     blank = ["" for _ in NAMES]
-    return [["as many tokens of each", *blank, *ratio, "", ""], ["geometric mean", *blank, *mean, "", ""]]
+    return [["as many tokens of each", *blank, *ratio, *[""] * 4], ["geometric mean", *blank, *mean, *[""] * 4]]
 
 
 def layer_part(vllm_python: Path | None = None) -> tuple[dict[str, Any], list[report.Table]]:
@@ -181,9 +196,11 @@ def layer_part(vllm_python: Path | None = None) -> tuple[dict[str, Any], list[re
             rows = {count: row(step, blocks, vllm, x[:count], folder) for count in TOKENS}
             result |= {f"{name} {count}": found for count, found in rows.items()}
         goals = ", ".join(f"{goal:g} x {peer}" for peer, goal in GOALS.items())
+        reading = bandwidth(THREADS, TURNS)
         tables.append(report.Table(
-            f"One layer's experts, {name}, {THREADS} threads: ms a step (shortest); goals: {goals}",
-            ["tokens", *NAMES, *(f"{peer} / ours" for peer in GOALS), "median gap", "vllm's"],
+            f"One layer's experts, {name}, {THREADS} threads, {host_isa()}, {reading:.0f} GB/s: ms a step (shortest); "
+            f"goals: {goals}",
+            ["tokens", *NAMES, *(f"{peer} / ours" for peer in GOALS), "GB/s", "GFLOP/s", "median gap", "vllm's"],
             [*([str(count), *cells(found)] for count, found in rows.items()), *together(rows)],
         ))  # fmt: skip
     return result, tables

@@ -137,17 +137,19 @@ def product(
             for turn in range(tiles):
                 r = n * turn // tiles
                 rows = n * (turn + 1) // tiles - r
-                # while these panels are used the next come into the cache, a part with each of the first tiles
-                put(mine + PLAN, 0, w + (panels + turn) * stride)
-                put(mine + PLAN, 1, length * 4 if turn < panels else 0)
+                # while these panels are used the next come into the cache: a part with each of the first tiles, or
+                # with each one; a single tile of one panel asks for what it reads itself
                 put(mine + PLAN, 3, 0)
-                if pl_tile_panels() == 1:
-                    # one tile reads what it asks for itself, of several each asks for its part of the next panel
-                    put(mine + PLAN, 0, w + STREAM_AHEAD)
+                if pl_tile_panels() > 1:
+                    put(mine + PLAN, 0, w + (panels + turn) * stride)
+                    put(mine + PLAN, 1, length * 4 if turn < panels else 0)
+                elif tiles > 1:
+                    following = panel + 1 if panel + 1 < end else next_panel
+                    put(mine + PLAN, 0, get(row, 2) + following * stride + stride * turn // tiles)
                     put(mine + PLAN, 1, (1 << 20) // tiles)
-                    if tiles > 1:
-                        following = panel + 1 if panel + 1 < end else next_panel
-                        put(mine + PLAN, 0, get(row, 2) + following * stride + stride * turn // tiles)
+                else:
+                    put(mine + PLAN, 0, w + STREAM_AHEAD)
+                    put(mine + PLAN, 1, 1 << 20)
                 if panels > 1 and n <= WHOLE_ROWS:
                     put(mine + PLAN, 3, 8 * foresee(c, row, mine, length >> 1))
                 pl_row_tile(
