@@ -17,12 +17,13 @@ import pytest
 
 from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.errors import ConfigError, EngineDead
+from planaria.executor import loop as loop_module
 from planaria.executor.replay import is_replayed
 from planaria.protocol import StepPlan
 from planaria.server.detokenise import Detokenizer
 from planaria.wire import FromEngine, Processes, Recovery, Report
 from tests.proc import custom
-from tests.proc.servers import SMALL, Server, alive, needs_smollm2, titled, wait_until
+from tests.proc.servers import PATIENCE, SMALL, Server, alive, needs_smollm2, titled, wait_until
 
 pytestmark = needs_smollm2
 
@@ -204,7 +205,8 @@ def test_what_is_wrong_with_a_request_is_its_own_matter(two: Watched, monkeypatc
     assert two.heard == [] and two.pids == before
 
 
-def test_a_spare_takes_over_and_another_is_made() -> None:
+def test_a_spare_takes_over_and_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "SPARES_AFTER", 10 * PATIENCE)  # however long the replay takes here
     watched = Watched(tensor_parallel_size=2, spare_workers=1)
     try:
         launcher: Any = watched.llm._loop.crew.launcher
