@@ -33,7 +33,7 @@ SHAPE = {
 }  # fmt: skip
 STREAMS, PROMPT, TOKENS = 8, 16, 200
 INTERVAL, NEVER = 64, 1 << 40
-ROUNDS = 5
+ROUNDS = 3
 PARAMS = SamplingParams(temperature=0, ignore_eos=True)
 
 
