@@ -25,7 +25,8 @@ settings.load_profile("planaria")
 LONGEST_FIRST = (
     "model/test_exact.py", "sim/test_sim.py", "ray/test_losses.py", "proc/test_recovery.py", "ray/test_fault_matrix.py",
     "model/test_parallel.py", "ray/test_fleet.py", "ray/test_fleet_networks.py", "proc/test_layouts.py",
-    "proc/test_nodes.py", "proc/test_fault_matrix.py", "ray/test_ray.py", "ray/test_networks.py", "proc/test_mp.py",
+    "proc/test_nodes.py", "proc/test_expert_nodes.py", "proc/test_fault_matrix.py", "ray/test_ray.py",
+    "ray/test_networks.py", "proc/test_mp.py",
     "ray/test_without_ray.py", "proc/test_node_loss.py", "proc/test_serve.py", "proc/test_engine_death.py",
     "proc/test_api_servers.py", "proc/test_security.py", "proc/test_invariant.py", "proc/test_fleet.py",
     "proc/test_soak.py", "proc/test_external.py", "proc/test_every_prompt.py", "ray/test_cluster.py",

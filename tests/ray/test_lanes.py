@@ -114,12 +114,14 @@ def lanes(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[La
         yield Lanes(server, model, expected)
 
 
+@pytest.mark.long
 def test_each_lane_has_a_group_and_the_engine_sits_in_the_first(lanes: Lanes) -> None:
     lanes.check(2)
     assert any("dp=2: 2 ranks on 2 nodes, strict, 1 engine on each" in line for line in lanes.server.log)
     lanes.run()
 
 
+@pytest.mark.long
 def test_lanes_come_and_go_with_their_groups_while_requests_stream(lanes: Lanes) -> None:
     for size in (3, 1, 2):
         lanes.run(lambda size=size: lanes.scaled(size))
@@ -154,6 +156,7 @@ def test_a_lost_node_is_replaced_by_another(lanes: Lanes, cluster: Any, which: i
     lanes.run()
 
 
+@pytest.mark.long
 def test_nothing_of_them_is_left(lanes: Lanes) -> None:
     import ray
 
