@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import sys
 import tempfile
 import time
@@ -33,8 +32,6 @@ SERVED = [
 ]  # fmt: skip
 STREAMS, PROMPTS, PROMPT, TOKENS = 8, 16, 64, 96
 REST = 4.0  # seconds between two resizes
-FORMED = re.compile(r"went from .*? to .*?, began epoch \d+ \(.*?\) after [\d.]+ s: (.*)")
-TRAVELLED = re.compile(r"experts: ([\d.]+) MiB moved between ranks, ([\d.]+) MiB had to; (\d+) read")
 
 
 class Streams:
@@ -76,12 +73,16 @@ class Streams:
         return max((gap for at, gap in self.gaps if begin <= at <= end), default=0.0)
 
 
-def said(log: list[str]) -> dict[str, Any]:
-    """What the log says of the resize it tells of last."""
-    text = "".join(log)
-    parts, travelled = FORMED.findall(text), TRAVELLED.findall(text)
-    moved, needed, read = travelled[-1] if travelled else ("-", "-", "-")
-    return {"parts": parts[-1] if parts else "-", "moved": moved, "needed": needed, "read": read}
+def said(health: dict[str, Any]) -> dict[str, Any]:
+    """What a server says of the last change of its layout: seconds by part, MiB that moved and that had to, experts
+    that were read from the checkpoint."""
+    change = health.get("last_layout_change") or {"seconds": {}, "experts": None}
+    seconds = change["seconds"]
+    travel = change["experts"] or {"moved": 0, "needed": 0, "read": 0}
+    return {
+        "parts": ", ".join(f"{part} {value:.2f}" for part, value in seconds.items() if part != "total"),
+        "moved": travel["moved"] / report.MIB, "needed": travel["needed"] / report.MIB, "read": travel["read"],
+    }  # fmt: skip
 
 
 async def scaled(server: Server, streams: Streams, rounds: int) -> dict[str, Any]:
@@ -95,13 +96,13 @@ async def scaled(server: Server, streams: Streams, rounds: int) -> dict[str, Any
         quiet = streams.longest(begin, time.monotonic())
         steps = []
         for size in (2, 1) * rounds:
-            begin, told = time.monotonic(), len(server.log)
+            begin = time.monotonic()
             answer = await client.post(server.url + "/scale_elastic_ep", json={"new_data_parallel_size": size})
             took = time.monotonic() - begin
             await asyncio.sleep(REST)
             gap = streams.longest(begin, time.monotonic())
             error = "" if answer.status_code == 200 else answer.text
-            steps.append({"size": size, "seconds": took, "gap": gap, "error": error, **said(server.log[told:])})
+            steps.append({"size": size, "seconds": took, "gap": gap, "error": error, **said(server.health())})
             print(steps[-1], file=sys.stderr, flush=True)
         streams.stop = True
         await running
@@ -119,8 +120,8 @@ def resize_part(rounds: int = 2) -> tuple[dict[str, Any], list[report.Table]]:
     for step in result["steps"]:
         name = f"{3 - step['size']} to {step['size']}"
         rows.append([
-            name, f"{step['seconds']:.2f}", step["error"] or step["parts"], f"{step['gap']:.2f}", step["moved"],
-            step["needed"], step["read"],
+            name, f"{step['seconds']:.2f}", step["error"] or step["parts"], f"{step['gap']:.2f}",
+            f"{step['moved']:.1f}", f"{step['needed']:.1f}", str(step["read"]),
         ])  # fmt: skip
     title = (
         f"Resizes of an expert-parallel engine while {STREAMS} streams run: {result['ended']} ended, "
