@@ -5,7 +5,8 @@ Rules
 - same maps: ranks that compute a step together go by the same maps, those that were in force when it was planned
 - held: each slot holds the expert that the maps say; who is to send an expert has it
 - prepared: a commit comes only to ranks that have received what it is of, in this epoch, one step at a time
-- weights: no expert is read from the checkpoint that a rank of this epoch has in memory
+- weights: no expert is read from the checkpoint that a rank of this epoch has in memory, or that one had which left
+- bytes: what is said to have moved was sent, by steps that were committed, once
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Experts:
 
     def arrange(self, version: int, maps: Iterable[tuple[int, Sequence[int]]]) -> None:
         require, rank = self.world.require, self.process.rank
-        has = version <= self.prepared and self.coming is None
+        has = version <= self.prepared
         require(has, "prepared", f"version {version} is committed, rank {rank} has {self.prepared}")
         layers = self.layers
         for layer, slots in maps:

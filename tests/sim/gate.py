@@ -106,15 +106,15 @@ class Gate:
     def aside(self, rank: int, command: Prepare) -> None:
         """This rank has begun to exchange experts beside its steps."""
         if self.broken:
-            self.link.ports[rank].experts.failure = self.broken
+            self.link.ports[rank].misses(self.broken)
             return
         self.beside[rank] = command
         peers = self._peers(rank, command)
         if all(peer in self.beside and self.beside[peer].version == command.version for peer in peers):
             for peer in peers:
                 del self.beside[peer]
-                process = self.link.ports[peer]
-                process.later(self.sim.takes(0.02), process.received, command)
+                process, seconds = self.link.ports[peer], self.sim.world.random.choice([0.005, 0.05, 0.3])
+                process.later(self.sim.takes(seconds), process.received, command)
 
     def broke(self, rank: int, why: Failed) -> None:
         """This rank can't go on; whoever waits for it hears so."""
@@ -123,7 +123,7 @@ class Gate:
         for peer in list(self.here):
             self._break(peer)
         for peer in self.beside:
-            self.link.ports[peer].experts.failure = self.broken
+            self.link.ports[peer].misses(self.broken)
         self.beside.clear()
 
     def _break(self, rank: int) -> None:

@@ -51,6 +51,7 @@ class SimLink:
         ]
 
     def send(self, number: int, command: Command) -> None:
+        self.sim.travel.sent(command)
         self.sim.faults.occasion()
         if self.over:
             raise LinkClosed("the link is closed")

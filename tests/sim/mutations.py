@@ -32,7 +32,18 @@ from tests.sim.fleet_mutations import (
     route_to_an_engine_that_left,
     trust_silence,
 )
-from tests.sim.lane_mutations import skip_a_step_with_nothing_to_do
+from tests.sim.lane_mutations import (
+    believe_that_new_ranks_have_what_lost_ones_had,
+    commit_before_all_have_it,
+    count_bytes_when_they_are_prepared,
+    keep_what_was_prepared_at_a_loss,
+    leave_with_the_only_copy,
+    load_where_the_configuration_says,
+    overwrite_the_last_copy,
+    read_what_is_overwritten,
+    rearrange_while_a_resize_runs,
+    skip_a_step_with_nothing_to_do,
+)
 from tests.sim.process import SimWorker
 from tests.sim.scenario import VOCAB
 
@@ -170,6 +181,7 @@ def leak_a_block() -> Iterator[None]:
 
 
 WRONG_TOKENS = frozenset({"tokens", "index", "ranks agree", "plan"})
+MISPLACED = frozenset({"held", "same maps"})
 STUCK = frozenset({"ends", "verdict", "health"})
 MUTATIONS = [
     Mutation("replay only the prompt", replay_only_the_prompt, WRONG_TOKENS),
@@ -192,4 +204,16 @@ MUTATIONS = [
     Mutation("always healthy", always_healthy, frozenset({"health"})),
     Mutation("trust silence", trust_silence, frozenset({"detect"})),
     Mutation("skip a step with nothing to do", skip_a_step_with_nothing_to_do, frozenset({"deadlock"})),
+    Mutation("commit before all have it", commit_before_all_have_it, frozenset({"prepared"})),
+    Mutation("keep what was prepared at a loss", keep_what_was_prepared_at_a_loss, frozenset({"prepared", "deadlock"})),
+    Mutation("load where the configuration says", load_where_the_configuration_says, MISPLACED | {"weights"}),
+    Mutation("rearrange while a resize runs", rearrange_while_a_resize_runs, MISPLACED | {"crash", "deadlock"}),
+    Mutation("leave with the only copy", leave_with_the_only_copy, frozenset({"weights"})),
+    Mutation("overwrite the last copy", overwrite_the_last_copy, MISPLACED | {"crash"}),
+    Mutation("read what is overwritten", read_what_is_overwritten, frozenset({"held", "bytes"})),
+    Mutation(
+        "believe that new ranks have what lost ones had", believe_that_new_ranks_have_what_lost_ones_had,
+        frozenset({"held", "weights"}),
+    ),
+    Mutation("count bytes when they are prepared", count_bytes_when_they_are_prepared, frozenset({"bytes"})),
 ]

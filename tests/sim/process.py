@@ -180,8 +180,10 @@ class Process:
         """Begin with the next command, if it is there and nothing else is being done."""
         if self.busy or not self.inbox or self.link is None or self.stopped:
             return
-        self.busy = True
         number, command = self.inbox[0]
+        if isinstance(command, Prepare | Arrange) and self.experts.coming is not None and not self.experts.failure:
+            return  # what is on its way comes first
+        self.busy = True
         if isinstance(command, StepPlan | Regroup) or self._exchanges(command):
             self.link.gate.arrive(self.rank, number, command)
         else:
@@ -193,10 +195,16 @@ class Process:
 
     def received(self, command: Prepare) -> None:
         """Experts came, beside steps."""
-        if self.link is None or self.link.gate.broken:
-            self.experts.failure = "a peer is gone"
+        if self.link is not None and self.link.gate.broken:
+            self.experts.failure = self.link.gate.broken
         else:
             self.experts.receive(command)
+        self.serve()
+
+    def misses(self, why: str) -> None:
+        """What it waits for beside its steps will not come."""
+        self.experts.failure = why
+        self.later(0.0, self.serve)
 
     def go(self, number: int, command: Command) -> None:
         """Nothing is missing: the command is carried out after the time that it takes."""

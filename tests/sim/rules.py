@@ -5,6 +5,7 @@ recoveries there were, how many devices there are. `simulation.py` names all rul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from planaria.topology import Layout
@@ -22,6 +23,19 @@ FENCED = 65.0  # seconds after which a rank that does not come to a new epoch is
 
 def name(layout: Layout) -> str:
     return ("" if layout.dp == 1 else f"dp={layout.dp} ") + f"tp={layout.tp} pp={layout.pp}"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """For another layout, and how things were when it came."""
+
+    asked: Reshape
+    before: Layout
+    epoch: int
+    faults: int
+    shortages: int
+    read: int  # experts, from the checkpoint
+    another: bool  # was on its way
 
 
 class Rules:
@@ -173,21 +187,25 @@ class Rules:
             if process.harm is not None and process.harm[0] in ("failed", "gap"):
                 process.harm = None
 
-    def reshaped(self, wish: Reshape, done: Reshaped, before: Layout, faults: int, shortages: list[Layout]) -> None:
-        """faults: and other wishes; shortages: while it was tried."""
-        require, now = self.world.require, self.sim.loop.crew.layout
-        self.world.note("{} is answered: {} {}", wish.id, done.layout, done.error)
+    def reshaped(self, wish: Wish, done: Reshaped) -> None:
+        require, crew, asked, before = self.world.require, self.sim.loop.crew, wish.asked, wish.before
+        now, faults, shortages = crew.layout, self.losses - wish.faults, self.shortages[wish.shortages :]
+        self.world.note("{} is answered: {} {}", asked.id, done.layout, done.error)
         require(done.layout == name(now), "layout", f"{done.layout} is told, it is {now}")
-        possible = 1 <= wish.tp <= MOST and 1 <= wish.pp <= MOST
+        possible = 1 <= asked.tp <= MOST and 1 <= asked.pp <= MOST
+        calm = not (faults or shortages or self.sim.loop.dead or self.sim.loop.stopping)
         if not done.error:
-            met = (now.tp, now.pp) == (wish.tp, wish.pp) and (now.dp == wish.dp or not wish.dp)
-            require(possible and met, "layout", f"{now} for {wish}")
+            met = (now.tp, now.pp) == (asked.tp, asked.pp) and (now.dp == asked.dp or not asked.dp)
+            require(possible and met, "layout", f"{now} for {asked}")
             self.sim.counts["layouts"] += 1
+            read = self.sim.counts["experts read"] - wish.read
+            if calm and crew.epoch == wish.epoch + 1 and (now.tp, now.pp) == (before.tp, before.pp):
+                require(not read, "weights", f"{read} experts are read for {now} after {before}")
             return
-        if not (faults or self.sim.loop.dead or before in shortages):
-            require(now == before, "layout", f"{now} after {wish} was refused, it was {before}")
-        if possible and self.sim.fits(Layout(tp=wish.tp, pp=wish.pp, dp=max(1, wish.dp))):
-            require(bool(faults or shortages or self.sim.loop.dead), "layout", f"{wish} was possible: {done.error}")
+        if not (faults or self.sim.loop.dead or before in shortages or crew.epoch > wish.epoch + 1):
+            require(now == before, "layout", f"{now} after {asked} was refused, it was {before}")
+        if possible and self.sim.fits(Layout(tp=asked.tp, pp=asked.pp, dp=max(1, asked.dp))):
+            require(not calm or wish.another or bool(self.sim.wishes), "layout", f"{asked} was possible: {done.error}")
 
     def gave_up(self, dead: Dead) -> None:
         limit = self.scenario.config.faults.recovery_limit

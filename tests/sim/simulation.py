@@ -13,6 +13,7 @@ Rules that must hold, by name
 - layout: what is told is what there is; it is smaller than what was asked for only while devices are missing, and
   another one only if somebody asked; what can't be had changes nothing
 - deadlock: nobody waits for what can't come
+- same maps, held, prepared, weights, bytes: of experts, see experts.py
 - detect: harm is noticed within its bound; ends: everything is over soon after the last fault
 - gives up: the engine ends only after its limit, and then; weights: what a process loaded it keeps
 - leaks: no block, row, process or link is left; crash: nothing raises what nobody catches
@@ -52,8 +53,9 @@ from tests.sim.lanes import Lanes, Pause
 from tests.sim.launcher import SimLauncher
 from tests.sim.link import SimLink
 from tests.sim.process import Process, SimWorker
-from tests.sim.rules import Rules
+from tests.sim.rules import Rules, Wish
 from tests.sim.scenario import BLOCK_BYTES, ERRORS, Scenario
+from tests.sim.travel import Travel
 from tests.sim.world import World
 
 LOOK = 1.0  # seconds between an idle engine's looks at its ranks
@@ -81,7 +83,7 @@ class Simulation:
         self.world = World(scenario.seed * 2)
         self.counts: Counter[str] = Counter()
         self.rules, self.faults, self.lanes = Rules(self), Faults(self), Lanes(self)
-        self.client = Client(self.world, scenario.asked)
+        self.client, self.travel = Client(self.world, scenario.asked), Travel(self)
         config = scenario.config
         self.counts["several lanes"] += config.parallel.lanes > 1
         self.launcher = SimLauncher(self, scenario.nodes, config.parallel.world_size, config.faults.spare_workers)
@@ -92,7 +94,7 @@ class Simulation:
         self.reports = 0  # not answered
         self.dead: Dead | None = None
         self.woken = self.began = False
-        self._wishes: dict[str, tuple[Reshape, Layout, int, int]] = {}  # that aren't answered, and what there was
+        self.wishes: dict[str, Wish] = {}  # for another layout, that aren't answered
 
     # -- what simulated parts ask
 
@@ -136,6 +138,7 @@ class Simulation:
                     self.rules.heard(delta, self.client.hear(delta))
             case Recovery() if not message.seconds:
                 self.counts["losses"] += 1
+                self.travel.lost()
                 self.rules.lost(message)
             case Recovery() if is_replayed(message):
                 pass
@@ -144,7 +147,8 @@ class Simulation:
             case Processes():
                 self.reports -= 1
             case Reshaped():
-                self._answered(message)
+                self.world.require(message.id in self.wishes, "once", f"{message.id} is answered again")
+                self.rules.reshaped(self.wishes.pop(message.id), message)
             case Dead():
                 self.world.note("DEAD: {}", message.message)
                 self.dead = message
@@ -173,17 +177,11 @@ class Simulation:
 
     def _reshape(self, wish: Reshape) -> None:
         self.world.note("asked for tp={} pp={} dp={}", wish.tp, wish.pp, wish.dp)
-        rules = self.rules
-        self._wishes[wish.id] = wish, self.loop.crew.layout, rules.losses, len(rules.shortages)
+        self.wishes[wish.id] = Wish(
+            wish, self.loop.crew.layout, self.loop.crew.epoch, self.rules.losses, len(self.rules.shortages),
+            self.counts["experts read"], bool(self.wishes),
+        )  # fmt: skip
         self.loop.handle(wish)
-
-    def _answered(self, done: Reshaped) -> None:
-        """At once, or when those that are to leave have sent their experts."""
-        rules = self.rules
-        self.world.require(done.id in self._wishes, "once", f"{done.id} is answered again")
-        wish, before, losses, shortages = self._wishes.pop(done.id)
-        in_the_way = rules.losses - losses + len(self._wishes)
-        rules.reshaped(wish, done, before, in_the_way, rules.shortages[shortages:])
 
     # -- the run
 
@@ -201,7 +199,6 @@ class Simulation:
             self.began = True
             self._serve()
             loop.close()
-            self.world.require(not self._wishes, "once", f"{list(self._wishes)} are not answered")
         self._check()
 
     def _serve(self) -> None:
@@ -254,6 +251,8 @@ class Simulation:
     def _check(self) -> None:
         require = self.world.require
         self.client.check()
+        require(not self.wishes, "once", f"{', '.join(self.wishes)} were never answered")
+        self.travel.check()
         left = [process.pid for process in self.launcher.all if process.alive]
         require(not left, "leaks", f"processes {left}")
         require(all(link.closed for link in self.links), "leaks", "a link is open")

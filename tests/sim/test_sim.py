@@ -86,7 +86,8 @@ def test_no_fault_loses_repeats_or_changes_anything() -> None:
         "device leaves", "node leaves", "node will leave", "device is bad", "shrunk", "grown", "layouts",
         "engines lost", "moved", "resizes", "told to end", "said twice", "said too late", "said for nothing",
         "ranks lost", "several lanes", "pauses", "steps with an empty lane", "steps with a held lane",
-        "steps with a lane that only reads",
+        "steps with a lane that only reads", "steps prepared", "steps prepared aside", "steps committed",
+        "rearrangements", "experts moved", "departures", "lost between prepare and commit", "lost in a commit",
     )  # fmt: skip
     for kind in kinds:
         assert counts[kind] > SEEDS // 500, f"there was next to no {kind}"
