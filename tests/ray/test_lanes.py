@@ -52,7 +52,7 @@ def test_lanes_of_actors(local_ray: Any, tmp_path: Path) -> None:
 OPTIONS = [
     "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "32",
     "--kv-cache-memory", "8MiB", "--skip-tokenizer-init", "--enable-expert-parallel", "--data-parallel-backend", "ray",
-    "--data-parallel-size-local", "1", "--heartbeat-timeout", "5",
+    "--data-parallel-size-local", "1", "--heartbeat-timeout", "30",
 ]  # fmt: skip
 
 
