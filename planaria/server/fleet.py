@@ -101,6 +101,7 @@ class Fleet:
         self.check = Check()
         self.members: dict[int, SupervisedEngine] = {}  # by number
         self.leaving: set[int] = set()  # those that get no new work
+        self._ending: set[int] = set()  # of them, those whose process is told to end
         self.closing = False  # no engine is added any more
         self.resizer = Resizer(self)
         self._open: dict[str, Open] = {}
@@ -174,6 +175,7 @@ class Fleet:
         """End an engine and wait for it. What it still has goes on elsewhere."""
         engine = self.members[index]
         self.close_to_new_work([index])
+        self._ending.add(index)
         if self.joined(index):
             self._rescue(engine, certainly=True)
         await engine.close()
@@ -187,6 +189,7 @@ class Fleet:
         self.check.forget(index)
         self._end_with_the_last()
         self.leaving.discard(index)
+        self._ending.discard(index)
         self._tell_facts()
 
     async def start(self) -> None:
@@ -317,9 +320,13 @@ class Fleet:
 
     def _least_busy(self) -> SupervisedEngine | None:
         """Nobody is up: who will have the least to do when it is. One that has not joined yet must, if all others were
-        given up."""
-        able = [engine for engine in self.members.values() if engine.dead is None and engine.index not in self.leaving]
-        found = min(able, key=lambda engine: (not self.joined(engine.index), len(engine.journal)), default=None)
+        given up; one that is to leave, if there is no other at all: then it can't."""
+
+        def cost(engine: SupervisedEngine) -> tuple[bool, bool, int]:
+            return engine.index in self.leaving, not self.joined(engine.index), len(engine.journal)
+
+        able = [engine for engine in self.members.values() if engine.dead is None and engine.index not in self._ending]
+        found = min(able, key=cost, default=None)
         if found is not None and not self.joined(found.index):
             self.admit(found.index)
         return found

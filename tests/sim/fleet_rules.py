@@ -150,7 +150,9 @@ class FleetRules:
         require, fleet = self.world.require, self.sim.fleet
         self.exposed[id] += self.sim.remotes[engine.index].returncode is not None  # which nobody knows yet
         there = fleet.members.get(engine.index) is engine
-        require(there and engine.index not in fleet.leaving, "route", f"{id} goes to engine {engine.index} that leaves")
+        others = [o for o in fleet.members.values() if o.dead is None and o.index not in fleet.leaving]
+        stays = engine.index not in fleet.leaving or not (others or engine._closing)
+        require(there and stays, "route", f"{id} goes to engine {engine.index} that leaves")
         require(engine.dead is None, "route", f"{id} goes to engine {engine.index} that has ended")
         ready = [o.index for o in fleet.members.values() if o.state == "ready" and o.index not in fleet.leaving]
         joined = [index for index in ready if fleet.joined(index)]
