@@ -30,6 +30,7 @@ class Device:
     def __init__(self, node: int) -> None:
         self.node = node
         self.gone = self.bad = self.going = self.given_up = False
+        self.tries = 0
 
     @property
     def is_well(self) -> bool:
@@ -163,7 +164,7 @@ class SimLauncher:
             tried = {spare.device for spare in self.spares}
             again = [device for device in self.devices if device.given_up and not device.gone and device not in tried]
             if again:
-                devices += again
+                devices += sorted(again, key=lambda device: device.tries)
                 self._try_at, self._pause = self.world.now + self._pause, min(LONGEST_TRY, 2 * self._pause)
         with contextlib.suppress(OSError):
             self._fill(wanted, devices, boot)
@@ -178,6 +179,7 @@ class SimLauncher:
 
     def _fill(self, wanted: int, devices: list[Device], boot: RankBoot) -> None:
         while len(self.spares) < wanted and devices:
+            devices[0].tries += 1
             spare = self._start(devices.pop(0))
             spare.boot(boot, None)
             self.spares.append(spare)

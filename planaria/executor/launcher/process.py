@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -61,6 +62,7 @@ class ProcessLauncher:
         self.bad: set[int] = set()  # slots
         self._slots: dict[int, int] = {}  # of each rank, the last one
         self._try_at, self._pause = 0.0, TRY_AGAIN  # when a bad slot may be tried
+        self._tries: Counter[int] = Counter()  # of each slot: one that stays bad does not keep others from it
         self._spare_at, self._spare_pause = 0.0, TRY_AGAIN  # when another spare may be started, if some never got ready
         self._closing = False
 
@@ -172,7 +174,7 @@ class ProcessLauncher:
         slots = self._free_slots()
         if self.bad and now >= self._try_at:
             tried = {spare.slot for spare in self.spares}
-            slots += sorted(self.bad - tried)
+            slots += sorted(self.bad - tried, key=lambda slot: (self._tries[slot], slot))
             self._try_at, self._pause = now + self._pause, min(LONGEST_TRY, 2 * self._pause)
         with contextlib.suppress(OSError):  # not now
             self._fill(wanted, slots, boot)
@@ -183,6 +185,7 @@ class ProcessLauncher:
 
     def _fill(self, wanted: int, slots: list[int], boot: RankBoot) -> None:
         while len(self.spares) < wanted and slots:
+            self._tries[slots[0]] += 1
             spare = self._start(slots.pop(0))
             place = msgspec.structs.replace(boot.place, devices=self._devices(spare))
             spare.tell(msgspec.structs.replace(boot, place=place))
