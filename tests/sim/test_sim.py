@@ -25,7 +25,7 @@ from tests.sim.world import Violation
 SEEDS = 10_000
 PART = 250
 PROCESSES = 2
-ENOUGH = 500  # seeds within which a mutation must be found
+ENOUGH = 1000  # seeds within which a mutation must be found
 
 Found = tuple[list[tuple[int, str]], Counter[str]]
 
