@@ -130,17 +130,22 @@ def pause_part() -> tuple[dict[str, Any], list[report.Table]]:
                 plain.loop.close()
         finally:
             counting.loop.close()
+    return {"pauses": pauses, "recording": cost}, tables(pauses, cost)
+
+
+def tables(pauses: dict[str, Any], cost: dict[str, list[float]]) -> list[report.Table]:
     rows = []
     for name, entry in pauses.items():
         longest = entry["longest"]
         moving = f"{1000 * statistics.median(entry['moving']):.1f}" if entry["times"] else "-"
         rows.append([
-            name, entry["times"], f"{entry['bytes'] / 2**20:.0f}", f"{1000 * statistics.median(entry['median']):.1f}",
-            moving, f"{1000 * statistics.median(longest):.1f}", f"{1000 * max(longest):.1f}",
+            name, str(entry["times"]), f"{entry['bytes'] / 2**20:.0f}",
+            f"{1000 * statistics.median(entry['median']):.1f}", moving,
+            f"{1000 * statistics.median(longest):.1f}", f"{1000 * max(longest):.1f}",
         ])  # fmt: skip
     one, other = cost["not recorded"], cost["recorded"]
     ratios = [after / before - 1 for before, after in zip(one, other, strict=True)]
-    return {"pauses": pauses, "recording": cost}, [
+    return [
         report.Table(
             f"Time between two tokens of a stream, {STREAMS} streams, {ROUNDS} rounds by turns (ms)",
             ["experts", "rearranged", "MiB moved", "median", "while moving", "longest (median of rounds)", "longest"],
