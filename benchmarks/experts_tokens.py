@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from benchmarks import report
 from planaria import LLM, SamplingParams
 from planaria.errors import ConfigError
+from planaria.executor.wishes import ARRIVAL_LOOK
 from planaria.wire import Reshape
 
 SMALL = {
@@ -73,7 +75,15 @@ def kill_a_rank(llm: LLM) -> None:
 
 
 def lanes(count: int) -> Callable[[LLM], None]:
-    return lambda llm: llm._loop.handle(Reshape(f"to {count}", 1, 1, count))
+    """Ranks that are to come are waited for here, so that the change falls among the requests."""
+
+    def harm(llm: LLM) -> None:
+        loop = llm._loop
+        loop.handle(Reshape(f"to {count}", 1, 1, count))
+        while (arrival := loop.wishes.arrival) is not None and not loop.crew.came(arrival.layout):
+            time.sleep(ARRIVAL_LOOK)
+
+    return harm
 
 
 def formed_again(llm: LLM) -> bool:

@@ -39,7 +39,7 @@ def draw(engines: list[Engine], path: Path) -> None:
     from matplotlib.figure import Figure
 
     layers = sum(max(len(engine.layers), 4) for engine in engines)
-    style = {
+    style: dict[Any, object] = {  # with or without matplotlib's types
         "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": SOFT,
         "axes.edgecolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "axes.titlesize": 10,
         "axes.titlecolor": INK, "svg.fonttype": "none",
@@ -47,8 +47,8 @@ def draw(engines: list[Engine], path: Path) -> None:
     with rc_context(style):
         height = len(engines) * 1.9 + min(max(0.26 * layers, 2.2), 16.0)
         figure = Figure(figsize=(13.0, height), dpi=150, facecolor="white", layout="constrained")
-        parts = np.atleast_1d(figure.subfigures(len(engines), 1))
-        for part, engine in zip(parts, engines, strict=True):
+        parts: Any = figure.subfigures(len(engines), 1, squeeze=False)
+        for part, engine in zip(parts.flat, engines, strict=True):
             _draw_engine(part, engine)
         try:
             figure.savefig(path)

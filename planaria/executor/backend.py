@@ -46,6 +46,10 @@ class Launcher(Protocol):
         """Get ready what `layout` has more than is there; the largest layout up to it that has its places by now."""
         ...
 
+    def room_for(self, layout: Layout) -> bool:
+        """Would `prepare` come to it, in the time that processes take to start? False where that can't be told."""
+        ...
+
     def stand_by(self, boot: RankBoot) -> None:
         """See that as many spares as were asked for are there and getting ready."""
         ...

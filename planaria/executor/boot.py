@@ -46,7 +46,7 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
     """All that a rank needs. Holds secrets (in `link`): handed over by pipe or by a connection that is private.
 
     threads: of this rank. lanes: the fewest threads that any rank has. crowded: this node's ranks have more threads
-    than it has cores, so nobody spins.
+    than it has cores, so nobody spins. experts_sent: other ranks will send it whole experts, so it reads none.
     """
 
     config: EngineConfig
@@ -56,6 +56,7 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
     lanes: int
     crowded: bool
     log_level: str = "info"
+    experts_sent: bool = False
 
     @property
     def rank(self) -> int:

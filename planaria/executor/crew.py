@@ -168,9 +168,14 @@ class Crew:
         leaving = bool(self.launcher.leaving)
         if self.layout == self.asked and not leaving:
             return None
-        found = self.launcher.prepare(self.asked, self._spare_boot())
+        found = self.launcher.prepare(self.asked, self._spare_boot(self.asked))
         least = self.layout.size if leaving else self.layout.size + 1
         return found if found is not None and found.size >= least else None
+
+    def came(self, layout: Layout) -> bool:
+        """Are the ranks ready that this layout has more than there are? They get ready beside the others."""
+        found = self.launcher.prepare(layout, self._spare_boot(layout, sent=True))
+        return found is not None and found.size >= layout.size
 
     def fence(self, why: str) -> None:
         """The epoch is over: nobody's answer counts any more, and who waits for one is told why."""
@@ -348,16 +353,16 @@ class Crew:
         """Have the launcher see to its spares."""
         if self.link is not None and self.places:
             try:
-                self.launcher.stand_by(self._spare_boot())
+                self.launcher.stand_by(self._spare_boot(self.asked))
             except OSError as e:  # not now; the ranks that there are do without
                 logger.warning("no spare can be started: %s", e)
 
-    def _spare_boot(self) -> RankBoot:
-        """Of a process that gets ready for any rank of the layout that there should be."""
+    def _spare_boot(self, layout: Layout, *, sent: bool = False) -> RankBoot:
+        """Of a process that gets ready for any rank of a layout. sent: whole experts come from other ranks."""
         assert self.link is not None
-        boot = boots_for(self.config.with_layout(self.asked), self.places, self.link)[0]
+        boot = boots_for(self.config.with_layout(layout), self.places, self.link)[0]
         place = msgspec.structs.replace(boot.place, rank=SPARE)
-        return msgspec.structs.replace(boot, place=place, link=Inside())
+        return msgspec.structs.replace(boot, place=place, link=Inside(), experts_sent=sent)
 
     # -- ending
 

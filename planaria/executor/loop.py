@@ -24,16 +24,15 @@ from planaria.executor.balancing import Balancing
 from planaria.executor.boot import Place, boots_for
 from planaria.executor.census import census, here
 from planaria.executor.crew import Crew, Refusal, System, failure
-from planaria.executor.departure import Departure, leaving
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
 from planaria.executor.reformations import Reformations
 from planaria.executor.replay import Replay, told_replay
-from planaria.executor.reshape import lend, wanted, why_not
 from planaria.executor.told import kind_of, layout_name, told
+from planaria.executor.wishes import Wishes
 from planaria.executor.worker_group import Ticket
-from planaria.protocol import Call, Failed, StepPlan, StepResult
+from planaria.protocol import Call, Command, Failed, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.topology.table import CameUp
 from planaria.types import Delta, FinishReason, Request
@@ -48,7 +47,6 @@ from planaria.wire import (
     Report,
     ReportExperts,
     Reshape,
-    Reshaped,
     Share,
     Shutdown,
     Submit,
@@ -90,7 +88,7 @@ class EngineLoop:
         self._failed_rank = -1  # that answered with a failure last, with no token since
         self._look_for_room = 0.0
         self._replay: Replay | None = None
-        self._departure: Departure | None = None  # before there are fewer ranks
+        self.wishes = Wishes(config, self.crew, lambda message: self.emit(message), clock, self._change)
         self._reports: list[Pending] = []  # ranks' answers that a Report waits for
 
     # -- starting and ending
@@ -192,6 +190,7 @@ class EngineLoop:
             self.crew.check()
         except WorkersLost as e:
             self._lost(e)
+        self._for_a_wish(self.wishes.look(not self._has_work()))
         self._grow()
 
     def _may_go_on(self) -> bool:
@@ -219,58 +218,20 @@ class EngineLoop:
             self._change(layout, where if leaving else "there are devices for it again")
 
     def _reshape(self, wish: Reshape) -> None:
-        """Have the layout that somebody asks for, or say why not and stay with the present one."""
-        crew, began = self.crew, self.clock()
-        layout = wanted(wish, crew.asked)
-        why = "the engine has ended" if self.dead is not None else (
-            f"a degree is at least 1, asked for tp={wish.tp} pp={wish.pp}" if min(wish.tp, wish.pp) < 1
-            else why_not(self.config, layout, crew.launcher.name, crew.launcher.replaces)
-        )  # fmt: skip
-        if not why and self._departure is not None:
-            why = "another change of the layout is on its way; wait for it"
-        if not why and (asked := leaving(crew.placing(layout), crew.layout, layout)) is not None:
-            self._depart(Departure(wish, asked, crew.epoch, began))
+        self._for_a_wish(self.wishes.ask(wish, self.dead is not None))
+
+    def _for_a_wish(self, command: Command | None) -> None:
+        """What all ranks are to do for another layout, while requests go on."""
+        if command is None:
             return
-        self._answer_wish(wish, layout, why, began)
-
-    def _answer_wish(self, wish: Reshape, layout: Layout, why: str, began: float) -> None:
-        crew = self.crew
-        give_back, refused = lend(crew.launcher, () if why else wish.groups)
-        why = why or refused
-        if not why and layout != crew.layout:
-            self._change(layout, "asked for")
-            if crew.layout != layout:
-                why = f"{layout_name(layout)} could not be had: the log says why"
-        if why:
-            give_back()
-        else:
-            crew.asked = layout
-        self.emit(Reshaped(wish.id, layout_name(crew.layout), why, self.clock() - began))
-
-    def _depart(self, departure: Departure) -> None:
-        self._departure = departure
         self.balancing.formed()  # what it was about is off: there will be other maps
         try:
-            self.crew.send(departure.begin())
+            self.crew.send(command)
         except WorkersLost as e:
             self._lost(e)
 
     def _has_work(self) -> bool:
         return self.core is not None and bool(self.core.has_requests() or self.crew.group.open)
-
-    def _look_for_departure(self) -> None:
-        """Those that are to leave have sent what they have, or their epoch is over."""
-        departure, crew = self._departure, self.crew
-        if departure is None:
-            return
-        if departure.epoch != crew.epoch:
-            self._departure = None
-            self._reshape(departure.wish)
-        elif departure.done:
-            self._departure, crew.sent = None, departure.asked
-            self._answer_wish(departure.wish, wanted(departure.wish, crew.asked), "", departure.began)
-        elif not self._has_work() and (command := departure.wait()) is not None:
-            crew.send(command)
 
     def _change(self, layout: Layout, why: str) -> None:
         """Another layout on purpose, by the same door as faults: nobody is suspected, nothing counts as fruitless."""
@@ -411,7 +372,7 @@ class EngineLoop:
 
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""
-        return self.core is not None and bool(self._has_work() or self._reports or self._departure)
+        return self.core is not None and bool(self._has_work() or self._reports or self.wishes.departure)
 
     def turn(self) -> bool:
         """One round; True if something was computed. Lost ranks are replaced; open requests are always answered."""
@@ -419,7 +380,7 @@ class EngineLoop:
         assert core is not None
         self._grow()
         try:
-            self._look_for_departure()
+            self._for_a_wish(self.wishes.look(not self._has_work()))
             while core.in_flight < max(crew.layout.pp, self.config.scheduler.depth):
                 plan = core.plan(self.clock())
                 if plan is None:
@@ -476,8 +437,8 @@ class EngineLoop:
         if isinstance(ticket.command, StepPlan):
             drawn = [ticket.replies[rank] for rank in self.crew.layout.drawing]
             self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
-        if self._departure is not None:  # until it is over nothing is rearranged
-            self._departure.answered(ticket)
+        if self.wishes.answered(ticket):
+            pass
         elif isinstance(ticket.command, StepPlan):
             self.balancing.stepped(ticket)
         else:
@@ -517,9 +478,7 @@ class EngineLoop:
 
     def _abort_all(self, reason: FinishReason, error: str | None) -> None:
         assert self.core is not None
-        if (departure := self._departure) is not None:
-            self._departure = None
-            self.emit(Reshaped(departure.wish.id, layout_name(self.crew.layout), error or "the engine ends"))
+        self.wishes.end(error or "the engine ends")
         deltas = []
         for request in self.core.snapshot():
             for delta in self.core.cancel(request.id, reason):

@@ -157,11 +157,11 @@ class Worker:
                 self.prepared[part] = ops, self._build(ops, part, self._any_lanes(part))
 
     def _any_lanes(self, part: Part) -> Maps | None:
-        """Experts that a rank with this part has in one lane or the other, by layer."""
+        """Experts that a rank with this part has in one lane or the other, by layer; none if they will be sent."""
         placed = expert_map(self.config.model, self.config.parallel, self.layout.dp * self.layout.tp)
         if placed is None:
             return None
-        ranks = range(part[0] % self.layout.tp, placed.num_ranks, self.layout.tp)
+        ranks = range(part[0] % self.layout.tp, placed.num_ranks, self.layout.tp) if not self.boot.experts_sent else ()
         experts = tuple(sorted({expert for rank in ranks for expert in placed.of(rank)}))
         return (experts,) * len(self.config.model.moe_layers)
 

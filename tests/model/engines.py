@@ -13,7 +13,8 @@ from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
 from planaria.executor.replay import is_replayed
 from planaria.types import FinishReason, SamplingParams
-from planaria.wire import FromEngine, Output, Recovery, Reshaped, Submit
+from planaria.wire import FromEngine, Output, Recovery, Reshape, Reshaped, Submit
+from tests.proc.servers import wait_until
 
 
 class Engine:
@@ -97,3 +98,11 @@ def texts(vocab: int, sizes: list[tuple[int, int]]) -> list[tuple[list[int], int
     return [
         ([(7 + 131 * i + 17 * j * j) % vocab for j in range(length)], count) for i, (length, count) in enumerate(sizes)
     ]
+
+
+def ask_for(loop: Any, wish: Reshape) -> None:
+    """Another layout, with ranks that are to come ready by then: so the change falls where it is asked for."""
+    loop.handle(wish)
+    if (arrival := loop.wishes.arrival) is not None:
+        wait_until("the ranks that are to come are ready", lambda: loop.crew.came(arrival.layout))
+        arrival.look_at = 0.0

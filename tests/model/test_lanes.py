@@ -9,7 +9,7 @@ import pytest
 
 from planaria.wire import Reshape
 from tests.model.checkpoints import write_checkpoint
-from tests.model.engines import Engine, texts
+from tests.model.engines import Engine, ask_for, texts
 
 ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30), (3, 60)])
 
@@ -48,7 +48,7 @@ def test_a_rank_of_one_lane_dies_and_all_lanes_go_on(lanes: Engine, expected: li
 def test_lanes_come_and_go_while_requests_run(lanes: Engine, expected: list[list[int]]) -> None:
     for id, dp in (("fewer", 1), ("more", 3), ("as before", 2)):
         before = lanes.pids
-        assert lanes.run(ASKED, 30, lambda dp=dp, id=id: lanes.loop.handle(Reshape(id, 1, 1, dp))) == expected
+        assert lanes.run(ASKED, 30, lambda dp=dp, id=id: ask_for(lanes.loop, Reshape(id, 1, 1, dp))) == expected
         assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error) == (id, "")
         assert len(lanes.pids) == dp and lanes.pids[: len(before)] == before[:dp]
 

@@ -14,7 +14,7 @@ import torch
 
 from planaria.wire import Reshape
 from tests.model.checkpoints import write_checkpoint
-from tests.model.engines import Engine
+from tests.model.engines import Engine, ask_for
 from tests.proc.test_expert_parallel import ASKED, EP, MODEL
 
 SPLIT = {
@@ -128,7 +128,7 @@ def test_other_layouts_and_exchanges(folder: Path, expected: list[list[int]], op
 def test_lanes_come_and_go(engine: Engine, expected: list[list[int]]) -> None:
     """With one lane nothing is exchanged, and nothing is split."""
     for id, dp in (("fewer", 1), ("more", 2)):
-        assert engine.run(ASKED, 30, lambda dp=dp, id=id: engine.loop.handle(Reshape(id, 1, 1, dp))) == expected
+        assert engine.run(ASKED, 30, lambda dp=dp, id=id: ask_for(engine.loop, Reshape(id, 1, 1, dp))) == expected
         assert (engine.reshaped[-1].id, engine.reshaped[-1].error) == (id, "")
     ask(engine, "look_on")
     assert engine.run(ASKED) == expected

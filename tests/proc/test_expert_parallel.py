@@ -17,7 +17,7 @@ import pytest
 
 from planaria.wire import Reshape
 from tests.model.checkpoints import write_checkpoint
-from tests.model.engines import Engine, texts
+from tests.model.engines import Engine, ask_for, texts
 from tests.proc.servers import Server, planaria
 from tests.proc.test_nodes import free_port
 
@@ -60,7 +60,7 @@ def test_a_lane_that_dies_is_replaced(lanes: Engine, expected: list[list[int]], 
 def test_lanes_come_and_go_while_requests_run(lanes: Engine, expected: list[list[int]]) -> None:
     for id, dp in (("fewer", 1), ("more", 2)):
         before = lanes.pids
-        assert lanes.run(ASKED, 30, lambda dp=dp, id=id: lanes.loop.handle(Reshape(id, 1, 1, dp))) == expected
+        assert lanes.run(ASKED, 30, lambda dp=dp, id=id: ask_for(lanes.loop, Reshape(id, 1, 1, dp))) == expected
         while lanes.loop.busy():  # experts that are still on their way
             lanes.loop.turn()
         assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error) == (id, "")

@@ -14,7 +14,7 @@ import pytest
 from planaria.protocol import Command, Prepare
 from planaria.wire import Reshape
 from tests.model.checkpoints import write_checkpoint
-from tests.model.engines import Engine, texts
+from tests.model.engines import Engine, ask_for, texts
 from tests.proc.test_recovery import SLACK, Reads
 
 MODEL = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 1024}
@@ -60,7 +60,7 @@ def test_a_rank_that_stays_reads_nothing(
     stays = lanes.pids[0]
     before = Reads(stays)
     for dp in (1, 2):
-        assert lanes.run(ASKED, 30, lambda dp=dp: lanes.loop.handle(Reshape(f"to {dp}", 1, 1, dp))) == expected
+        assert lanes.run(ASKED, 30, lambda dp=dp: ask_for(lanes.loop, Reshape(f"to {dp}", 1, 1, dp))) == expected
         finish(lanes)
         assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error) == (f"to {dp}", "") and len(lanes.pids) == dp
         travel = lanes.recoveries[-1].travel
@@ -106,7 +106,7 @@ def test_the_one_that_has_them_all_dies_while_another_joins(
 
     monkeypatch.setattr(lanes.loop.crew, "ask", harm)
     assert len(lanes.pids) == 1
-    assert lanes.run(ASKED, 40, lambda: lanes.loop.handle(Reshape("more", 1, 1, 2))) == expected
+    assert lanes.run(ASKED, 40, lambda: ask_for(lanes.loop, Reshape("more", 1, 1, 2))) == expected
     assert killed and killed[0] not in lanes.pids and lanes.reshaped[-1].id == "more"
     assert lanes.run(ASKED) == expected
 

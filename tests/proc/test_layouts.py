@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from planaria.wire import FromEngine, Reshape, Reshaped
+from tests.model.engines import ask_for
 from tests.proc.servers import needs_smollm2, wait_until
 from tests.proc.test_recovery import Watched
 
@@ -104,8 +105,8 @@ def test_another_layout_is_asked_for(two: Watched) -> None:
     loop.emit = listen
     asked = loop.crew.asked
     try:
-        assert two.run(at=20, harm=lambda: loop.handle(Reshape("a", 1, 1))) == two.expected
-        assert two.run(at=20, harm=lambda: loop.handle(Reshape("b", asked.tp, asked.pp))) == two.expected
+        assert two.run(at=20, harm=lambda: ask_for(loop, Reshape("a", 1, 1))) == two.expected
+        assert two.run(at=20, harm=lambda: ask_for(loop, Reshape("b", asked.tp, asked.pp))) == two.expected
         epoch = loop.crew.epoch
         for wish in (Reshape("c", 0, 1), Reshape("d", 1, 1000), Reshape("e", asked.tp, asked.pp)):
             loop.handle(wish)

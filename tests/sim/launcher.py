@@ -173,6 +173,10 @@ class SimLauncher:
             spare.device.given_up, self._pause = False, TRY_AGAIN
         return _largest(staying + len(ready), layout)
 
+    def room_for(self, layout: Layout) -> bool:
+        self._count_spares()
+        return len(self.ranks) + len(self.spares) + len(self._free()) >= layout.size
+
     def stand_by(self, boot: RankBoot) -> None:
         self._count_spares()
         self._fill(self.num_spares, self._free(), boot)

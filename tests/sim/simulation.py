@@ -213,9 +213,10 @@ class Simulation:
             if loop.stopping:
                 break
             if not loop.busy():
-                if at == len(messages):
+                if at == len(messages) and loop.wishes.arrival is None:
                     break
-                self._idle(min(came + messages[at][0], world.now + LOOK))
+                look = world.now + LOOK
+                self._idle(min(came + messages[at][0], look) if at < len(messages) else look)
             self._turn()
             waited = world.awake() - self.rules.last_event
             world.require(waited < PATIENCE, "ends", f"{waited:.0f} s after the last fault requests are still open")

@@ -24,6 +24,9 @@ class Defaults:
     def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
         return None
 
+    def room_for(self, layout: Layout) -> bool:
+        return False
+
     def stand_by(self, boot: RankBoot) -> None: ...
 
     def spare_pids(self) -> list[int]:

@@ -180,6 +180,15 @@ class NodesLauncher(Defaults):
             self._prepare(agent, len(wanted.on(str(agent.number))), boot)
         return shrink(_cluster(self._counts(lambda room: room.ready)), layout, span=True)
 
+    def room_for(self, layout: Layout) -> bool:
+        """See Launcher."""
+        self._need_slots(layout)
+        try:
+            placed(layout, self._counts(lambda room: room.good), self.placement)
+        except Infeasible:
+            return False
+        return True
+
     def stand_by(self, boot: RankBoot) -> None:
         self.local.stand_by(boot)
         for agent in self.agents.here():

@@ -167,6 +167,11 @@ class ProcessLauncher:
         self.get_ready(layout.size, boot)
         return shrink(Cluster((Node.of("", self.capacity().ready),)), layout)
 
+    def room_for(self, layout: Layout) -> bool:
+        """See Launcher."""
+        self.more_slots(layout.size)
+        return self.capacity().good >= layout.size
+
     def get_ready(self, ranks: int, boot: RankBoot) -> None:
         """Have spares for what is missing to so many ranks. Slots that were given up are tried now and then."""
         self._count_spares()

@@ -36,6 +36,9 @@ class Alone(ProcessLauncher):
         fitting = self._fitting(layout)
         return super().prepare(fitting, _plain(boot)) if fitting is not None else None
 
+    def room_for(self, layout: Layout) -> bool:
+        return layout.size <= self.room and super().room_for(layout)
+
     def run(self, boots: Sequence[RankBoot]) -> None:
         super().run([_plain(boot) for boot in boots])
 

@@ -268,6 +268,10 @@ class RayLauncher:
         ready = sum(self.recruits.ready(member) for member in self.recruits.there())
         return shrink(Cluster((Node.of("", staying + ready),)), layout)
 
+    def room_for(self, layout: Layout) -> bool:
+        """See Launcher. A cluster may have to grow first, or turn out to be too small: the change itself finds out."""
+        return self.alone is not None and self.alone.room_for(layout)
+
     def stand_by(self, boot: RankBoot) -> None:
         """See Launcher."""
         if self.alone is None:
