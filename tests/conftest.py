@@ -31,7 +31,7 @@ LONGEST_FIRST = (
     "proc/test_api_servers.py", "proc/test_security.py", "proc/test_invariant.py", "proc/test_fleet.py",
     "proc/test_soak.py", "proc/test_external.py", "proc/test_every_prompt.py", "ray/test_cluster.py",
     "proc/test_links.py", "model/test_models.py", "model/test_mesh.py", "proc/test_batch.py", "proc/test_ps.py",
-    "proc/test_expert_travel.py",
+    "proc/test_expert_travel.py", "proc/test_balancing.py",
 )  # fmt: skip
 
 
