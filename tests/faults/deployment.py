@@ -170,8 +170,8 @@ class Deployment:
             with contextlib.suppress(psutil.NoSuchProcess):
                 os.kill(pid, signal.SIGKILL)
         self.left(5.0)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
+        shutil.rmtree(self.folder, ignore_errors=True)  # a process that just began may still write into it
+        self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
         self.orders = Orders(self.folder)
 
     def close(self) -> None:

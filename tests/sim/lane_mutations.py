@@ -10,7 +10,7 @@ from unittest.mock import patch
 from planaria.core import rebalance
 from planaria.core.expert_balance import ExpertBalance
 from planaria.core.rebalance import Rearrangement
-from planaria.executor import gang, loop
+from planaria.executor import gang, wishes
 from planaria.executor.balancing import Balancing
 from planaria.executor.gang import Gang
 from planaria.protocol import Command, Load, StepPlan
@@ -85,7 +85,7 @@ def rearrange_while_a_resize_runs() -> Iterator[None]:
 @contextmanager
 def leave_with_the_only_copy() -> Iterator[None]:
     """Nobody asks ranks that leave for what they have."""
-    with patch.object(loop, "leaving", lambda *args: None):
+    with patch.object(wishes, "leaving", lambda *args: None):
         yield
 
 
