@@ -42,7 +42,9 @@ def test_generate_json() -> None:
     assert len(lines) == 2
     assert lines[0]["text"].startswith(" Paris")
     for line in lines:
-        assert set(line) == {"text", "token_ids", "finish_reason", "executor", "link", "layout", "ranks"}
+        assert set(line) == {
+            "text", "token_ids", "finish_reason", "executor", "link", "layout", "ranks", "rearrangements",
+        }  # fmt: skip
         assert len(line["token_ids"]) == 5 and line["finish_reason"] == "length"
         assert line["executor"] == "uni" and line["link"] == "direct" and len(line["ranks"]) == 1
 
@@ -129,9 +131,10 @@ def test_models_lists_the_alias() -> None:
 
 
 def test_chat_from_a_pipe() -> None:
-
+    """In float32: with packed weights and bfloat16 a CPU without AVX-512 begins with another token."""
+    command = [sys.executable, "-m", "planaria", "chat", "smollm2", *SMALL, "--dtype", "float32"]
     result = subprocess.run(
-        [sys.executable, "-m", "planaria", "chat", "smollm2", *SMALL, "--temperature", "0", "--max-tokens", "12"],
+        [*command, "--temperature", "0", "--max-tokens", "12"],
         input="What is the capital of France?\n\n", capture_output=True, text=True, timeout=120, env=os.environ,
         check=False,
     )  # fmt: skip
