@@ -438,8 +438,8 @@ class EngineLoop:
             drawn = [ticket.replies[rank] for rank in self.crew.layout.drawing]
             self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
         if self.wishes.answered(ticket):
-            pass
-        elif isinstance(ticket.command, StepPlan):
+            return  # until ranks have left nothing is rearranged
+        if isinstance(ticket.command, StepPlan):
             self.balancing.stepped(ticket)
         else:
             self.balancing.moved(ticket)
