@@ -151,7 +151,9 @@ def _from_ray(options: EngineOptions, machine: Machine, device: str) -> Question
         names = parallel.placement_groups
         layout = Layout(pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size)
         now, given = msgspec.structs.replace(settings, wait=0.0), None
-        cluster = connection.snapshot(resource).headed_by(parallel.data_parallel_address)
+        strategy = _strategy(_on_ray(options))
+        cluster = connection.snapshot(resource, ranks=0 if strategy is None else layout.size)
+        cluster = cluster.headed_by(parallel.data_parallel_address)
         if len(names) > 1:
             several = msgspec.structs.replace(layout, dp=len(names))
             given = GivenGroups(names, resource, now).pack(several, 0.0, head=cluster.head)
@@ -159,7 +161,7 @@ def _from_ray(options: EngineOptions, machine: Machine, device: str) -> Question
             layout = msgspec.structs.replace(layout, dp=parallel.lanes)
             given = Packing.of(obtain(connection, names[0], layout, resource, now, "").placement)
         source = connection.source(resource, names)
-        return Question(parallel, cluster, source, _strategy(_on_ray(options)), given, notes)
+        return Question(parallel, cluster, source, strategy, given, notes)
     finally:
         connection.close()
 

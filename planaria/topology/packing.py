@@ -250,7 +250,8 @@ def _nodes_each(nodes: list[Node], replica: Layout) -> int:
 
 
 def _beside(nodes: list[Node], layout: Layout, strategy: str, keep: Packing) -> Packing:
-    """The engines that are there stay; the missing ones fill what is free."""
+    """The engines that are there stay; the missing ones fill what is free: with `strict` nodes that hold fewer than
+    each held at first, then any."""
     replica = _replica(layout)
     free = {node.id: dict.fromkeys(device.id for device in node.devices) for node in nodes}
     there = {id: set(ids) for id, ids in free.items()}
@@ -275,7 +276,11 @@ def _beside(nodes: list[Node], layout: Layout, strategy: str, keep: Packing) -> 
         empty = [node.id for node in nodes if len(free[node.id]) == len(node.devices)]
         homes = (tuple(empty[i : i + each]) for i in range(0, len(empty) - each + 1, each))
     else:
-        homes = ((node.id,) for node in nodes for _ in range(len(free[node.id]) // replica.size))
+        room = {node.id: len(free[node.id]) // replica.size for node in nodes}
+        least = keep.local if strategy == "strict" else 0  # first every node holds as many as those there are
+        short = {id: min(count, max(0, least - len(taken.get(id, ())))) for id, count in room.items()}
+        rest = {id: count - short[id] for id, count in room.items()}
+        homes = ((id,) for part in (short, rest) for id, count in part.items() for _ in range(count))
     for number, home in zip(missing, homes, strict=False):
         engines[number] = _completed(number, Placement(replica, ()), replica, free, home)
         on_node = taken.setdefault(home[0], set())

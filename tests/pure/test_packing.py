@@ -188,8 +188,8 @@ def test_a_fleet_grows_beside_what_it_has_and_shrinks_from_its_end() -> None:
     old = pack(cluster, Layout(dp=2, tp=2), "strict", 1)
     assert [(e.slots[0].node, e.slots[0].device) for e in old.engines] == [("n0", 0), ("n1", 0)]
     grown = pack(cluster, Layout(dp=5, tp=2), "strict", keep=old)
-    assert grown.engines[:2] == old.engines and grown.local_ranks == (0, 0, 1, 1, 0)
-    assert [e.slots[0].node for e in grown.engines] == ["n0", "n1", "n0", "n1", "n2"]
+    assert grown.engines[:2] == old.engines and grown.local_ranks == (0, 0, 0, 1, 1)
+    assert [e.slots[0].node for e in grown.engines] == ["n0", "n1", "n2", "n0", "n1"]
     assert pack(cluster, Layout(dp=2, tp=2), keep=grown) == old._replace(local=grown.local)
     with pytest.raises(Infeasible, match=r"1 of 6 engines have no place.* 2 devices on one node, 0 are free; .*dp=5 w"):
         pack(cluster, Layout(dp=6, tp=2), keep=old)

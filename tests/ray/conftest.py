@@ -13,7 +13,7 @@ from tests.ray.clusters import ended
 
 NEED_RAY = [
     "test_ray.py", "test_cluster.py", "test_networks.py", "test_losses.py", "test_without_ray.py", "test_fleet.py",
-    "test_fleet_networks.py", "test_fleet_state.py", "test_lanes.py",
+    "test_fleet_networks.py", "test_fleet_state.py", "test_lanes.py", "test_lane_actors.py",
 ]  # fmt: skip
 collect_ignore = [] if importlib.util.find_spec("ray") else NEED_RAY
 

@@ -1,17 +1,16 @@
-"""Experts on the ranks of several lanes, as Ray actors: a rank that dies, lanes that come and go, the same tokens."""
+"""Lanes of one engine with a placement group each: they come and go, a rank, the engine or a node is lost, the tokens
+are the same."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from planaria.wire import Reshape
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, texts
 from tests.proc.asking import ask_all
@@ -20,33 +19,6 @@ from tests.ray.clusters import live_actors, live_groups, reservations, several_n
 
 MODEL = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30)])
-
-
-@pytest.mark.long
-def test_lanes_of_actors(local_ray: Any, tmp_path: Path) -> None:
-    model = str(write_checkpoint(tmp_path, "qwen2_moe", **MODEL))
-    with Engine(model, distributed_executor_backend="uni") as one:
-        expected = one.run(ASKED)
-    with Engine(
-        model, distributed_executor_backend="ray", enable_expert_parallel=True, data_parallel_size=2
-    ) as engine:
-        assert engine.facts.executor == "ray" and engine.facts.layout == "dp=2 tp=1 pp=1"
-        assert sorted(name.split("-", 2)[2] for name in live_actors(local_ray) if name) == ["lane0-e0", "lane1-e0"]
-        before = engine.pids
-        assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
-        assert engine.recoveries[-1].ranks == [1] and engine.pids[0] == before[0]
-        for id, dp in (("fewer", 1), ("more", 2)):
-            wish = Reshape(id, 1, 1, dp)
-            assert engine.run(ASKED, 30, lambda wish=wish: engine.loop.handle(wish)) == expected
-            while engine.loop.busy():  # experts that are still on their way
-                engine.loop.turn()
-            assert (engine.reshaped[-1].id, engine.reshaped[-1].error) == (id, "") and len(engine.pids) == dp
-            travel = engine.recoveries[-1].travel
-            assert travel is not None and travel.read == 0 and travel.moved == travel.needed > 0
-        pids = engine.pids
-    assert not any(alive(pid) for pid in pids)
-    wait_until("no actor is left", lambda: not live_actors(local_ray))
-    wait_until("no placement group is left", lambda: not live_groups())
 
 
 OPTIONS = [
@@ -166,20 +138,3 @@ def test_nothing_of_them_is_left(lanes: Lanes) -> None:
     wait_until("processes, actors and groups are gone", lambda: not (
         any(alive(pid) for pid in pids) or live_actors(ray) or live_groups()
     ), 120)  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}], ids=["lanes", "lanes of stages"])
-def test_lanes_through_a_compiled_graph(local_ray: Any, tmp_path: Path, layout: dict[str, int]) -> None:
-    """Each lane's edges are its own; with another epoch all ranks are new, and so is the graph."""
-    model = str(write_checkpoint(tmp_path, "qwen2_moe", **MODEL))
-    with Engine(model, distributed_executor_backend="uni") as one:
-        expected = one.run(ASKED)
-    options = {"distributed_executor_backend": "ray", "ray_link": "compiled-graph", "enable_expert_parallel": True}
-    with Engine(model, **options, data_parallel_size=2, **layout) as engine:
-        assert engine.facts.link == "ray-graph+shm"
-        assert engine.run(ASKED) == expected
-        if not layout:
-            assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
-            assert engine.run(ASKED, 30, lambda: engine.loop.handle(Reshape("fewer", 1, 1, 1))) == expected
-            assert (engine.reshaped[-1].error, len(engine.pids)) == ("", 1)

@@ -21,6 +21,7 @@ from planaria.config.machine import usable_cores
 from planaria.env import host_ip
 from planaria.errors import CapacityError, ConfigError
 from planaria.topology import Cluster, Node
+from planaria.topology.table import short
 
 logger = logging.getLogger("planaria.ray")
 
@@ -59,6 +60,7 @@ class Connection:
 
     def __init__(self, ray: Any, *, initialised: bool, started: bool) -> None:
         self.ray, self.started = ray, started
+        self._cores_said: dict[str, int] = {}  # engines, by nodes with cores for fewer than devices
         self._head = str(ray.get_runtime_context().gcs_address)
         self._asking = threading.Lock()  # held by a question that has no answer yet
         self._initialised = initialised
@@ -135,9 +137,10 @@ class Connection:
             return f"Ray at {self.address}, bundles of {', '.join(groups)}"
         return f"Ray at {self.address}, free devices ({resource})"
 
-    def snapshot(self, resource: str, *, free: bool = True) -> Cluster:
+    def snapshot(self, resource: str, *, free: bool = True, ranks: int = 0) -> Cluster:
         """Living nodes by Ray's ids, with the devices that are free on them now (Ray learns of what is given back with
-        a delay), or with all. Raises TimeoutError."""
+        a delay), or with all. ranks: of each of the engines that these are for; there are then no more on a node than
+        engines with a core for each have there. Raises TimeoutError."""
         from ray._private.state import available_resources_per_node
 
         rows = self.nodes()
@@ -145,10 +148,19 @@ class Connection:
         if free:
             now = self._ask(available_resources_per_node)
             has = {id: now.get(id, {}) for id in has}
-        nodes = [
-            Node.of(id, int(devices.get(resource, 0.0)), rows[id]["NodeManagerAddress"]) for id, devices in has.items()
-        ]
+        devices = {id: int(there.get(resource, 0.0)) for id, there in has.items()}
+        if ranks:
+            engines = {id: int(there.get("CPU", 0.0) / self.seat_cores(resource)) for id, there in has.items()}
+            for id in [id for id, count in devices.items() if engines[id] * ranks < count]:
+                if self._cores_said.get(id) != engines[id]:
+                    logger.info("%s: %d x %s free, cores for %d engines", short(id), devices[id], resource, engines[id])
+                self._cores_said[id], devices[id] = engines[id], engines[id] * ranks
+        nodes = [Node.of(id, count, rows[id]["NodeManagerAddress"]) for id, count in devices.items()]
         return Cluster(tuple(nodes), self.node)
+
+    def seat_cores(self, resource: str) -> float:
+        """What an engine that Ray starts has for itself: a core; a bit of one where cores are the devices, or few."""
+        return 0.01 if self.started or resource == "CPU" else 1.0
 
 
 def within(call: Callable[[], Any], limit: float) -> Any:

@@ -229,12 +229,11 @@ class RayHosts:
         return [slot.device if self.given is not None else slot.rank for slot in slots]
 
     def seat(self, engine: int) -> Seat:
-        """A core; a bit of one where cores are the devices, or few."""
         assert self.packing is not None
         placement = self.packing.engines[engine]
         node = placement.slots[0].node
         if self.given is None:
-            return Seat(node, placement.layout.size, self._cores())
+            return Seat(node, placement.layout.size, self._connected.seat_cores(self.resource))
         bundle, cores = self.given.seat(engine, node) or (None, 0.0)
         return Seat(node, bundle, min(1.0, cores))
 
@@ -307,11 +306,12 @@ class RayHosts:
             return cluster
 
     def _cluster(self) -> Cluster:
-        """What is free, but for nodes that did not answer of late, and what the engines there are have, on nodes that
-        are gone too: they don't move before they begin again. Ray knows with a delay what groups have taken."""
+        """What is free and has a core for the engine beside it, but for nodes that did not answer of late, and what the
+        engines there are have, on nodes that are gone too: they don't move before they begin again. Ray knows with a
+        delay what groups have taken."""
         dark = {node for node, until in self._dark.items() if time.monotonic() < until}
         total = {node.id: len(node.devices) for node in self._connected.snapshot(self.resource, free=False).nodes}
-        snapshot = self._headed(self._connected.snapshot(self.resource))
+        snapshot = self._headed(self._connected.snapshot(self.resource, ranks=self.layout(1).size))
         own: dict[str, list[int]] = {}
         for engine in self.groups:
             assert self.packing is not None
@@ -333,14 +333,12 @@ class RayHosts:
     def _make(self, packing: Packing, engine: int) -> Any:
         if self.given is not None:
             return self.given.handles[engine]
+        cores = self._connected.seat_cores(self.resource)
         bundles = [
-            ({self.resource: bundle.devices} if bundle.devices else {"CPU": self._cores()}, bundle.node)
+            ({self.resource: bundle.devices} if bundle.devices else {"CPU": cores}, bundle.node)
             for bundle in packing.bundles(engine)
         ]
         return on_nodes(bundles, f"planaria-{self.instance}-dp{engine}")
-
-    def _cores(self) -> float:
-        return 0.01 if self._connected.started or self.resource == "CPU" else 1.0
 
     def _remove(self, group: Any) -> None:
         """If it was made here."""
