@@ -148,7 +148,7 @@ def test_what_is_elsewhere_is_said(cluster: Any) -> None:
     hosts = RayHosts(config, RaySettings())
     nodes = Cluster((Node.of("a", 2, "x"), Node.of("b", 2, "x")), "a")
     hosts.packing, hosts.groups, hosts.resource = pack(nodes, Layout(dp=2, tp=2)), {0: None, 1: None}, "CPU"
-    hosts.connection = SimpleNamespace(started=False)  # type: ignore[assignment]
+    hosts.connection = SimpleNamespace(seat_cores=lambda resource: 1.0)  # type: ignore[assignment]
     hosts.came_up(1, "b")
     assert hosts.differences(1, [CameUp("b", (7,), 0), CameUp("b", (), -1)]) == []
     hosts.came_up(1, "a")
