@@ -19,8 +19,10 @@ class Region:
 
     def __init__(self, size: int, huge: bool = True) -> None:
         self.size = -(-size // HUGE) * HUGE if huge else -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        # room to start at a multiple of a huge page
-        self._map = mmap.mmap(-1, self.size + (HUGE if huge else 0))
+        # Room to start at a multiple of a huge page. Private: memory that could be shared has huge pages by another
+        # setting of the system's, which is mostly off.
+        size = self.size + (HUGE if huge else 0)
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         raw = np.frombuffer(self._map, np.uint8)
         self._skip = -raw.ctypes.data % HUGE if huge else 0
         self.bytes: npt.NDArray[np.uint8] = raw[self._skip : self._skip + self.size]
