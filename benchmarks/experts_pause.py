@@ -2,16 +2,15 @@
 
 A random Qwen3-MoE in bfloat16 on two tensor ranks with whole experts, 8 streams at a time. One engine takes turns:
 nothing moves; every 64 steps experts are rearranged while steps wait; the same beside steps. Few tokens are in a
-window, so each rearrangement finds something to move. Said of each: the time between two tokens of a stream, its
-median while nothing moves and while something does (from the decision to the last commit), and its longest.
-*Recording*: two engines with the same slots take turns, one of which counts load and asks for it; neither rearranges
-anything. CPU time, as others' work changes it least.
+window, so each rearrangement finds something to move. Said of each: the time between two tokens of a stream once all
+have begun, its median while nothing moves and while something does (from the decision to the last commit), and its
+longest. *Recording*: two engines with the same slots take turns, one of which counts load and asks for it; neither
+rearranges anything. CPU time, as others' work changes it least.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import statistics
 import sys
@@ -36,14 +35,14 @@ SHAPE = {
 }  # fmt: skip
 STREAMS, PROMPT, TOKENS = 8, 16, 200
 INTERVAL, NEVER = 64, 1 << 40
-ROUNDS = 3
+ROUNDS, RECORDED = 5, 16
 QUESTIONS = 500
 PARAMS = SamplingParams(temperature=0, ignore_eos=True)
 
 
 class Engine:
-    """In this process, its ranks in others; `gaps`: seconds between two tokens of a stream, and whether experts were
-    being rearranged."""
+    """In this process, its ranks in others; `gaps`: seconds between two tokens of a stream, while all streams have had
+    one, and whether experts were being rearranged."""
 
     def __init__(self, folder: str, **options: Any) -> None:
         options = {
@@ -63,7 +62,7 @@ class Engine:
         moving = state is not None and state.rearranging
         for delta in message.deltas:
             if delta.tokens:
-                if delta.request_id in self._last:
+                if len(self._last) == STREAMS:
                     self.gaps.append((now - self._last[delta.request_id], moving))
                 self._last[delta.request_id] = now
             if delta.finish is not None:
@@ -87,8 +86,8 @@ class Engine:
         """Of this process and all ranks."""
         used = time.process_time()
         for member in self.loop.crew.members:
-            fields = Path(f"/proc/{member.pid}/stat").read_text().rsplit(")", 1)[1].split()
-            used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            for thread in Path(f"/proc/{member.pid}/task").iterdir():
+                used += int((thread / "schedstat").read_text().split()[0]) / 1e9
         return used
 
     def close(self) -> None:
@@ -127,7 +126,7 @@ def recorded(plain: Engine, counting: Engine, draw: random.Random) -> dict[str, 
     """CPU seconds of a step, of the engine's process and all ranks, round by round; and of one question for load."""
     engines = {"not recorded": plain, "recorded": counting}
     found: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(2 * ROUNDS):
+    for number in range(RECORDED):
         prompts = prompts_of(draw)
         for name in list(engines)[:: 1 if number % 2 else -1]:
             engine = engines[name]
@@ -172,7 +171,7 @@ def tables(pauses: dict[str, Any], cost: dict[str, Any]) -> list[report.Table]:
             rows,
         ),
         report.Table(
-            f"Recording load, {2 * ROUNDS} rounds by turns: CPU time of a step, of all processes (ms)",
+            f"Recording load, {RECORDED} rounds by turns: CPU time of a step, of all processes (ms)",
             ["not recorded, least", "recorded, least", "median of the rounds' differences", "one question for load"],
             [[
                 f"{1000 * min(one):.2f}", f"{1000 * min(other):.2f}", f"{100 * statistics.median(ratios):+.1f} %",

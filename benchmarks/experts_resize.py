@@ -27,7 +27,7 @@ SHAPE = {
     "norm_topk_prob": True, "num_experts_per_tok": 4,
 }  # fmt: skip
 SERVED = [
-    "--enable-expert-parallel", "--distributed-executor-backend", "mp", "--dtype", "bfloat16", "--device", "cpu",
+    "--enable-expert-parallel", "--distributed-executor-backend", "mp", "--dtype", "float32", "--device", "cpu",
     "--max-model-len", "256", "--kv-cache-memory", "64MiB", "--skip-tokenizer-init",
 ]  # fmt: skip
 STREAMS, PROMPTS, PROMPT, TOKENS = 8, 16, 64, 96
