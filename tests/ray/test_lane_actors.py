@@ -59,3 +59,28 @@ def test_lanes_through_a_compiled_graph(local_ray: Any, tmp_path: Path, layout: 
             assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
             assert engine.run(ASKED, 30, lambda: engine.loop.handle(Reshape("fewer", 1, 1, 1))) == expected
             assert (engine.reshaped[-1].error, len(engine.pids)) == ("", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("use_async", [False, True], ids=["steps wait", "aside"])
+@pytest.mark.parametrize("link", ["queue", "compiled-graph"])
+def test_experts_move_between_actors_while_requests_run(
+    local_ray: Any, tmp_path: Path, link: str, use_async: bool
+) -> None:
+    """Steps and what moves experts come to a rank by different ways where there is a graph, and in one order."""
+    model = str(write_checkpoint(tmp_path, "qwen2_moe", **MODEL))
+    with Engine(model, distributed_executor_backend="uni") as one:
+        expected = one.run(ASKED)
+    often = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2, "use_async": use_async}
+    with Engine(
+        model, distributed_executor_backend="ray", ray_link=link, enable_expert_parallel=True, data_parallel_size=2,
+        enable_eplb=True, eplb_config=often,
+    ) as engine:  # fmt: skip
+        engine.loop.balancing.state.step_bytes = 1  # an expert at a time, as far as that can be
+        for _ in range(3):
+            assert engine.run(ASKED) == expected
+        done, moved = engine.loop.balancing.stats.rearrangements, engine.loop.balancing.stats.bytes_moved
+        assert done > 0 and moved > 0 and not engine.recoveries
+        assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
+        while engine.loop.balancing.stats.rearrangements == done:  # it goes on
+            assert engine.run(ASKED[:2]) == expected[:2]

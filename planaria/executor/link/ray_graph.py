@@ -5,6 +5,8 @@ along its edges, rank by rank from stage to stage of each lane, go the hidden st
 replies of all ranks. Nothing of ours is pickled. A plan with nothing in it passes every stage like any other.
 
 Rule: only one thread submits and only one thread (the reader) takes results, in order. The reader ends with the graph.
+Rule: a rank carries out commands in the order in which they were sent. Steps and other commands reach it in two
+threads, so who goes one way waits until what went the other way is answered.
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ class RayGraphLink:
         self._numbers: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._heard: deque[Answer | LinkError] = deque()
         self._reader: threading.Thread | None = None
+        self._held: deque[tuple[int, Command]] = deque()  # commands that wait
+        self._owed = 0  # answers to what has gone out
+        self._in_graph = False  # did that go through the graph?
 
     # -- the graph
 
@@ -126,24 +131,45 @@ class RayGraphLink:
     # -- as any link
 
     def send(self, number: int, command: Command) -> None:
-        if isinstance(command, StepPlan):
-            if self._graph is None:
-                self._build()
-            data = encode_command(command)
-            try:
-                self._numbers.put((number, self._graph.execute(data)))
-            except Exception as e:
-                raise PeerLost(f"a rank left the graph of steps: {_first_line(e)}") from None
-            return
         if isinstance(command, Exit):
             self.teardown()  # first: its loops keep the actors busy
-        self.queue.send(number, command)
+            self._held.clear()
+            self._owed, self._in_graph = self.layout.size, False
+            self.queue.send(number, command)
+            return
+        self._held.append((number, command))
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """What is next, and all that may follow at once. Raises PeerLost."""
+        while self._held:
+            number, command = self._held[0]
+            in_graph = isinstance(command, StepPlan)
+            if self._owed and in_graph != self._in_graph:
+                return
+            self._held.popleft()
+            self._owed, self._in_graph = self._owed + self.layout.size, in_graph
+            if in_graph:
+                self._execute(number, command)
+            else:
+                self.queue.send(number, command)
+
+    def _execute(self, number: int, command: Command) -> None:
+        if self._graph is None:
+            self._build()
+        data = encode_command(command)
+        try:
+            self._numbers.put((number, self._graph.execute(data)))
+        except Exception as e:
+            raise PeerLost(f"a rank left the graph of steps: {_first_line(e)}") from None
 
     def receive(self, timeout: float | None) -> Answer | None:
-        if (answer := self._next()) is not None:
-            return answer
-        found: Answer | None = self.queue.receive(timeout)
-        return found if found is not None else self._next()
+        answer: Answer | None = self._next() or self.queue.receive(timeout) or self._next()
+        if answer is not None:
+            self._owed -= 1
+            if not self._owed:
+                self._hand_out()
+        return answer
 
     def _next(self) -> Answer | None:
         if not self._heard:
