@@ -105,6 +105,10 @@ def resolve_experts(
     ranks run; None: who knows. Raises ConfigError."""
     config = msgspec.structs.replace(config, is_moe_model=shapes is not None)
     _needs(config, shapes)
+    if config.enable_eplb and options.batch_invariant:
+        rule = "moves experts to other ranks with their load, and a token's sum is taken rank by rank"
+        why = "--batch-invariant promises that it depends on nothing but the request"
+        raise ConfigError(_EPLB, True, f"{rule}: {why}", "leave one of the two out")
     notes: list[Note] = []
     exchanged = config.enable_expert_parallel and config.data_parallel_size * config.lanes > 1
     if options.all2all_backend is not None and not exchanged:

@@ -68,6 +68,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
      "8 experts and 4 redundant ones", "at most 12 ranks"),
     ("balancing slices", {**EPLB, **TP2}, "--enable-eplb True: moves whole experts", "add --enable-expert-parallel"),
     ("balancing one", {**EP, **EPLB}, "--enable-eplb True: there is one rank", "--tensor-parallel-size"),
+    ("balancing and the same bits", {**EP, **EPLB, **TP2, "batch_invariant": True},
+     "--enable-eplb True: moves experts to other ranks with their load", "leave one of the two out"),
     ("replicas of nothing", {**EP, **TP2, "eplb_config": '{"num_redundant_experts": 2}'},
      "num_redundant_experts 2: nothing decides which experts", "add --enable-eplb"),
     ("hiding nothing", {**TP2, "enable_dbo": True}, "--enable-dbo True: there is no exchange of tokens", "leave it"),
