@@ -40,14 +40,15 @@ class Balancing:
         parallel, model, crew = self.config.parallel, self.config.model, self.crew
         if not parallel.enable_eplb or model.moe is None:
             return
+        nodes = num_nodes([crew.places[rank].home for rank in crew.layout.group(0, "dp", "tp")])
         if self.state is None:
-            nodes = num_nodes([crew.places[rank].home for rank in crew.layout.group(0, "dp", "tp")])
             size = expert_bytes(self.config)
             self.state = ExpertBalance(
                 parallel.eplb_config, crew.maps, size, num_groups=model.moe.num_groups, num_nodes=nodes
             )
             self.stats = ExpertStats()
         else:
+            self.state.num_nodes = nodes
             self.state.formed(crew.maps)
 
     def stepped(self, ticket: Ticket) -> None:

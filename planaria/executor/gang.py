@@ -104,7 +104,8 @@ class Gang:
         self.seconds: dict[str, float] = {}
         self.failure: Failed | None = None
         self.placing = placing
-        self.received: dict[int, int] = {}  # bytes of experts that each rank has from others
+        self.received: dict[int, int] = {}  # bytes of experts that each rank has from others, and that lie aside
+        self.lay_aside: dict[int, int] = {}  # of these, before any were sent in this epoch
         self._placed: Placed | None = None
         self._to_load: list[tuple[int, ...]] = []
 
@@ -121,7 +122,10 @@ class Gang:
             if isinstance(reply, Ready):
                 for part, seconds in reply.seconds.items():
                     self.seconds[part] = max(seconds, self.seconds.get(part, 0.0))
-                self.received[reply.rank] = max(reply.facts.get("received", 0), self.received.get(reply.rank, 0))
+                received = max(reply.facts.get("received", 0), self.received.get(reply.rank, 0))
+                self.received[reply.rank] = received
+                if self.state == "loading":
+                    self.lay_aside[reply.rank] = received
         match self.state:
             case "joining":
                 self.members = tuple(reply for reply in replies if isinstance(reply, Hello))
@@ -173,10 +177,12 @@ class Gang:
 
     @property
     def travel(self) -> Travel:
-        """Of experts, for this epoch."""
+        """Of experts, for this epoch. What lay aside before it was sent for it by ranks that have left, or belongs to a
+        rearrangement that came to nothing."""
         if self._placed is None or self.placing is None:
             return Travel()
-        moved, sent = sum(self.received.values()), self._placed.sent + self.placing.sent
+        others = 0 if self.placing.sent else sum(self.lay_aside.values())
+        moved, sent = sum(self.received.values()) - others, self._placed.sent + self.placing.sent
         each = moved / sent if sent else 0.0
         return Travel(moved, round(each * (self._placed.needed + self.placing.needed)), self._placed.read)
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import struct
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.config.options import EPLBConfig
+from planaria.config.options import EPLBConfig, ParallelConfig
 from planaria.core.balance import balance, balancedness
 from planaria.core.expert_balance import ASK, LEAST_GAIN, ExpertBalance
+from planaria.executor.balancing import Balancing
 from planaria.protocol import Arrange, Command, Prepare
+from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
 
 BYTES = 100  # of an expert
@@ -183,3 +188,21 @@ def test_a_commit_waits_for_every_rank_and_beside_steps_for_what_they_tell() -> 
             ranks.answer()
         assert ranks.state.rearrangements == 1 and ranks.state.bytes_moved == ranks.state.bytes_needed == 2 * BYTES
         assert ranks.state.balancedness == 1.0
+
+
+def test_the_nodes_are_those_of_the_ranks_there_are() -> None:
+    """Groups of experts are kept on nodes, and another number of ranks may be on other ones."""
+    parallel = msgspec.structs.replace(ParallelConfig(), enable_eplb=True)
+    moe = SimpleNamespace(num_groups=2, intermediate_size=8)
+    config: Any = SimpleNamespace(
+        parallel=parallel, model=SimpleNamespace(moe=moe, hidden_size=8),
+        device=SimpleNamespace(quantization="none", dtype="float32"),
+    )  # fmt: skip
+    crew: Any = SimpleNamespace()
+    balancing = Balancing(config, crew, lambda: None)
+    for homes, nodes in (("ab", 2), ("aabb", 2), ("a", 1), ("aab", 1), ("abc", 3)):
+        crew.places = [SimpleNamespace(home=home) for home in homes]
+        crew.layout, crew.maps = Layout(dp=len(homes)), (ExpertMap.linear(8, len(homes)),)
+        balancing.formed()
+        assert balancing.state is not None and balancing.state.num_nodes == nodes
+        assert balancing.state.num_ranks == len(homes)

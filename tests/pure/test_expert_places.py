@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from planaria.config.options import CacheConfig
 from planaria.core.expert_places import Placing, departing, placed
 from planaria.executor.departure import VERSION, Departure, leaving
@@ -66,6 +68,23 @@ def test_a_gang_has_them_sent_before_it_looks_at_memory() -> None:
     assert (prepare.version, prepare.aside) == (0, False)
     assert arrange == Arrange(0, tuple((layer, (0, 1, 2, 3)) for layer in (0, 1)))
     assert gang.travel == Travel(400, 400, 0) and gang.maps == (TWO, TWO)
+
+
+@pytest.mark.parametrize(("sent", "told"), [(0, Travel(400, 400, 0)), (2, Travel(600, 600, 0))])
+def test_what_lay_aside_before_counts_where_ranks_that_left_had_sent_it(sent: int, told: Travel) -> None:
+    """Else it is a rearrangement's, which counts for itself."""
+    placing = Placing(TWO, (0, 0), (ONE, ONE), sent, sent)
+    gang = Gang(CacheConfig(), SCHEDULER, Layout(dp=2), cpu=True, placing=placing)
+    command: Command | None = gang.start()
+    while command is not None:
+        replies = answers(command, 2)
+        if isinstance(command, Join):
+            replies = [Hello(0, 1, "h", "n", "", experts=tuple(ALL.items())), Hello(1, 2, "h", "n", "")]
+        if isinstance(command, Load | Prepare):
+            aside = 200, 400 if isinstance(command, Prepare) else 0
+            replies = [Ready(rank, facts={"received": size}) for rank, size in enumerate(aside)]
+        command = gang.on_done(replies)
+    assert gang.travel == told
 
 
 def test_a_departure_is_over_when_every_rank_has_received_all() -> None:
