@@ -6,25 +6,20 @@ import dataclasses
 import logging
 import os
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.checkpoint import Checkpoint
 from planaria.config.digest import compared, hash_fields
-from planaria.config.options import EngineConfig
 from planaria.env import cache_dir, visible_cuda_devices
-from planaria.errors import CapacityError, ModelError, UserError
+from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
 from planaria.executor.preflight import Door, doors_of_others, reach, unreachable
-from planaria.layers.deal import deal, expert_map
 from planaria.mesh.boot import Opening, create_segments, open_mesh
-from planaria.mesh.comm import PeerLost
 from planaria.mesh.edges import EdgeComm
 from planaria.mesh.mesh import Mesh
-from planaria.node import available_memory, resident_bytes
+from planaria.node import resident_bytes
 from planaria.protocol import (
     Allocate,
     Arrange,
@@ -33,10 +28,8 @@ from planaria.protocol import (
     Done,
     Exit,
     Facts,
-    Failed,
     Hello,
     Join,
-    LaneResult,
     Load,
     Prepare,
     Probe,
@@ -46,9 +39,12 @@ from planaria.protocol import (
     StepPlan,
     StepResult,
 )
-from planaria.topology import Layout
-from planaria.topology.experts import Maps, Move, slots_at
+from planaria.topology.experts import Maps, Move
 from planaria.worker.classes import call, make
+from planaria.worker.device import available_bytes, make_ops, native_library, own_device
+from planaria.worker.guard import guard
+from planaria.worker.null import NullRank
+from planaria.worker.parts import Part, configured, of_any_lane, part_of, read_lacking, read_part, to_read
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
@@ -63,25 +59,6 @@ logger = logging.getLogger("planaria.worker")
 REACH_TIMEOUT = 10.0  # seconds to connect to every rank elsewhere
 
 Progress = Callable[[str, float], None]
-Part = tuple[int, Layout]  # of the model: what this rank of this layout has
-
-
-_KINDS: list[tuple[type[Exception], str]] = [
-    (ModelError, "model"), (UserError, "user"), (CapacityError, "capacity"), (PeerLost, "peer"),
-]  # fmt: skip
-
-
-def guard(rank: int, phase: str, run: Callable[[], Reply]) -> Reply:
-    """`run()`, or Failed with the traceback: a rank never leaves a command without an answer."""
-    try:
-        return run()
-    except Exception as e:
-        kind = next((kind for error, kind in _KINDS if isinstance(e, error)), "error")
-        if isinstance(e, MemoryError):
-            kind, e = "capacity", CapacityError(f"out of memory while {phase}")
-        message = str(e) if kind != "error" else f"{type(e).__name__}: {e}"
-        # where it waited for another explains nothing, and a traceback is made of source files
-        return Failed(rank, phase, message, traceback.format_exc() if kind != "peer" else "", kind)
 
 
 class Worker:
@@ -152,23 +129,15 @@ class Worker:
 
         self.take_thread()
         with torch.inference_mode():
-            for part in dict.fromkeys(self._part_of(rank) for rank in range(self.layout.size)):
+            for part in dict.fromkeys(part_of(rank, self.layout) for rank in range(self.layout.size)):
                 ops = make_ops(self.config, self.boot.threads)
-                self.prepared[part] = ops, self._build(ops, part, self._any_lanes(part))
+                reads = of_any_lane(self.config, self.layout, part, sent=self.boot.experts_sent)
+                self.prepared[part] = ops, read_part(self.config, ops, part, reads, self.progress)
 
-    def _any_lanes(self, part: Part) -> Maps | None:
-        """Experts that a rank with this part has in one lane or the other, by layer; none if they will be sent."""
-        placed = expert_map(self.config.model, self.config.parallel, self.layout.dp * self.layout.tp)
-        if placed is None:
-            return None
-        ranks = range(part[0] % self.layout.tp, placed.num_ranks, self.layout.tp) if not self.boot.experts_sent else ()
-        experts = tuple(sorted({expert for rank in ranks for expert in placed.of(rank)}))
-        return (experts,) * len(self.config.model.moe_layers)
-
-    def _part_of(self, rank: int) -> Part:
-        """What of the model a rank of the present layout has besides whole experts: the same in every lane."""
-        layout = self.layout
-        return rank % (layout.tp * layout.pp), Layout(tp=layout.tp, pp=layout.pp)
+    @property
+    def _own_part(self) -> Part:
+        """That this rank has in the present layout; `part` is what is loaded."""
+        return part_of(self.rank, self.layout)
 
     @property
     def _whole_experts(self) -> bool:
@@ -179,11 +148,6 @@ class Worker:
     def _spreads(self) -> bool:
         """Are experts dealt to the ranks of all lanes?"""
         return self.layout.dp > 1 and self._whole_experts
-
-    def _configured(self) -> Maps:
-        """Where experts are at the start, by layer."""
-        placed = expert_map(self.config.model, self.config.parallel, self.layout.dp * self.layout.tp)
-        return (placed.slots,) * len(self.config.model.moe_layers) if placed is not None else ()
 
     @property
     def _num_micro_batches(self) -> int:
@@ -233,7 +197,7 @@ class Worker:
 
     def _held(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Experts in this rank's memory that it will have in this epoch."""
-        part = self._part_of(self.rank)
+        part = self._own_part
         if not self._whole_experts or (part != self.part and part not in self.prepared):
             return ()
         if self.experts is not None and part == self.part:
@@ -260,7 +224,7 @@ class Worker:
             raise CapacityError(unreachable(own, command.members, failed))
         self.mesh = open_mesh(
             self.rank, command.layout, command.epoch, command.members, fast=self._shares_memory,
-            kernels=lambda: _kernels(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
+            kernels=lambda: native_library(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
             cuda=self.config.device.device == "cuda", deadline=command.deadline, opening=self._opening,
             experts=self._whole_experts, micro_batches=self._num_micro_batches,
         )  # fmt: skip
@@ -318,7 +282,7 @@ class Worker:
         self._close_door()  # every rank has answered Regroup, so has reached whom it must
         if command.ranks and self.rank not in command.ranks:
             return Ready(self.rank)
-        part, maps = self._part_of(self.rank), command.maps or self._configured()
+        part, maps = self._own_part, command.maps or configured(self.config, self.layout)
         if self.part != part:
             self._load_part(part, maps, command.moves)
         if maps:
@@ -339,8 +303,9 @@ class Worker:
             self.ops = make_ops(self.config, self.boot.threads)
             self._timed("kernels", since)
             since = time.perf_counter()
+            reads = to_read(maps, moves, self.mesh.experts.rank, self.mesh.experts.size)
             with torch.inference_mode():
-                self.model = self._build(self.ops, part, self._to_read(maps, moves))
+                self.model = read_part(self.config, self.ops, part, reads, self.progress)
         self.prepared.clear()
         self._join_ops(self.ops)
         if maps:
@@ -349,29 +314,13 @@ class Worker:
         self.part = part
         self._timed("weights", since)
 
-    def _to_read(self, maps: Maps, moves: tuple[Move, ...]) -> Maps | None:
-        """Experts that a rank with nothing in memory reads from the checkpoint, by layer."""
-        own, size = self.mesh.experts.rank, self.mesh.experts.size
-        sent = {(move.layer, move.expert) for move in moves if move.target == own and move.source is not None}
-        return tuple(
-            tuple(expert for expert in slots_at(experts, size, own) if (layer, expert) not in sent)
-            for layer, experts in enumerate(maps)
-        ) or None  # fmt: skip
-
     def _load_experts(self, maps: Maps, moves: tuple[Move, ...]) -> Reply:
         """Read what this rank's slots lack and nobody sends; where nothing travels they are placed now."""
-        from planaria.layers.build import read_experts
-        from planaria.loader import open_weights
-
         assert self.experts is not None and self.ops is not None
         since = time.perf_counter()
         lacking = self.experts.lacking(maps, moves)
         if any(lacking.values()):
-            import torch
-
-            with torch.inference_mode():
-                weights = open_weights(msgspec.convert(self.config.checkpoint, Checkpoint))
-                read_experts(self.model, weights, self.ops, self.config.device.quantization, lacking)
+            read_lacking(self.config, self.ops, self.model, lacking)
             self._timed("experts", since)
         received = self.experts.bytes_aside
         if not moves:
@@ -387,25 +336,6 @@ class Worker:
         if self.experts is not None:
             self.experts.arrange(command.version, command.maps)
         return Ready(self.rank)
-
-    def _build(self, ops: Ops, part: Part, reads: Maps | None) -> Any:
-        """reads: experts to read, by layer; None: those of its slots, if they aren't dealt whole."""
-        from planaria.loader import open_weights
-        from planaria.models import build
-
-        rank, layout = part
-        tp, pp = layout.tp, layout.pp
-        partition = self.config.parallel.pp_layer_partition
-        if partition is not None and len(partition) != pp:
-            partition = None  # of the layout that was asked for, and this is another
-        model = self.config.model
-        shards = deal(model, tp, pp, partition, expert_map(model, self.config.parallel, tp))
-        return build(
-            self.config.model, open_weights(msgspec.convert(self.config.checkpoint, Checkpoint)), ops,
-            quantization=self.config.device.quantization, max_positions=self.config.scheduler.max_model_len,
-            progress=lambda done, total: self.progress("weights", done / total),
-            shard=dataclasses.replace(shards[rank], reads=reads),
-        )  # fmt: skip
 
     def _unload(self) -> None:
         """Let go of what was loaded for another part."""
@@ -497,81 +427,6 @@ class Worker:
         self._leave_groups()
         self._unload()
         return Done(self.rank)
-
-
-class NullRank:
-    """Answers like `Worker`, computes nothing: for measuring the engine alone (`--null-worker`)."""
-
-    def __init__(self, boot: RankBoot) -> None:
-        self.enter(boot)
-
-    def prepare(self) -> None:
-        """A spare has nothing to load."""
-
-    def enter(self, boot: RankBoot) -> None:
-        from planaria.worker.reference import NullWorker
-
-        self.boot, self.rank, self.worker = boot, boot.rank, NullWorker()
-        self.layout = boot.config.parallel.layout
-
-    def handle(self, command: Command) -> Reply:
-        match command:
-            case StepPlan():
-                return guard(self.rank, "step", lambda: self._step(command))
-            case Join():
-                place, config, self.layout = self.boot.place, self.boot.config, command.layout
-                return Hello(
-                    self.rank, os.getpid(), place.home, place.node, place.address, compared(config), hash_fields(config)
-                )
-            case Probe():
-                return Facts(self.rank, 1, 1 << 20, 0)
-            case Regroup() | Load() | Prepare() | Arrange() | Allocate():
-                return Ready(self.rank)
-            case Call():
-                return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))
-            case _:
-                return Done(self.rank)
-
-    def _step(self, plan: StepPlan) -> Reply:
-        own = self.layout.coords(self.rank).dp
-        lane: LaneResult = self.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
-        return StepResult(plan.epoch, plan.step, (lane,))
-
-
-def _kernels(config: EngineConfig) -> Any:
-    from planaria.kernels.cpu.build import load, target_for
-
-    return load(target_for(config.device.dtype), cache_dir() / "kernels")
-
-
-def own_device(devices: Sequence[int], visible: Sequence[str] | None) -> int:
-    """Index of this rank's accelerator among those its process may see; the first where none was dealt to it."""
-    if not devices:
-        return 0
-    mine = str(devices[0])
-    return list(visible).index(mine) if visible is not None and mine in visible else devices[0]
-
-
-def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
-    """The kernels of the configured device."""
-    device = config.device
-    if device.kernels == "native":
-        from planaria.kernels.cpu import CpuOps
-
-        return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels")
-    from planaria.kernels.reference import TorchOps
-
-    return TorchOps(device.device, device.dtype)
-
-
-def available_bytes(config: EngineConfig) -> int:
-    """Memory that KV could take on this rank's device, in bytes."""
-    if config.device.device == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info()
-        return int(free - 0.08 * total)
-    return available_memory()
 
 
 def make_rank(boot: RankBoot, progress: Progress | None = None) -> Any:

@@ -9,8 +9,10 @@ import msgspec
 
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.protocol import Allocate, Command, Join, Load, Regroup, Reply, StepPlan
+from planaria.worker.guard import guard
+from planaria.worker.null import NullRank
 from planaria.worker.reference import HashWorker
-from planaria.worker.worker import NullRank, Worker, guard
+from planaria.worker.worker import Worker
 from tests.faults.harm import harm, watch
 from tests.faults.orders import Orders
 

@@ -17,8 +17,10 @@ from planaria.executor.boot import Place, RankBoot
 from planaria.executor.launcher.inline import InlineLauncher
 from planaria.executor.launcher.process import ProcessLauncher, Rank
 from planaria.protocol import Allocate, Command, Reply, StepPlan, StepResult
+from planaria.worker.guard import guard
+from planaria.worker.null import NullRank
 from planaria.worker.reference import HashWorker
-from planaria.worker.worker import NullRank, Worker, guard, make_rank
+from planaria.worker.worker import Worker, make_rank
 
 POISON = 7
 SEEN = "TEST_SEEN"  # the environment variable: a file, there while a test counts the tokens that its clients have got

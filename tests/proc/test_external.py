@@ -27,7 +27,7 @@ from planaria.executor.loop import EngineLoop
 from planaria.protocol import StepPlan
 from planaria.types import SamplingParams
 from planaria.wire import Cancel, Output, Submit
-from planaria.worker.worker import NullRank
+from planaria.worker.null import NullRank
 from tests.proc.servers import needs_smollm2, planaria, wait_until
 from tests.proc.spmd_program import PROMPTS
 from tests.proc.test_nodes import free_port, lines_of

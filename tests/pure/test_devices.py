@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planaria.config import machine
-from planaria.worker.worker import own_device
+from planaria.worker.device import own_device
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""What a rank computes with: its accelerator or its cores, the kernels for it, the memory that is left there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from planaria.config.options import EngineConfig
+from planaria.env import cache_dir
+from planaria.node import available_memory
+
+if TYPE_CHECKING:
+    from planaria.kernels.ops import Ops
+
+
+def own_device(devices: Sequence[int], visible: Sequence[str] | None) -> int:
+    """Index of this rank's accelerator among those its process may see; the first where none was dealt to it."""
+    if not devices:
+        return 0
+    mine = str(devices[0])
+    return list(visible).index(mine) if visible is not None and mine in visible else devices[0]
+
+
+def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
+    """The kernels of the configured device."""
+    device = config.device
+    if device.kernels == "native":
+        from planaria.kernels.cpu import CpuOps
+
+        return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels")
+    from planaria.kernels.reference import TorchOps
+
+    return TorchOps(device.device, device.dtype)
+
+
+def native_library(config: EngineConfig) -> Any:
+    """The compiled kernels themselves, which groups in shared memory use too."""
+    from planaria.kernels.cpu.build import load, target_for
+
+    return load(target_for(config.device.dtype), cache_dir() / "kernels")
+
+
+def available_bytes(config: EngineConfig) -> int:
+    """Memory that KV could take on this rank's device, in bytes."""
+    if config.device.device == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return int(free - 0.08 * total)
+    return available_memory()

@@ -1,0 +1,68 @@
+"""A rank that answers every command and computes nothing: for measuring the engine alone (`--null-worker`)."""
+
+from __future__ import annotations
+
+import os
+
+from planaria.config.digest import compared, hash_fields
+from planaria.executor.boot import RankBoot
+from planaria.protocol import (
+    Allocate,
+    Arrange,
+    Call,
+    Command,
+    Done,
+    Facts,
+    Hello,
+    Join,
+    LaneResult,
+    Load,
+    Prepare,
+    Probe,
+    Ready,
+    Regroup,
+    Reply,
+    StepPlan,
+    StepResult,
+)
+from planaria.worker.classes import call
+from planaria.worker.guard import guard
+
+
+class NullRank:
+    """Has the methods of `planaria.worker.worker.Worker` that others call."""
+
+    def __init__(self, boot: RankBoot) -> None:
+        self.enter(boot)
+
+    def prepare(self) -> None:
+        """A spare has nothing to load."""
+
+    def enter(self, boot: RankBoot) -> None:
+        from planaria.worker.reference import NullWorker
+
+        self.boot, self.rank, self.worker = boot, boot.rank, NullWorker()
+        self.layout = boot.config.parallel.layout
+
+    def handle(self, command: Command) -> Reply:
+        match command:
+            case StepPlan():
+                return guard(self.rank, "step", lambda: self._step(command))
+            case Join():
+                place, config, self.layout = self.boot.place, self.boot.config, command.layout
+                return Hello(
+                    self.rank, os.getpid(), place.home, place.node, place.address, compared(config), hash_fields(config)
+                )
+            case Probe():
+                return Facts(self.rank, 1, 1 << 20, 0)
+            case Regroup() | Load() | Prepare() | Arrange() | Allocate():
+                return Ready(self.rank)
+            case Call():
+                return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))
+            case _:
+                return Done(self.rank)
+
+    def _step(self, plan: StepPlan) -> Reply:
+        own = self.layout.coords(self.rank).dp
+        lane: LaneResult = self.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
+        return StepResult(plan.epoch, plan.step, (lane,))

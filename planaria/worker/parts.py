@@ -1,0 +1,87 @@
+"""Which part of the model a rank has, which experts on top of it, and reading both from the checkpoint.
+
+Rule: a part is the same in every lane; whole experts are not of it. So a rank that changes its lane keeps its part, and
+only experts come and go. Torch is imported by what reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from planaria.checkpoint import Checkpoint
+from planaria.config.options import EngineConfig
+from planaria.layers.deal import deal, expert_map
+from planaria.topology import Layout
+from planaria.topology.experts import Maps, Move, slots_at
+
+if TYPE_CHECKING:
+    from planaria.kernels.ops import Ops
+
+Part = tuple[int, Layout]  # of the model: what this rank of this layout has
+
+
+def part_of(rank: int, layout: Layout) -> Part:
+    """What of the model a rank of a layout has besides whole experts."""
+    return rank % (layout.tp * layout.pp), Layout(tp=layout.tp, pp=layout.pp)
+
+
+def configured(config: EngineConfig, layout: Layout) -> Maps:
+    """Where experts are at the start, by layer; empty: they aren't dealt whole."""
+    placed = expert_map(config.model, config.parallel, layout.dp * layout.tp)
+    return (placed.slots,) * len(config.model.moe_layers) if placed is not None else ()
+
+
+def of_any_lane(config: EngineConfig, layout: Layout, part: Part, *, sent: bool) -> Maps | None:
+    """Experts that a rank with this part has in one lane or the other, by layer; none if they will be `sent`."""
+    placed = expert_map(config.model, config.parallel, layout.dp * layout.tp)
+    if placed is None:
+        return None
+    ranks = range(part[0] % layout.tp, placed.num_ranks, layout.tp) if not sent else ()
+    experts = tuple(sorted({expert for rank in ranks for expert in placed.of(rank)}))
+    return (experts,) * len(config.model.moe_layers)
+
+
+def to_read(maps: Maps, moves: Sequence[Move], own: int, size: int) -> Maps | None:
+    """Experts that rank `own` of an expert group of this size reads where it has nothing in memory, by layer."""
+    sent = {(move.layer, move.expert) for move in moves if move.target == own and move.source is not None}
+    return tuple(
+        tuple(expert for expert in slots_at(experts, size, own) if (layer, expert) not in sent)
+        for layer, experts in enumerate(maps)
+    ) or None  # fmt: skip
+
+
+def read_part(
+    config: EngineConfig, ops: Ops, part: Part, reads: Maps | None, progress: Callable[[str, float], None]
+) -> Any:
+    """A model. reads: experts to read, by layer; None: those of its slots, if they aren't dealt whole."""
+    from planaria.loader import open_weights
+    from planaria.models import build
+
+    rank, layout = part
+    tp, pp = layout.tp, layout.pp
+    partition = config.parallel.pp_layer_partition
+    if partition is not None and len(partition) != pp:
+        partition = None  # of the layout that was asked for, and this is another
+    shards = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp))
+    return build(
+        config.model, open_weights(msgspec.convert(config.checkpoint, Checkpoint)), ops,
+        quantization=config.device.quantization, max_positions=config.scheduler.max_model_len,
+        progress=lambda done, total: progress("weights", done / total),
+        shard=dataclasses.replace(shards[rank], reads=reads),
+    )  # fmt: skip
+
+
+def read_lacking(config: EngineConfig, ops: Ops, model: Any, lacking: Mapping[int, Sequence[int]]) -> None:
+    """Experts for slots that lack them, by layer."""
+    import torch
+
+    from planaria.layers.build import read_experts
+    from planaria.loader import open_weights
+
+    with torch.inference_mode():
+        weights = open_weights(msgspec.convert(config.checkpoint, Checkpoint))
+        read_experts(model, weights, ops, config.device.quantization, lacking)
