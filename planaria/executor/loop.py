@@ -17,24 +17,23 @@ import msgspec
 
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
-from planaria.errors import CallFailed, CapacityError, EngineDead, PlanariaError, UserError, WorkersLost
+from planaria.errors import CapacityError, EngineDead, PlanariaError, WorkersLost
 from planaria.executor.attempts import Attempts
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.balancing import Balancing
 from planaria.executor.boot import Place, boots_for
-from planaria.executor.census import census, here
 from planaria.executor.crew import Crew, Refusal, System, failure
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
 from planaria.executor.reformations import Reformations
 from planaria.executor.replay import Replay, told_replay
+from planaria.executor.reports import Reports, facts_of, places_of
 from planaria.executor.told import kind_of, layout_name, told
 from planaria.executor.wishes import Wishes
 from planaria.executor.worker_group import Ticket
 from planaria.protocol import Call, Command, Failed, StepPlan, StepResult
 from planaria.topology import Layout
-from planaria.topology.table import CameUp
 from planaria.types import Delta, FinishReason, Request
 from planaria.wire import (
     Cancel,
@@ -42,7 +41,6 @@ from planaria.wire import (
     EngineFacts,
     FromEngine,
     Output,
-    Processes,
     Recovery,
     Report,
     ReportExperts,
@@ -89,7 +87,7 @@ class EngineLoop:
         self._look_for_room = 0.0
         self._replay: Replay | None = None
         self.wishes = Wishes(config, self.crew, lambda message: self.emit(message), clock, self._change)
-        self._reports: list[Pending] = []  # ranks' answers that a Report waits for
+        self.reports = Reports(self.crew, self.call, self.busy, lambda message: self.emit(message))
 
     # -- starting and ending
 
@@ -110,35 +108,8 @@ class EngineLoop:
         self._limit_steps()
         crew.seconds["engine"] = self.clock() - began
         self.balancing.formed()
-        model = config.model
         crew.stand_by()
-        return EngineFacts(
-            model=config.served_model_name,
-            max_model_len=config.scheduler.max_model_len,
-            vocab_size=model.vocab_size,
-            num_parameters=model.num_parameters,
-            dtype=config.device.dtype,
-            quantization=config.device.quantization,
-            device=config.device.device,
-            threads=config.device.threads,
-            num_blocks=crew.num_blocks,
-            block_size=config.cache.block_size,
-            weight_bytes=crew.weight_bytes,
-            executor=crew.launcher.name,
-            link=crew.link.name if crew.link is not None else "",
-            layout=layout_name(crew.layout),
-            ranks=[member.pid for member in crew.members],
-            seconds=crew.seconds,
-            places=self._places(),
-        )
-
-    def _places(self) -> list[CameUp]:
-        """By rank."""
-        crew = self.crew
-        return [
-            CameUp(at.host or member.node, at.devices, at.bundle)
-            for member, at in zip(crew.members, crew.places, strict=True)
-        ]
+        return facts_of(config, crew)
 
     def _come_up(self) -> None:
         """The first epoch, or the first that succeeds: a process that ends while it starts is replaced."""
@@ -290,7 +261,7 @@ class EngineLoop:
         done = Recovery(
             crew.epoch, list(first.ranks), first.phase, first.cause, first.traceback, seconds, layout_name(crew.layout),
             [member.pid for member in crew.members], len(core.lane_of), core.replayed_tokens - tokens,
-            kind=kind_of(first), places=self._places(), travel=crew.travel if crew.maps else None,
+            kind=kind_of(first), places=places_of(crew), travel=crew.travel if crew.maps else None,
         )  # fmt: skip
         self.emit(done)
         logger.warning("%s", told(done, attempts.loss.dead, attempts.present))
@@ -320,7 +291,7 @@ class EngineLoop:
             case Cancel():
                 self._emit(self.core.cancel(message.id))
             case Report():
-                self._report()
+                self.reports.ask(self.dead is not None)
             case ReportExperts():
                 self.emit(self.balancing.report())
             case Share():
@@ -346,33 +317,9 @@ class EngineLoop:
             threads = min(boot.threads for boot in boots_for(self.crew.config, self.crew.places, self.crew.link))
             self.core.limit_steps(threads * self.crew.layout.tp * STEP_TOKENS)
 
-    def _report(self) -> None:
-        """Answer a Report; ranks that only they can look into are asked first, between two steps."""
-        if self.dead is not None or all(here(member) for member in self.crew.members):
-            self._tell_census({})
-        else:
-            try:
-                self._reports.append(self.call("resident"))
-            except EngineDead:
-                self._tell_census({})
-
-    def _tell_census(self, resident: dict[int, int]) -> None:
-        state = "busy" if self.busy() else "idle"
-        crew = self.crew
-        spares = crew.launcher.spare_pids()
-        self.emit(Processes(census(crew.members, crew.layout, crew.epoch, crew.group.owing(), resident, state, spares)))
-
-    def _answer_reports(self) -> None:
-        while self._reports and self._reports[0].done():
-            try:
-                resident = dict(enumerate(self._reports.pop(0).result()))
-            except (CallFailed, UserError):  # a worker class of the user's, which may not say
-                resident = {}
-            self._tell_census(resident)
-
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""
-        return self.core is not None and bool(self._has_work() or self._reports or self.wishes.departure)
+        return self.core is not None and bool(self._has_work() or self.reports.open or self.wishes.departure)
 
     def turn(self) -> bool:
         """One round; True if something was computed. Lost ranks are replaced; open requests are always answered."""
@@ -386,12 +333,12 @@ class EngineLoop:
                 if plan is None:
                     break
                 crew.send(plan)
-            self._answer_reports()  # some may have ended with their epoch
+            self.reports.answer()  # some may have ended with their epoch
             if not crew.group.open:
                 return False
             for ticket in crew.poll() or ():
                 self._complete(ticket)
-            self._answer_reports()
+            self.reports.answer()
         except WorkersLost as e:
             self._lost(e)
         return True

@@ -1,0 +1,83 @@
+"""What an engine says of itself: how it came up, and, when asked, each of its processes.
+
+Rule: a `Report` is always answered, with what is known. Ranks that only they can look into are asked first, between two
+steps; nobody waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planaria.config.options import EngineConfig
+from planaria.errors import CallFailed, EngineDead, UserError
+from planaria.executor.census import census, here
+from planaria.executor.crew import Crew
+from planaria.executor.pending import Pending
+from planaria.executor.told import layout_name
+from planaria.topology.table import CameUp
+from planaria.wire import EngineFacts, FromEngine, Processes
+
+
+def facts_of(config: EngineConfig, crew: Crew) -> EngineFacts:
+    """Of ranks that have come up."""
+    return EngineFacts(
+        model=config.served_model_name,
+        max_model_len=config.scheduler.max_model_len,
+        vocab_size=config.model.vocab_size,
+        num_parameters=config.model.num_parameters,
+        dtype=config.device.dtype,
+        quantization=config.device.quantization,
+        device=config.device.device,
+        threads=config.device.threads,
+        num_blocks=crew.num_blocks,
+        block_size=config.cache.block_size,
+        weight_bytes=crew.weight_bytes,
+        executor=crew.launcher.name,
+        link=crew.link.name if crew.link is not None else "",
+        layout=layout_name(crew.layout),
+        ranks=[member.pid for member in crew.members],
+        seconds=crew.seconds,
+        places=places_of(crew),
+    )
+
+
+def places_of(crew: Crew) -> list[CameUp]:
+    """Where its ranks came up, by rank."""
+    return [
+        CameUp(at.host or member.node, at.devices, at.bundle)
+        for member, at in zip(crew.members, crew.places, strict=True)
+    ]
+
+
+class Reports:
+    """call: of a worker's method on every rank, as `EngineLoop.call`; busy: has the engine anything to do?"""
+
+    def __init__(
+        self, crew: Crew, call: Callable[[str], Pending], busy: Callable[[], bool], emit: Callable[[FromEngine], None]
+    ) -> None:
+        self.crew, self.call, self.busy, self.emit = crew, call, busy, emit
+        self.open: list[Pending] = []  # ranks' answers that a Report waits for
+
+    def ask(self, dead: bool) -> None:
+        """dead: the engine has ended, and no rank answers."""
+        if dead or all(here(member) for member in self.crew.members):
+            self._tell({})
+        else:
+            try:
+                self.open.append(self.call("resident"))
+            except EngineDead:
+                self._tell({})
+
+    def answer(self) -> None:
+        """Those whose ranks have answered, or have ended with their epoch."""
+        while self.open and self.open[0].done():
+            try:
+                resident = dict(enumerate(self.open.pop(0).result()))
+            except (CallFailed, UserError):  # a worker class of the user's, which may not say
+                resident = {}
+            self._tell(resident)
+
+    def _tell(self, resident: dict[int, int]) -> None:
+        crew, state = self.crew, "busy" if self.busy() else "idle"
+        spares = crew.launcher.spare_pids()
+        self.emit(Processes(census(crew.members, crew.layout, crew.epoch, crew.group.owing(), resident, state, spares)))
