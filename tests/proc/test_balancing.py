@@ -13,26 +13,13 @@ import msgspec
 import pytest
 
 from planaria.protocol import Arrange, Command, Prepare
-from tests.model.checkpoints import write_checkpoint
-from tests.model.engines import Engine, texts
+from tests.model.engines import Engine
+from tests.proc.experts import ASKED, EP
 from tests.proc.servers import PATIENCE, Server, planaria
 
-MODEL = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30), (3, 60)])
-EPLB = {"enable_expert_parallel": True, "enable_eplb": True}
+EPLB = {**EP, "enable_eplb": True}
 OFTEN = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2}
 RANKS = {"tp": {"tensor_parallel_size": 2}, "dp": {"data_parallel_size": 2}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("balanced"), "qwen2_moe", **MODEL)
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    with Engine(str(folder), distributed_executor_backend="uni") as one:
-        return one.run(ASKED)
 
 
 KINDS = [

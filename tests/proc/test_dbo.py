@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from planaria.wire import Reshape
-from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, ask_for
-from tests.proc.test_expert_parallel import ASKED, EP, MODEL
+from tests.proc.experts import ASKED, EP
 
 SPLIT = {
     **EP, "data_parallel_size": 2, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 4,
@@ -53,17 +52,6 @@ class Extension:
             combine(y, out)
 
         exchange.combine = dies
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("experts"), "qwen2_moe", **MODEL)
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    with Engine(str(folder), distributed_executor_backend="uni") as one:
-        return one.run(ASKED)
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,17 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx2
 import pytest
 
 from tests.faults.streams import enter_network, within
-from tests.model.checkpoints import write_checkpoint
-from tests.model.engines import Engine
 from tests.proc import networks
 from tests.proc.asking import ask_all
+from tests.proc.experts import ASKED
 from tests.proc.servers import Server
-from tests.proc.test_expert_parallel import ASKED, MODEL
 from tests.proc.test_nodes import SECRET, Command
 
 OPTIONS = [
@@ -45,14 +44,13 @@ class Deployed(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[["-dp", "2"], pytest.param(["-dp", "2", "-tp", "2"], marks=pytest.mark.long)])
-def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    folder = tmp_path_factory.mktemp("nodes")
-    model = str(write_checkpoint(folder, "qwen2_moe", **MODEL))
-    with Engine(model, distributed_executor_backend="uni") as one:
-        expected = one.run(ASKED)
-    (folder / "secret").write_bytes(SECRET)
+def deployed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, folder: Path, expected: list[list[int]]
+) -> Iterator[Deployed]:
+    model, secret = str(folder), tmp_path_factory.mktemp("nodes") / "secret"
+    secret.write_bytes(SECRET)
     args = [model, *OPTIONS, *request.param, "--nnodes", "2", "--master-addr", "10.93.0.1"]
-    args += ["--secret-file", str(folder / "secret"), "--heartbeat-timeout", "5"]
+    args += ["--secret-file", str(secret), "--heartbeat-timeout", "5"]
     try:
         with networks.two_networks() as made:
             head, elsewhere = made.prefixes

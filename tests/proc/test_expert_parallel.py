@@ -16,25 +16,10 @@ import httpx2
 import pytest
 
 from planaria.wire import Reshape
-from tests.model.checkpoints import write_checkpoint
-from tests.model.engines import Engine, ask_for, texts
+from tests.model.engines import Engine, ask_for
+from tests.proc.experts import ASKED, EP
 from tests.proc.servers import Server, planaria
 from tests.proc.test_nodes import free_port
-
-MODEL = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30), (3, 60)])
-EP = {"enable_expert_parallel": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("experts"), "qwen2_moe", **MODEL)
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    with Engine(str(folder), distributed_executor_backend="uni") as one:
-        return one.run(ASKED)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +112,7 @@ def test_a_server_scales_its_lanes_while_requests_run(folder: Path, expected: li
 PROGRAM = """
 import json, sys
 from tests.model.engines import Engine
-from tests.proc.test_expert_parallel import ASKED, EP
+from tests.proc.experts import ASKED, EP
 
 with Engine(sys.argv[1], **EP, data_parallel_size=2, distributed_executor_backend="external_launcher") as engine:
     print(json.dumps([engine.facts.layout, engine.run(ASKED)]))

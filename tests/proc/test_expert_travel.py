@@ -13,26 +13,14 @@ import pytest
 
 from planaria.protocol import Command, Prepare
 from planaria.wire import Reshape
-from tests.model.checkpoints import write_checkpoint
-from tests.model.engines import Engine, ask_for, texts
+from tests.model.engines import Engine, ask_for
+from tests.proc.experts import ASKED
 from tests.proc.test_recovery import SLACK, Reads
 
 MODEL = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 1024}
 EXPERTS = 2 * 6  # of all layers
 EXPERT_BYTES = 3 * 64 * 1024 * 4
-ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30), (3, 60)])
 EP: dict[str, Any] = {"enable_expert_parallel": True, "data_parallel_size": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("experts"), "qwen2_moe", **MODEL)
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    with Engine(str(folder), distributed_executor_backend="uni") as one:
-        return one.run(ASKED)
 
 
 @pytest.fixture(scope="module")
