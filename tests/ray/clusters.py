@@ -152,6 +152,21 @@ def several_nodes(*slots: int, dashboard: bool = False) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
+def joined_nodes(*slots: int, dashboard: bool = False) -> Iterator[Any]:
+    """`several_nodes` that this process has joined and that what it starts finds."""
+    from planaria.executor.ray.cluster import connect
+
+    with several_nodes(*slots, dashboard=dashboard) as cluster:
+        os.environ["RAY_ADDRESS"] = cluster.address
+        connection = connect(None, sum(slots))
+        try:
+            yield cluster
+        finally:
+            connection.close()
+            del os.environ["RAY_ADDRESS"]
+
+
+@contextlib.contextmanager
 def ray_node(prefix: tuple[str, ...], env: dict[str, str], *args: str) -> Iterator[subprocess.Popen[bytes]]:
     """`ray start ARGS --block` in a namespace; at the end nothing of it is left there."""
     command = [*prefix, str(Path(sys.executable).parent / "ray"), "start", *args, "--block", "--num-cpus", "1"]

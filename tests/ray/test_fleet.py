@@ -25,7 +25,7 @@ from planaria.topology import Cluster, Layout, Node, pack
 from planaria.topology.table import CameUp
 from tests.proc.servers import Server, alive, needs_smollm2, planaria, wait_until
 from tests.proc.test_engine_death import HASH, expected, health, run  # noqa: F401
-from tests.ray.clusters import Reserved, live_actors, live_groups, reservations, several_nodes
+from tests.ray.clusters import Reserved, joined_nodes, live_actors, live_groups, reservations
 
 pytestmark = needs_smollm2
 
@@ -35,18 +35,10 @@ SLOT = "planaria_slot"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Its nodes have set a variable of their own, that the server says otherwise."""
-    from planaria.executor.ray.cluster import connect
-
     os.environ["MALLOC_ARENA_MAX"] = "7"
-    with several_nodes(2, 2, 2) as cluster:
+    with joined_nodes(2, 2, 2) as cluster:
         del os.environ["MALLOC_ARENA_MAX"]
-        os.environ["RAY_ADDRESS"] = cluster.address
-        connection = connect(None, 6)
-        try:
-            yield cluster
-        finally:
-            connection.close()
-            del os.environ["RAY_ADDRESS"]
+        yield cluster
 
 
 ON_RAY = [*HASH, "-dp", "2", "--data-parallel-backend", "ray", "--heartbeat-timeout", "2"]

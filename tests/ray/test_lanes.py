@@ -15,12 +15,10 @@ from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, texts
 from tests.proc.asking import ask_all
 from tests.proc.servers import Server, alive, wait_until
-from tests.ray.clusters import live_actors, live_groups, reservations, several_nodes
+from tests.ray.clusters import joined_nodes, live_actors, live_groups, reservations
 
 MODEL = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30)])
-
-
 OPTIONS = [
     "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "32",
     "--kv-cache-memory", "8MiB", "--skip-tokenizer-init", "--enable-expert-parallel", "--data-parallel-backend", "ray",
@@ -31,16 +29,8 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Three nodes with room for a rank and for one more."""
-    from planaria.executor.ray.cluster import connect
-
-    with several_nodes(2, 2, 2) as cluster:
-        os.environ["RAY_ADDRESS"] = cluster.address
-        connection = connect(None, 6)
-        try:
-            yield cluster
-        finally:
-            connection.close()
-            del os.environ["RAY_ADDRESS"]
+    with joined_nodes(2, 2, 2) as cluster:
+        yield cluster
 
 
 class Lanes:
