@@ -14,7 +14,7 @@ from tests.model.test_mesh import Group
 
 HIDDEN, CHOICES, MOST = 48, 2, 40
 STEPS = [(3, 5), (0, 1), (7, 0), (0, 0), (MOST, MOST), (1, 1)]  # tokens of the lanes
-WAYS = [("naive", False), ("allgather_reducescatter", False), ("allgather_reducescatter", True)]
+WAYS = [(name, dealt) for name in ("naive", "allgather_reducescatter") for dealt in (False, True)]
 
 
 def tokens(lane: int, step: int, layer: int, count: int) -> list[torch.Tensor]:
@@ -60,6 +60,25 @@ def test_tokens_go_to_all_ranks_and_their_sums_come_back(kind: str, width: int, 
         group.run(lambda comm: all_steps(make(name, comm, width, (MOST, 4 * HIDDEN), dealt=dealt), comm, width))
     finally:
         group.close()
+
+
+class Heard:
+    """The rank of a group, which notes how many rows it is told by whom."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.rows = rank, size, list[tuple[int, int]]()
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        self.rows.append((source, len(x)))
+
+
+@pytest.mark.parametrize(("dealt", "told"), [(False, [(0, 5), (2, 4)]), (True, [(0, 2), (1, 3), (2, 2), (3, 2)])])
+def test_each_token_is_told_once_by_the_tensor_ranks_that_share_them(dealt: bool, told: list[tuple[int, int]]) -> None:
+    heard = Heard(1, 4)
+    exchange = make("naive", heard, 2, (MOST, 4 * HIDDEN), dealt=dealt)  # type: ignore[arg-type]
+    assert exchange.count([5, 4]) == 9
+    exchange.dispatch([torch.ones(5, HIDDEN)], [torch.zeros(9, HIDDEN)])
+    assert heard.rows == told
 
 
 @pytest.mark.parametrize("kind", ["shared", "gloo"])

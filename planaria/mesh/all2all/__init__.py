@@ -58,7 +58,7 @@ def make(name: str, group: Comm, width: int, limits: tuple[int, int], *, dealt: 
     from planaria.mesh.all2all.window import Window
 
     if name == "naive":
-        return Naive(group, width)
+        return Naive(group, width, dealt=dealt)
     if name != "allgather_reducescatter":
         raise ValueError(f"there is no all-to-all {name!r} here")
     return Window(group, width, limits, dealt=dealt) if group.port else AllGather(group, width, dealt=dealt)

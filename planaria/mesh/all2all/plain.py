@@ -63,19 +63,22 @@ class ByMessages:
 
 
 class Naive(ByMessages):
-    """The first tensor rank of each lane tells all ranks its tokens; what they made of them is added up everywhere."""
+    """All ranks are told the tokens of each lane, by its first tensor rank or a part by each of them; what they made of
+    them is added up everywhere."""
 
     name = "naive"
 
-    def __init__(self, group: Comm, width: int) -> None:
-        super().__init__(group, Lanes(group, width))
+    def __init__(self, group: Comm, width: int, *, dealt: bool = False) -> None:
+        super().__init__(group, Lanes(group, width, dealt=dealt))
 
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        at = self.at
+        tellers = range(0, self.group.size, 1 if at.dealt else at.width)
         for part, whole in zip(parts, into, strict=True):
-            cut(whole, self.at.own).copy_(part)
-            for lane in range(self.lanes):
-                if rows := self.at.rows(lane):
-                    self.group.broadcast(raw(cut(whole, rows)), lane * self.at.width)
+            cut(whole, at.own).copy_(part)
+            for rank in tellers:
+                if rows := at.part(rank):
+                    self.group.broadcast(raw(cut(whole, rows)), rank)
 
     def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
         if y.numel():
