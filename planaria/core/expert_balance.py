@@ -37,16 +37,17 @@ class ExpertBalance:
         self.num_groups, self.num_nodes = num_groups, num_nodes
         self.window = LoadWindow(len(maps), maps[0].num_experts, config.window_size)
         self.every = max(1, min(config.window_size, config.step_interval) // LOOKS)  # steps between looks
-        if config.log_balancedness:
-            self.every = min(self.every, config.log_balancedness_interval)
         self.version = 0  # of the last step that was begun; no other ever has the same
         self.rearrangements = 0  # that moved something, and are complete
         self.bytes_moved = self.bytes_needed = 0  # between ranks; of what was begun: what had to be
         self.steps = 0
-        self.latest = bytes(8 * len(maps) * maps[0].num_experts)  # the load that came last
+        self.latest = bytes(8 * len(maps) * maps[0].num_experts)  # the load that came last, of so many steps
+        self.latest_steps = 0
         self._since = 0  # steps since the last rearrangement was decided on
         self._unseen = self._asked = 0  # steps since load was asked for; that the answer under way is of
         self._asking = False
+        self._unsaid = 0  # steps since balancedness was last to be logged
+        self._saying = False  # it is, with the answer under way
         self._load: list[list[int]] | None = None  # that a rearrangement is being planned for
         self._planned: list[ExpertMap] = []  # layers of it
         self._moving: Rearrangement | None = None
@@ -67,9 +68,13 @@ class ExpertBalance:
         self.steps += 1
         self._since += 1
         self._unseen += 1
+        self._unsaid += 1
         commands: list[Command] = []
-        if not self._asking and (self._unseen >= self.every or (self._due and not self.rearranging)):
+        if not self._asking and self._to_ask:
             self._asking, self._asked, self._unseen = True, self._unseen, 0
+            self._saying = self._to_say
+            if self._saying:
+                self._unsaid %= self.config.log_balancedness_interval
             commands.append(ASK)
         if self._load is not None:
             self._plan(self._load)
@@ -80,16 +85,17 @@ class ExpertBalance:
                 commands += self._commit(self._moving)
         return commands
 
-    def loaded(self, lanes: Sequence[bytes]) -> None:
-        """The answer: of each lane the tokens of all layers' experts, as for `LoadWindow`. ValueError for another
-        size."""
+    def loaded(self, lanes: Sequence[bytes]) -> bool:
+        """The answer: of each lane the tokens of all layers' experts, as for `LoadWindow`. Is balancedness to be logged
+        now? ValueError for another size."""
         self._asking = False
         size = max(map(len, lanes))
         together = sum(int.from_bytes(lane, "little") for lane in lanes).to_bytes(size, "little")
         self.window.add(together, self._asked)
-        self.latest = together
+        self.latest, self.latest_steps = together, self._asked
         if self._due and not self.rearranging:
             self._since, self._load, self._planned = 0, self.window.total(), []
+        return self._saying
 
     def received(self) -> list[Command]:
         """Every rank has answered the `Prepare` that is under way."""
@@ -117,6 +123,14 @@ class ExpertBalance:
     def balancedness(self) -> float:
         """Of the window, with the maps in force."""
         return balancedness(self.window.total(), self.maps)
+
+    @property
+    def _to_ask(self) -> bool:
+        return self._unseen >= self.every or self._to_say or (self._due and not self.rearranging)
+
+    @property
+    def _to_say(self) -> bool:
+        return self.config.log_balancedness and self._unsaid >= self.config.log_balancedness_interval
 
     @property
     def _due(self) -> bool:

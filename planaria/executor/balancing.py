@@ -30,7 +30,6 @@ class Balancing:
         self.config, self.crew, self.tell, self.wall = config, crew, tell, wall
         self.state: ExpertBalance | None = None
         self.stats: ExpertStats | None = None
-        self._logged = 0  # steps at the last line about balancedness
         self._began, self._moved = 0.0, 0  # the last time that nothing was being rearranged; bytes until then
 
     # -- events
@@ -94,15 +93,13 @@ class Balancing:
                 lanes[at.dp] += getattr(reply, "value", b"")
         if not state.rearranging:
             self._began, self._moved = self.wall(), state.bytes_moved
-        state.loaded(lanes)
+        to_say = state.loaded(lanes)
         self._note(state)
-        config = self.config.parallel.eplb_config
-        if config.log_balancedness and state.steps - self._logged >= config.log_balancedness_interval:
-            self._logged = state.steps
+        if to_say:
             load = counts_of(state.latest, state.window.num_experts)
             logger.info(
-                "step %d: balancedness of experts %.3f, in the last %d steps %.3f",
-                state.steps, balancedness(load, state.maps), state.window.steps, state.balancedness,
+                "step %d: balancedness of experts %.3f in the last %d steps, %.3f in the last %d",
+                state.steps, balancedness(load, state.maps), state.latest_steps, state.balancedness, state.window.steps,
             )  # fmt: skip
 
     def _arranged(self, state: ExpertBalance) -> None:

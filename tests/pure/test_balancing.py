@@ -1,0 +1,93 @@
+"""Balancing beside an engine's steps: what is logged, and when."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from planaria.config.model import ModelConfig, MoEConfig, RopeConfig
+from planaria.config.options import CacheConfig, DeviceConfig, EngineConfig, EPLBConfig, ParallelConfig, SchedulerConfig
+from planaria.core.expert_balance import ASK
+from planaria.executor.balancing import Balancing
+from planaria.executor.boot import Place
+from planaria.executor.worker_group import Ticket
+from planaria.protocol import Command, Done, Reply, StepPlan, StepResult
+from planaria.topology import Layout
+from planaria.topology.experts import ExpertMap
+
+
+class Crew:
+    """Two tensor ranks of a node, and what they are sent."""
+
+    def __init__(self, experts: int) -> None:
+        self.sent: list[Command] = []
+        self.layout, self.places = Layout(tp=2), [Place(rank, "here", "here") for rank in range(2)]
+        self.maps = (ExpertMap.linear(experts, 2),)
+
+    def send(self, command: Command) -> None:
+        self.sent.append(command)
+
+
+def balancing(crew: Crew, **eplb: Any) -> Balancing:
+    moe = MoEConfig(num_experts=crew.maps[0].num_experts, top_k=1, intermediate_size=32)
+    model = ModelConfig(
+        architecture="X", family="x", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4,
+        head_dim=8, vocab_size=64, max_position=64, norm_eps=1e-6, rope=RopeConfig(), moe=moe,
+    )  # fmt: skip
+    config = EngineConfig(
+        model=model, checkpoint={}, served_model_name="x", cache=CacheConfig(),
+        scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64),
+        device=DeviceConfig(device="cpu", dtype="float32", quantization="none", threads=1),
+        parallel=ParallelConfig(
+            tensor_parallel_size=2, is_moe_model=True, enable_expert_parallel=True, enable_eplb=True,
+            eplb_config=EPLBConfig(**eplb),
+        ),
+    )  # fmt: skip
+    made = Balancing(config, crew, lambda: None, lambda: 0.0)  # type: ignore[arg-type]
+    made.formed()
+    return made
+
+
+class Run:
+    """Steps of an engine, whose tokens choose experts by `odds` in each."""
+
+    def __init__(self, odds: Sequence[int], **eplb: Any) -> None:
+        self.crew, self.odds, self.unseen = Crew(len(odds)), odds, 0
+        self.balancing = balancing(self.crew, **eplb)
+
+    def steps(self, count: int) -> None:
+        """And every answer that they lead to."""
+        for _ in range(count):
+            self.unseen += 1
+            self.balancing.stepped(self._ticket(StepPlan(0, 0, ((),), ((),)), lambda rank: StepResult(0, 0, ())))
+            while self.crew.sent:
+                command = self.crew.sent.pop(0)
+                assert command is ASK
+                load = struct.pack(f"<{len(self.odds)}q", *(tokens * self.unseen for tokens in self.odds))
+                self.unseen = 0
+                lanes = [load, b""]  # tensor ranks count the same
+                self.balancing.told(self._ticket(command, lambda rank, lanes=lanes: Done(rank, lanes[rank])))
+
+    def _ticket(self, command: Command, answer: Callable[[int], Reply]) -> Ticket:
+        return Ticket(0, command, 0.0, {rank: answer(rank) for rank in range(2)})
+
+
+@pytest.mark.parametrize("interval", [1, 7, 100])
+def test_balancedness_is_logged_every_so_many_steps(caplog: pytest.LogCaptureFixture, interval: int) -> None:
+    caplog.set_level(logging.INFO, "planaria.engine")
+    run = Run((8, 8, 0, 0), log_balancedness=True, log_balancedness_interval=interval)
+    run.steps(300)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in said] == [f"step {n}" for n in range(interval, 301, interval)]
+    assert all(": balancedness of experts 0.500 in the last " in line for line in said)
+    assert f"0.500 in the last {interval}" in said[0]
+
+
+def test_nothing_is_logged_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "planaria.engine")
+    Run((8, 8, 0, 0)).steps(300)
+    assert not caplog.records
