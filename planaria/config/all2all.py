@@ -36,19 +36,22 @@ class ExpertShapes(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "bfloat16"  # of hidden values
 
 
-def check_backend(
-    name: str, device: str, shapes: ExpertShapes, ranks: int, redundant: int, libraries: tuple[str, ...] | None
-) -> None:
-    """Raises ConfigError. ranks: of the expert group; libraries: modules that can be imported where ranks run, None:
-    that isn't known here, and neither is the device."""
+def check_library(name: str, device: str, libraries: tuple[str, ...] | None) -> None:
+    """Raises ConfigError. libraries: modules that can be imported where ranks run, None: that isn't known here, and
+    neither is the device."""
+    if name not in LIBRARIES or libraries is None:
+        return
+    module, package = LIBRARIES[name]
+    if device != "cuda":
+        _refuse(name, f"is for CUDA devices, and the device is {device}")
+    if module not in libraries:
+        _refuse(name, f"needs the package {module}, which isn't installed", f"install {package}")
+
+
+def check_shapes(name: str, shapes: ExpertShapes, ranks: int, redundant: int) -> None:
+    """Raises ConfigError. ranks: of the expert group."""
     if name not in LIBRARIES:
         return
-    if libraries is not None:
-        module, package = LIBRARIES[name]
-        if device != "cuda":
-            _refuse(name, f"is for CUDA devices, and the device is {device}")
-        if module not in libraries:
-            _refuse(name, f"needs the package {module}, which isn't installed", f"install {package}")
     slots = shapes.num_experts + redundant
     if slots % ranks:
         _refuse(name, f"deals as many experts to each rank, and {slots} on {ranks} ranks are uneven")

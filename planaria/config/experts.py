@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.config.all2all import BACKENDS, DEEPEP, DEFAULT, LIBRARIES, ExpertShapes, check_backend
+from planaria.config.all2all import BACKENDS, DEEPEP, DEFAULT, LIBRARIES, ExpertShapes, check_library, check_shapes
 from planaria.config.model import ModelConfig
 from planaria.config.options import EngineOptions, EPLBConfig, ParallelConfig
 from planaria.errors import ConfigError
@@ -128,9 +128,10 @@ def resolve_experts(
             why = f"{redundant} redundant experts are asked for, and round robin knows none"
             config = msgspec.structs.replace(config, expert_placement_strategy="linear")
             notes.append((logging.WARNING, f"{_PLACEMENT} linear is used: {why}"))
+    if config.enable_expert_parallel:  # there may be more lanes later
+        check_library(config.all2all_backend, device, libraries)
     if shapes is not None and exchanged:
-        ranks, backend = config.expert_parallel_size, config.all2all_backend
-        check_backend(backend, device, shapes, ranks, redundant, libraries)
+        check_shapes(config.all2all_backend, shapes, config.expert_parallel_size, redundant)
     not_yet(config)
     return config, notes
 
@@ -163,10 +164,9 @@ def _needs(config: ParallelConfig, shapes: ExpertShapes | None) -> None:
 
 def not_yet(config: ParallelConfig) -> None:
     """Raises ConfigError for what is checked and placed but not run by this version. Whoever adds it takes it out."""
-    exchanged = config.enable_expert_parallel and config.data_parallel_size * config.lanes > 1
     missing: list[tuple[bool, str, object, str, str]] = [
         (
-            exchanged and config.all2all_backend in LIBRARIES, _ALL2ALL, config.all2all_backend,
+            config.enable_expert_parallel and config.all2all_backend in LIBRARIES, _ALL2ALL, config.all2all_backend,
             "ranks that exchange tokens by that library (its adapter was not run on hardware)", f"use {DEFAULT}",
         ),
     ]  # fmt: skip

@@ -90,6 +90,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
      "use --all2all-backend allgather_reducescatter"),
     ("pplx missing", {**EP, **DP2, "all2all_backend": "pplx", "device": "cuda"},
      "needs the package pplx_kernels, which isn't installed", "install pplx-kernels, or use"),
+    ("pplx on a CPU, with one lane", {**EP, **TP2, "all2all_backend": "pplx"}, "--all2all-backend pplx: is for CUDA",
+     "use --all2all-backend allgather_reducescatter"),
+    ("pplx missing, with one lane", {**EP, "all2all_backend": "pplx", "device": "cuda"}, "needs the package pplx",
+     "install pplx-kernels, or use"),
     ("DeepEP missing", {**EP, **DP2, "all2all_backend": DEEPEP_LL, "device": "cuda", "libraries": ("flashinfer",)},
      "needs the package deep_ep", "install DeepEP"),
     ("FlashInfer missing", {**EP, **DP2, "all2all_backend": "flashinfer_all2allv", "device": "cuda"},
@@ -196,6 +200,7 @@ def test_a_balancing_configuration_as_text_or_as_what_it_says() -> None:
     ("given", "named"),
     [
         ({**EP, **DP2, "all2all_backend": "pplx"}, "--all2all-backend pplx: this version has no ranks that exchange"),
+        ({**EP, "all2all_backend": "pplx"}, "--all2all-backend pplx: this version has no ranks"),  # lanes may come
     ],
 )
 def test_what_this_version_cannot_do_is_refused(given: dict[str, Any], named: str) -> None:
