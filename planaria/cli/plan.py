@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,9 +61,9 @@ def run(model: str | None, engine: dict[str, Any], *, cluster_file: Path | None,
 
 def _run(model: str | None, engine: dict[str, Any], cluster_file: Path | None, as_json: bool) -> None:
     options = engine_options(model or "", engine)
-    if model is not None:
-        _check_model(options)
     question = _from_file(options, cluster_file) if cluster_file is not None else _from_here(options)
+    if model is not None:
+        question = msgspec.structs.replace(question, notes=question.notes + _check_model(options, question.parallel))
     try:
         packing = question.answer(question.layout, question.strategy, question.parallel.data_parallel_size_local)
     except (Infeasible, UserError) as e:
@@ -182,23 +183,26 @@ def _strategy(options: EngineOptions) -> str | None:
 
 def _parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[ParallelConfig, tuple[str, ...]]:
     parallel, notes = resolve_parallel(options, machine, device)
-    return parallel, tuple(line for level, line in notes if level >= 30)
+    return parallel, _warnings(notes)
 
 
-def _check_model(options: EngineOptions) -> None:
-    """Raises ConfigError where its heads or layers can't be dealt, ModelError."""
+def _warnings(notes: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    return tuple(line for level, line in notes if level >= logging.WARNING)
+
+
+def _check_model(options: EngineOptions, parallel: ParallelConfig) -> tuple[str, ...]:
+    """What `serve` would warn of. Raises ConfigError where its heads, layers or experts can't be dealt, ModelError."""
     from planaria.checkpoint import resolve_checkpoint
-    from planaria.config.parallel import partition
-    from planaria.layers.deal import deal
+    from planaria.config.experts import expert_shapes, resolve_experts
+    from planaria.layers.deal import deal, expert_map
     from planaria.models import model_config
-    from planaria.topology.experts import ExpertMap
 
     checkpoint = resolve_checkpoint(options.model)
     model = model_config(checkpoint.config, checkpoint.generation_config)
-    stages = partition(options.pp_layer_partition)
-    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
-    moe = model.moe if options.enable_expert_parallel else None
-    deal(model, tp, pp, stages, ExpertMap.linear(moe.num_experts, tp) if moe else None)
+    shapes = expert_shapes(model, model.dtype if options.dtype == "auto" else options.dtype)
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    deal(model, tp, pp, parallel.pp_layer_partition, expert_map(model, parallel, parallel.expert_parallel_size))
+    return _warnings(resolve_experts(parallel, options, options.device, shapes, None)[1])
 
 
 # -- beside `serve`

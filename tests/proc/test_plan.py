@@ -231,6 +231,39 @@ def test_a_models_rules(plan: Any) -> None:
     assert plan("smollm2", "-pp", "2", "--pp-layer-partition", "10,20").code == 0
 
 
+@pytest.fixture
+def experts(tmp_path: Path) -> str:
+    """A model of eight experts, as far as `plan` reads it."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64,
+        "intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 256,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    return str(tmp_path)
+
+
+def test_a_models_experts(plan: Any, experts: str) -> None:
+    """Refused and warned of as by `serve`."""
+    for args, rule in (
+        (("-tp", "4", "-dp", "4", "--enable-expert-parallel"), "8 experts can't be on 16 ranks"),
+        (("-tp", "2", "--enable-eplb"), "--enable-eplb True: moves whole experts"),
+        (("-tp", "2", "--enable-dbo"), "--enable-dbo True: there is no exchange of tokens to hide"),
+    ):
+        ran = plan(experts, *args)
+        assert (ran.code, ran.out) == (2, "") and rule in ran.err
+    ran = plan(experts, "-tp", "4", "-dp", "2", "--enable-expert-parallel")
+    assert ran.code == 0 and ran.out.startswith("this machine: tp=4 dp=2: 8 ranks on 1 node\n")
+    redundant = ("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 8}')
+    ran = plan(experts, "-tp", "4", "-dp", "4", "--enable-expert-parallel", *redundant)
+    assert ran.code == 0, ran.err
+    warned = plan(experts, "-tp", "2", "--expert-placement-strategy", "round_robin")
+    assert warned.code == 0 and "round_robin changes nothing without --enable-expert-parallel" in warned.out
+
+
 def test_as_a_command() -> None:
     """With what its own process imports."""
     ran = planaria("plan", "-tp", "2", "--json", env={"PLANARIA_RAY_ADDRESS": "local"})
