@@ -232,7 +232,7 @@ def ps(
 
 @app.command()
 def scale(
-    dp: Annotated[int | None, typer.Option("--dp", "--data-parallel-size", help="Engines to have.")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", "--data-parallel-size", help="Engines, or lanes, to have.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", "--tensor-parallel-size", help="Of each engine.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", "--pipeline-parallel-size", help="Of each engine.")] = None,
     url: Annotated[str | None, typer.Option(help="Of the server; default: the one that runs on this machine.")] = None,
@@ -246,6 +246,8 @@ def scale(
     json: Json = False,
 ) -> None:
     """Change the number of engines behind a running server (--dp), or the layout of each (--tp, --pp).
+
+    With --enable-expert-parallel there is one engine, and --dp is the number of its lanes.
 
     No request fails: an engine that leaves gets no new ones, and what it has finishes or goes on in another; engines
     that change their layout go on with what they have.

@@ -47,7 +47,10 @@ _ENGINE: dict[str, tuple[Any, list[str], str]] = {
         "How ranks are started: uni (in the engine), mp (processes), ray, external_launcher (torchrun), or "
         "package.module.LauncherClass; default: chosen.",
     ),
-    "data_parallel_size": (int, ["--data-parallel-size", "-dp"], "Engines, each with a copy of the model."),
+    "data_parallel_size": (
+        int, ["--data-parallel-size", "-dp"],
+        "Engines, each with a copy of the model; with --enable-expert-parallel lanes of one engine that share experts.",
+    ),
     "data_parallel_size_local": (
         int | None, ["--data-parallel-size-local", "-dpl"],
         "Those of one node; default: all; with --nnodes dealt evenly; with external balancing or the strategy span 1.",
@@ -124,7 +127,7 @@ _ENGINE: dict[str, tuple[Any, list[str], str]] = {
     "ray_link": (str, ["--ray-link"], "How steps reach Ray workers: queue or compiled-graph."),
     "ray_runtime_env": (str | None, ["--ray-runtime-env"], "Runtime environment of Ray workers, as JSON."),
     "ray_workers_use_nsight": (bool, ["--ray-workers-use-nsight"], "Profile Ray workers with nsight."),
-    "placement_group": (str | None, ["--placement-group"], "Ray placement groups to use, one for each engine."),
+    "placement_group": (str | None, ["--placement-group"], "Ray placement groups to use, one for each engine or lane."),
     "nnodes": (int, ["--nnodes"], "Nodes, without Ray: run the same command on each with its --node-rank."),
     "node_rank": (int, ["--node-rank"], "This node's number, 0 to --nnodes - 1."),
     "master_addr": (str, ["--master-addr"], "Address of the node with --node-rank 0."),

@@ -1,4 +1,5 @@
-"""`planaria scale`: another number of engines behind a running server, or another layout of each, while it serves."""
+"""`planaria scale`: another number of engines behind a running server, or of lanes of its one engine, or another layout
+of each, while it serves."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ LONGEST = 3600.0  # seconds for the engines to come up, beside the time that req
 def run(
     *, size: int, url: str | None, id: str | None, drain_timeout: float, key: str | None, as_json: bool
 ) -> None:  # fmt: skip
-    """Have `size` engines. Returns when it is committed. Raises UserError when it is refused, PlanariaError when it was
-    rolled back."""
+    """Have `size` engines or lanes. Returns when it is committed. Raises UserError when it is refused, PlanariaError
+    when it was rolled back."""
     server = server_at(url)
     id = id or uuid.uuid4().hex[:8]
     answer: list[tuple[int, bytes] | PlanariaError] = []
@@ -76,7 +77,7 @@ def _reshaped(value: dict[str, Any]) -> str:
 
 def _resized(value: dict[str, Any]) -> str:
     return (
-        f"{value['before']} -> {value['after']} engines, {value['state']} (id {value['id']}): "
+        f"{value['before']} -> {value['after']} {value['unit']}s, {value['state']} (id {value['id']}): "
         + (", ".join(f"{name} {seconds:.2f} s" for name, seconds in value["phases"].items()) or "no change")
         + (f"; {value['moved']} requests moved" if value["moved"] else "")
     )

@@ -1,4 +1,5 @@
-"""Changing the number of engines, as transactions. Pure: who carries one out says when it is in which phase.
+"""Changing the number of engines, or of the lanes of one, as transactions. Pure: who carries one out says when it is in
+which phase.
 
 preparing -> committed, or -> rolled back; one at a time. A transaction has an id: asked for again, it is not done
 again, and the answer is the same. While it is prepared everybody is served by the engines there were.
@@ -36,7 +37,7 @@ class Resize(msgspec.Struct):
     """One transaction. start, stop: numbers of engines; phases: name -> seconds, the last one may be under way."""
 
     id: str
-    before: int  # engines
+    before: int  # of `unit`
     after: int
     start: list[int]
     stop: list[int]
@@ -45,13 +46,15 @@ class Resize(msgspec.Struct):
     phase: str = ""  # that is under way
     phases: dict[str, float] = {}
     moved: int = 0  # sequences that went on in another engine
+    unit: str = "engine"  # that is counted; or "lane": a data-parallel rank of one engine
 
 
 class Resizes:
-    """The transactions of one fleet. `first`: the number of its first engine, which is never stopped."""
+    """The transactions of one fleet. `first`: the number of its first engine, which is never stopped. unit: see
+    Resize; what is said of engines here goes for lanes too."""
 
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
+    def __init__(self, first: int = 0, unit: str = "engine") -> None:
+        self.first, self.unit = first, unit
         self.current: Resize | None = None
         self._since = 0.0  # when the present phase began
         self._known: deque[Resize] = deque(maxlen=KEPT)
@@ -68,20 +71,21 @@ class Resizes:
         for known in self._known:
             if known.id == id:
                 if known.after != size:
-                    raise Refused(f"resize {id} was to {known.after} engines, not {size}: give another id", busy=True)
+                    was = f"resize {id} was to {known.after} {self.unit}s"
+                    raise Refused(f"{was}, not {size}: give another id", busy=True)
                 return known, False
         if size < 1:
-            raise Refused(f"a fleet of {size} engines can't serve: ask for 1 or more, or stop the server")
+            raise Refused(f"{size} {self.unit}s can't serve: ask for 1 or more, or stop the server")
         if self.current is not None:
             now = self.current
-            what = f"resize {now.id} from {now.before} to {now.after} engines is under way ({now.phase})"
+            what = f"resize {now.id} from {now.before} to {now.after} {self.unit}s is under way ({now.phase})"
             raise Refused(f"{what}; ask again after it", busy=True)
         if room is not None and size > max(room.engines, len(alive)):
-            raise Refused(f"{size} engines don't fit: {room.why}; {room.engines} fit")
+            raise Refused(f"{size} {self.unit}s don't fit: {room.why}; {room.engines} fit")
         wanted = range(self.first, self.first + size)
         resize = Resize(
             id, len(engines), size, [i for i in wanted if i not in alive],
-            sorted((i for i in engines if i not in wanted), reverse=True),
+            sorted((i for i in engines if i not in wanted), reverse=True), unit=self.unit,
         )  # fmt: skip
         self._known.append(resize)
         if resize.start or resize.stop:

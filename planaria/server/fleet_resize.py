@@ -56,7 +56,8 @@ class Resizer:
 
     def __init__(self, fleet: Fleet, available: Callable[[], int] = available_memory) -> None:
         self.fleet, self.available = fleet, available
-        self.resizes = Resizes(fleet.config.parallel.replicas[0])
+        parallel = fleet.config.parallel
+        self.resizes = Resizes(parallel.replicas[0], "lane" if parallel.enable_expert_parallel else "engine")
         self._task: asyncio.Task[None] | None = None
         self._cancelled = self._reshaping = False
 

@@ -10,7 +10,9 @@ from planaria.server.schema import Health, ProcessEntry, Strict
 class ScaleRequest(Strict):
     """As in vLLM; `id` is ours."""
 
-    new_data_parallel_size: int = Field(ge=0, le=2**31 - 1, description="Engines to have.")
+    new_data_parallel_size: int = Field(
+        ge=0, le=2**31 - 1, description="Engines to have; of an engine whose data-parallel ranks share experts: lanes."
+    )
     drain_timeout: float | None = Field(
         None, ge=0, le=86400, description="Seconds that requests may stay in engines that leave; 120 if left out."
     )
@@ -22,7 +24,7 @@ class ScaleRequest(Strict):
 
 class ResizeEntry(Strict):
     id: str
-    before: int  # engines
+    before: int  # engines or lanes, see `unit`
     after: int
     start: list[int]  # numbers of engines
     stop: list[int]
@@ -31,6 +33,7 @@ class ResizeEntry(Strict):
     phase: str  # that is under way
     phases: dict[str, float]  # seconds
     moved: int  # sequences that went on in another engine
+    unit: str  # engine, or lane: a data-parallel rank of one engine
 
 
 class ExpertLayer(Strict):

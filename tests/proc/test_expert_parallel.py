@@ -98,6 +98,7 @@ def test_a_server_scales_its_lanes_while_requests_run(folder: Path, expected: li
             if harm is not None:
                 done = planaria("scale", "--dp", *harm, "--url", url)
                 assert done.returncode == 0, done.stderr
+                assert f"-> {harm[0]} lanes, committed" in done.stdout
                 assert len(server.rank_pids()) == int(harm[0])
             else:
                 os.kill(server.rank_pids()[1], signal.SIGKILL)

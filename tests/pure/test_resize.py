@@ -85,6 +85,18 @@ def test_what_fits() -> None:
     assert Resizes().ask("b", 6, range(7), range(7), Room(2, "x"))[1]  # those that run are there, whatever is free now
 
 
+def test_lanes_of_one_engine_are_called_that() -> None:
+    books = Resizes(unit="lane")
+    with pytest.raises(Refused, match=r"^0 lanes can't serve: ask for 1 or more, or stop the server$"):
+        books.ask("a", 0, [0, 1], [0, 1])
+    assert books.ask("a", 1, [0, 1], [0, 1])[0].unit == "lane"
+    with pytest.raises(Refused, match="resize a was to 1 lanes, not 3: give another id"):
+        books.ask("a", 3, [0, 1], [0, 1])
+    books.enter("re-form", 0.0)
+    with pytest.raises(Refused, match=r"resize a from 2 to 1 lanes is under way \(re-form\)"):
+        books.ask("b", 3, [0, 1], [0, 1])
+
+
 @given(st.integers(0, 5), st.integers(1, 8), st.integers(1, 8), st.data())
 def test_what_comes_of_it_is_the_size_asked_for(first: int, before: int, after: int, data: st.DataObject) -> None:
     """And the first engine stays."""
