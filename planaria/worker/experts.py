@@ -19,7 +19,7 @@ from planaria.mesh.comm import Comm, Solo
 from planaria.topology.experts import Move, slots_at, slots_of
 
 if TYPE_CHECKING:
-    from planaria.kernels.ops import Ops
+    from planaria.kernels.ops import Ops, Weight
     from planaria.layers.decoder import Model
     from planaria.layers.moe import Expert
 
@@ -126,6 +126,8 @@ class Experts:
             self._exchange(version, moves)
         except Exception as e:
             self._failure = e
+            # the others may wait for this rank, and no command is on its way to tell them
+            self.group.abort(f"rank {self.group.members[self.group.rank]} failed in an exchange of experts: {e}")
 
     def _exchange(self, version: int, moves: Sequence[Move]) -> None:
         own = self.group.rank
@@ -137,8 +139,17 @@ class Experts:
                     self._send(self._find(move), move.target)
                 elif move.target == own:
                     assert move.source is not None
-                    self._aside[move.layer, move.expert] = self._receive(move.source)
+                    self._lay_aside((move.layer, move.expert), self._receive(move.source))
         self.prepared = version
+
+    def _lay_aside(self, key: tuple[int, int], came: Expert) -> None:
+        """It may be there already: from a step that was not committed, or for another slot of the same step."""
+        before, self._aside[key] = self._aside.get(key), came
+        self._release(before or ())
+
+    def _release(self, weights: Iterable[Weight]) -> None:
+        for weight in weights:
+            self.ops.release(weight)
 
     def _find(self, move: Move) -> Expert:
         expert = self.blocks[move.layer].held.get(move.expert) or self._aside.get((move.layer, move.expert))
@@ -160,8 +171,12 @@ class Experts:
         forms = torch.zeros(2, FORM, dtype=torch.int64)
         self.group.receive(forms, source)
         gate_up, down = (self.ops.blank(form[1 : 1 + form[0]]) for form in forms.tolist())
-        for weight in (gate_up, down):
-            self.group.receive(self.ops.memory(weight), source)
+        try:
+            for weight in (gate_up, down):
+                self.group.receive(self.ops.memory(weight), source)
+        except Exception:
+            self._release((gate_up, down))
+            raise
         return gate_up, down
 
     def arrange(self, version: int, maps: Iterable[tuple[int, Sequence[int]]]) -> None:
@@ -176,8 +191,7 @@ class Experts:
             for at, expert in [key for key in self._aside if key[0] == layer]:
                 came = self._aside.pop((at, expert))
                 if block.held.setdefault(expert, came) is not came:
-                    for weight in came:
-                        self.ops.release(weight)
+                    self._release(came)
             missing = sorted(set(slots_at(experts, self.group.size, self.group.rank)) - set(block.held))
             if missing:
                 raise ValueError(f"layer {layer}: expert {missing[0]} was not prepared")

@@ -22,8 +22,9 @@ from planaria.mesh.comm import Comm, PeerLost
 from planaria.mesh.shared import SharedComm
 from planaria.models import build, model_config
 from planaria.topology.experts import ExpertMap, Move
-from planaria.worker.experts import Experts
+from planaria.worker.experts import FORM, Experts
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint
+from tests.model.test_mesh import SOON
 
 QWEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 BACKENDS = [
@@ -130,3 +131,49 @@ def test_an_exchange_that_fails_beside_steps_is_told_at_the_next_chance(folder: 
         rank.check()
     rank.leave()
     assert rank.prepared == 0 and dict(rank.held())[0] == (0, 1, 2)
+
+
+def test_an_exchange_that_fails_on_one_rank_is_told_to_those_that_wait_for_it(folder: Path) -> None:
+    """Without a step, which would tell of it, they would wait until their deadline."""
+    pair = Pair(folder, "cpu", "float32", "none")
+    waits, fails = pair.ranks
+    taken: list[Any] = []
+    blank, release = waits.ops.blank, waits.ops.release
+    waits.ops.blank = lambda form: (taken.append(blank(form)), taken[-1])[1]  # type: ignore[method-assign]
+    waits.ops.release = lambda weight: (taken.remove(weight), release(weight))[1]  # type: ignore[method-assign]
+
+    def fail(expert: Any, to: int) -> None:
+        forms = torch.zeros(2, FORM, dtype=torch.int64)
+        for row, weight in zip(forms, expert, strict=True):
+            form = fails.ops.form(weight)
+            row[: len(form) + 1] = torch.tensor([len(form), *form])
+        fails.group.send(forms, to)
+        raise MemoryError("no room for the rest")
+
+    fails._send = fail  # type: ignore[method-assign]
+    pair.do(lambda rank: rank.prepare(1, (Move(0, 4, 0, 1, 0),), aside=True))
+    for thread in [thread for thread in threading.enumerate() if thread.name == "planaria-experts"]:
+        thread.join(SOON)
+        assert not thread.is_alive()
+    with pytest.raises(MemoryError):
+        fails.check()
+    with pytest.raises(PeerLost, match="rank 1 gave up"):
+        waits.check()
+    assert not taken and not waits.bytes_aside, "memory for what did not come is free again"
+
+
+def test_what_comes_twice_lies_there_once(folder: Path) -> None:
+    pair = Pair(folder, "cpu", "float32", "none")
+    released: list[Any] = []
+    rank = pair.ranks[0]
+    release = rank.ops.release
+    rank.ops.release = lambda weight: (released.append(weight), release(weight))[1]  # type: ignore[method-assign]
+    pair.do(lambda rank: rank.prepare(1, (Move(0, 4, 0, 1, 0),), aside=False))
+    once = rank.bytes_aside
+    pair.do(lambda rank: rank.prepare(2, (Move(0, 4, 0, 1, 0), Move(0, 4, 1, 1, 0)), aside=False))
+    assert rank.bytes_aside == once and len(released) == 4
+    pair.do(lambda rank: rank.arrange(2, [(0, (4, 1, 2, 3, 0, 5))]) if rank is pair.ranks[0] else None)
+    (block,) = [block for number, block in rank.blocks.items() if number == 0]
+    ops = ops_of("cpu", "float32")
+    whole = {block.number: block for block in read(folder, ops, "none", tuple(range(6))).blocks}
+    assert all(map(torch.equal, bits(rank.ops, block, 4), bits(ops, whole[0], 4)))
