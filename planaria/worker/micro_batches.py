@@ -8,7 +8,7 @@ tokens from T * i // n of each lane, so that everyone knows all counts. What a t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,7 @@ class MicroBatches:
             cut(part.batch, self.batch, *part.bounds(tokens, count))
             spans = (part.bounds(number, count) for number in counts)
             part.exchange.counts = [last - first for first, last in spans]
-        others = [self._threads.submit(self._run, part) for part in self.parts[1:]]
+        others = [self._begin(part) for part in self.parts[1:]]
         self._run(self.parts[0])
         wait(others)
         if self.streams is not None:
@@ -113,8 +113,14 @@ class MicroBatches:
             raise self.turns.error
         return self._join()
 
+    def _begin(self, part: Part) -> Future[None]:
+        """In a thread; if that can't enter there is nobody to take this part's turn, so the others must not wait."""
+        begun = self._threads.submit(self._run, part)
+        begun.add_done_callback(lambda done: self._failed(error) if (error := done.exception()) is not None else None)
+        return begun
+
     def _run(self, part: Part) -> None:
-        """In a thread of its own; an error is left in `turns`."""
+        """An error is left in `turns`."""
         try:
             own = self.streams.of(part.place) if self.streams is not None else nullcontext()
             with torch.inference_mode(), own:
@@ -122,8 +128,11 @@ class MicroBatches:
                 part.result = self._kept(part.forward())
                 self.turns.hand_on(part.place)
         except BaseException as e:
-            if self.turns.fail(e):
-                self.mesh.abort(f"rank {self.mesh.rank} failed in a micro-batch: {e}")  # ends what others wait for
+            self._failed(e)
+
+    def _failed(self, error: BaseException) -> None:
+        if self.turns.fail(error):
+            self.mesh.abort(f"rank {self.mesh.rank} failed in a micro-batch: {error}")  # ends what others wait for
 
     def _kept(self, result: torch.Tensor) -> torch.Tensor:
         """A result that no other micro-batch writes over: tensor ranks may write theirs to the same shared memory."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,22 @@ def test_an_error_in_one_ends_all_and_is_the_step_s(folders: dict[str, Path], pl
     assert aborted.is_set()
     parts.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("planaria-micro-batch")]
+
+
+def test_a_thread_that_can_not_begin_ends_the_step(folders: dict[str, Path]) -> None:
+    """Else the first micro-batch would wait for a turn that nobody hands on."""
+    always, aborted = threading.Event(), threading.Event()
+    always.set()
+    driver, parts = one_lane(folders["qwen2_moe"], [Gated(always), Gated(always)], Mesh(0, Fenced(aborted)))
+
+    def enter() -> None:
+        raise RuntimeError("no device")
+
+    parts._threads = ThreadPoolExecutor(1, "planaria-micro-batch", enter)
+    with ThreadPoolExecutor(1) as other, pytest.raises(BrokenExecutor):
+        other.submit(driver.step, {0: tokens(9, 1)}).result(SOON)
+    assert aborted.is_set()
+    parts.close()
 
 
 class Device:
