@@ -118,6 +118,9 @@ class Resizer:
             failure = str(e) or "it was cancelled"
         except (PlanariaError, TimeoutError) as e:
             failure = str(e)
+        except Exception as e:  # whatever Ray raises; what is under way must end, or nothing is ever changed again
+            logger.exception("resize %s failed", resize.id)
+            failure = f"{type(e).__name__}: {e}"
         if places is not None:
             await asyncio.to_thread(places.take_back, resize.before if failure else resize.after)
         if failure:

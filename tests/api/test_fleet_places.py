@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from planaria.errors import CapacityError, PlanariaError
 from planaria.server import fleet as fleet_module
 from planaria.server.fleet import Fleet
+from planaria.topology import LaneGroup
 from planaria.topology.table import CameUp
 from planaria.types import FinishReason
 from tests.api.scripted_process import Config, ScriptedProcess
@@ -144,3 +146,32 @@ async def test_without_any_place_the_server_ends(placed: Placed) -> None:
     await placed.lose_node(0)
     await placed.until(lambda: placed.fleet.dead is not None)
     assert "there is no place for another engine" in placed.errors()["a"]
+
+
+class Lanes(Hosts):
+    """Places for lanes of one engine, and a Ray that has gone."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.lanes = 1
+
+    def lend(self, lanes: int) -> tuple[LaneGroup, ...]:
+        raise RuntimeError("Ray has gone")
+
+    def take_back(self, lanes: int) -> None:
+        self.lanes = lanes
+
+
+async def test_lanes_that_can_not_be_had_for_whatever_reason_are_no_change_that_never_ends() -> None:
+    placed = Placed(1)
+    parallel = msgspec.structs.replace(placed.fleet.config.parallel, enable_expert_parallel=True)
+    placed.fleet.config = msgspec.structs.replace(placed.fleet.config, parallel=parallel)
+    placed.fleet.hosts = Lanes()
+    await placed.start()
+    for id in ("once", "again"):
+        done = await placed.fleet.resize(id, 2, 0.0)
+        assert (done.state, done.reason) == ("rolled back", "RuntimeError: Ray has gone")
+        assert not placed.fleet.resizer.busy and placed.fleet.hosts.lanes == 1
+    async with asyncio.timeout(60):
+        await placed.fleet.resizer.idle()
+        await placed.fleet.close()
