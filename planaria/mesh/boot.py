@@ -131,7 +131,13 @@ def open_mesh(
                 in_flight=FEW if axis == "experts" else IN_FLIGHT,
             )  # fmt: skip
 
-    found = axes(rank, layout, experts=experts, micro_batches=micro_batches)
-    groups = {axis: group(axis, ranks) for axis, ranks in found.items()}
+    groups: dict[str, Comm] = {}
+    try:
+        for axis, ranks in axes(rank, layout, experts=experts, micro_batches=micro_batches).items():
+            groups[axis] = group(axis, ranks)
+    except Exception:  # nobody else has those that were made
+        for made in groups.values():
+            made.close()
+        raise
     first = {axis: groups.pop(axis) for axis in ("tp", "pp", "ep", "experts")}
     return Mesh(rank, **first, further=tuple(groups.values()))

@@ -76,7 +76,7 @@ class GlooComm:
         self.rank, self.size, self.members = rank, len(members), tuple(members)
         self.deadline = deadline
         self.port = 0
-        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sent: deque[tuple[Any, torch.Tensor, int]] = deque()
         self._reason = ""
         self._own: set[Address] = set()
         self._theirs: set[Address] = set()
@@ -138,10 +138,10 @@ class GlooComm:
         if x.numel() == 0:
             return
         copy = flat(x).clone()
-        self._sent.append((self.attempt(lambda: self._group.send([copy], to, 0), to), copy))
+        self._sent.append((self.attempt(lambda: self._group.send([copy], to, 0), to), copy, to))
         while len(self._sent) > self.in_flight:
-            work, _ = self._sent.popleft()
-            self.attempt(work.wait, to)
+            work, _, whose = self._sent.popleft()
+            self.attempt(work.wait, whose)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
         # in one piece: a wait that gives up by itself closes the connection

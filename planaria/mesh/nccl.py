@@ -41,7 +41,7 @@ class NcclComm:
         self.rank, self.size, self.members, self.port = rank, len(members), tuple(members), 0
         self.main = GlooComm(store, f"{name}/main", rank, members, host=host, deadline=deadline)
         self._columns: dict[int, list[range]] = {}  # of all ranks, by the width of the whole
-        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sent: deque[tuple[Any, torch.Tensor, int]] = deque()
         self._group: Any = self.main.attempt(lambda: self._open(PrefixStore(f"{name}/device", store), deadline))
 
     def _open(self, store: Store, deadline: float) -> Any:
@@ -101,10 +101,10 @@ class NcclComm:
         if x.numel() == 0:
             return
         copy = flat(x).clone()
-        self._sent.append((self.main.attempt(lambda: self._group.send([copy], to, 0), to), copy))
+        self._sent.append((self.main.attempt(lambda: self._group.send([copy], to, 0), to), copy, to))
         while len(self._sent) > self.in_flight:
-            work, _ = self._sent.popleft()
-            self.main.attempt(work.wait, to)
+            work, _, whose = self._sent.popleft()
+            self.main.attempt(work.wait, whose)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
         if not self._on_device(x):

@@ -102,7 +102,11 @@ class SharedComm:
             layout.COUNTS: int(self._counts.ctypes.data),
         }  # fmt: skip
         self._words[layout.PIDS // 8 + rank] = os.getpid()
-        self.meet()
+        try:
+            self.meet()
+        except PeerLost:
+            self.close()
+            raise
 
     @staticmethod
     def _array(mapped: mmap.mmap) -> npt.NDArray[np.uint8]:

@@ -3,6 +3,7 @@ processes where one has to stop."""
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -323,6 +324,53 @@ def test_meeting_ends_when_it_is_told_to(fast: bool) -> None:
     for fd, _ in segments.values():
         os.close(fd)
     del store
+
+
+def test_a_message_that_was_not_received_names_who_did_not() -> None:
+    """It is noticed when a later one, to another rank, has to wait for it."""
+
+    class Lost:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    group = Group("gloo", 3)
+    sender: Any = group.comms[0]
+    sender.in_flight = 1
+    sender._sent.append((Lost(), torch.zeros(1), 1))
+    with pytest.raises(PeerLost, match="rank 11 is gone") as lost:
+        sender.send(torch.zeros(1), 2)
+    assert lost.value.ranks == (11,)
+    group.close()
+
+
+def test_groups_that_were_made_before_one_failed_are_closed() -> None:
+    """The other rank comes to the first group and never to the second."""
+    segments = create_segments(0, Layout(tp=2), experts=True)
+    first, entry, opening = msgspec.structs.replace(hello(0), segments=segments), load(target_for("float32")), Opening()
+
+    def meet() -> Mesh:
+        return open_mesh(
+            0, Layout(tp=2), 0, [first, hello(1)], fast=True, kernels=lambda: entry, opening=opening, experts=True
+        )
+
+    def fail() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            meeting = pool.submit(meet)
+            other = SharedComm(segments["tp"][0], 1, (0, 1), entry)
+            opening.abort("told to end")
+            with pytest.raises(PeerLost, match="told to end"):
+                meeting.result(SOON)
+            other.close()
+
+    def descriptors() -> int:
+        gc.collect()  # a mapping has one of its own, as long as anything refers to it
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    fail()
+    assert descriptors() == before
+    for fd, _ in segments.values():
+        os.close(fd)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
