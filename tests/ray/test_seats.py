@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import pytest
 from planaria.env import RaySettings
 from planaria.executor.ray import seats as module
 from planaria.executor.ray.groups import Group
+from planaria.executor.ray.members import Member, Missing
+from planaria.executor.ray.recruits import Recruits
 from planaria.executor.ray.seats import Seat, Seats
 from planaria.topology import Cluster, Infeasible, LaneGroup, Layout, Node, Placement, Slot
 
@@ -177,3 +180,31 @@ def test_lanes_without_a_place_are_fewer_lanes(monkeypatch: pytest.MonkeyPatch) 
         else:
             with pytest.raises(Infeasible):
                 seats.find(layout, found)
+
+
+class Members:
+    """One that can't be made, for whatever reason."""
+
+    instance = "x"
+    connection: Any = None
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def make(self, seats: list[Seat], names: list[str], limit: float) -> list[Member]:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [Missing("late", [], []), TimeoutError("late"), RuntimeError("Ray is going")])
+def test_a_seat_in_which_nobody_came_up_is_free_again(make: Any, error: Exception) -> None:
+    ray = Ray(a=1)
+    seats, first = make(ray, group_of(TWO, "a", "a"))
+    recruits = Recruits(Members(error), seats, lambda member: None)  # type: ignore[arg-type]
+    recruits._boot, recruits._layout = SimpleNamespace(), TWO  # type: ignore[assignment]
+    held = {rank: SimpleNamespace(seat=seat) for rank, seat in enumerate(first)}
+    recruits._held = held  # type: ignore[assignment]
+    for _ in range(3):
+        with pytest.raises(type(error)):
+            recruits._make()
+        assert len(seats._free) == 1 and len(ray.made) == 1, "the one device there is is asked for once"
+        seats._distrusted.clear()

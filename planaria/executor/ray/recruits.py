@@ -129,8 +129,9 @@ class Recruits:
         self._made += 1
         try:
             (member,) = self.members.make([seat], [spare_name(self.members.instance, self._made)], START_LIMIT)
-        except Missing:
-            self.seats.distrust([seat.node])
+        except Exception as e:
+            if isinstance(e, Missing):
+                self.seats.distrust([seat.node])
             self.seats.back([seat])
             raise
         self.members.begin(member, boot, held.values())
