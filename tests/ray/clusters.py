@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,26 @@ def ended() -> Iterator[None]:
     yield
     wait_until("Ray's processes are gone", lambda: not before & ray_processes())
     wait_until("Ray's shared memory is gone", lambda: not stored())  # a file has a name only while it is being made
+
+
+@contextlib.contextmanager
+def ends(shut_down: Callable[[], Any]) -> Iterator[None]:
+    """As `ended`, of what is started inside, with `shut_down`. An error inside is what the caller hears of, not what
+    it left behind: that is killed."""
+    before = ray_processes()
+    try:
+        yield
+    except BaseException as e:
+        try:
+            shut_down()
+        except Exception as late:
+            e.add_note(f"it could not be shut down: {late!r}")
+        for pid in ray_processes() - before:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
+    with ended():
+        shut_down()
 
 
 def live_actors(ray: Any) -> list[str]:
@@ -137,13 +157,12 @@ def several_nodes(*slots: int, dashboard: bool = False) -> Iterator[Any]:
         cluster = Cluster()
         head: dict[str, Any] = {"_system_config": NOTICE, "include_dashboard": dashboard}
         try:
-            for count in slots:
-                cluster.add_node(num_cpus=1, resources={"planaria_slot": count}, **head)
-                head = {"include_dashboard": False}
-            yield cluster
+            with ends(cluster.shutdown):
+                for count in slots:
+                    cluster.add_node(num_cpus=1, resources={"planaria_slot": count}, **head)
+                    head = {"include_dashboard": False}
+                yield cluster
         finally:
-            with ended():
-                cluster.shutdown()
             address_file = Path(utils.get_ray_address_file(None))  # by which others would find it
             address_file.unlink(missing_ok=True)
             for name in own:

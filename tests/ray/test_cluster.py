@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,28 @@ def nodes() -> Iterator[Any]:
     """A driver's node with one slot, and a node with two."""
     with several_nodes(1, 2) as cluster:
         yield cluster
+
+
+def test_a_cluster_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has left behind is killed, and the next one begins as if it had never been."""
+    import ray.cluster_utils
+
+    left: list[subprocess.Popen[bytes]] = []
+
+    class Broken:
+        def add_node(self, **options: Any) -> None:
+            left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+            raise RuntimeError("the raylet did not come up")
+
+        def shutdown(self) -> None:
+            raise OSError("there is nothing to shut down")
+
+    monkeypatch.setattr(ray.cluster_utils, "Cluster", Broken)
+    before = dict(os.environ)
+    with pytest.raises(RuntimeError, match="the raylet did not come up") as error, several_nodes(1):
+        pass
+    assert error.value.__notes__ == ["it could not be shut down: OSError('there is nothing to shut down')"]
+    assert left[0].wait(60) == -signal.SIGKILL and dict(os.environ) == before
 
 
 @pytest.fixture(scope="module")
