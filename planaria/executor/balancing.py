@@ -49,6 +49,7 @@ class Balancing:
         else:
             self.state.num_nodes = nodes
             self.state.formed(crew.maps)
+            self._note(self.state)
 
     def stepped(self, ticket: Ticket) -> None:
         """Every rank has answered a step. Raises WorkersLost."""

@@ -87,6 +87,15 @@ def test_balancedness_is_logged_every_so_many_steps(caplog: pytest.LogCaptureFix
     assert f"0.500 in the last {interval}" in said[0]
 
 
+def test_balancedness_is_of_the_maps_in_force_from_an_epochs_beginning() -> None:
+    run = Run((8, 8, 0, 0))
+    run.steps(100)
+    assert run.balancing.stats is not None and run.balancing.stats.balancedness == 0.5
+    run.crew.maps = (ExpertMap.round_robin(4, 2),)
+    run.balancing.formed()
+    assert run.balancing.stats.balancedness == 1.0
+
+
 def test_nothing_is_logged_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "planaria.engine")
     Run((8, 8, 0, 0)).steps(300)
