@@ -13,7 +13,10 @@ from planaria.cli.ps import call, not_planaria
 from planaria.cli.scale import server_at
 from planaria.errors import UserError
 
-NONE = "no engine of this server balances experts: start it with --enable-expert-parallel --enable-eplb"
+NONE = (
+    "no engine of this server says where its experts are: it is still loading, or was started without "
+    "--enable-expert-parallel --enable-eplb"
+)
 
 
 class Layer(msgspec.Struct):

@@ -47,7 +47,7 @@ def test_json_is_what_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("engines", [(), ({**ENGINE, "layers": []},)])
 def test_a_server_that_balances_nothing(tmp_path: Path, engines: tuple[dict[str, Any], ...]) -> None:
-    with pytest.raises(UserError, match="--enable-eplb"):
+    with pytest.raises(UserError, match="still loading, or was started without --enable-expert-parallel --enable-eplb"):
         show(saved(tmp_path, *engines))
 
 
