@@ -30,6 +30,7 @@ class Balancing:
         self.config, self.crew, self.tell, self.wall = config, crew, tell, wall
         self.state: ExpertBalance | None = None
         self.stats: ExpertStats | None = None
+        self.paused = False  # in this epoch: a rank could not tell its load
         self._began, self._moved = 0.0, 0  # the last time that nothing was being rearranged; bytes until then
 
     # -- events
@@ -39,6 +40,7 @@ class Balancing:
         parallel, model, crew = self.config.parallel, self.config.model, self.crew
         if not parallel.enable_eplb or model.moe is None:
             return
+        self.paused = False
         nodes = num_nodes([crew.places[rank].home for rank in crew.layout.group(0, "dp", "tp")])
         if self.state is None:
             size = expert_bytes(self.config)
@@ -53,7 +55,7 @@ class Balancing:
 
     def stepped(self, ticket: Ticket) -> None:
         """Every rank has answered a step. Raises WorkersLost."""
-        if self.state is None:
+        if self.state is None or self.paused:
             return
         prepared = 0
         if self.state.rearranging and self.state.config.use_async:
@@ -75,9 +77,11 @@ class Balancing:
             return
         if ticket.failed is None:
             self._loaded(self.state, ticket)
-        else:  # a worker class of the user's
-            logger.warning("experts are not balanced any more: their load is not known (%s)", ticket.failed.message)
-            self.state = None
+        else:  # a worker class of the user's; what has been counted and moved until now stays true
+            why = ticket.failed.message
+            logger.warning("experts stay where they are in this epoch: their load is not known (%s)", why)
+            self.paused = True
+            self.state.formed(self.crew.maps)
 
     def _send(self, state: ExpertBalance, commands: Iterable[Command]) -> None:
         """Maps are in force when the word for them goes out, whoever it reaches."""

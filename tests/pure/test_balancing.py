@@ -1,4 +1,4 @@
-"""Balancing beside an engine's steps: what is logged, and when."""
+"""Balancing beside an engine's steps: what is logged, and when; what is known when load is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planaria.core.expert_balance import ASK
 from planaria.executor.balancing import Balancing
 from planaria.executor.boot import Place
 from planaria.executor.worker_group import Ticket
-from planaria.protocol import Command, Done, Reply, StepPlan, StepResult
+from planaria.protocol import Arrange, Command, Done, Failed, Prepare, Ready, Reply, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
 
@@ -53,10 +53,14 @@ def balancing(crew: Crew, **eplb: Any) -> Balancing:
 
 
 class Run:
-    """Steps of an engine, whose tokens choose experts by `odds` in each."""
+    """Steps of an engine, whose tokens choose experts by `odds` in each. failed: a rank's answer when its load is asked
+    for; seen: what ranks were sent."""
+
+    failed: Failed | None = None
 
     def __init__(self, odds: Sequence[int], **eplb: Any) -> None:
         self.crew, self.odds, self.unseen = Crew(len(odds)), odds, 0
+        self.seen: list[Command] = []
         self.balancing = balancing(self.crew, **eplb)
 
     def steps(self, count: int) -> None:
@@ -66,11 +70,15 @@ class Run:
             self.balancing.stepped(self._ticket(StepPlan(0, 0, ((),), ((),)), lambda rank: StepResult(0, 0, ())))
             while self.crew.sent:
                 command = self.crew.sent.pop(0)
-                assert command is ASK
+                self.seen.append(command)
+                if command is not ASK:
+                    self.balancing.moved(self._ticket(command, Ready))
+                    continue
                 load = struct.pack(f"<{len(self.odds)}q", *(tokens * self.unseen for tokens in self.odds))
                 self.unseen = 0
                 lanes = [load, b""]  # tensor ranks count the same
-                self.balancing.told(self._ticket(command, lambda rank, lanes=lanes: Done(rank, lanes[rank])))
+                answers = [self.failed or Done(rank, lanes[rank]) for rank in range(2)]
+                self.balancing.told(self._ticket(command, answers.__getitem__))
 
     def _ticket(self, command: Command, answer: Callable[[int], Reply]) -> Ticket:
         return Ticket(0, command, 0.0, {rank: answer(rank) for rank in range(2)})
@@ -100,3 +108,32 @@ def test_nothing_is_logged_unless_it_is_asked_for(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, "planaria.engine")
     Run((8, 8, 0, 0)).steps(300)
     assert not caplog.records
+
+
+def test_load_that_a_rank_can_not_tell_takes_back_nothing_that_was_counted() -> None:
+    run = Run((8, 8, 0, 0), window_size=1, step_interval=1)
+    made = run.balancing
+
+    def shift() -> None:
+        """What is even for one load is not for the next."""
+        for odds in ((8, 8, 0, 0), (0, 8, 8, 0), (8, 0, 8, 0)):
+            run.odds = odds
+            run.steps(4)
+
+    shift()
+    stats = made.stats
+    assert stats is not None and stats.rearrangements > 1 and stats.bytes_moved > 0
+    run.failed = Failed(1, "call expert_load", "MemoryError", "")
+    run.steps(1)
+    run.failed, run.seen = None, []
+    shift()
+    assert not run.seen, "nothing is asked or moved any more in this epoch"
+    assert made.report().stats == stats and not made.report().rearranging
+    assert made.state is not None and made.crew.maps == made.state.maps
+    version = made.state.version
+    made.formed()  # another epoch
+    shift()
+    assert any(isinstance(command, Arrange) for command in run.seen)
+    assert min(command.version for command in run.seen if isinstance(command, Prepare)) > version, "none twice"
+    assert made.stats is not None
+    assert made.stats.rearrangements > stats.rearrangements and made.stats.bytes_moved > stats.bytes_moved
