@@ -47,7 +47,8 @@ class Launcher(Protocol):
         ...
 
     def room_for(self, layout: Layout) -> bool:
-        """Would `prepare` come to it, in the time that processes take to start? False where that can't be told."""
+        """Would `prepare` come to it, in the time that processes take to start? False where that can't be told, and for
+        a while after one that was to get ready ended on the way."""
         ...
 
     def stand_by(self, boot: RankBoot) -> None:

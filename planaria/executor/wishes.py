@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planaria.config.options import EngineConfig
-from planaria.executor.crew import Crew
+from planaria.executor.crew import START_TIMEOUT, Crew
 from planaria.executor.departure import Departure, leaving
 from planaria.executor.reshape import lend, wanted, why_not
 from planaria.executor.told import layout_name
@@ -19,7 +19,7 @@ from planaria.protocol import Command
 from planaria.topology import Layout
 from planaria.wire import FromEngine, Reshape, Reshaped
 
-ARRIVAL = 600.0  # seconds that ranks get to load before they are waited for with nothing else going on
+ARRIVAL = START_TIMEOUT  # seconds that ranks get to load, as ever, before the change is tried without
 ARRIVAL_LOOK = 0.1  # seconds between looks for them
 
 
@@ -55,7 +55,7 @@ class Wishes:
         if not why and (asked := leaving(crew.placing(layout), crew.layout, layout)) is not None:
             self.departure = Departure(wish, asked, crew.epoch, began)
             return self.departure.begin()
-        if not why and layout.size > crew.layout.size and crew.launcher.room_for(layout):
+        if not why and self._get_ready(layout):
             self.arrival = Arrival(wish, layout, began)
         else:
             self._carry_out(wish, layout, why, began)
@@ -91,12 +91,19 @@ class Wishes:
                 self.emit(Reshaped(open.wish.id, layout_name(self.crew.layout), why))
         self.departure = self.arrival = None
 
+    def _get_ready(self, layout: Layout) -> bool:
+        """Are ranks to come that can get ready beside those there are? With other tensor or pipeline degrees all have
+        other parts of the model, and who does not know yet which it becomes would hold every one of them."""
+        now, launcher = self.crew.layout, self.crew.launcher
+        return layout.dp > now.dp and (layout.tp, layout.pp) == (now.tp, now.pp) and launcher.room_for(layout)
+
     def _look_for_arrival(self, arrival: Arrival) -> None:
         now = self.clock()
         if now < arrival.look_at:
             return
-        arrival.look_at = now + ARRIVAL_LOOK
-        if now - arrival.began >= ARRIVAL or self.crew.came(arrival.layout):
+        arrival.look_at, crew = now + ARRIVAL_LOOK, self.crew
+        came = crew.came(arrival.layout)
+        if came or now - arrival.began >= ARRIVAL or not crew.launcher.room_for(arrival.layout):
             self.arrival = None
             self._carry_out(arrival.wish, arrival.layout, "", arrival.began)
 

@@ -51,6 +51,7 @@ class SimLauncher:
         self.all: list[Process] = []
         self._last: dict[int, Device] = {}  # of each rank
         self._try_at, self._pause = 0.0, TRY_AGAIN
+        self._failing_until = 0.0
         self.is_closing = False
 
     @property
@@ -161,7 +162,7 @@ class SimLauncher:
         staying = len(self.ranks) - len(self.leaving)
         wanted, devices = self.num_spares + layout.size - staying, self._free()
         if self.world.now >= self._try_at:
-            tried = {spare.device for spare in self.spares}
+            tried = {process.device for process in [*self.ranks.values(), *self.spares]}
             again = [device for device in self.devices if device.given_up and not device.gone and device not in tried]
             if again:
                 devices += sorted(again, key=lambda device: device.tries)
@@ -175,7 +176,9 @@ class SimLauncher:
 
     def room_for(self, layout: Layout) -> bool:
         self._count_spares()
-        return len(self.ranks) + len(self.spares) + len(self._free()) >= layout.size
+        room = len(self.ranks) + len(self.spares) + len(self._free())
+        ready = len(self.ranks) + sum(spare.ready for spare in self.spares)
+        return ready >= layout.size or (room >= layout.size and self.world.now >= self._failing_until)
 
     def stand_by(self, boot: RankBoot) -> None:
         self._count_spares()
@@ -192,6 +195,8 @@ class SimLauncher:
         for spare in self.spares:
             if spare.device.going:
                 spare.end("was killed by its launcher")
+        if any(spare.ended and spare.prepared is None for spare in self.spares):
+            self._failing_until = self.world.now + TRY_AGAIN
         here = [spare for spare in self.spares if not (spare.ended or spare.device.going)]
         self.spares = sorted(here, key=lambda spare: not spare.ready)
 

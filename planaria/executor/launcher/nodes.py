@@ -181,8 +181,10 @@ class NodesLauncher(Defaults):
         return shrink(_cluster(self._counts(lambda room: room.ready)), layout, span=True)
 
     def room_for(self, layout: Layout) -> bool:
-        """See Launcher."""
+        """See Launcher. What ends on other nodes on its way is not known."""
         self._need_slots(layout)
+        if self.local.failing:
+            return False
         try:
             placed(layout, self._counts(lambda room: room.good), self.placement)
         except Infeasible:

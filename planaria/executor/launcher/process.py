@@ -158,7 +158,7 @@ class ProcessLauncher:
     def stand_by(self, boot: RankBoot) -> None:
         """Start the spares that are missing; each gets ready by itself."""
         self._count_spares()
-        if time.monotonic() >= self._spare_at:
+        if not self.failing:
             self._fill(self.num_spares, self._free_slots(), boot)
 
     def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
@@ -170,7 +170,13 @@ class ProcessLauncher:
     def room_for(self, layout: Layout) -> bool:
         """See Launcher."""
         self.more_slots(layout.size)
-        return self.capacity().good >= layout.size
+        room = self.capacity()
+        return room.ready >= layout.size or (room.good >= layout.size and not self.failing)
+
+    @property
+    def failing(self) -> bool:
+        """Did a spare end before it was ready, so that another one had better wait?"""
+        return time.monotonic() < self._spare_at
 
     def get_ready(self, ranks: int, boot: RankBoot) -> None:
         """Have spares for what is missing to so many ranks. Slots that were given up are tried now and then."""
@@ -178,7 +184,7 @@ class ProcessLauncher:
         now, wanted = time.monotonic(), self.num_spares + ranks - len(self.processes)
         slots = self._free_slots()
         if self.bad and now >= self._try_at:
-            tried = {spare.slot for spare in self.spares}
+            tried = {process.slot for process in [*self.processes.values(), *self.spares]}
             slots += sorted(self.bad - tried, key=lambda slot: (self._tries[slot], slot))
             self._try_at, self._pause = now + self._pause, min(LONGEST_TRY, 2 * self._pause)
         with contextlib.suppress(OSError):  # not now
