@@ -296,3 +296,16 @@ def test_ranks_go_where_there_is_room_and_nobody_moves_for_nothing() -> None:
     shrunk = placed(Layout(pp=2), {"0": 2}, placed(tp2pp2, {"0": 2, "1": 2}, four))
     assert nodes_of(tp2pp2, {"0": 2, "1": 2}, shrunk) == ["0", "0", "1", "1"]
     assert nodes_of(Layout(tp=2), {"0": 1, "1": 1}, four) == ["0", "1"]  # better slow than not at all
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_lanes_that_stay_do_so_where_they_are(tp: int) -> None:
+    """What they have in memory stays with them; a lane that comes goes where there are fewer."""
+    parallel = msgspec.structs.replace(parallel_of(1), tensor_parallel_size=tp, pipeline_parallel_size=1, lanes=4)
+    four, counts = placement_of(parallel), {"0": 2 * tp, "1": 2 * tp}
+    two = placed(Layout(tp=tp, dp=2), counts, four)
+    assert [slot.node for slot in two.slots] == ["0"] * 2 * tp
+    assert placed(two.layout, counts, two) == two, "with a rank that is lost as well"
+    one = placed(Layout(tp=tp), counts, four)
+    assert [slot.node for slot in one.slots] == ["0"] * tp
+    assert nodes_of(two.layout, counts, one) == ["0"] * tp + ["1"] * tp

@@ -63,13 +63,25 @@ def _share(parallel: ParallelConfig, layout: Layout) -> int:
 
 
 def placed(layout: Layout, counts: Mapping[str, int], before: Placement) -> Placement:
-    """With so many places on each node: evenly where that is possible; nobody is moved, unless that puts more tensor
-    groups on one node. Raises Infeasible."""
+    """With so many places on each node. Tensor groups on one node count most, then that ranks stay where they are, if
+    only the number of lanes changes (else they hold other weights), then that nodes have as many. Raises Infeasible."""
     share = -(-layout.size // len(counts))
     even = _cluster({node: min(share, count) for node, count in counts.items()})
-    cluster = even if even.num_devices >= layout.size else _cluster(counts)
-    found = [place(cluster, layout, keep=keep, span=True) for keep in (before, None)]
-    return min(found, key=lambda placement: len(placement.spanning()))
+    clusters = [cluster for cluster in (even, _cluster(counts)) if cluster.num_devices >= layout.size]
+    found = [
+        place(cluster, layout, keep=keep, span=True)
+        for cluster in clusters or [_cluster(counts)]
+        for keep in (before, None)
+    ]
+    return min(found, key=lambda placement: (len(placement.spanning()), _moved(placement, before)))
+
+
+def _moved(placement: Placement, before: Placement) -> int:
+    """Ranks on other nodes than before, which the present ones could have been."""
+    layout, old = placement.layout, before.layout
+    if (layout.tp, layout.pp) != (old.tp, old.pp):
+        return 0
+    return sum(now.node != then.node for now, then in zip(placement.slots, before.slots, strict=False))
 
 
 def _cluster(counts: Mapping[str, int]) -> Cluster:
