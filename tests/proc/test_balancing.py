@@ -19,12 +19,19 @@ from tests.proc.servers import PATIENCE, Server, planaria
 
 EPLB = {**EP, "enable_eplb": True}
 OFTEN = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2}
-RANKS = {"tp": {"tensor_parallel_size": 2}, "dp": {"data_parallel_size": 2}}
+TP, DP = {"tensor_parallel_size": 2}, {"data_parallel_size": 2}
+RANKS: dict[str, dict[str, Any]] = {
+    "tp": TP, "dp": DP, "stages": {**DP, "pipeline_parallel_size": 2},
+    "naive": {**TP, **DP, "all2all_backend": "naive"},
+    "messages": {**DP, "disable_custom_all_reduce": True, "kernels": "torch"},
+}  # fmt: skip
 
 
 KINDS = [
     pytest.param(("tp", False), id="tp", marks=pytest.mark.long), pytest.param(("tp", True), id="tp-async"),
     pytest.param(("dp", False), id="dp"), pytest.param(("dp", True), id="dp-async", marks=pytest.mark.long),
+    *(pytest.param((axis, aside), id=f"{axis}-{aside}", marks=pytest.mark.long)
+      for axis in ("stages", "naive", "messages") for aside in (False, True)),
 ]  # fmt: skip
 
 
@@ -47,7 +54,8 @@ def test_the_same_tokens_while_experts_move(engine: Engine, expected: list[list[
     rearrangements, moved = moved_by(engine)
     assert rearrangements >= 1 and moved > 0
     report = engine.loop.balancing.report()
-    assert report.num_ranks == 2 and [layer.layer for layer in report.layers] == [0, 1]
+    assert report.num_ranks == engine.config.parallel.expert_parallel_size
+    assert [layer.layer for layer in report.layers] == [0, 1]
     for layer in report.layers:
         assert sum(layer.load) == pytest.approx(sum(layer.rank_loads)) and sum(layer.load) % 3 == 0
         assert len(layer.slots) == 8 and set(layer.slots) == set(range(6))

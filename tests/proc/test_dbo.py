@@ -110,6 +110,7 @@ def test_other_layouts_and_exchanges(folder: Path, expected: list[list[int]], op
         assert engine.run(ASKED) == expected
         for places, _ in ask(engine, "done"):
             assert in_turn(places, options.get("ubatch_size", 2))
+        assert "enable_eplb" not in options or engine.loop.balancing.stats.bytes_moved > 0
 
 
 @pytest.mark.long

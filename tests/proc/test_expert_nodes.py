@@ -1,5 +1,6 @@
 """Experts over lanes on two nodes without Ray, each with a network of its own: the exchange crosses it. Tokens are
-those of one rank; a rank of the other node that dies is replaced there."""
+those of one rank; a rank of the other node that dies is replaced there; lanes go and come, experts move while requests
+run."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import functools
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx2
 import pytest
@@ -31,6 +33,7 @@ class Deployed(NamedTuple):
     server: Server
     other: Command
     space: str  # the server's network
+    prefix: tuple[str, ...]  # of a command in it
     model: str
     expected: list[list[int]]
 
@@ -38,12 +41,20 @@ class Deployed(NamedTuple):
         enter = functools.partial(enter_network, self.space)
         return ask_all(self.server.url, self.model, ASKED, at=at, harm=harm, enter=enter)  # type: ignore[arg-type]
 
-    def health(self) -> dict[str, object]:
-        found = within(self.space, lambda: httpx2.get(f"{self.server.url}/health", timeout=60).json())
-        return dict(found)
+    def ask(self, path: str) -> dict[str, Any]:
+        return dict(within(self.space, lambda: httpx2.get(self.server.url + path, timeout=60).json()))
+
+    def scale(self, lanes: int) -> None:
+        command = ["-m", "planaria", "scale", "--dp", str(lanes), "--url", self.server.url]
+        subprocess.run([*self.prefix, sys.executable, *command], check=True, timeout=240)
 
 
-@pytest.fixture(scope="module", params=[["-dp", "2"], pytest.param(["-dp", "2", "-tp", "2"], marks=pytest.mark.long)])
+OFTEN = '{"window_size": 4, "step_interval": 4, "num_redundant_experts": 2, "use_async": true}'
+SPLIT = ["--enable-dbo", "--dbo-decode-token-threshold", "1", "--dbo-prefill-token-threshold", "4"]
+LONG = [["-dp", "2", "-tp", "2"], ["-dp", "2", "--enable-eplb", "--eplb-config", OFTEN, *SPLIT]]
+
+
+@pytest.fixture(scope="module", params=[["-dp", "2"], *(pytest.param(args, marks=pytest.mark.long) for args in LONG)])
 def deployed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, folder: Path, expected: list[list[int]]
 ) -> Iterator[Deployed]:
@@ -58,7 +69,7 @@ def deployed(
                 Command("serve", *args, "--node-rank", "1", prefix=elsewhere) as other,
                 Server(*args, prefix=head) as server,
             ):
-                yield Deployed(server, other, made.spaces[0], model, expected)
+                yield Deployed(server, other, made.spaces[0], head, model, expected)
                 server.close()
                 assert other.wait() == 0, other.text()
     except (OSError, subprocess.CalledProcessError) as e:
@@ -75,4 +86,18 @@ def test_a_rank_of_the_other_node_is_replaced_there(deployed: Deployed) -> None:
     ours, (victim, *rest) = deployed.server.rank_pids(), deployed.other.ranks()
     assert deployed.run(40, lambda: os.kill(victim, signal.SIGKILL)) == deployed.expected
     assert deployed.server.rank_pids() == ours and set(rest) < set(deployed.other.ranks()) - {victim}
-    assert "dp=2" in deployed.health()["last_fault"]["layout"]  # type: ignore[index]
+    assert "dp=2" in deployed.ask("/health")["last_fault"]["layout"]
+
+
+@pytest.mark.long
+def test_lanes_go_and_come(deployed: Deployed) -> None:
+    """With one there are no ranks elsewhere; what comes back there has its experts from here."""
+    ours = deployed.server.rank_pids()
+    for lanes in (1, 2):
+        assert deployed.run(40, lambda lanes=lanes: deployed.scale(lanes)) == deployed.expected
+        assert deployed.server.rank_pids() == ours and len(deployed.other.ranks()) == (lanes - 1) * len(ours)
+        experts = deployed.ask("/health")["last_layout_change"]["experts"]
+        assert experts["read"] == 0 < experts["needed"] <= experts["moved"]
+    assert deployed.run() == deployed.expected
+    for engine in deployed.ask("/admin/experts")["engines"]:
+        assert engine["ranks"] == 2 and engine["rearrangements"] > 0 and engine["bytes_moved"] > 0

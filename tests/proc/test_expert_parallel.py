@@ -115,23 +115,35 @@ import json, sys
 from tests.model.engines import Engine
 from tests.proc.experts import ASKED, EP
 
+EP.update(json.loads(sys.argv[2]))
 with Engine(sys.argv[1], **EP, data_parallel_size=2, distributed_executor_backend="external_launcher") as engine:
-    print(json.dumps([engine.facts.layout, engine.run(ASKED)]))
+    tokens, stats = engine.run(ASKED), engine.loop.balancing.stats
+    print(json.dumps([engine.facts.layout, tokens, stats.rearrangements if stats else None]))
 """
+OFTEN = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2}
+BALANCED = [{"enable_eplb": True, "eplb_config": {**OFTEN, "use_async": aside}} for aside in (False, True)]
 
 
 @pytest.mark.long
-def test_an_outer_launcher_starts_the_ranks_of_all_lanes(folder: Path, expected: list[list[int]]) -> None:
-    """As torchrun does. Each process has one rank, and all tokens."""
+@pytest.mark.parametrize("more", [{}, *BALANCED], ids=["", "balanced", "balanced aside"])
+def test_an_outer_launcher_starts_the_ranks_of_all_lanes(
+    folder: Path, expected: list[list[int]], more: dict[str, Any]
+) -> None:
+    """As torchrun does. Each process has one rank, and all tokens, and the same idea of where experts are."""
     port = str(free_port())
     own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     programs = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(folder)], stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", PROGRAM, str(folder), json.dumps(more)], stdout=subprocess.PIPE, text=True,
             env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]  # fmt: skip
+    found = []
     for program in programs:
         said, _ = program.communicate(timeout=300)
-        assert program.returncode == 0 and json.loads(said) == ["dp=2 tp=1 pp=1", expected]
+        assert program.returncode == 0
+        *same, rearrangements = json.loads(said)
+        assert same == ["dp=2 tp=1 pp=1", expected]
+        found.append(rearrangements)
+    assert found[0] == found[1] and (found[0] or not more)

@@ -13,6 +13,7 @@ import pytest
 
 from planaria.protocol import Command, Prepare
 from planaria.wire import Reshape
+from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, ask_for
 from tests.proc.experts import ASKED
 from tests.proc.test_recovery import SLACK, Reads
@@ -108,3 +109,88 @@ def test_replicas_are_what_a_lost_rank_is_loaded_from(folder: Path, expected: li
         assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
         travel = engine.recoveries[-1].travel
         assert travel is not None and travel.read == 0 and travel.moved == travel.needed == EXPERTS * EXPERT_BYTES
+
+
+OFTEN = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "naive": {"all2all_backend": "naive"},
+    "tokens dealt to tensor ranks": {"tensor_parallel_size": 2},
+    "naive, of two tensor ranks each": {"tensor_parallel_size": 2, "all2all_backend": "naive"},
+    "stages": {"pipeline_parallel_size": 2},
+    "messages": {"disable_custom_all_reduce": True, "kernels": "torch"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "eight bits": {"quantization": "q8_0"},
+    "four bits": {"quantization": "q4_1", "dtype": "bfloat16"},
+    "round robin": {"expert_placement_strategy": "round_robin"},
+    "a spare": {"spare_workers": 1},
+    "balanced": {"enable_eplb": True, "eplb_config": OFTEN},
+    "balanced, a spare": {"enable_eplb": True, "eplb_config": OFTEN, "spare_workers": 1},
+    "balanced aside, in micro-batches": {
+        "enable_eplb": True, "eplb_config": {**OFTEN, "use_async": True}, "enable_dbo": True,
+        "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 4, "tensor_parallel_size": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_lanes_come_and_go_and_die_in_any_way(folder: Path, way: str) -> None:
+    options = WAYS[way]
+    numbers = {name: options[name] for name in ("dtype", "quantization", "kernels") if name in options}
+    with Engine(str(folder), distributed_executor_backend="uni", **numbers) as one:
+        expected = one.run(ASKED)
+    tp, pp = options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1)
+    with Engine(str(folder), **EP, **options) as engine:
+        for dp in (1, 2):
+            wish = Reshape(f"to {dp}", tp, pp, dp)
+            assert engine.run(ASKED, 30, lambda wish=wish: ask_for(engine.loop, wish)) == expected
+            finish(engine)
+            assert (engine.reshaped[-1].id, engine.reshaped[-1].error) == (wish.id, "")
+            travel = engine.recoveries[-1].travel
+            assert travel is not None and travel.read == 0
+            if "spare_workers" not in options or dp == 1:  # a spare has what it may need
+                assert 0 < travel.needed <= travel.moved
+            assert travel.moved == travel.needed or "enable_eplb" in options  # replicas may cost more than the least
+        victim = len(engine.pids) - 1
+        assert engine.run(ASKED, 40, lambda: engine.kill(victim, signal.SIGKILL)) == expected
+        assert engine.recoveries[-1].ranks == [victim] and engine.recoveries[-1].layout == f"dp=2 tp={tp} pp={pp}"
+        assert engine.run(ASKED) == expected
+        if "enable_eplb" in options:
+            assert engine.loop.balancing.stats.bytes_moved > 0
+
+
+LATENT = {
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "topk_method": "group_limited_greedy", "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32, "v_head_dim": 32, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+OF_STAGES = {"pipeline_parallel_size": 2, "pp_layer_partition": "1,2"}  # the first one has no experts
+LATENT_WAYS: dict[str, dict[str, Any]] = {
+    "tokens dealt to tensor ranks": {"tensor_parallel_size": 2},
+    "a stage without experts, balanced": {**OF_STAGES, "enable_eplb": True, "eplb_config": OFTEN},
+    "a stage without experts, in micro-batches": {
+        **OF_STAGES, "enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", LATENT_WAYS)
+def test_groups_of_experts_after_a_dense_layer(tmp_path: Path, way: str) -> None:
+    """As of DeepSeek-V2: experts in groups, layers without any, latent attention."""
+    options = LATENT_WAYS[way]
+    model = str(write_checkpoint(tmp_path, "deepseek_v2", **LATENT))
+    with Engine(model, distributed_executor_backend="uni") as one:
+        expected = one.run(ASKED)
+    tp, pp = options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1)
+    with Engine(model, **EP, **options) as engine:
+        for dp in (1, 2):
+            wish = Reshape(f"to {dp}", tp, pp, dp)
+            assert engine.run(ASKED, 30, lambda wish=wish: ask_for(engine.loop, wish)) == expected
+            finish(engine)
+            travel = engine.recoveries[-1].travel
+            assert engine.reshaped[-1].error == "" and travel is not None and travel.read == 0 < travel.moved
+        assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
+        if "enable_eplb" in options:
+            assert engine.loop.balancing.stats.bytes_moved > 0

@@ -1,5 +1,5 @@
 """Lanes of one engine with a placement group each: they come and go, a rank, the engine or a node is lost, the tokens
-are the same."""
+are the same. Experts are balanced all the time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ASKED = texts(131, [(5, 30), (70, 24), (1, 40), (33, 30), (20, 10), (9, 30)])
 OPTIONS = [
     "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "32",
     "--kv-cache-memory", "8MiB", "--skip-tokenizer-init", "--enable-expert-parallel", "--data-parallel-backend", "ray",
-    "--data-parallel-size-local", "1", "--heartbeat-timeout", "30",
+    "--data-parallel-size-local", "1", "--heartbeat-timeout", "30", "--enable-eplb",
+    "--eplb-config", '{"window_size": 4, "step_interval": 4, "num_redundant_experts": 2}',
 ]  # fmt: skip
 
 
@@ -81,6 +82,8 @@ def test_each_lane_has_a_group_and_the_engine_sits_in_the_first(lanes: Lanes) ->
     lanes.check(2)
     assert any("dp=2: 2 ranks on 2 nodes, strict, 1 engine on each" in line for line in lanes.server.log)
     lanes.run()
+    (engine,) = httpx2.get(lanes.server.url + "/admin/experts").json()["engines"]
+    assert engine["ranks"] == 2 and engine["rearrangements"] > 0 and engine["bytes_moved"] > 0
 
 
 @pytest.mark.long
@@ -88,6 +91,8 @@ def test_lanes_come_and_go_with_their_groups_while_requests_stream(lanes: Lanes)
     for size in (3, 1, 2):
         lanes.run(lambda size=size: lanes.scaled(size))
         lanes.check(size)
+        travel = httpx2.get(lanes.server.url + "/health").json()["last_layout_change"]["experts"]
+        assert travel["read"] == 0 < travel["needed"] <= travel["moved"]
     refused = lanes.scale(4)["error"]["message"]
     assert "1 of 4" in refused and "dp=3 would fit" in refused
     lanes.check(2)
