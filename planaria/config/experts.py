@@ -23,6 +23,7 @@ POLICIES = ("default",)
 
 _EP, _EPLB, _EPLB_CONFIG, _DBO = "--enable-expert-parallel", "--enable-eplb", "--eplb-config", "--enable-dbo"
 _PLACEMENT, _ALL2ALL, _UBATCH = "--expert-placement-strategy", "--all2all-backend", "--ubatch-size"
+MOST_MICRO_BATCHES = 16
 
 
 def expert_fields(options: EngineOptions) -> dict[str, Any]:
@@ -45,6 +46,9 @@ def expert_fields(options: EngineOptions) -> dict[str, Any]:
     ):
         if number < 0:
             raise ConfigError(option, number, "must be at least 0")
+    if options.ubatch_size > MOST_MICRO_BATCHES:
+        rule = f"must be at most {MOST_MICRO_BATCHES}: each has a thread and a group of ranks of its own"
+        raise ConfigError(_UBATCH, options.ubatch_size, rule)
     return {
         "enable_expert_parallel": options.enable_expert_parallel,
         "expert_placement_strategy": strategy,
@@ -153,6 +157,10 @@ def _needs(config: ParallelConfig, shapes: ExpertShapes | None) -> None:
         if ranks == 1:
             fix = "leave it out, or give --tensor-parallel-size or --data-parallel-size"
             raise ConfigError(_EPLB, True, "there is one rank, which has all experts", fix)
+        if shapes is not None and redundant > shapes.num_experts * (ranks - 1):
+            most = shapes.num_experts * (ranks - 1)
+            rule = f"with {most} each of {ranks} ranks has all {shapes.num_experts} experts"
+            raise ConfigError(f"{_EPLB_CONFIG} num_redundant_experts", redundant, rule, f"give at most {most}")
     elif redundant:
         option, rule = f"{_EPLB_CONFIG} num_redundant_experts", "nothing decides which experts to repeat"
         raise ConfigError(option, redundant, f"{rule} without {_EPLB}", f"add {_EPLB}, or leave it out")
