@@ -35,11 +35,12 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
     """For ranks on a node, counted in processes: all that it has; those that aren't given up; those where one runs as a
-    rank, or could at once."""
+    rank, or could at once. failing: one that was to get ready ended before it was, so that others had better wait."""
 
     slots: int
     good: int
     ready: int
+    failing: bool = False
 
 
 class RankBoot(msgspec.Struct, frozen=True, array_like=True):

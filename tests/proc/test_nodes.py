@@ -23,8 +23,11 @@ from planaria import LLM, SamplingParams
 from planaria.config.options import ParallelConfig
 from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, ConfigError, EngineDead, RanksDiffer
+from planaria.executor.boot import Room
 from planaria.executor.launcher.nodes import NodesLauncher, placement_of
 from planaria.executor.launcher.process import ProcessLauncher
+from planaria.executor.node_messages import Here
+from planaria.topology import Layout
 from tests.proc import networks
 from tests.proc.servers import PATIENCE, SOON, alive, needs_smollm2, planaria, wait_until
 
@@ -335,6 +338,16 @@ def test_ranks_are_dealt_evenly() -> None:
     placement = placement_of(config)
     assert [[slot.rank for slot in placement.on(node)] for node in "01"] == [[0, 1, 4], [2, 3, 5]]
     assert [[slot.rank for slot in group] for group in placement.spanning()] == [[4, 5]]
+
+
+def test_room_for_ranks_is_no_promise_where_one_ended_on_the_way() -> None:
+    nodes = launcher(free_port(), {})
+    (agent,) = nodes.agents.all
+    assert not nodes.room_for(Layout(pp=2))
+    agent.here, agent.room = Here(1, "other", "127.0.0.1", 1, {}), Room(1, 1, 0)
+    assert nodes.room_for(Layout(pp=2))
+    agent.room = Room(1, 1, 0, failing=True)
+    assert not nodes.room_for(Layout(pp=2))
 
 
 # -- the secret

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from planaria.executor import node_messages as messages
 from planaria.executor.boot import Place, Room
 from planaria.executor.launcher.callers import Caller, Callers
@@ -135,4 +137,4 @@ def _roomier(agent: Agent, more: int) -> Room:
     assert agent.here is not None
     if agent.here.accelerators:
         return agent.room
-    return Room(agent.room.slots + more, agent.room.good + more, agent.room.ready)
+    return msgspec.structs.replace(agent.room, slots=agent.room.slots + more, good=agent.room.good + more)

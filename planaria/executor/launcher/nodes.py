@@ -193,9 +193,9 @@ class NodesLauncher(Defaults):
         return shrink(_cluster(self._counts(lambda room: room.ready)), layout, span=True)
 
     def room_for(self, layout: Layout) -> bool:
-        """See Launcher. What ends on other nodes on its way is not known."""
+        """See Launcher."""
         self._need_slots(layout)
-        if self.local.failing:
+        if any(self._counts(lambda room: room.failing).values()):
             return False
         try:
             placed(layout, self._counts(lambda room: room.good), self.placement)

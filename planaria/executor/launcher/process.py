@@ -119,7 +119,8 @@ class ProcessLauncher:
         self._count_spares()
         good = len(self.processes) + len(self.spares) + len(self._free_slots())
         living = sum(process.code is None for process in self.processes.values())
-        return Room(self.num_slots, good, living + sum(spare.ready for spare in self.spares))
+        ready = living + sum(spare.ready for spare in self.spares)
+        return Room(self.num_slots, good, ready, time.monotonic() < self._spare_at)
 
     def end(self, ranks: Sequence[int]) -> None:
         """End these for certain, and forget them. Where the kernel doesn't let go of one its slot is not used again."""
@@ -158,7 +159,7 @@ class ProcessLauncher:
     def stand_by(self, boot: RankBoot) -> None:
         """Start the spares that are missing; each gets ready by itself."""
         self._count_spares()
-        if not self.failing:
+        if time.monotonic() >= self._spare_at:
             self._fill(self.num_spares, self._free_slots(), boot)
 
     def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
@@ -171,12 +172,7 @@ class ProcessLauncher:
         """See Launcher."""
         self.more_slots(layout.size)
         room = self.capacity()
-        return room.ready >= layout.size or (room.good >= layout.size and not self.failing)
-
-    @property
-    def failing(self) -> bool:
-        """Did a spare end before it was ready, so that another one had better wait?"""
-        return time.monotonic() < self._spare_at
+        return room.ready >= layout.size or (room.good >= layout.size and not room.failing)
 
     def get_ready(self, ranks: int, boot: RankBoot) -> None:
         """Have spares for what is missing to so many ranks. Slots that were given up are tried now and then."""
