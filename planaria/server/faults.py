@@ -63,8 +63,7 @@ class FaultLog:
             self.layout_changes += 1
             self.last_change = {
                 "when": _now(), "engine": message.engine, "cause": message.cause, "layout": message.layout,
-                "epoch": message.epoch, "seconds": _rounded(message.seconds),
-                "experts": msgspec.structs.asdict(message.travel) if message.travel is not None else None,
+                "epoch": message.epoch, "seconds": _rounded(message.seconds), "experts": _travel(message),
             }  # fmt: skip
         if message.travel is not None:
             for what, number in msgspec.structs.asdict(message.travel).items():
@@ -138,6 +137,7 @@ class FaultLog:
             "epoch": fault.epoch,
             "layout": fault.layout,
             "seconds": _rounded(fault.seconds),
+            "experts": _travel(fault),
             "requests": fault.requests + requests,
             "replayed_tokens": fault.tokens + tokens,
         }
@@ -145,6 +145,10 @@ class FaultLog:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _travel(message: Recovery) -> dict[str, int] | None:
+    return msgspec.structs.asdict(message.travel) if message.travel is not None else None
 
 
 def _rounded(seconds: dict[str, float]) -> dict[str, float]:

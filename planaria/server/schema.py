@@ -265,6 +265,12 @@ class DetokenizeResponse(Strict):
     prompt: str
 
 
+class ExpertTravel(Strict):
+    moved: int  # bytes from the memory of other ranks
+    needed: int  # bytes that had to move, wherever experts go
+    read: int  # experts that were read from the checkpoint
+
+
 class Fault(Strict):
     """The last one, and what came of it."""
 
@@ -278,6 +284,7 @@ class Fault(Strict):
     epoch: int  # that began with it
     layout: str
     seconds: dict[str, float]  # by part; empty while it is being dealt with
+    experts: ExpertTravel | None  # where they are dealt to ranks whole
     requests: int  # that were open
     replayed_tokens: int
 
@@ -288,12 +295,6 @@ class EngineHealth(Strict):
     epoch: int
     running: int
     waiting: int
-
-
-class ExpertTravel(Strict):
-    moved: int  # bytes from the memory of other ranks
-    needed: int  # bytes that had to move, wherever experts go
-    read: int  # experts that were read from the checkpoint
 
 
 class LayoutChange(Strict):

@@ -39,7 +39,8 @@ async def test_health_explains_a_recovery(server: Any) -> None:
         assert body["last_fault"] == {
             "part": "rank", "engine": 0, "ranks": [1], "phase": "step", "cause": "its process was killed by signal 9",
             "recovered": True, "epoch": 1, "layout": "tp=2 pp=1",
-            "seconds": {"fence": 0.01, "load": 0.5, "total": 0.75}, "requests": 1, "replayed_tokens": 90,
+            "seconds": {"fence": 0.01, "load": 0.5, "total": 0.75}, "experts": None, "requests": 1,
+            "replayed_tokens": 90,
         }  # fmt: skip
 
 

@@ -88,6 +88,7 @@ def test_a_lost_rank_is_loaded_from_replicas(folder: Path, expected: list[list[i
         assert values["planaria:recovery_experts_read_total"] == 0
         moved, needed = (values[f"planaria:recovery_expert_{what}_bytes_total"] for what in ("moved", "needed"))
         assert moved == needed > 0
+        assert health(server)["last_fault"]["experts"] == {"moved": moved, "needed": needed, "read": 0}
 
 
 WAYS = {
