@@ -86,7 +86,7 @@ def test_each_token_is_told_once_by_the_tensor_ranks_that_share_them(dealt: bool
 @pytest.mark.parametrize("name", ["naive", "allgather_reducescatter"])
 @pytest.mark.parametrize("after", ["begin", "dispatch"])
 def test_a_wait_for_a_lane_that_is_gone_ends(kind: str, name: str, after: str) -> None:
-    group, dispatched = Group(kind, 2), threading.Barrier(2)
+    group, done = Group(kind, 2), threading.Barrier(2)
 
     def work(comm: Comm) -> Callable[[], Any] | None:
         exchange = make(name, comm, 1, (MOST, 4 * HIDDEN))
@@ -94,7 +94,7 @@ def test_a_wait_for_a_lane_that_is_gone_ends(kind: str, name: str, after: str) -
         into = [part.new_empty(6, *part.shape[1:]) for part in tokens(0, 0, 0, 3)]
         if after == "dispatch":
             exchange.dispatch(tokens(comm.rank, 0, 0, 3), into)
-            dispatched.wait(60)  # what is sent may still be on its way, and an abort would end that
+        done.wait(60)  # what is sent may still be on its way, and an abort would end that
         if comm.rank == 1:
             comm.abort("it has failed")
             return None
