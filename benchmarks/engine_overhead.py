@@ -111,12 +111,12 @@ def loop_step(config: EngineConfig, rows: int, steps: int) -> Samples:
         for i, prompt in enumerate(prompts(rows, spread=True)):
             loop.handle(Submit(f"r{i}", prompt, GREEDY, 0, min(WARM + steps + 64, facts.max_model_len - 2 * PROMPT)))
         for _ in range(WARM):
-            loop.turn()
+            loop.step()
         deltas = 0
         found = []
         for _ in range(steps):
             since = time.perf_counter()
-            loop.turn()
+            loop.step()
             found.append(1e3 * (time.perf_counter() - since))
         if deltas != rows * steps:
             raise RuntimeError(f"{deltas} deltas in {steps} steps of {rows} rows")

@@ -32,8 +32,8 @@ import numpy
 from benchmarks import report
 from benchmarks.experts_toy import toy_part
 from benchmarks.published_greedy import greedy
-from planaria.core.balance import balance, balancedness
-from planaria.core.rebalance import Rearrangement
+from planaria.core.eplb.policy import balance, balancedness
+from planaria.core.eplb.rearrangement import Rearrangement
 from planaria.topology.experts import ExpertMap
 
 OUT = Path(__file__).resolve().parent / "out"

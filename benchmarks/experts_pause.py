@@ -74,7 +74,7 @@ class Engine:
             self._number += 1
             self.loop.handle(Submit(f"r{self._number}", prompt, PARAMS, 0, TOKENS))
         while self.loop.busy():
-            self.loop.turn()
+            self.loop.step()
         return self.gaps
 
     @property
@@ -85,7 +85,7 @@ class Engine:
     def cpu_seconds(self) -> float:
         """Of this process and all ranks."""
         used = time.process_time()
-        for member in self.loop.crew.members:
+        for member in self.loop.gang.members:
             for thread in Path(f"/proc/{member.pid}/task").iterdir():
                 used += int((thread / "schedstat").read_text().split()[0]) / 1e9
         return used

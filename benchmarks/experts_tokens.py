@@ -80,7 +80,7 @@ def lanes(count: int) -> Callable[[LLM], None]:
     def harm(llm: LLM) -> None:
         loop = llm._loop
         loop.handle(Reshape(f"to {count}", 1, 1, count))
-        while (arrival := loop.wishes.arrival) is not None and not loop.crew.came(arrival.layout):
+        while (arrival := loop.wishes.arrival) is not None and not loop.gang.came(arrival.layout):
             time.sleep(ARRIVAL_LOOK)
 
     return harm

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from planaria.core.balance import balance, balancedness
+from planaria.core.eplb.policy import balance, balancedness
 from planaria.topology.experts import ExpertMap
 
 RANKS, REDUNDANT = 4, 4

@@ -29,7 +29,7 @@ from benchmarks.deployment import Server
 from benchmarks.recovery import KV_BYTES, MAX_LENGTH, PROMPT, STREAMS, TOKENS, prompts, streams
 from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
-from planaria.executor.crew import planned_tokens
+from planaria.executor.gang import planned_tokens
 from planaria.executor.health import Health
 from planaria.executor.link.segment import FENCE
 from planaria.executor.link.shm import ShmLink

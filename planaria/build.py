@@ -47,7 +47,7 @@ def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> Engi
     if hasattr(launcher, "on_placed"):
         launcher.on_placed = emit
     loop = EngineLoop(config, launcher, link_for, emit)
-    loop.crew.came_up = again
+    loop.gang.came_up = again
     return loop
 
 

@@ -118,13 +118,13 @@ def run_engine(
             if told.is_set():
                 told.clear()
                 port.send(Leaving())
-            if not loop.turn():
+            if not loop.step():
                 loop.check()
     except Exception as e:
         # A mistake in the engine itself. Its front end has the requests and may start another: they aren't answered.
         logger.exception("the engine failed")
         port.send(Dead("crash", f"{type(e).__name__}: {e}", traceback.format_exc()))
-        loop.core, loop.crew.broken, loop.crew.launcher.followed = None, True, True
+        loop.core, loop.gang.broken, loop.gang.launcher.followed = None, True, True
         return 1
     finally:
         loop.close()

@@ -221,7 +221,7 @@ class LLM(_Front):
                     self._loop.handle(submit)
             while self._sinks:
                 self._pieces.clear()
-                self._loop.turn()
+                self._loop.step()
                 if self._loop.dead is not None:
                     raise EngineDead(self._loop.dead.message)
                 if on_tokens is not None:
@@ -350,7 +350,7 @@ class AsyncLLM(_Front):
                 if isinstance(message, str):
                     break
                 self._loop.handle(message)
-            if not self._loop.turn():
+            if not self._loop.step():
                 self._loop.check()
 
     def _hear(self, message: FromEngine) -> None:

@@ -80,7 +80,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
     """Of balancing experts' load. Counters count from the engine's start."""
 
-    balancedness: float = 1.0  # of the last steps, see planaria.core.balance
+    balancedness: float = 1.0  # of the last steps, see planaria.core.eplb.policy
     rearrangements: int = 0
     bytes_moved: int = 0  # between ranks
     rearranged_at: float = 0.0  # when the last one had ended, in seconds since 1970; 0: none has

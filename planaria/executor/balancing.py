@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from planaria.config.options import EngineConfig
-from planaria.core.balance import balancedness, counts_of, rank_loads
-from planaria.core.expert_balance import ASK, ExpertBalance
-from planaria.executor.crew import Crew
-from planaria.executor.worker_group import Ticket
+from planaria.core.eplb.balance import ASK, ExpertBalance
+from planaria.core.eplb.policy import balancedness, counts_of, rank_loads
+from planaria.executor.gang import Gang
+from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Arrange, Command, Prepare, StepResult
 from planaria.wire import ExpertLoads, ExpertStats, LayerLoad
 
@@ -22,12 +22,12 @@ PACKED = {"q8_0": 34 / 32, "q4_1": 20 / 32}  # bytes of a weight
 
 
 class Balancing:
-    """Of a crew's ranks. tell: called when numbers have changed with no step to tell of. wall: seconds since 1970."""
+    """Of a gang's ranks. tell: called when numbers have changed with no step to tell of. wall: seconds since 1970."""
 
     def __init__(
-        self, config: EngineConfig, crew: Crew, tell: Callable[[], None], wall: Callable[[], float] = time.time
+        self, config: EngineConfig, gang: Gang, tell: Callable[[], None], wall: Callable[[], float] = time.time
     ) -> None:
-        self.config, self.crew, self.tell, self.wall = config, crew, tell, wall
+        self.config, self.gang, self.tell, self.wall = config, gang, tell, wall
         self.state: ExpertBalance | None = None
         self.stats: ExpertStats | None = None
         self.paused = False  # in this epoch: a rank could not tell its load
@@ -37,20 +37,20 @@ class Balancing:
 
     def formed(self) -> None:
         """The ranks of an epoch wait for steps."""
-        parallel, model, crew = self.config.parallel, self.config.model, self.crew
+        parallel, model, gang = self.config.parallel, self.config.model, self.gang
         if not parallel.enable_eplb or model.moe is None:
             return
         self.paused = False
-        nodes = num_nodes([crew.places[rank].home for rank in crew.layout.group(0, "dp", "tp")])
+        nodes = num_nodes([gang.places[rank].home for rank in gang.layout.group(0, "dp", "tp")])
         if self.state is None:
             size = expert_bytes(self.config)
             self.state = ExpertBalance(
-                parallel.eplb_config, crew.maps, size, num_groups=model.moe.num_groups, num_nodes=nodes
+                parallel.eplb_config, gang.maps, size, num_groups=model.moe.num_groups, num_nodes=nodes
             )
             self.stats = ExpertStats()
         else:
             self.state.num_nodes = nodes
-            self.state.formed(crew.maps)
+            self.state.formed(gang.maps)
             self._note(self.state)
 
     def stepped(self, ticket: Ticket) -> None:
@@ -81,17 +81,17 @@ class Balancing:
             why = ticket.failed.message
             logger.warning("experts stay where they are in this epoch: their load is not known (%s)", why)
             self.paused = True
-            self.state.formed(self.crew.maps)
+            self.state.formed(self.gang.maps)
 
     def _send(self, state: ExpertBalance, commands: Iterable[Command]) -> None:
         """Maps are in force when the word for them goes out, whoever it reaches."""
-        self.crew.maps = state.maps
+        self.gang.maps = state.maps
         for command in commands:
-            self.crew.send(command)
+            self.gang.send(command)
 
     def _loaded(self, state: ExpertBalance, ticket: Ticket) -> None:
         """Of each lane the first tensor rank's load, stage after stage."""
-        layout, lanes = self.crew.layout, [b""] * self.crew.layout.dp
+        layout, lanes = self.gang.layout, [b""] * self.gang.layout.dp
         for rank, reply in sorted(ticket.replies.items()):
             at = layout.coords(rank)
             if at.tp == 0:

@@ -6,8 +6,8 @@ anew; what could not be sent is read from the checkpoint.
 
 from __future__ import annotations
 
-from planaria.core.expert_places import Placed, Placing, departing
-from planaria.executor.worker_group import Ticket
+from planaria.core.eplb.places import Placed, Placing, departing
+from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Command, Prepare, StepResult
 from planaria.topology import Layout
 from planaria.wire import Reshape

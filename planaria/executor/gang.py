@@ -1,204 +1,387 @@
-"""The ranks that step together, as one state machine. Pure: the loop sends what `start` and `on_done` ask for.
+"""The ranks of one engine: their processes, the link of the present epoch, who owes an answer, who is silent.
 
-launched -> joining -> grouping -> loading (-> sending -> arranging, where experts go between ranks) -> probing ->
-allocating -> ready; any failure -> failed.
+An epoch is never repaired. When a rank is lost, `reform` fences the epoch, makes the lost processes end for certain,
+puts others in their place and brings all of them up again under the next one, over a new link, in new groups; ranks
+that live keep their weights. Where nothing can take a place, fewer ranks go on in a smaller layout. `start` and
+`reform` end with ranks that wait for steps, or raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
-from planaria.config.options import CacheConfig, SchedulerConfig
-from planaria.core.expert_places import Placed, Placing, placed
-from planaria.errors import CapacityError
-from planaria.protocol import (
-    Allocate,
-    Arrange,
-    Command,
-    Facts,
-    Failed,
-    Hello,
-    Join,
-    Load,
-    Prepare,
-    Probe,
-    Ready,
-    Regroup,
-    Reply,
-)
-from planaria.topology import Layout
-from planaria.topology.experts import ExpertMap, Move
-from planaria.wire import Travel
+from planaria.config.options import EngineConfig
+from planaria.core.eplb.places import Placed, Placing
+from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
+from planaria.executor.backend import Launcher, Link
+from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
+from planaria.executor.bring_up import PHASES, BringUp
+from planaria.executor.health import LONGEST_LOOK, Health
+from planaria.executor.link.address import Inside
+from planaria.executor.link.faults import LinkError, PeerLost
+from planaria.executor.pace import Pace
+from planaria.executor.preflight import Needs, check_node, look
+from planaria.executor.reply_ledger import ReplyLedger, Ticket
+from planaria.executor.reshape import placing
+from planaria.executor.startup import StartUp, parts_of
+from planaria.node import home, node_name, process_state
+from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply, StepPlan, StepResult
+from planaria.topology import Infeasible, Layout
+from planaria.topology.experts import ExpertMap
+from planaria.wire import FromEngine, Travel
 
-KV_SHARE = 0.5  # of available memory, where no size is given on a CPU
-KV_CPU_LIMIT = 2 << 30
+logger = logging.getLogger("planaria.engine")
 
-
-def kv_blocks(
-    facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig, *, cpu: bool, share: float = 1.0,
-    sharers: int = 1,
-) -> int:  # fmt: skip
-    """How many blocks every rank can hold; sharers: engines that take from the same memory. Raises CapacityError when
-    one request of full length wouldn't fit."""
-    block = max(f.block_bytes for f in facts)
-    available = min(f.available_bytes for f in facts)
-    if cache.memory is not None:
-        if cache.memory > available:
-            raise CapacityError(
-                f"--kv-cache-memory asks for {cache.memory / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are free; "
-                "ask for less"
-            )
-        budget = cache.memory
-    else:
-        budget = min(int(available * KV_SHARE / sharers), KV_CPU_LIMIT) if cpu else available
-    needed = -(-scheduler.max_model_len // cache.block_size)
-    blocks = max(int(budget * share) // block, min(needed, budget // block))
-    if blocks < needed:
-        raise CapacityError(
-            f"KV memory of {budget / 2**20:.0f} MiB holds {blocks * cache.block_size} tokens, one request of "
-            f"--max-model-len {scheduler.max_model_len} needs {needed * block / 2**20:.0f} MiB; "
-            "raise --kv-cache-memory or lower --max-model-len"
-        )
-    most = scheduler.max_num_seqs * needed
-    return min(blocks, most)
+LOOK = 0.5  # seconds between looks at the ranks' health while waiting
+EXIT_TIMEOUT = 5.0
+LAST_WORDS = 1.0  # seconds a rank gets to say why another rank could not go on
+TIMEOUTS: dict[type[Command], float] = {Join: 60.0, Regroup: 90.0}  # seconds for a command while coming up
+START_TIMEOUT = 1800.0  # for the others; loading from a slow disk is the longest
+SHARED = 64 << 20  # bytes of memory file that a node must be able to make
 
 
-PHASES = {
-    Join: "connect", Regroup: "groups", Load: "load", Prepare: "experts", Arrange: "experts", Probe: "probe KV",
-    Allocate: "warm-up",
-}  # fmt: skip
+MakeLink = Callable[[list[Place], int], Any]
 
 
-def differences(members: Sequence[Hello]) -> str:
-    """What rank 0 and the first rank that differs from it don't agree on; empty if all agree. P24."""
-    first = members[0]
-    for other in members[1:]:
-        for what, mine, theirs in (
-            ("configuration", first.hashes, other.hashes), ("version of", first.versions, other.versions),
-        ):  # fmt: skip
-            for name in sorted(mine.keys() | theirs.keys()):
-                if mine.get(name) != theirs.get(name):
-                    values = f"{theirs.get(name, 'nothing')}, rank 0 has {mine.get(name, 'nothing')}"
-                    return f"rank {other.rank} on {other.node} differs in {what} {name}: it has {values}"
-    return ""
+def failure(failed: Failed) -> PlanariaError:
+    """The exception a front end should see for a rank's failure."""
+    kinds: dict[str, type[PlanariaError]] = {
+        "model": ModelError, "capacity": CapacityError, "user": UserError, "config": RanksDiffer,
+    }  # fmt: skip
+    if failed.kind in kinds:
+        return kinds[failed.kind](failed.message)
+    return EngineDead(f"rank {failed.rank} failed in {failed.phase}: {failed.message}")
+
+
+def planned_tokens(plan: StepPlan) -> int:
+    """That the plan names, and one for the rows that go on by themselves."""
+    return 1 + sum(row.count for lane in plan.lanes for row in lane)
+
+
+class System:
+    """What a gang asks of the node it runs on."""
+
+    def problems(self, num_ranks: int) -> list[str]:
+        """Why so many ranks can't start here, worst first."""
+        needs = Needs(num_ranks, SHARED)
+        return check_node(look(node_name(), needs), needs)
+
+    def is_stopped(self, pid: int) -> bool:
+        """Does the kernel hold this process still?"""
+        return process_state(pid) in ("T", "t")
+
+
+class Refusal(PlanariaError):
+    """Ranks can't come up, and trying again would not help. `failed` says why."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
 
 
 class Gang:
-    """Brings the ranks of `layout` from launched to ready. loading: how many read weights at a time, None: all.
-    placing: where whole experts may go. `num_blocks`, `seconds`, `maps` and `travel` are known when `state` is "ready".
-    """
+    """`link_for(places, epoch)` makes the link to what the launcher started. clock: seconds, monotonic."""
 
     def __init__(
-        self, cache: CacheConfig, scheduler: SchedulerConfig, layout: Layout, *, cpu: bool, epoch: int = 0,
-        apart: bool = False, share: float = 1.0, loading: int | None = None, sharers: int = 1,
-        placing: Placing | None = None,
+        self, config: EngineConfig, launcher: Launcher, link_for: MakeLink, emit: Callable[[FromEngine], None],
+        clock: Callable[[], float], system: System,
     ) -> None:  # fmt: skip
-        self.cache, self.scheduler, self.layout, self.cpu = cache, scheduler, layout, cpu
-        self.epoch, self.apart, self.share, self.loading, self.sharers = epoch, apart, share, loading, sharers
-        self.state = "launched"
+        self.config, self.launcher, self.link_for, self.emit, self.clock = config, launcher, link_for, emit, clock
+        self.system = system
+        self.epoch = 0
+        self.asked = self.layout = config.parallel.layout  # what there should be, and what there is
+        self.ledger = ReplyLedger(self.layout.size)
+        self.health = Health(config.parallel.heartbeat_timeout)
+        self.pace = Pace(config.faults.step_timeout)
+        self.places: list[Place] = []
         self.members: tuple[Hello, ...] = ()
-        self.num_blocks = 0
-        self.weight_bytes = 0
-        self.seconds: dict[str, float] = {}
-        self.failure: Failed | None = None
-        self.placing = placing
-        self.received: dict[int, int] = {}  # bytes of experts that each rank has from others, and that lie aside
-        self.lay_aside: dict[int, int] = {}  # of these, before any were sent in this epoch
-        self._placed: Placed | None = None
-        self._to_load: list[tuple[int, ...]] = []
+        self.link: Link | None = None
+        self.num_blocks = self.weight_bytes = 0
+        self.maps: tuple[ExpertMap, ...] = ()  # in force: where each layer's experts are, if they are dealt whole
+        self.travel = Travel()  # of experts, when the ranks came up the last time
+        self.sent: Placed | None = None  # by ranks that are about to leave
+        self.kv_share = 1.0  # of what would fit; lowered when a rank ran out of memory
+        self.seconds: dict[str, float] = {}  # of the last time they came up, by phase
+        self.broken = False  # a rank is lost: the link can't be trusted to answer
+        self.came_up = False  # at least once, or an engine before this one: then a smaller layout is better than none
+        self._ending: float | None = None  # when a rank's process was seen to end, in this epoch
 
-    def start(self) -> Command:
-        self.state = "joining"
-        return Join(self.epoch, self.layout, self.apart)
+    # -- coming up
 
-    def on_done(self, replies: list[Reply]) -> Command | None:
-        """All ranks answered the last command, replies in rank order; the next one, or None when ready or failed."""
-        failed = next((reply for reply in replies if isinstance(reply, Failed)), None)
-        if failed is not None:
-            return self._fail(failed)
-        for reply in replies:
-            if isinstance(reply, Ready):
-                for part, seconds in reply.seconds.items():
-                    self.seconds[part] = max(seconds, self.seconds.get(part, 0.0))
-                received = max(reply.facts.get("received", 0), self.received.get(reply.rank, 0))
-                self.received[reply.rank] = received
-                if self.state == "loading":
-                    self.lay_aside[reply.rank] = received
-        match self.state:
-            case "joining":
-                self.members = tuple(reply for reply in replies if isinstance(reply, Hello))
-                if found := differences(self.members):
-                    return self._fail(Failed(0, "connect", found, "", "config"))
-                if self.placing is not None:
-                    self._placed = placed(self.placing, self.layout, [dict(hello.experts) for hello in self.members])
-                    self.members = tuple(msgspec.structs.replace(hello, experts=()) for hello in self.members)
-                self.state = "grouping"
-                return Regroup(self.epoch, self.layout, self.members)
-            case "grouping":
-                self.state = "loading"
-                world = range(self.layout.size)
-                few = self.loading or len(world)
-                self._to_load = [tuple(world[i : i + few]) for i in range(0, len(world), few)]
-                return self._load()
-            case "loading":
-                if self._to_load:
-                    return self._load()
-                if self._placed is None or not self._placed.sent:
-                    return self._probe()
-                self.state = "sending"
-                return Prepare(0, self._sent())
-            case "sending":
-                assert self._placed is not None
-                self.state = "arranging"
-                return Arrange(0, tuple(enumerate(each.slots for each in self._placed.maps)))
-            case "arranging":
-                return self._probe()
-            case "probing":
-                facts = [reply for reply in replies if isinstance(reply, Facts)]
-                try:
-                    self.num_blocks = kv_blocks(
-                        facts, self.cache, self.scheduler, cpu=self.cpu, share=self.share, sharers=self.sharers
-                    )
-                except CapacityError as e:
-                    return self._fail(Failed(0, "probe", str(e), "", "capacity"))
-                self.weight_bytes = sum(f.weight_bytes for f in facts)
-                self.state = "allocating"
-                return Allocate(self.num_blocks)
-            case _:
-                self.state = "ready"
+    def start(self) -> None:
+        """Raises Refusal, WorkersLost (then `reform` may help), CapacityError."""
+        phases = StartUp(self.ledger.world_size, self.emit, self.clock)
+        phases.enter("launch")
+        if problems := self.system.problems(self.ledger.world_size):
+            raise CapacityError(problems[0])
+        try:
+            self.places = self.launcher.start()
+        except Infeasible as e:
+            if e.nearest is None or not self.came_up:
+                raise
+            logger.warning("%s; beginning with %s", e.why, e.nearest)
+            self._replace((), e.nearest, False)
+            phases.world_size = self.layout.size
+        self._form(phases)
+
+    def reform(self, loss: WorkersLost, layout: Layout | None = None, *, exactly: bool = False) -> dict[str, float]:
+        """Begin the next epoch without what was lost, in `layout` (None: that of before) or, unless `exactly` that is
+        wanted, in a smaller one that fits. Returns seconds by part. Raises as `start`."""
+        began = self.clock()
+        self.fence(str(loss))
+        times = {"detect": loss.detect, "fence": self.clock() - began}
+        began = self.clock()
+        # those that ended meanwhile, too: else each of them would cost an epoch of its own
+        dead = {rank for rank in loss.ranks if rank < self.layout.size} if loss.dead else set()
+        gone, layout = sorted(dead.union(self.launcher.lost())), layout or self.layout
+        try:
+            self._replace(gone, layout, exactly)
+        except OSError as e:  # no process can be started now; there may be room a moment later
+            missing = tuple(gone) or tuple(range(self.layout.size, layout.size))
+            raise WorkersLost(self.epoch, missing, f"can't be started: {e}", "replace") from None
+        times["replace"] = self.clock() - began
+        phases = StartUp(self.ledger.world_size, lambda news: None, self.clock)
+        phases.enter("launch")
+        self._form(phases)
+        parts = parts_of(phases.seconds)
+        return times | parts | {"replace": times["replace"] + parts["replace"]}
+
+    def _replace(self, gone: Sequence[int], layout: Layout, exactly: bool) -> None:
+        while True:
+            try:
+                places = self.launcher.replace(gone, layout)
+                break
+            except Infeasible as e:  # and maybe once more: devices can go while others take places
+                if exactly or e.nearest is None or e.nearest == layout or not self.came_up:
+                    raise
+                logger.warning("%s; going on with %s", e.why, e.nearest)
+                gone, layout = (), e.nearest
+        self.places, self.layout, self.ledger.world_size = places, layout, layout.size
+
+    def room(self) -> Layout | None:
+        """Where there are fewer ranks than there should be: a larger layout, when one could be had now; where some are
+        in places that are going, one that isn't smaller."""
+        leaving = bool(self.launcher.leaving)
+        if self.layout == self.asked and not leaving:
+            return None
+        found = self.launcher.prepare(self.asked, self._spare_boot(self.asked))
+        least = self.layout.size if leaving else self.layout.size + 1
+        return found if found is not None and found.size >= least else None
+
+    def came(self, layout: Layout) -> bool:
+        """Are the ranks ready that this layout has more than there are? They get ready beside the others."""
+        found = self.launcher.prepare(layout, self._spare_boot(layout, sent=True))
+        return found is not None and found.size >= layout.size
+
+    def fence(self, why: str) -> None:
+        """The epoch is over: nobody's answer counts any more, and who waits for one is told why."""
+        self.epoch += 1
+        if self.link is not None:
+            self.link.fence()
+            self.link.close()
+            self.link = None
+        self.ledger.end_epoch(why)
+        self.health = Health(self.config.parallel.heartbeat_timeout)
+        self.broken, self._ending = False, None
+
+    def _form(self, phases: StartUp) -> None:
+        config = self.config
+        link = self.link = self.link_for(self.places, self.epoch)
+        self.launcher.run(boots_for(config, self.places, link))
+        self.check()  # who ended while there was no link to wake
+        bring_up = BringUp(
+            config.cache, config.scheduler, self.layout, cpu=config.device.device == "cpu", epoch=self.epoch,
+            apart=len({place.home for place in self.places}) > 1, share=self.kv_share,
+            loading=config.parallel.max_parallel_loading_workers, sharers=config.device.sharers,
+            placing=self.placing(self.layout),
+        )  # fmt: skip
+        command: Command | None = bring_up.start()
+        while command is not None:
+            phases.enter(PHASES[type(command)])
+            ticket = self.ask(command, TIMEOUTS.get(type(command), START_TIMEOUT), phases)
+            command = bring_up.on_done(ticket.in_order())
+            if bring_up.failure is not None:
+                failed = self.root_cause(bring_up.failure)
+                if failed.kind == "peer" or (self.came_up and self._may_pass(failed)):
+                    raise self.loss_of(failed)
+                raise Refusal(failed)
+        phases.enter("ready")
+        self.members, self.num_blocks, self.weight_bytes = bring_up.members, bring_up.num_blocks, bring_up.weight_bytes
+        self.seconds = bring_up.seconds | phases.seconds
+        self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None
+        self.came_up = True
+
+    def placing(self, layout: Layout) -> Placing | None:
+        """Where whole experts may go in a layout."""
+        found, sent = placing(self.config, layout, self.maps), self.sent
+        if found is None or sent is None:
+            return found
+        return msgspec.structs.replace(found, sent=sent.sent, needed=sent.needed)
+
+    def _may_pass(self, failed: Failed) -> bool:
+        """A rank failed at what worked before: it may work again, with less memory if that was it."""
+        return failed.kind == "error" or (failed.kind == "capacity" and failed.phase == "allocate")
+
+    def stepped(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from a step that was answered."""
+        self.pace.took(planned_tokens(plan), result.seconds)
+
+    # -- talking
+
+    def send(self, command: Command) -> Ticket:
+        """To all ranks. Raises WorkersLost, CodecError."""
+        assert self.link is not None
+        ticket = self.ledger.submit(command, self.clock())
+        try:
+            self.link.send(ticket.number, command)
+        except LinkError as e:
+            raise self._broken_link(e) from None
+        return ticket
+
+    def ask(self, command: Command, timeout: float, phases: StartUp | None = None) -> Ticket:
+        """Send a command with nothing else in flight and wait for all ranks. Raises WorkersLost."""
+        ticket = self.send(command)
+        waited, looked = 0.0, self.clock()  # added up over looks, as in `health`
+        while not ticket.closed:
+            answered = len(ticket.replies)
+            nothing = self.poll(self.clock() + LOOK) is None
+            now = self.clock()
+            waited, looked = waited + min(LONGEST_LOOK, now - looked), now
+            if nothing:
+                owing = self.ledger.owing()
+                if phases is not None:
+                    phases.waiting(owing)
+                if waited >= timeout:
+                    raise self.lost(owing, f"did not answer within {timeout:g} s", waited)
+            if phases is not None and len(ticket.replies) > answered:
+                phases.done(list(ticket.replies)[-1])
+        return ticket
+
+    def poll(self, deadline: float | None = None) -> list[Ticket] | None:
+        """Wait for one answer; the tickets it completes. None at the deadline. Raises WorkersLost when a rank's process
+        has ended, is stopped or silent, or its link is broken."""
+        answer = self._answer(deadline)
+        return None if answer is None else self.ledger.on_reply(*answer)
+
+    def _answer(self, deadline: float | None) -> tuple[int, int, Reply] | None:
+        assert self.link is not None
+        while True:
+            left = LOOK if deadline is None else min(LOOK, max(0.0, deadline - self.clock()))
+            try:
+                answer = self.link.receive(left)
+            except LinkError as e:
+                raise self._broken_link(e) from None
+            if answer is not None:
+                return answer
+            self.check()
+            if deadline is not None and self.clock() >= deadline:
                 return None
 
-    @property
-    def maps(self) -> tuple[ExpertMap, ...]:
-        """Where the experts of each layer are now; empty: they aren't dealt whole."""
-        return self._placed.maps if self._placed is not None else ()
+    def check(self) -> None:
+        """Raises WorkersLost if a rank has ended, is stopped or silent."""
+        assert self.link is not None
+        ending, lost = self._ending, self.launcher.lost()
+        if not lost:
+            if ending is not None:
+                self._ending = None  # it was a spare's, or one that was asked for
+            here = [place.pid if place.home == home() else 0 for place in self.places]
+            lost = self.health.look(self.link.pulses(), self.clock(), self.system.is_stopped, here)
+            if lost:
+                raise self.lost(tuple(lost), "; ".join(lost.values()), self.health.silent(lost))
+        if lost:
+            raise self.lost(tuple(lost), "; ".join(lost.values()), self._since_end())
+        if self.ledger.open and isinstance(plan := self.ledger.open[0].command, StepPlan):
+            waited = self.pace.look(self.ledger.open[0].number, planned_tokens(plan), self.clock())
+            if waited is not None:
+                raise self.lost(self.ledger.owing(), f"did not finish its step in {waited:.0f} s", waited)
 
-    @property
-    def travel(self) -> Travel:
-        """Of experts, for this epoch. What lay aside before it was sent for it by ranks that have left, or belongs to a
-        rearrangement that came to nothing."""
-        if self._placed is None or self.placing is None:
-            return Travel()
-        others = 0 if self.placing.sent else sum(self.lay_aside.values())
-        moved, sent = sum(self.received.values()) - others, self._placed.sent + self.placing.sent
-        each = moved / sent if sent else 0.0
-        return Travel(moved, round(each * (self._placed.needed + self.placing.needed)), self._placed.read)
+    def root_cause(self, failed: Failed) -> Failed:
+        """A rank that only says that another did not come waits for what that one has to say. Raises WorkersLost if
+        it has ended."""
+        deadline = self.clock() + LAST_WORDS
+        while failed.kind == "peer" and (answer := self._answer(deadline)) is not None:
+            if isinstance(answer[2], Failed):
+                failed = answer[2]
+        return failed
 
-    def _sent(self) -> tuple[Move, ...]:
-        return tuple(move for move in self._placed.moves if move.source is not None) if self._placed is not None else ()
+    # -- losing
 
-    def _load(self) -> Command:
-        ranks = self._to_load.pop(0)
-        if self._placed is None or self.placing is None:
-            return Load(ranks)
-        return Load(ranks, self._placed.as_told(self.placing.configured), self._sent())
+    def phase(self) -> str:
+        """What the ranks are about."""
+        if not self.ledger.open:
+            return "idle"
+        command = type(self.ledger.open[0].command)
+        return PHASES.get(command, {"StepPlan": "step"}.get(command.__name__, command.__name__.lower()))
 
-    def _probe(self) -> Command:
-        self.state = "probing"
-        return Probe()
+    def ending(self) -> None:
+        """A process was seen to end. Any thread."""
+        if self._ending is None and self.launcher.replaces:
+            self._ending = self.clock()
 
-    def _fail(self, failed: Failed) -> Command | None:
-        self.state, self.failure = "failed", failed
-        return None
+    def _since_end(self) -> float:
+        return 0.0 if self._ending is None else self.clock() - self._ending
+
+    def lost(self, ranks: Sequence[int], how: str, detect: float = 0.0) -> WorkersLost:
+        """A loss of these ranks, whose processes `how`; known `detect` seconds after the first sign of it."""
+        self.broken = True
+        return WorkersLost(self.epoch, tuple(ranks), f"its process {how}", self.phase(), detect=detect)
+
+    def loss_of(self, failed: Failed) -> WorkersLost:
+        """What a rank's failure costs: its epoch, not its process."""
+        self.broken = self.broken or self.ledger.world_size > 1  # other ranks may wait for the one that failed
+        return WorkersLost(
+            self.epoch, (failed.rank,), failed.message, failed.phase, failed.traceback, dead=False, kind=failed.kind
+        )  # fmt: skip
+
+    def _broken_link(self, error: LinkError) -> WorkersLost:
+        ranks = tuple(rank for rank in error.ranks if rank >= 0)
+        if isinstance(error, PeerLost):
+            self.launcher.settle(ranks)
+        lost = self.launcher.lost()
+        if lost:
+            return self.lost(tuple(lost), "; ".join(lost.values()), self._since_end())
+        self.broken = True
+        return WorkersLost(self.epoch, ranks, str(error), self.phase())
+
+    # -- for people, and for the next fault
+
+    def stand_by(self) -> None:
+        """Have the launcher see to its spares."""
+        if self.link is not None and self.places:
+            try:
+                self.launcher.stand_by(self._spare_boot(self.asked))
+            except OSError as e:  # not now; the ranks that there are do without
+                logger.warning("no spare can be started: %s", e)
+
+    def _spare_boot(self, layout: Layout, *, sent: bool = False) -> RankBoot:
+        """Of a process that gets ready for any rank of a layout. sent: whole experts come from other ranks."""
+        assert self.link is not None
+        boot = boots_for(self.config.with_layout(layout), self.places, self.link)[0]
+        place = msgspec.structs.replace(boot.place, rank=SPARE)
+        return msgspec.structs.replace(boot, place=place, link=Inside(), experts_sent=sent)
+
+    # -- ending
+
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
+        self.launcher.closing()
+        if self.link is None:
+            self.launcher.kill()
+            return
+        if not self.broken:
+            try:
+                deadline = self.clock() + EXIT_TIMEOUT
+                while self.ledger.open and self.poll(deadline) is not None:
+                    pass
+                self.ask(Exit(), EXIT_TIMEOUT)
+            except WorkersLost as e:
+                logger.warning("while ending: %s", e)
+        if self.broken:
+            self.launcher.kill()
+        self.launcher.close()
+        self.link.close()
+        self.link = None

@@ -1,8 +1,8 @@
 """The driver: the only place where a core and its ranks meet time. One thread calls it.
 
-`start` brings the ranks up, `handle` takes a front end's message, `turn` does one round: plan what can be planned,
+`start` brings the ranks up, `handle` takes a front end's message, `step` does one round: plan what can be planned,
 carry it out, commit, and hand what came of it to `emit`. Ranks that are lost are dealt with in `_lost` and nowhere
-else: the crew begins another epoch, and every open request is computed again from its tokens. When that leads nowhere,
+else: the gang begins another epoch, and every open request is computed again from its tokens. When that leads nowhere,
 the engine ends, and every open request is answered.
 """
 
@@ -22,16 +22,16 @@ from planaria.executor.attempts import Attempts
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.balancing import Balancing
 from planaria.executor.boot import Place, boots_for
-from planaria.executor.crew import Crew, Refusal, System, failure
+from planaria.executor.gang import Gang, Refusal, System, failure
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
 from planaria.executor.reformations import Reformations
 from planaria.executor.replay import Replay, told_replay
-from planaria.executor.reports import Reports, facts_of, places_of
+from planaria.executor.reply_ledger import Ticket
+from planaria.executor.status import Reports, facts_of, places_of
 from planaria.executor.told import kind_of, layout_name, told
 from planaria.executor.wishes import Wishes
-from planaria.executor.worker_group import Ticket
 from planaria.protocol import Call, Command, Failed, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason, Request
@@ -65,15 +65,15 @@ __all__ = ["Emit", "EngineLoop", "Launcher", "Link"]
 
 class EngineLoop:
     """`link_for(places, epoch)` makes the link to what the launcher started. `on_loss`, where set, is called from
-    another thread when a rank's process ends: whoever sleeps outside `turn` then calls `check`."""
+    another thread when a rank's process ends: whoever sleeps outside `step` then calls `check`."""
 
     def __init__(
         self, config: EngineConfig, launcher: Launcher, link_for: Callable[[list[Place], int], Any], emit: Emit,
         clock: Callable[[], float] = time.monotonic, system: System | None = None,
     ) -> None:  # fmt: skip
         self.config, self.emit, self.clock = config, emit, clock
-        self.crew = Crew(config, launcher, link_for, emit, clock, system or System())
-        self.balancing = Balancing(config, self.crew, lambda: self._emit([], stepped=True))
+        self.gang = Gang(config, launcher, link_for, emit, clock, system or System())
+        self.balancing = Balancing(config, self.gang, lambda: self._emit([], stepped=True))
         self.on_loss: Callable[[], None] = lambda: None
         # Where several processes run the same engine: the messages (and with `clock` the time) that all of them go by.
         self.agree: Callable[[ToEngine], ToEngine] = lambda message: message
@@ -86,30 +86,30 @@ class EngineLoop:
         self._failed_rank = -1  # that answered with a failure last, with no token since
         self._look_for_room = 0.0
         self._replay: Replay | None = None
-        self.wishes = Wishes(config, self.crew, lambda message: self.emit(message), clock, self._change)
-        self.reports = Reports(self.crew, self.call, self.busy, lambda message: self.emit(message))
+        self.wishes = Wishes(config, self.gang, lambda message: self.emit(message), clock, self._change)
+        self.reports = Reports(self.gang, self.call, self.busy, lambda message: self.emit(message))
 
     # -- starting and ending
 
     def start(self) -> EngineFacts:
         """Launch, meet, load, allocate. Raises ModelError, CapacityError, RanksDiffer or EngineDead."""
         began = self.clock()
-        crew, config = self.crew, self.config
+        gang, config = self.gang, self.config
         try:
             self._come_up()
         except BaseException as e:
-            crew.broken = crew.broken or crew.group.world_size > 1 or not isinstance(e, PlanariaError)
-            crew.close()
+            gang.broken = gang.broken or gang.ledger.world_size > 1 or not isinstance(e, PlanariaError)
+            gang.close()
             raise
-        self.core = EngineCore(config.scheduler, config.cache, crew.num_blocks, crew.layout.dp)
-        self.core.epoch = crew.epoch
-        if crew.layout != crew.asked:
-            self.core.lost(crew.epoch, crew.num_blocks, crew.layout.pp)
+        self.core = EngineCore(config.scheduler, config.cache, gang.num_blocks, gang.layout.dp)
+        self.core.epoch = gang.epoch
+        if gang.layout != gang.asked:
+            self.core.lost(gang.epoch, gang.num_blocks, gang.layout.pp)
         self._limit_steps()
-        crew.seconds["engine"] = self.clock() - began
+        gang.seconds["engine"] = self.clock() - began
         self.balancing.formed()
-        crew.stand_by()
-        return facts_of(config, crew)
+        gang.stand_by()
+        return facts_of(config, gang)
 
     def _come_up(self) -> None:
         """The first epoch, or the first that succeeds: a process that ends while it starts is replaced."""
@@ -118,9 +118,9 @@ class EngineLoop:
             while True:
                 try:
                     if loss is None:
-                        self.crew.start()
+                        self.gang.start()
                     else:
-                        self.crew.reform(loss)
+                        self.gang.reform(loss)
                     return
                 except WorkersLost as e:
                     loss = e
@@ -136,29 +136,29 @@ class EngineLoop:
         """Answer what is open, end the ranks. Idempotent."""
         if self.core is not None:
             self._abort_all(FinishReason.ABORT, None)
-        self.crew.close()
+        self.gang.close()
         self.core = None
 
     # -- faults
 
     def _on_exit(self) -> None:
         """From another thread: end the wait for an answer that may never come."""
-        self.crew.ending()
-        link = self.crew.link
+        self.gang.ending()
+        link = self.gang.link
         if link is not None:
             link.wake()
         self.on_loss()
 
     def watches(self) -> bool:
         """Are there ranks whose silence must be looked for, by calling `check` about once a second?"""
-        return self.crew.link is not None and bool(self.crew.link.pulses())
+        return self.gang.link is not None and bool(self.gang.link.pulses())
 
     def check(self) -> None:
         """Look for ranks that ended or fell silent while nothing was running; about once a second."""
-        if self.crew.link is None or self.dead is not None:
+        if self.gang.link is None or self.dead is not None:
             return
         try:
-            self.crew.check()
+            self.gang.check()
         except WorkersLost as e:
             self._lost(e)
         self._for_a_wish(self.wishes.look(not self._has_work()))
@@ -169,13 +169,13 @@ class EngineLoop:
         progressed, self._tokens = tokens != self._tokens and self.core is not None, tokens
         if progressed:
             self._failed_rank = -1
-        return self.crew.launcher.replaces and self.limit.allowed(self.clock(), progressed)
+        return self.gang.launcher.replaces and self.limit.allowed(self.clock(), progressed)
 
     def _grow(self) -> None:
         """About once a second: see to the spares; where there are fewer ranks than there should be, or some in places
         that are going, look whether there could be others."""
-        crew, leaving = self.crew, self.crew.launcher.leaving
-        whole = crew.layout == crew.asked and not leaving
+        gang, leaving = self.gang, self.gang.launcher.leaving
+        whole = gang.layout == gang.asked and not leaving
         if self.dead is not None or (whole and not self.config.faults.spare_workers):
             return
         if self.clock() < self._look_for_room:
@@ -183,8 +183,8 @@ class EngineLoop:
         self._look_for_room = self.clock() + ROOM_LOOK
         if whole:
             if self._replay is None or self.clock() - self._replay.began >= SPARES_AFTER:
-                crew.stand_by()
-        elif (layout := crew.room()) is not None:
+                gang.stand_by()
+        elif (layout := gang.room()) is not None:
             where = f"ranks {', '.join(map(str, leaving))} move to places that stay"
             self._change(layout, where if leaving else "there are devices for it again")
 
@@ -197,21 +197,21 @@ class EngineLoop:
             return
         self.balancing.formed()  # what it was about is off: there will be other maps
         try:
-            self.crew.send(command)
+            self.gang.send(command)
         except WorkersLost as e:
             self._lost(e)
 
     def _has_work(self) -> bool:
-        return self.core is not None and bool(self.core.has_requests() or self.crew.group.open)
+        return self.core is not None and bool(self.core.has_requests() or self.gang.ledger.open)
 
     def _change(self, layout: Layout, why: str) -> None:
         """Another layout on purpose, by the same door as faults: nobody is suspected, nothing counts as fruitless."""
         cause = f"the layout becomes {layout}: {why}"
-        self._lost(WorkersLost(self.crew.epoch, (), cause, self.crew.phase(), dead=False, kind="layout"), layout)
+        self._lost(WorkersLost(self.gang.epoch, (), cause, self.gang.phase(), dead=False, kind="layout"), layout)
 
     def _lost(self, loss: WorkersLost, layout: Layout | None = None) -> None:
         """The one place where an epoch ends and the next begins. layout: that it should have; None: the present one."""
-        core, crew = self.core, self.crew
+        core, gang = self.core, self.gang
         assert core is not None
         began = self.clock() - loss.detect
         self._replay = None
@@ -220,26 +220,26 @@ class EngineLoop:
             self._emit(convicted)
             if convicted:
                 self._tokens = -1  # an answer is progress: what ended the epochs before this one is out of the way
-        attempts = Attempts(loss, crew.layout, layout)
+        attempts = Attempts(loss, gang.layout, layout)
         while True:
             loss = attempts.loss
             failed = Failed(loss.ranks[0] if loss.ranks else 0, loss.phase, loss.cause, loss.traceback, loss.kind)
             if loss.kind == "capacity":
-                crew.kv_share *= LESS
+                gang.kv_share *= LESS
             if attempts.counts and not self._may_go_on():
                 self._die(failed)
                 return
             self.emit(Recovery(
-                crew.epoch + 1, list(loss.ranks), loss.phase, loss.cause, loss.traceback, kind=kind_of(attempts.first)
+                gang.epoch + 1, list(loss.ranks), loss.phase, loss.cause, loss.traceback, kind=kind_of(attempts.first)
             ))  # fmt: skip
             if not loss.dead and self._failed_rank in loss.ranks:
                 loss.dead = True  # it failed twice with no token in between: another process may do better
-            if crew.layout.size > 1 and (hopeless := attempts.hopeless()):
-                crew.launcher.give_up(hopeless)
+            if gang.layout.size > 1 and (hopeless := attempts.hopeless()):
+                gang.launcher.give_up(hopeless)
             attempts.replacing()
             self._failed_rank = loss.ranks[0] if loss.ranks and not loss.dead else -1
             try:
-                seconds = crew.reform(loss, attempts.layout, exactly=attempts.changing)
+                seconds = gang.reform(loss, attempts.layout, exactly=attempts.changing)
                 break
             except (WorkersLost, Refusal, CapacityError) as e:
                 if not attempts.failed(e):
@@ -251,24 +251,24 @@ class EngineLoop:
 
     def _go_on(self, attempts: Attempts, seconds: dict[str, float], began: float) -> None:
         """Another epoch has begun: everything open is computed again in it."""
-        core, crew, first = self.core, self.crew, attempts.first
+        core, gang, first = self.core, self.gang, attempts.first
         assert core is not None
         tokens = core.replayed_tokens
         self.balancing.formed()
         # the epoch is news, also with no request
-        self._emit(core.lost(crew.epoch, crew.num_blocks, crew.layout.pp, crew.layout.dp), stepped=True)
+        self._emit(core.lost(gang.epoch, gang.num_blocks, gang.layout.pp, gang.layout.dp), stepped=True)
         seconds["total"] = self.clock() - began
         done = Recovery(
-            crew.epoch, list(first.ranks), first.phase, first.cause, first.traceback, seconds, layout_name(crew.layout),
-            [member.pid for member in crew.members], len(core.lane_of), core.replayed_tokens - tokens,
-            kind=kind_of(first), places=places_of(crew), travel=crew.travel if crew.maps else None,
+            gang.epoch, list(first.ranks), first.phase, first.cause, first.traceback, seconds, layout_name(gang.layout),
+            [member.pid for member in gang.members], len(core.lane_of), core.replayed_tokens - tokens,
+            kind=kind_of(first), places=places_of(gang), travel=gang.travel if gang.maps else None,
         )  # fmt: skip
         self.emit(done)
         logger.warning("%s", told(done, attempts.loss.dead, attempts.present))
         if going := [request.id for request in core.snapshot() if request.output]:
             self._replay = Replay(done, going, self.clock())
         else:
-            crew.stand_by()
+            gang.stand_by()
 
     # -- running
 
@@ -278,7 +278,7 @@ class EngineLoop:
         try:
             message = message if self.dead is not None else self.agree(message)
         except LinkError as e:
-            self._lost(WorkersLost(self.crew.epoch, e.ranks, str(e), self.crew.phase()))
+            self._lost(WorkersLost(self.gang.epoch, e.ranks, str(e), self.gang.phase()))
             raise EngineDead(str(e)) from None
         match message:
             case Submit():
@@ -299,44 +299,44 @@ class EngineLoop:
             case Reshape():
                 self._reshape(message)
             case Shutdown():
-                self.stopping, self.crew.launcher.followed = True, message.followed
+                self.stopping, self.gang.launcher.followed = True, message.followed
 
     def _share(self, engines: int) -> None:
         """Take another share of the node's cores: at once where a rank computes alone, else with the next epoch."""
-        crew = self.crew
-        device = msgspec.structs.replace(crew.config.device, sharers=engines)
-        crew.config = msgspec.structs.replace(crew.config, device=device)
-        if crew.link is not None and self.dead is None and crew.group.world_size == 1:
+        gang = self.gang
+        device = msgspec.structs.replace(gang.config.device, sharers=engines)
+        gang.config = msgspec.structs.replace(gang.config, device=device)
+        if gang.link is not None and self.dead is None and gang.ledger.world_size == 1:
             self._limit_steps()
-            (boot,) = boots_for(crew.config, crew.places, crew.link)
+            (boot,) = boots_for(gang.config, gang.places, gang.link)
             self.call("use_threads", (boot.threads,))
 
     def _limit_steps(self) -> None:
         """With few threads a step of many tokens takes long, and every stream waits for it."""
-        if self.core is not None and self.crew.link is not None and self.config.scheduler.auto_batched_tokens:
-            threads = min(boot.threads for boot in boots_for(self.crew.config, self.crew.places, self.crew.link))
-            self.core.limit_steps(threads * self.crew.layout.tp * STEP_TOKENS)
+        if self.core is not None and self.gang.link is not None and self.config.scheduler.auto_batched_tokens:
+            threads = min(boot.threads for boot in boots_for(self.gang.config, self.gang.places, self.gang.link))
+            self.core.limit_steps(threads * self.gang.layout.tp * STEP_TOKENS)
 
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""
         return self.core is not None and bool(self._has_work() or self.reports.open or self.wishes.departure)
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         """One round; True if something was computed. Lost ranks are replaced; open requests are always answered."""
-        core, crew = self.core, self.crew
+        core, gang = self.core, self.gang
         assert core is not None
         self._grow()
         try:
             self._for_a_wish(self.wishes.look(not self._has_work()))
-            while core.in_flight < max(crew.layout.pp, self.config.scheduler.depth):
+            while core.in_flight < max(gang.layout.pp, self.config.scheduler.depth):
                 plan = core.plan(self.clock())
                 if plan is None:
                     break
-                crew.send(plan)
+                gang.send(plan)
             self.reports.answer()  # some may have ended with their epoch
-            if not crew.group.open:
+            if not gang.ledger.open:
                 return False
-            for ticket in crew.poll() or ():
+            for ticket in gang.poll() or ():
                 self._complete(ticket)
             self.reports.answer()
         except WorkersLost as e:
@@ -346,24 +346,24 @@ class EngineLoop:
     def call(self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Pending:
         """Have every rank run a worker's method after the steps that are on their way. Raises CodecError for arguments
         that can't travel, EngineDead."""
-        if self.dead is not None or self.crew.link is None:
+        if self.dead is not None or self.gang.link is None:
             raise EngineDead(self.dead.message if self.dead is not None else "the engine was closed")
         command = Call(method, args, kwargs or {})
         encode_command(command)  # refused here, on every back end alike, and before a rank is owed to
         try:
-            ticket = self.crew.send(command)
+            ticket = self.gang.send(command)
         except WorkersLost as e:  # nobody has it
             self._lost(e)
             if self.dead is not None:
                 raise EngineDead(self.dead.message) from None
-            ticket = self.crew.send(command)
+            ticket = self.gang.send(command)
         return Pending(ticket, self._wait)
 
     def _wait(self, ticket: Ticket, deadline: float | None) -> None:
         """Carry on until `ticket` is closed or the deadline has come. Raises EngineDead."""
         try:
             while not ticket.closed and self.dead is None:
-                done = self.crew.poll(deadline)
+                done = self.gang.poll(deadline)
                 if done is None:
                     return
                 for each in done:
@@ -380,9 +380,9 @@ class EngineLoop:
             self.balancing.told(ticket)
             return  # whoever else asked looks at the ticket
         if ticket.failed is not None:
-            raise self.crew.loss_of(self.crew.root_cause(ticket.failed))
+            raise self.gang.loss_of(self.gang.root_cause(ticket.failed))
         if isinstance(ticket.command, StepPlan):
-            drawn = [ticket.replies[rank] for rank in self.crew.layout.drawing]
+            drawn = [ticket.replies[rank] for rank in self.gang.layout.drawing]
             self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
         if self.wishes.answered(ticket):
             return  # until ranks have left nothing is rearranged
@@ -398,7 +398,7 @@ class EngineLoop:
         if len(parts) > 1:
             lanes, seconds = tuple(part.lanes[0] for part in parts), max(part.seconds for part in parts)
             result = StepResult(result.epoch, result.step, lanes, seconds)
-        self.crew.stepped(plan, result)
+        self.gang.stepped(plan, result)
         self._emit(self.core.commit(result), stepped=True)
 
     def _emit(self, deltas: list[Delta], *, stepped: bool = False) -> None:
@@ -436,7 +436,7 @@ class EngineLoop:
     def _die(self, failed: Failed) -> None:
         error = failure(failed)
         logger.error("the engine ends: %s\n%s", error, failed.traceback)
-        self.crew.broken = True  # ranks may wait for one that failed
+        self.gang.broken = True  # ranks may wait for one that failed
         self.dead = Dead(failed.kind, str(error), failed.traceback)
         self.stopping = True
         self.emit(self.dead)  # first: there may be another engine for what is open

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planaria.errors import CallFailed, UserError
-from planaria.executor.worker_group import Ticket
+from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Call, Failed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planaria.config.options import EngineConfig
-from planaria.core.expert_places import Placing
+from planaria.core.eplb.places import Placing
 from planaria.errors import ConfigError, PlanariaError
 from planaria.executor.backend import Borrower, Launcher
 from planaria.layers.deal import deal, deal_layers, expert_map

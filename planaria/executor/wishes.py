@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planaria.config.options import EngineConfig
-from planaria.executor.crew import START_TIMEOUT, Crew
 from planaria.executor.departure import Departure, leaving
+from planaria.executor.gang import START_TIMEOUT, Gang
+from planaria.executor.reply_ledger import Ticket
 from planaria.executor.reshape import lend, wanted, why_not
 from planaria.executor.told import layout_name
-from planaria.executor.worker_group import Ticket
 from planaria.protocol import Command
 from planaria.topology import Layout
 from planaria.wire import FromEngine, Reshape, Reshaped
@@ -32,28 +32,28 @@ class Arrival:
 
 
 class Wishes:
-    """change(layout, why): have another layout now; the crew has it afterwards, or it could not be had."""
+    """change(layout, why): have another layout now; the gang has it afterwards, or it could not be had."""
 
     def __init__(
-        self, config: EngineConfig, crew: Crew, emit: Callable[[FromEngine], None], clock: Callable[[], float],
+        self, config: EngineConfig, gang: Gang, emit: Callable[[FromEngine], None], clock: Callable[[], float],
         change: Callable[[Layout, str], None],
     ) -> None:  # fmt: skip
-        self.config, self.crew, self.emit, self.clock, self.change = config, crew, emit, clock, change
+        self.config, self.gang, self.emit, self.clock, self.change = config, gang, emit, clock, change
         self.departure: Departure | None = None
         self.arrival: Arrival | None = None
 
     def ask(self, wish: Reshape, dead: bool = False) -> Command | None:
         """Begin with it, or say why not and stay with the present layout. A command: for all ranks, now."""
-        crew, began = self.crew, self.clock()
-        layout = wanted(wish, crew.asked)
+        gang, began = self.gang, self.clock()
+        layout = wanted(wish, gang.asked)
         why = "the engine has ended" if dead else (
             f"a degree is at least 1, asked for tp={wish.tp} pp={wish.pp}" if min(wish.tp, wish.pp) < 1
-            else why_not(self.config, layout, crew.launcher.name, crew.launcher.replaces)
+            else why_not(self.config, layout, gang.launcher.name, gang.launcher.replaces)
         )  # fmt: skip
         if not why and (self.departure is not None or self.arrival is not None):
             why = "another change of the layout is on its way; wait for it"
-        if not why and (asked := leaving(crew.placing(layout), crew.layout, layout)) is not None:
-            self.departure = Departure(wish, asked, crew.epoch, began)
+        if not why and (asked := leaving(gang.placing(layout), gang.layout, layout)) is not None:
+            self.departure = Departure(wish, asked, gang.epoch, began)
             return self.departure.begin()
         if not why and self._get_ready(layout):
             self.arrival = Arrival(wish, layout, began)
@@ -65,15 +65,15 @@ class Wishes:
         """Is what was begun ready? idle: no step tells of it. A command: for all ranks, now."""
         if self.arrival is not None:
             self._look_for_arrival(self.arrival)
-        departure, crew = self.departure, self.crew
+        departure, gang = self.departure, self.gang
         if departure is None:
             return None
-        if departure.epoch != crew.epoch:
+        if departure.epoch != gang.epoch:
             self.departure = None
             return self.ask(departure.wish)
         if departure.done:
-            self.departure, crew.sent = None, departure.asked
-            self._carry_out(departure.wish, wanted(departure.wish, crew.asked), "", departure.began)
+            self.departure, gang.sent = None, departure.asked
+            self._carry_out(departure.wish, wanted(departure.wish, gang.asked), "", departure.began)
         elif idle:
             return departure.wait()
         return None
@@ -88,35 +88,35 @@ class Wishes:
         """Answer who waits: nothing comes of it."""
         for open in (self.departure, self.arrival):
             if open is not None:
-                self.emit(Reshaped(open.wish.id, layout_name(self.crew.layout), why))
+                self.emit(Reshaped(open.wish.id, layout_name(self.gang.layout), why))
         self.departure = self.arrival = None
 
     def _get_ready(self, layout: Layout) -> bool:
         """Are ranks to come that can get ready beside those there are? With other tensor or pipeline degrees all have
         other parts of the model, and who does not know yet which it becomes would hold every one of them."""
-        now, launcher = self.crew.layout, self.crew.launcher
+        now, launcher = self.gang.layout, self.gang.launcher
         return layout.dp > now.dp and (layout.tp, layout.pp) == (now.tp, now.pp) and launcher.room_for(layout)
 
     def _look_for_arrival(self, arrival: Arrival) -> None:
         now = self.clock()
         if now < arrival.look_at:
             return
-        arrival.look_at, crew = now + ARRIVAL_LOOK, self.crew
-        came = crew.came(arrival.layout)
-        if came or now - arrival.began >= ARRIVAL or not crew.launcher.room_for(arrival.layout):
+        arrival.look_at, gang = now + ARRIVAL_LOOK, self.gang
+        came = gang.came(arrival.layout)
+        if came or now - arrival.began >= ARRIVAL or not gang.launcher.room_for(arrival.layout):
             self.arrival = None
             self._carry_out(arrival.wish, arrival.layout, "", arrival.began)
 
     def _carry_out(self, wish: Reshape, layout: Layout, why: str, began: float) -> None:
-        crew = self.crew
-        give_back, refused = lend(crew.launcher, () if why else wish.groups)
+        gang = self.gang
+        give_back, refused = lend(gang.launcher, () if why else wish.groups)
         why = why or refused
-        if not why and layout != crew.layout:
+        if not why and layout != gang.layout:
             self.change(layout, "asked for")
-            if crew.layout != layout:
+            if gang.layout != layout:
                 why = f"{layout_name(layout)} could not be had: the log says why"
         if why:
             give_back()
         else:
-            crew.asked = layout
-        self.emit(Reshaped(wish.id, layout_name(crew.layout), why, self.clock() - began))
+            gang.asked = layout
+        self.emit(Reshaped(wish.id, layout_name(gang.layout), why, self.clock() - began))

@@ -20,7 +20,7 @@ from planaria.core.turns import Turn
 from planaria.errors import PlanariaError
 from planaria.executor.link.gatekeeper import introduce, keep_alive
 from planaria.executor.reformations import Reformations
-from planaria.server.engine_client import Ended, EngineEnd
+from planaria.server.engine_client import Ended, EngineHandle
 from planaria.server.fleet import Fleet
 from planaria.server.root_messages import Done, Kill, LetGo, Listed, Order, Replayed, State, ToRoot, Wants
 from planaria.server.supervisor import SupervisedEngine, error_of
@@ -37,7 +37,7 @@ def client_name(server: int) -> str:
     return f"api-{server}"
 
 
-class AttachedEngine(EngineEnd):
+class AttachedEngine(EngineHandle):
     """One process of an engine. after: number of the one before."""
 
     local = False  # whether it was stopped is the root's to see

@@ -46,7 +46,7 @@ class Ended(msgspec.Struct, frozen=True):
     fence: float = 0.0
 
 
-class EngineEnd:
+class EngineHandle:
     """The front end's end of an engine's socket. `hear` gets every message; an exception of it counts as the engine's
     fault."""
 
@@ -162,7 +162,7 @@ class EngineEnd:
             self._context.term()
 
 
-class EngineProcess(EngineEnd):
+class EngineProcess(EngineHandle):
     """A process of this machine, its socket in a folder that only this user may enter."""
 
     def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:

@@ -12,10 +12,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from planaria.executor.link.gatekeeper import introduce, keep_alive
 from planaria.executor.link.keys import Keys, Pair
-from planaria.server.engine_client import EngineEnd
+from planaria.server.engine_client import EngineHandle
 
 
-class FarEngine(EngineEnd):
+class FarEngine(EngineHandle):
     """Who derives from this says how it is started and how it ended."""
 
     local = False

@@ -28,7 +28,7 @@ from planaria.config.options import EngineConfig
 from planaria.core.resize import Resize
 from planaria.core.router import Router
 from planaria.errors import PlanariaError
-from planaria.server.engine_client import EngineEnd, EngineProcess
+from planaria.server.engine_client import EngineHandle, EngineProcess
 from planaria.server.fleet_resize import Resizer, hand_over_all, take_share
 from planaria.server.open_sequence import Open
 from planaria.server.placed import Check, Plan
@@ -79,7 +79,7 @@ class Hosts(Protocol):
     def close(self) -> None: ...
 
 
-Make = Callable[[EngineConfig, Callable[[FromEngine], None]], EngineEnd]
+Make = Callable[[EngineConfig, Callable[[FromEngine], None]], EngineHandle]
 
 
 class Fleet:

@@ -26,7 +26,7 @@ from planaria.executor.link.faults import LinkError
 from planaria.executor.link.keys import Keys
 from planaria.executor.node_messages import AllEnded, End
 from planaria.node import node_name, resolve_host
-from planaria.server.engine_client import EngineEnd, EngineProcess
+from planaria.server.engine_client import EngineHandle, EngineProcess
 from planaria.topology import Cluster, Packing
 from planaria.topology.table import CameUp, differences, rows
 from planaria.wire import FromEngine
@@ -147,7 +147,7 @@ class NodeHosts:
 
     # -- engines
 
-    def make(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> EngineEnd:
+    def make(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> EngineHandle:
         """An engine's process where its node is."""
         from planaria.server.node_engine import NodeEngine
 

@@ -20,7 +20,7 @@ from planaria.core.turns import Turns
 from planaria.errors import PlanariaError
 from planaria.server.api_processes import ApiProcess, ApiProcesses
 from planaria.server.attached import client_name
-from planaria.server.engine_client import Ended, EngineEnd, EngineProcess
+from planaria.server.engine_client import Ended, EngineHandle, EngineProcess
 from planaria.server.fleet import Fleet, Hosts, Make
 from planaria.server.root_messages import Kill, LetGo, Listed, Replayed, State, ToRoot, Wants
 from planaria.server.supervisor import SupervisedEngine
@@ -40,7 +40,7 @@ class RootSupervisor(SupervisedEngine):
         self.turns = Turns()
         self.on_end: Callable[[], None] = lambda: None
 
-    def _goes_on(self, engine: EngineEnd, ended: Ended) -> bool:
+    def _goes_on(self, engine: EngineHandle, ended: Ended) -> bool:
         self.ended, self.as_told = ended, self._restarting or self._closing
         self.on_end()
         return super()._goes_on(engine, ended)
@@ -78,7 +78,7 @@ class RootFleet(Fleet):
 
     # -- what the API processes are told
 
-    def _make(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> EngineEnd:
+    def _make(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> EngineHandle:
         engine = self._inner_make(config, hear)
         engine.shared_in = self.folder
         engine.on_address = functools.partial(self._listening, config.parallel.data_parallel_index)

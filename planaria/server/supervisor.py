@@ -23,7 +23,7 @@ from planaria.executor.reformations import Reformations
 from planaria.executor.replay import Replay, told_replay
 from planaria.executor.startup import parts_of
 from planaria.node import node_name, process_state, resident_bytes
-from planaria.server.engine_client import EXIT_TIMEOUT, Ended, EngineEnd, EngineProcess
+from planaria.server.engine_client import EXIT_TIMEOUT, Ended, EngineHandle, EngineProcess
 from planaria.server.journal import Entry, Journal
 from planaria.topology import LaneGroup, Layout
 from planaria.types import Delta, FinishReason
@@ -73,7 +73,7 @@ class SupervisedEngine:
         self,
         config: EngineConfig,
         on_progress: Callable[[StartUpNews], None] | None = None,
-        make: Callable[[EngineConfig, Callable[[FromEngine], None]], EngineEnd] = EngineProcess,
+        make: Callable[[EngineConfig, Callable[[FromEngine], None]], EngineHandle] = EngineProcess,
     ) -> None:
         self.config, self.on_progress, self.make = config, on_progress, make
         self.facts: EngineFacts | None = None
@@ -87,7 +87,7 @@ class SupervisedEngine:
         self.on_placed: Callable[[Placed], None] = lambda message: None  # where its ranks are about to be started
         self.on_leaving: Callable[[], None] = self.restart  # somebody told the engine's process to end
         self.index = config.parallel.data_parallel_index
-        self.engine: EngineEnd | None = None
+        self.engine: EngineHandle | None = None
         self.up = False  # the engine of now can admit
         self.journal = Journal()
         self.quarantine = Quarantine()
@@ -134,7 +134,7 @@ class SupervisedEngine:
         await self.engine.start()
         self._task = asyncio.create_task(self._supervise(self.engine))
 
-    async def _supervise(self, engine: EngineEnd | None) -> None:
+    async def _supervise(self, engine: EngineHandle | None) -> None:
         """engine: one that has started; None: it is to be followed."""
         unborn: Ended | None = None
         try:
@@ -163,7 +163,7 @@ class SupervisedEngine:
         self._task = asyncio.create_task(self._supervise(None))
         self.on_change()
 
-    def _goes_on(self, engine: EngineEnd, ended: Ended) -> bool:
+    def _goes_on(self, engine: EngineHandle, ended: Ended) -> bool:
         """The engine has ended: shall there be another?"""
         self.up, was_up, regrouping = False, self.up, self._regrouping
         for id in list(self._reshapes):
@@ -232,7 +232,7 @@ class SupervisedEngine:
             asyncio.get_running_loop().call_later(EXIT_TIMEOUT, self._make_end, self.engine)
             self.on_change()
 
-    def _make_end(self, engine: EngineEnd) -> None:
+    def _make_end(self, engine: EngineHandle) -> None:
         if self.engine is engine and self._restarting:
             engine.kill()
 

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from planaria import engine_process
-from planaria.executor.crew import Crew
+from planaria.executor.gang import Gang
 from tests.faults.harm import harm, watch
 from tests.faults.orders import Orders
 
@@ -15,9 +15,9 @@ def main() -> int:
     orders = Orders()
     orders.sign("engine")
     watch(lambda: "engine", orders)
-    form = Crew._form
+    form = Gang._form
 
-    def form_or_fail(self: Crew, *args: Any) -> None:
+    def form_or_fail(self: Gang, *args: Any) -> None:
         phase = "recovery" if self.epoch else "start-up"
         for who, _ in orders.at(phase):
             if who == "engine":
@@ -26,7 +26,7 @@ def main() -> int:
                 orders.tell_on(who, phase)
         form(self, *args)
 
-    Crew._form = form_or_fail  # type: ignore[method-assign]
+    Gang._form = form_or_fail  # type: ignore[method-assign]
     return engine_process.main()
 
 

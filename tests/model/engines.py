@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def pids(self) -> list[int]:
-        return [member.pid for member in self.loop.crew.members]
+        return [member.pid for member in self.loop.gang.members]
 
     def run(
         self, asked: list[tuple[list[int], int]], at: int = 0, harm: Callable[[], Any] | None = None
@@ -76,7 +76,7 @@ class Engine:
             if harm is not None and self._count > at:
                 harm()
                 harm = None
-            if not self.loop.turn():
+            if not self.loop.step():
                 self.loop.check()
         return list(self.tokens.values())
 
@@ -104,5 +104,5 @@ def ask_for(loop: Any, wish: Reshape) -> None:
     """Another layout, with ranks that are to come ready by then: so the change falls where it is asked for."""
     loop.handle(wish)
     if (arrival := loop.wishes.arrival) is not None:
-        wait_until("the ranks that are to come are ready", lambda: loop.crew.came(arrival.layout))
+        wait_until("the ranks that are to come are ready", lambda: loop.gang.came(arrival.layout))
         arrival.look_at = 0.0

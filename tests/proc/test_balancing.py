@@ -68,7 +68,7 @@ class Killer:
     def __init__(self, engine: Engine, kind: type[Command], victim: int, *, before: bool) -> None:
         self.engine, self.kind, self.victim, self.before = engine, kind, victim, before
         self.struck = False
-        self._send, engine.loop.crew.send = engine.loop.crew.send, self.send  # type: ignore[method-assign]
+        self._send, engine.loop.gang.send = engine.loop.gang.send, self.send  # type: ignore[method-assign]
 
     def send(self, command: Command) -> Any:
         if not isinstance(command, self.kind) or self.struck or (isinstance(command, Prepare) and not command.version):
@@ -82,7 +82,7 @@ class Killer:
         return ticket
 
     def release(self) -> None:
-        self.engine.loop.crew.send = self._send  # type: ignore[method-assign]
+        self.engine.loop.gang.send = self._send  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_rank_that_dies_in_the_middle_costs_a_pause(
     done, _ = moved_by(engine)
     while moved_by(engine)[0] == done:  # it goes on
         assert engine.run(ASKED[:2]) == expected[:2]
-    assert engine.loop.crew.maps == engine.loop.balancing.state.maps
+    assert engine.loop.gang.maps == engine.loop.balancing.state.maps
 
 
 OPTIONS = [

@@ -12,7 +12,7 @@ import pytest
 
 from planaria import LLM, SamplingParams
 from planaria.errors import CallFailed, EngineDead, PlanariaError, UserError
-from planaria.executor import census, reports
+from planaria.executor import census, status
 from planaria.wire import Report
 from tests.proc import custom
 from tests.proc.servers import SMALL, alive, needs_smollm2, planaria
@@ -110,12 +110,12 @@ def test_ranks_that_cannot_be_looked_into_say_their_memory(two: LLM, monkeypatch
     """As those of another node; asked after the steps that are on their way."""
     heard: list[Any] = []
     monkeypatch.setattr(census, "here", lambda member: False)
-    monkeypatch.setattr(reports, "here", lambda member: False)
+    monkeypatch.setattr(status, "here", lambda member: False)
     monkeypatch.setattr(two._loop, "emit", heard.append)
     two._loop.handle(Report())
     assert not heard
     while not heard:
-        two._loop.turn()
+        two._loop.step()
     (answer,) = heard
     assert [row.pid for row in answer.processes[1:]] == two.facts.ranks
     assert all(row.resident > 10 << 20 and row.state == "idle" for row in answer.processes)

@@ -47,7 +47,7 @@ def test_lanes_come_and_go_while_requests_run(lanes: Engine, expected: list[list
         before = lanes.pids
         assert lanes.run(ASKED, 30, lambda dp=dp, id=id: ask_for(lanes.loop, Reshape(id, 1, 1, dp))) == expected
         while lanes.loop.busy():  # experts that are still on their way
-            lanes.loop.turn()
+            lanes.loop.step()
         assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error) == (id, "")
         assert len(lanes.pids) == dp and lanes.pids[: len(before)] == before[:dp]
     lanes.loop.handle(Reshape("too many", 1, 1, 7))

@@ -33,7 +33,7 @@ def lanes(folder: Path) -> Iterator[Engine]:
 def finish(engine: Engine) -> None:
     """What is still being done with no request."""
     while engine.loop.busy():
-        engine.loop.turn()
+        engine.loop.step()
 
 
 def test_a_rank_that_stays_reads_nothing(
@@ -41,7 +41,7 @@ def test_a_rank_that_stays_reads_nothing(
 ) -> None:
     """What it reads is its boots, from the engine's pipe, and how much memory is free. Half of the experts come to it
     when there is one lane, and leave it when there are two."""
-    launcher: Any = lanes.loop.crew.launcher
+    launcher: Any = lanes.loop.gang.launcher
     boots: list[int] = []
     run = launcher.run
     monkeypatch.setattr(launcher, "run", lambda made: (boots.append(8 + len(made[0].encode())), run(made)))
@@ -84,11 +84,11 @@ def test_the_one_that_has_them_all_dies_while_another_joins(
     lanes: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then there is nothing in memory, and what is needed is read."""
-    ask, killed = lanes.loop.crew.ask, []
+    ask, killed = lanes.loop.gang.ask, []
 
     def harm(command: Command, *more: Any) -> Any:
         if isinstance(command, Prepare) and not killed:
-            pid = lanes.loop.crew.places[0].pid
+            pid = lanes.loop.gang.places[0].pid
             killed.append(pid)
             os.kill(pid, signal.SIGKILL)
         return ask(command, *more)
@@ -96,7 +96,7 @@ def test_the_one_that_has_them_all_dies_while_another_joins(
     lanes.loop.handle(Reshape("one", 1, 1, 1))  # unless it is so already
     finish(lanes)
     assert len(lanes.pids) == 1
-    monkeypatch.setattr(lanes.loop.crew, "ask", harm)
+    monkeypatch.setattr(lanes.loop.gang, "ask", harm)
     assert lanes.run(ASKED, 40, lambda: ask_for(lanes.loop, Reshape("more", 1, 1, 2))) == expected
     assert killed and killed[0] not in lanes.pids and lanes.reshaped[-1].id == "more"
     assert lanes.run(ASKED) == expected

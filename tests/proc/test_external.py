@@ -177,10 +177,10 @@ def test_engines_plan_alike(world: int, depth: int) -> None:
             prompt = [1 + i] * (3 + 20 * i)
             loop.handle(Submit(f"r{i}", prompt, SamplingParams(), seed=1000 * rank + i, max_tokens=5 + i))
             if i % 3 == 2:
-                loop.turn()
+                loop.step()
         loop.handle(Cancel("r4"))
         while loop.busy():
-            loop.turn()
+            loop.step()
         loop.close()
         deltas = [delta for message in heard if isinstance(message, Output) for delta in message.deltas]
         seeds = [row.fresh.seed for plan in spy.plans for row in plan.lanes[0] if row.fresh is not None]

@@ -61,11 +61,11 @@ def test_nothing_but_the_request_counts(dtype: str, layout: str) -> None:
                 nonlocal count
                 count += tokens
                 if count > 300 and not harmed:
-                    harmed.append(llm._loop.crew.members[-1].pid)
+                    harmed.append(llm._loop.gang.members[-1].pid)
                     os.kill(harmed[0], signal.SIGKILL)
 
             assert answers(llm, on_tokens=harm) == together
-            assert harmed and llm._loop.crew.epoch == 1
+            assert harmed and llm._loop.gang.epoch == 1
     if layout == "uni":
         other = {"max_num_batched_tokens": 96, "max_num_seqs": 24, "enable_prefix_caching": False, "block_size": 32}
         with LLM("smollm2", **options, **other) as llm:

@@ -29,7 +29,7 @@ def missing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def try_now(watched: Watched) -> None:
     """What was tried in vain is tried again after ever more seconds: how many depends on how slow all this is."""
-    launcher: Any = watched.llm._loop.crew.launcher
+    launcher: Any = watched.llm._loop.gang.launcher
     launcher._try_at = 0.0
 
 
@@ -86,7 +86,7 @@ def test_it_grows_back_while_requests_run(two: Watched, missing: Path) -> None:
     missing.unlink()
     loop = two.llm._loop
     try_now(two)
-    wait_until("a process is ready", lambda: loop.crew.room() is not None, 120)  # what the loop looks for now and then
+    wait_until("a process is ready", lambda: loop.gang.room() is not None, 120)  # what the loop looks for now and then
     loop._look_for_room = 0.0
     assert two.run() == two.expected
     assert len(two.pids) == 2 and two.done[-1].requests == len(two.expected)
@@ -103,11 +103,11 @@ def test_another_layout_is_asked_for(two: Watched) -> None:
         hear(message)
 
     loop.emit = listen
-    asked = loop.crew.asked
+    asked = loop.gang.asked
     try:
         assert two.run(at=20, harm=lambda: ask_for(loop, Reshape("a", 1, 1))) == two.expected
         assert two.run(at=20, harm=lambda: ask_for(loop, Reshape("b", asked.tp, asked.pp))) == two.expected
-        epoch = loop.crew.epoch
+        epoch = loop.gang.epoch
         for wish in (Reshape("c", 0, 1), Reshape("d", 1, 1000), Reshape("e", asked.tp, asked.pp)):
             loop.handle(wish)
     finally:
@@ -115,4 +115,4 @@ def test_another_layout_is_asked_for(two: Watched) -> None:
     assert [(done.id, done.layout) for done in heard[:2]] == [("a", "tp=1 pp=1"), ("b", f"tp={asked.tp} pp={asked.pp}")]
     assert [bool(done.error) for done in heard] == [False, False, True, True, False]
     assert "30 layers" in heard[3].error
-    assert loop.crew.epoch == epoch, "what can't be, or is so already, costs nobody anything"
+    assert loop.gang.epoch == epoch, "what can't be, or is so already, costs nobody anything"

@@ -131,9 +131,9 @@ def test_spares_take_ranks_on_their_own_node_and_then_on_another() -> None:
     nodes = TwoNodes(spare_workers=1)
     watched = nodes.watched
     try:
-        wait_until("both have a spare", lambda: spares_of(nodes.other) and watched.llm._loop.crew.launcher.spare_pids())
-        (theirs,), (ours,) = spares_of(nodes.other), watched.llm._loop.crew.launcher.spare_pids()
-        wait_until("theirs is ready", lambda: watched.llm._loop.crew.launcher.agents.all[0].room.ready == 2)
+        wait_until("both have a spare", lambda: spares_of(nodes.other) and watched.llm._loop.gang.launcher.spare_pids())
+        (theirs,), (ours,) = spares_of(nodes.other), watched.llm._loop.gang.launcher.spare_pids()
+        wait_until("theirs is ready", lambda: watched.llm._loop.gang.launcher.agents.all[0].room.ready == 2)
         assert watched.run(60, lambda: os.kill(watched.pids[1], signal.SIGKILL)) == watched.expected
         assert watched.pids[1] == theirs
         assert watched.run(60, nodes.other.process.kill) == watched.expected

@@ -212,7 +212,7 @@ def test_a_rank_of_any_node_is_replaced(one_process: list[object], victim: int) 
     args = ["serve", *OPTIONS, "-pp", "2", "--nnodes", "2", "--master-port", str(port), "--node-rank", "1"]
     with Command(*args) as other:
         with LLM("smollm2", pipeline_parallel_size=2, nnodes=2, **options) as llm:
-            before = [member.pid for member in llm._loop.crew.members]
+            before = [member.pid for member in llm._loop.gang.members]
             killed: list[int] = []
 
             def kill(done: int, tokens: int) -> None:
@@ -222,7 +222,7 @@ def test_a_rank_of_any_node_is_replaced(one_process: list[object], victim: int) 
 
             outputs = llm.generate(words, greedy, on_tokens=kill)
             assert [output.outputs[0].token_ids for output in outputs] == one_process and killed
-            after = [member.pid for member in llm._loop.crew.members]
+            after = [member.pid for member in llm._loop.gang.members]
             assert after[1 - victim] == before[1 - victim] and after[victim] != before[victim]
         assert other.wait() == 0, other.text()
 

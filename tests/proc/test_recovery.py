@@ -55,7 +55,7 @@ class Watched:
 
     @property
     def pids(self) -> list[int]:
-        return [member.pid for member in self.llm._loop.crew.members]
+        return [member.pid for member in self.llm._loop.gang.members]
 
     @property
     def done(self) -> list[Recovery]:
@@ -130,7 +130,7 @@ class Reads:
 def test_survivors_keep_their_weights_and_read_no_file(two: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank reads in a recovery is its boot, from the engine's pipe, and how much memory is free. It maps no part
     of the checkpoint again, nor does it touch one that was still mapped."""
-    launcher: Any = two.llm._loop.crew.launcher
+    launcher: Any = two.llm._loop.gang.launcher
     boots: list[int] = []
     run = launcher.run
     monkeypatch.setattr(launcher, "run", lambda made: (boots.append(8 + len(made[0].encode())), run(made)))
@@ -209,7 +209,7 @@ def test_a_spare_takes_over_and_another_is_made(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(loop_module, "SPARES_AFTER", 10 * PATIENCE)  # however long the replay takes here
     watched = Watched(tensor_parallel_size=2, spare_workers=1)
     try:
-        launcher: Any = watched.llm._loop.crew.launcher
+        launcher: Any = watched.llm._loop.gang.launcher
         (spare,) = launcher.spares
         before = watched.pids
         watched.llm._loop.handle(Report())
@@ -257,7 +257,7 @@ def test_async_llm_looks_after_its_ranks_while_idle() -> None:
     llm = AsyncLLM("smollm2", **OPTIONS, tensor_parallel_size=2)
 
     def pids() -> list[int]:
-        return [member.pid for member in llm._loop.crew.members]
+        return [member.pid for member in llm._loop.gang.members]
 
     async def ask() -> list[int]:
         return [token async for piece in llm.generate(PROMPTS[1], PARAMS) for token in piece.token_ids]
@@ -283,11 +283,11 @@ def test_a_rank_out_of_memory_goes_on_with_less_kv() -> None:
     )  # fmt: skip
     try:
         before = watched.pids
-        assert watched.llm._loop.crew.num_blocks == size
+        assert watched.llm._loop.gang.num_blocks == size
         assert watched.run() == watched.expected
         (done,) = watched.done
         assert done.cause == "out of memory while step" and watched.pids == before
-        assert watched.llm._loop.crew.num_blocks == int(0.8 * size)
+        assert watched.llm._loop.gang.num_blocks == int(0.8 * size)
         assert watched.run() == watched.expected and len(watched.done) == 1
     finally:
         watched.llm.close()

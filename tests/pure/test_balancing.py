@@ -11,16 +11,16 @@ import pytest
 
 from planaria.config.model import ModelConfig, MoEConfig, RopeConfig
 from planaria.config.options import CacheConfig, DeviceConfig, EngineConfig, EPLBConfig, ParallelConfig, SchedulerConfig
-from planaria.core.expert_balance import ASK
+from planaria.core.eplb.balance import ASK
 from planaria.executor.balancing import Balancing
 from planaria.executor.boot import Place
-from planaria.executor.worker_group import Ticket
+from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Arrange, Command, Done, Failed, Prepare, Ready, Reply, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
 
 
-class Crew:
+class Gang:
     """Two tensor ranks of a node, and what they are sent."""
 
     def __init__(self, experts: int) -> None:
@@ -32,8 +32,8 @@ class Crew:
         self.sent.append(command)
 
 
-def balancing(crew: Crew, **eplb: Any) -> Balancing:
-    moe = MoEConfig(num_experts=crew.maps[0].num_experts, top_k=1, intermediate_size=32)
+def balancing(gang: Gang, **eplb: Any) -> Balancing:
+    moe = MoEConfig(num_experts=gang.maps[0].num_experts, top_k=1, intermediate_size=32)
     model = ModelConfig(
         architecture="X", family="x", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4,
         head_dim=8, vocab_size=64, max_position=64, norm_eps=1e-6, rope=RopeConfig(), moe=moe,
@@ -47,7 +47,7 @@ def balancing(crew: Crew, **eplb: Any) -> Balancing:
             eplb_config=EPLBConfig(**eplb),
         ),
     )  # fmt: skip
-    made = Balancing(config, crew, lambda: None, lambda: 0.0)  # type: ignore[arg-type]
+    made = Balancing(config, gang, lambda: None, lambda: 0.0)  # type: ignore[arg-type]
     made.formed()
     return made
 
@@ -59,17 +59,17 @@ class Run:
     failed: Failed | None = None
 
     def __init__(self, odds: Sequence[int], **eplb: Any) -> None:
-        self.crew, self.odds, self.unseen = Crew(len(odds)), odds, 0
+        self.gang, self.odds, self.unseen = Gang(len(odds)), odds, 0
         self.seen: list[Command] = []
-        self.balancing = balancing(self.crew, **eplb)
+        self.balancing = balancing(self.gang, **eplb)
 
     def steps(self, count: int) -> None:
         """And every answer that they lead to."""
         for _ in range(count):
             self.unseen += 1
             self.balancing.stepped(self._ticket(StepPlan(0, 0, ((),), ((),)), lambda rank: StepResult(0, 0, ())))
-            while self.crew.sent:
-                command = self.crew.sent.pop(0)
+            while self.gang.sent:
+                command = self.gang.sent.pop(0)
                 self.seen.append(command)
                 if command is not ASK:
                     self.balancing.moved(self._ticket(command, Ready))
@@ -99,7 +99,7 @@ def test_balancedness_is_of_the_maps_in_force_from_an_epochs_beginning() -> None
     run = Run((8, 8, 0, 0))
     run.steps(100)
     assert run.balancing.stats is not None and run.balancing.stats.balancedness == 0.5
-    run.crew.maps = (ExpertMap.round_robin(4, 2),)
+    run.gang.maps = (ExpertMap.round_robin(4, 2),)
     run.balancing.formed()
     assert run.balancing.stats.balancedness == 1.0
 
@@ -129,7 +129,7 @@ def test_load_that_a_rank_can_not_tell_takes_back_nothing_that_was_counted() -> 
     shift()
     assert not run.seen, "nothing is asked or moved any more in this epoch"
     assert made.report().stats == stats and not made.report().rearranging
-    assert made.state is not None and made.crew.maps == made.state.maps
+    assert made.state is not None and made.gang.maps == made.state.maps
     version = made.state.version
     made.formed()  # another epoch
     shift()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.config.options import EPLBConfig, ParallelConfig
-from planaria.core.balance import balance, balancedness
-from planaria.core.expert_balance import ASK, LEAST_GAIN, ExpertBalance
+from planaria.core.eplb.balance import ASK, LEAST_GAIN, ExpertBalance
+from planaria.core.eplb.policy import balance, balancedness
 from planaria.executor.balancing import Balancing
 from planaria.protocol import Arrange, Command, Prepare
 from planaria.topology import Layout
@@ -198,11 +198,11 @@ def test_the_nodes_are_those_of_the_ranks_there_are() -> None:
         parallel=parallel, model=SimpleNamespace(moe=moe, hidden_size=8),
         device=SimpleNamespace(quantization="none", dtype="float32"),
     )  # fmt: skip
-    crew: Any = SimpleNamespace()
-    balancing = Balancing(config, crew, lambda: None)
+    gang: Any = SimpleNamespace()
+    balancing = Balancing(config, gang, lambda: None)
     for homes, nodes in (("ab", 2), ("aabb", 2), ("a", 1), ("aab", 1), ("abc", 3)):
-        crew.places = [SimpleNamespace(home=home) for home in homes]
-        crew.layout, crew.maps = Layout(dp=len(homes)), (ExpertMap.linear(8, len(homes)),)
+        gang.places = [SimpleNamespace(home=home) for home in homes]
+        gang.layout, gang.maps = Layout(dp=len(homes)), (ExpertMap.linear(8, len(homes)),)
         balancing.formed()
         assert balancing.state is not None and balancing.state.num_nodes == nodes
         assert balancing.state.num_ranks == len(homes)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from planaria.config.options import CacheConfig
-from planaria.core.expert_places import Placing, departing, placed
+from planaria.core.eplb.places import Placing, departing, placed
+from planaria.executor.bring_up import BringUp
 from planaria.executor.departure import VERSION, Departure, leaving
-from planaria.executor.gang import Gang
-from planaria.executor.worker_group import Ticket
+from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Arrange, Command, Hello, Join, Load, Prepare, Ready, Reply, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
 from planaria.wire import Reshape, Travel
-from tests.pure.test_gang import SCHEDULER, answers
+from tests.pure.test_bring_up import SCHEDULER, answers
 
 ONE, TWO = ExpertMap.linear(4, 1), ExpertMap.linear(4, 2)
 ALL, NONE = {0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}, dict[int, tuple[int, ...]]()
@@ -51,8 +51,8 @@ def test_those_that_leave_send_what_only_they_have() -> None:
 
 
 def test_a_gang_has_them_sent_before_it_looks_at_memory() -> None:
-    gang = Gang(CacheConfig(), SCHEDULER, Layout(dp=2), cpu=True, placing=Placing(TWO, (0, 0), (ONE, ONE)))
-    commands: list[Command] = [gang.start()]
+    bring_up = BringUp(CacheConfig(), SCHEDULER, Layout(dp=2), cpu=True, placing=Placing(TWO, (0, 0), (ONE, ONE)))
+    commands: list[Command] = [bring_up.start()]
     command: Command | None = commands[0]
     while command is not None:
         replies = answers(command, 2)
@@ -60,22 +60,22 @@ def test_a_gang_has_them_sent_before_it_looks_at_memory() -> None:
             replies = [Hello(0, 1, "h", "n", "", experts=tuple(ALL.items())), Hello(1, 2, "h", "n", "")]
         if isinstance(command, Prepare):
             replies = [Ready(0), Ready(1, facts={"received": 400})]
-        command = gang.on_done(replies)
+        command = bring_up.on_done(replies)
         commands += [command] if command is not None else []
     _, regroup, load, prepare, arrange, *_ = commands
     assert all(not hello.experts for hello in regroup.members)  # type: ignore[union-attr]  # no need to tell all
     assert isinstance(load, Load) and isinstance(prepare, Prepare) and load.moves == prepare.moves
     assert (prepare.version, prepare.aside) == (0, False)
     assert arrange == Arrange(0, tuple((layer, (0, 1, 2, 3)) for layer in (0, 1)))
-    assert gang.travel == Travel(400, 400, 0) and gang.maps == (TWO, TWO)
+    assert bring_up.travel == Travel(400, 400, 0) and bring_up.maps == (TWO, TWO)
 
 
 @pytest.mark.parametrize(("sent", "told"), [(0, Travel(400, 400, 0)), (2, Travel(600, 600, 0))])
 def test_what_lay_aside_before_counts_where_ranks_that_left_had_sent_it(sent: int, told: Travel) -> None:
     """Else it is a rearrangement's, which counts for itself."""
     placing = Placing(TWO, (0, 0), (ONE, ONE), sent, sent)
-    gang = Gang(CacheConfig(), SCHEDULER, Layout(dp=2), cpu=True, placing=placing)
-    command: Command | None = gang.start()
+    bring_up = BringUp(CacheConfig(), SCHEDULER, Layout(dp=2), cpu=True, placing=placing)
+    command: Command | None = bring_up.start()
     while command is not None:
         replies = answers(command, 2)
         if isinstance(command, Join):
@@ -83,8 +83,8 @@ def test_what_lay_aside_before_counts_where_ranks_that_left_had_sent_it(sent: in
         if isinstance(command, Load | Prepare):
             aside = 200, 400 if isinstance(command, Prepare) else 0
             replies = [Ready(rank, facts={"received": size}) for rank, size in enumerate(aside)]
-        command = gang.on_done(replies)
-    assert gang.travel == told
+        command = bring_up.on_done(replies)
+    assert bring_up.travel == told
 
 
 def test_a_departure_is_over_when_every_rank_has_received_all() -> None:

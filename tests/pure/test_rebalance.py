@@ -9,9 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from benchmarks.published_greedy import greedy
-from planaria.core.balance import LoadWindow, balance, balancedness, rank_loads, replicate, settled
-from planaria.core.expert_places import least
-from planaria.core.rebalance import Rearrangement, Step, missing_copies, resized, transfers
+from planaria.core.eplb.places import least
+from planaria.core.eplb.policy import LoadWindow, balance, balancedness, rank_loads, replicate, settled
+from planaria.core.eplb.rearrangement import Rearrangement, Step, missing_copies, resized, transfers
 from planaria.topology.experts import ExpertMap
 
 

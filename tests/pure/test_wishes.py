@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planaria.executor import wishes as module
-from planaria.executor.crew import START_TIMEOUT
+from planaria.executor.gang import START_TIMEOUT
 from planaria.executor.wishes import Wishes
 from planaria.topology import Layout
 from planaria.wire import Reshape, Reshaped
@@ -23,9 +23,9 @@ class Engine:
         self.now, self.epoch = 0.0, 0
         self.said: list[Reshaped] = []
         self.launcher = SimpleNamespace(name="mp", replaces=True, room_for=lambda layout: self.room)
-        crew: Any = self
+        gang: Any = self
         self.wishes = Wishes(
-            None, crew, self.said.append, lambda: self.now, self.change  # type: ignore[arg-type]
+            None, gang, self.said.append, lambda: self.now, self.change  # type: ignore[arg-type]
         )  # fmt: skip
 
     def placing(self, layout: Layout) -> None:

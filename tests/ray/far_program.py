@@ -30,7 +30,7 @@ def main() -> None:
         "smollm2", dtype="float32", quantization="none", kv_cache_memory="64MiB", max_model_len=512,
         pipeline_parallel_size=2, distributed_executor_backend="ray", heartbeat_timeout=3.0,
     )  # fmt: skip
-    crew = llm._loop.crew
+    gang = llm._loop.gang
 
     def run(harm: Callable[[], None] | None = None) -> list[list[int]]:
         came, left = 0, [harm] if harm is not None else []
@@ -44,19 +44,19 @@ def main() -> None:
         params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
         return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, on_tokens=count)]
 
-    expected, before = run(), [member.pid for member in crew.members]
-    found: dict[str, Any] = {"far": crew.places[1].address}
+    expected, before = run(), [member.pid for member in gang.members]
+    found: dict[str, Any] = {"far": gang.places[1].address}
     found["stopped"] = run(lambda: os.kill(before[1], signal.SIGSTOP)) == expected
-    after = [member.pid for member in crew.members]
+    after = [member.pid for member in gang.members]
     found["replaced"] = after[0] == before[0] and after[1] != before[1] and not alive(before[1])
-    found["there"] = crew.places[1].address
+    found["there"] = gang.places[1].address
 
     def lose_node() -> None:
-        os.kill(raylet_at(crew.places[1].address), signal.SIGKILL)
+        os.kill(raylet_at(gang.places[1].address), signal.SIGKILL)
         os.kill(after[1], signal.SIGKILL)
 
     found["node"] = run(lose_node) == expected
-    found["layout"] = str(crew.layout)
+    found["layout"] = str(gang.layout)
     llm.close()
     found["left"] = [pid for pid in {*before, *after} if alive(pid)]
     print(json.dumps(found))

@@ -108,7 +108,7 @@ def test_each_rank_is_on_the_node_that_was_planned(connection: Any, small: Path,
         expected = answers(llm, PROMPTS, 8)
     planned = [(row["node"], row["device"]) for row in plan(capsys, "-pp", "2", "--device", "cpu")["ranks"]]
     with LLM(str(small), **SMALL, **ray_options("pp2")) as llm:
-        launcher: Any = llm._loop.crew.launcher
+        launcher: Any = llm._loop.gang.launcher
         nodes = [member.at.ray_node for _, member in sorted(launcher.ranks.items())]
         assert nodes == [slot.node for slot in launcher.group.placement.slots]
         assert nodes == [node for node, _ in planned] == actor_nodes(connection.ray)
@@ -139,7 +139,7 @@ def test_plans_of_this_cluster(connection: Any, group: Any, capsys: Any) -> None
 def test_a_users_group_is_used_and_kept(connection: Any, group: Any, small: Path) -> None:
     """Its tensor group on one node: so none on the driver's, which has one slot."""
     with LLM(str(small), **SMALL, **ray_options("tp2"), placement_group=group.id.hex()) as llm:
-        launcher: Any = llm._loop.crew.launcher
+        launcher: Any = llm._loop.gang.launcher
         assert len(launcher.group.bundles) == 2 and 0 not in launcher.group.bundles and not launcher.group.owned
         assert not launcher.group.placement.spanning() and connection.node not in launcher.group.placement.nodes
     assert live_groups() == [group.id.hex()]

@@ -34,7 +34,7 @@ def test_lanes_of_actors(local_ray: Any, tmp_path: Path) -> None:
             wish = Reshape(id, 1, 1, dp)
             assert engine.run(ASKED, 30, lambda wish=wish: engine.loop.handle(wish)) == expected
             while engine.loop.busy():  # experts that are still on their way
-                engine.loop.turn()
+                engine.loop.step()
             assert (engine.reshaped[-1].id, engine.reshaped[-1].error) == (id, "") and len(engine.pids) == dp
             travel = engine.recoveries[-1].travel
             assert travel is not None and travel.read == 0 and travel.moved == travel.needed > 0

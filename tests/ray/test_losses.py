@@ -42,7 +42,7 @@ class Watched:
         self.llm = LLM(str(small), **SMALL, **ray_options(layout), **options)
         self.done: list[Recovery] = []
         loop = self.llm._loop
-        self.launcher: Any = loop.crew.launcher
+        self.launcher: Any = loop.gang.launcher
         hear = loop.emit
 
         def listen(message: FromEngine) -> None:
@@ -62,7 +62,7 @@ class Watched:
 
     @property
     def epoch(self) -> int:
-        return self.llm._loop.crew.epoch
+        return self.llm._loop.gang.epoch
 
     @property
     def last(self) -> Recovery:
@@ -70,11 +70,11 @@ class Watched:
 
     @property
     def pids(self) -> list[int]:
-        return [member.pid for member in self.llm._loop.crew.members]
+        return [member.pid for member in self.llm._loop.gang.members]
 
     @property
     def layout(self) -> str:
-        return str(self.llm._loop.crew.layout)
+        return str(self.llm._loop.gang.layout)
 
     def node_of(self, cluster: Any, rank: int) -> Any:
         id = self.launcher.ranks[rank].at.ray_node

@@ -118,7 +118,7 @@ def test_an_actor_is_replaced_and_requests_go_on(
 ) -> None:
     """Survivors stay, but where they sit inside the loop of a compiled graph."""
     with LLM(str(small), **SMALL, **ray_options(layout, link)) as llm:
-        before = [member.pid for member in llm._loop.crew.members]
+        before = [member.pid for member in llm._loop.gang.members]
         harmed: list[int] = []
 
         def harm(done: int, tokens: int) -> None:
@@ -127,8 +127,8 @@ def test_an_actor_is_replaced_and_requests_go_on(
                 os.kill(before[victim], how)
 
         check(answers(llm, PROMPTS, 12, harm), expected)
-        after = [member.pid for member in llm._loop.crew.members]
-        assert harmed and llm._loop.crew.epoch == 1
+        after = [member.pid for member in llm._loop.gang.members]
+        assert harmed and llm._loop.gang.epoch == 1
         assert after[victim] != before[victim] and (link != "queue" or after[1 - victim] == before[1 - victim])
         check(answers(llm, PROMPTS, 12), expected)
     assert not any(alive(pid) for pid in [*before, *after])

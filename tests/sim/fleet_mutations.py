@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from planaria.core.router import Router
 from planaria.executor.loop import EngineLoop
-from planaria.executor.worker_group import Ticket
-from planaria.server.engine_client import EngineEnd
+from planaria.executor.reply_ledger import Ticket
+from planaria.server.engine_client import EngineHandle
 from planaria.server.faults import FaultLog
 from planaria.server.fleet import Fleet
 from planaria.server.journal import Entry
@@ -23,11 +23,11 @@ def keep_the_answering_rank() -> Iterator[None]:
     complete = EngineLoop._complete
 
     def believe(self: EngineLoop, ticket: Ticket) -> None:
-        now, self.crew.layout = self.crew.layout, self.config.parallel.layout
+        now, self.gang.layout = self.gang.layout, self.config.parallel.layout
         try:
             complete(self, ticket)
         finally:
-            self.crew.layout = now
+            self.gang.layout = now
 
     with patch.object(EngineLoop, "_complete", believe):
         yield
@@ -103,10 +103,10 @@ def always_healthy() -> Iterator[None]:
 @contextmanager
 def trust_silence() -> Iterator[None]:
     """An engine's process is lost only when it has ended."""
-    ended = EngineEnd.ended
+    ended = EngineHandle.ended
 
-    async def patient(self: EngineEnd, most_silent: Any) -> Any:
+    async def patient(self: EngineHandle, most_silent: Any) -> Any:
         return await ended(self, lambda: None)
 
-    with patch.object(EngineEnd, "ended", patient):
+    with patch.object(EngineHandle, "ended", patient):
         yield

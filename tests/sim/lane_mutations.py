@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from planaria.core import rebalance
-from planaria.core.expert_balance import ExpertBalance
-from planaria.core.rebalance import Rearrangement
-from planaria.executor import gang, wishes
+from planaria.core.eplb import rearrangement
+from planaria.core.eplb.balance import ExpertBalance
+from planaria.core.eplb.rearrangement import Rearrangement
+from planaria.executor import bring_up, wishes
 from planaria.executor.balancing import Balancing
-from planaria.executor.gang import Gang
+from planaria.executor.bring_up import BringUp
 from planaria.protocol import Command, Load, StepPlan
 from tests.sim.process import Process
 
@@ -65,7 +65,7 @@ def keep_what_was_prepared_at_a_loss() -> Iterator[None]:
 @contextmanager
 def load_where_the_configuration_says() -> Iterator[None]:
     """A new rank is not told which maps are in force."""
-    with patch.object(Gang, "_load", lambda self: Load(self._to_load.pop(0))):
+    with patch.object(BringUp, "_load", lambda self: Load(self._to_load.pop(0))):
         yield
 
 
@@ -75,7 +75,7 @@ def rearrange_while_a_resize_runs() -> Iterator[None]:
     formed = Balancing.formed
 
     def deaf(self: Balancing) -> None:
-        if self.state is None or self.state.num_ranks == self.crew.maps[0].num_ranks:
+        if self.state is None or self.state.num_ranks == self.gang.maps[0].num_ranks:
             formed(self)
 
     with patch.object(Balancing, "formed", deaf):
@@ -96,25 +96,25 @@ def overwrite_the_last_copy() -> Iterator[None]:
     def each(before: Sequence[int], wanted: Sequence[int]) -> Iterator[tuple[int, ...]]:
         return ((slot,) for slot, expert in enumerate(before) if expert != wanted[slot])
 
-    with patch.object(rebalance, "_units", each):
+    with patch.object(rearrangement, "_units", each):
         yield
 
 
 @contextmanager
 def read_what_is_overwritten() -> Iterator[None]:
     """A step's sources are those that had an expert before the first step."""
-    move = rebalance._move
+    move = rearrangement._move
 
     def stale(layer: int, expert: int, slot: int, placed: Any, reads: Any, sends: list[int]) -> Any:
         return move(layer, expert, slot, placed, placed.slots, sends)
 
-    with patch.object(rebalance, "_move", stale):
+    with patch.object(rearrangement, "_move", stale):
         yield
 
 
 @contextmanager
 def believe_that_new_ranks_have_what_lost_ones_had() -> Iterator[None]:
-    placed = gang.placed
+    placed = bring_up.placed
 
     def believe(placing: Any, layout: Any, holdings: Any) -> Any:
         maps = placing.in_force
@@ -122,7 +122,7 @@ def believe_that_new_ranks_have_what_lost_ones_had() -> Iterator[None]:
             holdings = [{layer: each.of(rank) for layer, each in enumerate(maps)} for rank in range(layout.size)]
         return placed(placing, layout, holdings)
 
-    with patch.object(gang, "placed", believe):
+    with patch.object(bring_up, "placed", believe):
         yield
 
 

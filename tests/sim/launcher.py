@@ -1,6 +1,6 @@
 """A simulated launcher: processes that take time to start, may die on the way, and take the places of others. Each is
 on a device of a node; devices leave and come back, one by one or a whole node at once, and some kill what is started on
-them. It keeps the contract of planaria.executor.crew.Launcher.
+them. It keeps the contract of planaria.executor.gang.Launcher.
 """
 
 from __future__ import annotations

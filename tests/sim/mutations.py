@@ -16,7 +16,7 @@ from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.executor.health import Health
 from planaria.executor.reformations import Reformations
-from planaria.executor.worker_group import Ticket, WorkerGroup
+from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.protocol import Reply, StepResult
 from planaria.types import Delta
 from planaria.worker.reference import mix
@@ -92,16 +92,16 @@ def keep_block_tables() -> Iterator[None]:
 @contextmanager
 def accept_a_stale_epoch() -> Iterator[None]:
     """Replies count by their place alone: neither tickets nor results say which epoch they are of."""
-    end_epoch, commit = WorkerGroup.end_epoch, EngineCore.commit
+    end_epoch, commit = ReplyLedger.end_epoch, EngineCore.commit
 
-    def number_again(self: WorkerGroup, why: str) -> None:
+    def number_again(self: ReplyLedger, why: str) -> None:
         end_epoch(self, why)
         self.next_number = 0
 
     def believe(self: EngineCore, result: StepResult) -> list[Delta]:
         return commit(self, StepResult(self.epoch, result.step, result.lanes, result.seconds))
 
-    with patch.object(WorkerGroup, "end_epoch", number_again), patch.object(EngineCore, "commit", believe):
+    with patch.object(ReplyLedger, "end_epoch", number_again), patch.object(EngineCore, "commit", believe):
         yield
 
 
@@ -119,14 +119,14 @@ def nothing() -> Iterator[None]:
 
 @contextmanager
 def drop_a_reply() -> Iterator[None]:
-    on_reply, count = WorkerGroup.on_reply, 0
+    on_reply, count = ReplyLedger.on_reply, 0
 
-    def drop(self: WorkerGroup, rank: int, number: int, reply: Reply) -> list[Ticket]:
+    def drop(self: ReplyLedger, rank: int, number: int, reply: Reply) -> list[Ticket]:
         nonlocal count
         count += 1
         return on_reply(self, rank, number, reply) if count % 40 else []
 
-    with patch.object(WorkerGroup, "on_reply", drop):
+    with patch.object(ReplyLedger, "on_reply", drop):
         yield
 
 

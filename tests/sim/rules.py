@@ -168,7 +168,7 @@ class Rules:
         return sum(1 for when, counts in self.fruitless if when >= since and (counts or not sure))
 
     def recovered(self, done: Recovery) -> None:
-        require, ranks, layout = self.world.require, self.sim.launcher.ranks, self.sim.loop.crew.layout
+        require, ranks, layout = self.world.require, self.sim.launcher.ranks, self.sim.loop.gang.layout
         self.world.note("RECOVERED: epoch {}, {}, {} requests", done.epoch, done.layout, done.requests)
         require(done.pids == [ranks[rank].pid for rank in sorted(ranks)], "epoch", f"pids {done.pids}")
         same = done.layout == name(layout) and sorted(ranks) == list(range(layout.size))
@@ -188,8 +188,8 @@ class Rules:
                 process.harm = None
 
     def reshaped(self, wish: Wish, done: Reshaped) -> None:
-        require, crew, asked, before = self.world.require, self.sim.loop.crew, wish.asked, wish.before
-        now, faults, shortages = crew.layout, self.losses - wish.faults, self.shortages[wish.shortages :]
+        require, gang, asked, before = self.world.require, self.sim.loop.gang, wish.asked, wish.before
+        now, faults, shortages = gang.layout, self.losses - wish.faults, self.shortages[wish.shortages :]
         self.world.note("{} is answered: {} {}", asked.id, done.layout, done.error)
         require(done.layout == name(now), "layout", f"{done.layout} is told, it is {now}")
         possible = 1 <= asked.tp <= MOST and 1 <= asked.pp <= MOST
@@ -199,10 +199,10 @@ class Rules:
             require(possible and met, "layout", f"{now} for {asked}")
             self.sim.counts["layouts"] += 1
             read = self.sim.counts["experts read"] - wish.read
-            if calm and crew.epoch == wish.epoch + 1 and (now.tp, now.pp) == (before.tp, before.pp):
+            if calm and gang.epoch == wish.epoch + 1 and (now.tp, now.pp) == (before.tp, before.pp):
                 require(not read, "weights", f"{read} experts are read for {now} after {before}")
             return
-        if not (faults or self.sim.loop.dead or before in shortages or crew.epoch > wish.epoch + 1):
+        if not (faults or self.sim.loop.dead or before in shortages or gang.epoch > wish.epoch + 1):
             require(now == before, "layout", f"{now} after {asked} was refused, it was {before}")
         if possible and self.sim.fits(Layout(tp=asked.tp, pp=asked.pp, dp=max(1, asked.dp))):
             require(not calm or wish.another or bool(self.sim.wishes), "layout", f"{asked} was possible: {done.error}")
@@ -210,7 +210,7 @@ class Rules:
     def gave_up(self, dead: Dead) -> None:
         limit = self.scenario.config.faults.recovery_limit
         forced = self.kind == "fault" or self.short  # into this layout
-        full = "KV memory" in dead.message and not self.sim.fits(self.sim.loop.crew.layout) and forced
+        full = "KV memory" in dead.message and not self.sim.fits(self.sim.loop.gang.layout) and forced
         self.world.require(
             full or self.doomed or self._recent() >= limit, "gives up", f"after {self._recent()} attempts of {limit}"
         )

@@ -1,5 +1,5 @@
-"""One seed, one thread: the shipping engine loop, crew, gang, worker group, health, pace, core and quarantine, driven
-by a virtual clock over simulated nodes, processes and links, with faults drawn at every step.
+"""One seed, one thread: the shipping engine loop, gang, bring-up, reply ledger, health, pace, core and quarantine,
+driven by a virtual clock over simulated nodes, processes and links, with faults drawn at every step.
 
 Rules that must hold, by name
 - once: each accepted request ends exactly once, and nothing of it comes afterwards; all else that was asked is answered
@@ -28,7 +28,7 @@ from typing import Any
 from planaria.core.engine import EngineCore
 from planaria.errors import PlanariaError
 from planaria.executor.boot import Place
-from planaria.executor.crew import System
+from planaria.executor.gang import System
 from planaria.executor.loop import EngineLoop
 from planaria.executor.replay import is_replayed
 from planaria.topology import Layout
@@ -119,7 +119,7 @@ class Simulation:
 
     def maps_in_force(self) -> Maps:
         """As the engine thinks; empty: they aren't dealt whole."""
-        return tuple(placed.slots for placed in self.loop.crew.maps)
+        return tuple(placed.slots for placed in self.loop.gang.maps)
 
     def _link_for(self, places: list[Place], epoch: int) -> SimLink:
         self.link = SimLink(self, places, epoch)
@@ -178,7 +178,7 @@ class Simulation:
     def _reshape(self, wish: Reshape) -> None:
         self.world.note("asked for tp={} pp={} dp={}", wish.tp, wish.pp, wish.dp)
         self.wishes[wish.id] = Wish(
-            wish, self.loop.crew.layout, self.loop.crew.epoch, self.rules.losses, len(self.rules.shortages),
+            wish, self.loop.gang.layout, self.loop.gang.epoch, self.rules.losses, len(self.rules.shortages),
             self.counts["experts read"], bool(self.wishes),
         )  # fmt: skip
         self.loop.handle(wish)
@@ -229,7 +229,7 @@ class Simulation:
             self._check_core()
 
     def _turn(self) -> None:
-        if not self.loop.turn():
+        if not self.loop.step():
             self.lanes.go_on()
             self.loop.check()
 
@@ -241,13 +241,13 @@ class Simulation:
 
     def _settle(self) -> None:
         """Nothing goes wrong any more: soon there are as many ranks as there are devices for."""
-        crew, world = self.loop.crew, self.world
+        gang, world = self.loop.gang, self.world
         self.faults.over()
         until = world.awake() + SETTLED
-        while not self.loop.stopping and crew.layout != crew.asked and crew.layout != self.launcher.best(crew.asked):
+        while not self.loop.stopping and gang.layout != gang.asked and gang.layout != self.launcher.best(gang.asked):
             self._idle(world.now + LOOK)
             self._turn()
-            world.require(world.awake() < until, "layout", f"{crew.layout} in place of {crew.asked} for no reason")
+            world.require(world.awake() < until, "layout", f"{gang.layout} in place of {gang.asked} for no reason")
 
     def _check(self) -> None:
         require = self.world.require

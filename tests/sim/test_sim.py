@@ -115,10 +115,10 @@ def test_mistakes_are_found(mutation: Mutation) -> None:
 def test_what_is_simulated_is_the_shipping_code() -> None:
     """Nothing here decides anything: processes, links and time are simulated, and no more."""
     taken = {
-        "EngineCore", "Lane", "Gang", "WorkerGroup", "Crew", "EngineLoop", "Health", "Pace", "Quarantine", "Router",
+        "EngineCore", "Lane", "BringUp", "ReplyLedger", "Gang", "EngineLoop", "Health", "Pace", "Quarantine", "Router",
         "Fleet", "Resizer", "SupervisedEngine", "Journal", "Service", "FaultLog", "Reformations",
     }  # fmt: skip
-    words = ("scheduler", "gang", "router", "quarantine", "workergroup", "core", "health", "pace", "journal")
+    words = ("scheduler", "gang", "router", "quarantine", "replyledger", "bringup", "core", "health", "pace", "journal")
     for path in Path(__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
@@ -130,7 +130,7 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
     member = fleet.fleet.members[0]
     core = fleet.remotes[0].core
     parts = [
-        one.loop, one.loop.crew, one.loop.crew.group, one.loop.crew.health, one.loop.crew.pace, one.loop.limit,
+        one.loop, one.loop.gang, one.loop.gang.ledger, one.loop.gang.health, one.loop.gang.pace, one.loop.limit,
         fleet.fleet, fleet.fleet.router, fleet.fleet.resizer, fleet.service, fleet.service.faults, member,
         member.journal, member.quarantine, member.limit, core,
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planaria.core.expert_balance import ASK, ExpertBalance
+from planaria.core.eplb.balance import ASK, ExpertBalance
 from planaria.executor.departure import VERSION as LEAVING
 from planaria.protocol import Arrange, Command, Prepare, StepPlan
 
@@ -60,7 +60,7 @@ class Travel:
         require, moving = self.world.require, state._moving
         awaited = moving is not None and moving.preparing is not None
         require(not awaited or self.coming is not None, "deadlock", "a step is awaited that nobody prepares")
-        under_way = [ticket.command for ticket in self.sim.loop.crew.group.open]
+        under_way = [ticket.command for ticket in self.sim.loop.gang.ledger.open]
         arranges = any(isinstance(command, Arrange) for command in under_way)
         require(arranges or not state._arranging, "deadlock", "a commit is awaited that nobody was told")
         require(ASK in under_way or not state._asking, "deadlock", "load is awaited that nobody was asked for")
@@ -69,7 +69,7 @@ class Travel:
         """The epoch is over."""
         self.sim.counts["lost between prepare and commit"] += self.coming is not None
         self.sim.counts["lost in a commit"] += any(
-            isinstance(ticket.command, Arrange) for ticket in self.sim.loop.crew.group.open
+            isinstance(ticket.command, Arrange) for ticket in self.sim.loop.gang.ledger.open
         )
         self.coming, self.committed = None, 0
 

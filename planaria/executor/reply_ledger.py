@@ -33,7 +33,7 @@ class Ticket:
         return next((failed for failed in failures if failed.kind != "peer"), failures[0] if failures else None)
 
 
-class WorkerGroup:
+class ReplyLedger:
     """Ranks 0..world_size-1 of one epoch."""
 
     def __init__(self, world_size: int) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planaria.config.options import EPLBConfig
-from planaria.core.balance import LoadWindow, balance, balancedness
-from planaria.core.rebalance import Rearrangement
+from planaria.core.eplb.policy import LoadWindow, balance, balancedness
+from planaria.core.eplb.rearrangement import Rearrangement
 from planaria.protocol import Arrange, Call, Command, Prepare
 from planaria.topology.experts import ExpertMap
 

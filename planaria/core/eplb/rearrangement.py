@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from planaria.core.balance import joined, settled
+from planaria.core.eplb.policy import joined, settled
 from planaria.topology.experts import ExpertMap, Move, slots_of
 
 

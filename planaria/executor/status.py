@@ -11,14 +11,14 @@ from collections.abc import Callable
 from planaria.config.options import EngineConfig
 from planaria.errors import CallFailed, EngineDead, UserError
 from planaria.executor.census import census, here
-from planaria.executor.crew import Crew
+from planaria.executor.gang import Gang
 from planaria.executor.pending import Pending
 from planaria.executor.told import layout_name
 from planaria.topology.table import CameUp
 from planaria.wire import EngineFacts, FromEngine, Processes
 
 
-def facts_of(config: EngineConfig, crew: Crew) -> EngineFacts:
+def facts_of(config: EngineConfig, gang: Gang) -> EngineFacts:
     """Of ranks that have come up."""
     return EngineFacts(
         model=config.served_model_name,
@@ -29,23 +29,23 @@ def facts_of(config: EngineConfig, crew: Crew) -> EngineFacts:
         quantization=config.device.quantization,
         device=config.device.device,
         threads=config.device.threads,
-        num_blocks=crew.num_blocks,
+        num_blocks=gang.num_blocks,
         block_size=config.cache.block_size,
-        weight_bytes=crew.weight_bytes,
-        executor=crew.launcher.name,
-        link=crew.link.name if crew.link is not None else "",
-        layout=layout_name(crew.layout),
-        ranks=[member.pid for member in crew.members],
-        seconds=crew.seconds,
-        places=places_of(crew),
+        weight_bytes=gang.weight_bytes,
+        executor=gang.launcher.name,
+        link=gang.link.name if gang.link is not None else "",
+        layout=layout_name(gang.layout),
+        ranks=[member.pid for member in gang.members],
+        seconds=gang.seconds,
+        places=places_of(gang),
     )
 
 
-def places_of(crew: Crew) -> list[CameUp]:
+def places_of(gang: Gang) -> list[CameUp]:
     """Where its ranks came up, by rank."""
     return [
         CameUp(at.host or member.node, at.devices, at.bundle)
-        for member, at in zip(crew.members, crew.places, strict=True)
+        for member, at in zip(gang.members, gang.places, strict=True)
     ]
 
 
@@ -53,14 +53,14 @@ class Reports:
     """call: of a worker's method on every rank, as `EngineLoop.call`; busy: has the engine anything to do?"""
 
     def __init__(
-        self, crew: Crew, call: Callable[[str], Pending], busy: Callable[[], bool], emit: Callable[[FromEngine], None]
+        self, gang: Gang, call: Callable[[str], Pending], busy: Callable[[], bool], emit: Callable[[FromEngine], None]
     ) -> None:
-        self.crew, self.call, self.busy, self.emit = crew, call, busy, emit
+        self.gang, self.call, self.busy, self.emit = gang, call, busy, emit
         self.open: list[Pending] = []  # ranks' answers that a Report waits for
 
     def ask(self, dead: bool) -> None:
         """dead: the engine has ended, and no rank answers."""
-        if dead or all(here(member) for member in self.crew.members):
+        if dead or all(here(member) for member in self.gang.members):
             self._tell({})
         else:
             try:
@@ -78,6 +78,7 @@ class Reports:
             self._tell(resident)
 
     def _tell(self, resident: dict[int, int]) -> None:
-        crew, state = self.crew, "busy" if self.busy() else "idle"
-        spares = crew.launcher.spare_pids()
-        self.emit(Processes(census(crew.members, crew.layout, crew.epoch, crew.group.owing(), resident, state, spares)))
+        gang, state = self.gang, "busy" if self.busy() else "idle"
+        spares = gang.launcher.spare_pids()
+        found = census(gang.members, gang.layout, gang.epoch, gang.ledger.owing(), resident, state, spares)
+        self.emit(Processes(found))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from planaria.core.rebalance import resized, transfers
+from planaria.core.eplb.rearrangement import resized, transfers
 from planaria.topology.experts import ExpertMap, Maps, Move
 from planaria.topology.layout import Coords, Layout
 

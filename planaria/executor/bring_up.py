@@ -1,0 +1,204 @@
+"""The ranks that step together, as one state machine. Pure: the loop sends what `start` and `on_done` ask for.
+
+launched -> joining -> grouping -> loading (-> sending -> arranging, where experts go between ranks) -> probing ->
+allocating -> ready; any failure -> failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.core.eplb.places import Placed, Placing, placed
+from planaria.errors import CapacityError
+from planaria.protocol import (
+    Allocate,
+    Arrange,
+    Command,
+    Facts,
+    Failed,
+    Hello,
+    Join,
+    Load,
+    Prepare,
+    Probe,
+    Ready,
+    Regroup,
+    Reply,
+)
+from planaria.topology import Layout
+from planaria.topology.experts import ExpertMap, Move
+from planaria.wire import Travel
+
+KV_SHARE = 0.5  # of available memory, where no size is given on a CPU
+KV_CPU_LIMIT = 2 << 30
+
+
+def kv_blocks(
+    facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig, *, cpu: bool, share: float = 1.0,
+    sharers: int = 1,
+) -> int:  # fmt: skip
+    """How many blocks every rank can hold; sharers: engines that take from the same memory. Raises CapacityError when
+    one request of full length wouldn't fit."""
+    block = max(f.block_bytes for f in facts)
+    available = min(f.available_bytes for f in facts)
+    if cache.memory is not None:
+        if cache.memory > available:
+            raise CapacityError(
+                f"--kv-cache-memory asks for {cache.memory / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are free; "
+                "ask for less"
+            )
+        budget = cache.memory
+    else:
+        budget = min(int(available * KV_SHARE / sharers), KV_CPU_LIMIT) if cpu else available
+    needed = -(-scheduler.max_model_len // cache.block_size)
+    blocks = max(int(budget * share) // block, min(needed, budget // block))
+    if blocks < needed:
+        raise CapacityError(
+            f"KV memory of {budget / 2**20:.0f} MiB holds {blocks * cache.block_size} tokens, one request of "
+            f"--max-model-len {scheduler.max_model_len} needs {needed * block / 2**20:.0f} MiB; "
+            "raise --kv-cache-memory or lower --max-model-len"
+        )
+    most = scheduler.max_num_seqs * needed
+    return min(blocks, most)
+
+
+PHASES = {
+    Join: "connect", Regroup: "groups", Load: "load", Prepare: "experts", Arrange: "experts", Probe: "probe KV",
+    Allocate: "warm-up",
+}  # fmt: skip
+
+
+def differences(members: Sequence[Hello]) -> str:
+    """What rank 0 and the first rank that differs from it don't agree on; empty if all agree. P24."""
+    first = members[0]
+    for other in members[1:]:
+        for what, mine, theirs in (
+            ("configuration", first.hashes, other.hashes), ("version of", first.versions, other.versions),
+        ):  # fmt: skip
+            for name in sorted(mine.keys() | theirs.keys()):
+                if mine.get(name) != theirs.get(name):
+                    values = f"{theirs.get(name, 'nothing')}, rank 0 has {mine.get(name, 'nothing')}"
+                    return f"rank {other.rank} on {other.node} differs in {what} {name}: it has {values}"
+    return ""
+
+
+class BringUp:
+    """Brings the ranks of `layout` from launched to ready. loading: how many read weights at a time, None: all.
+    placing: where whole experts may go. `num_blocks`, `seconds`, `maps` and `travel` are known when `state` is "ready".
+    """
+
+    def __init__(
+        self, cache: CacheConfig, scheduler: SchedulerConfig, layout: Layout, *, cpu: bool, epoch: int = 0,
+        apart: bool = False, share: float = 1.0, loading: int | None = None, sharers: int = 1,
+        placing: Placing | None = None,
+    ) -> None:  # fmt: skip
+        self.cache, self.scheduler, self.layout, self.cpu = cache, scheduler, layout, cpu
+        self.epoch, self.apart, self.share, self.loading, self.sharers = epoch, apart, share, loading, sharers
+        self.state = "launched"
+        self.members: tuple[Hello, ...] = ()
+        self.num_blocks = 0
+        self.weight_bytes = 0
+        self.seconds: dict[str, float] = {}
+        self.failure: Failed | None = None
+        self.placing = placing
+        self.received: dict[int, int] = {}  # bytes of experts that each rank has from others, and that lie aside
+        self.lay_aside: dict[int, int] = {}  # of these, before any were sent in this epoch
+        self._placed: Placed | None = None
+        self._to_load: list[tuple[int, ...]] = []
+
+    def start(self) -> Command:
+        self.state = "joining"
+        return Join(self.epoch, self.layout, self.apart)
+
+    def on_done(self, replies: list[Reply]) -> Command | None:
+        """All ranks answered the last command, replies in rank order; the next one, or None when ready or failed."""
+        failed = next((reply for reply in replies if isinstance(reply, Failed)), None)
+        if failed is not None:
+            return self._fail(failed)
+        for reply in replies:
+            if isinstance(reply, Ready):
+                for part, seconds in reply.seconds.items():
+                    self.seconds[part] = max(seconds, self.seconds.get(part, 0.0))
+                received = max(reply.facts.get("received", 0), self.received.get(reply.rank, 0))
+                self.received[reply.rank] = received
+                if self.state == "loading":
+                    self.lay_aside[reply.rank] = received
+        match self.state:
+            case "joining":
+                self.members = tuple(reply for reply in replies if isinstance(reply, Hello))
+                if found := differences(self.members):
+                    return self._fail(Failed(0, "connect", found, "", "config"))
+                if self.placing is not None:
+                    self._placed = placed(self.placing, self.layout, [dict(hello.experts) for hello in self.members])
+                    self.members = tuple(msgspec.structs.replace(hello, experts=()) for hello in self.members)
+                self.state = "grouping"
+                return Regroup(self.epoch, self.layout, self.members)
+            case "grouping":
+                self.state = "loading"
+                world = range(self.layout.size)
+                few = self.loading or len(world)
+                self._to_load = [tuple(world[i : i + few]) for i in range(0, len(world), few)]
+                return self._load()
+            case "loading":
+                if self._to_load:
+                    return self._load()
+                if self._placed is None or not self._placed.sent:
+                    return self._probe()
+                self.state = "sending"
+                return Prepare(0, self._sent())
+            case "sending":
+                assert self._placed is not None
+                self.state = "arranging"
+                return Arrange(0, tuple(enumerate(each.slots for each in self._placed.maps)))
+            case "arranging":
+                return self._probe()
+            case "probing":
+                facts = [reply for reply in replies if isinstance(reply, Facts)]
+                try:
+                    self.num_blocks = kv_blocks(
+                        facts, self.cache, self.scheduler, cpu=self.cpu, share=self.share, sharers=self.sharers
+                    )
+                except CapacityError as e:
+                    return self._fail(Failed(0, "probe", str(e), "", "capacity"))
+                self.weight_bytes = sum(f.weight_bytes for f in facts)
+                self.state = "allocating"
+                return Allocate(self.num_blocks)
+            case _:
+                self.state = "ready"
+                return None
+
+    @property
+    def maps(self) -> tuple[ExpertMap, ...]:
+        """Where the experts of each layer are now; empty: they aren't dealt whole."""
+        return self._placed.maps if self._placed is not None else ()
+
+    @property
+    def travel(self) -> Travel:
+        """Of experts, for this epoch. What lay aside before it was sent for it by ranks that have left, or belongs to a
+        rearrangement that came to nothing."""
+        if self._placed is None or self.placing is None:
+            return Travel()
+        others = 0 if self.placing.sent else sum(self.lay_aside.values())
+        moved, sent = sum(self.received.values()) - others, self._placed.sent + self.placing.sent
+        each = moved / sent if sent else 0.0
+        return Travel(moved, round(each * (self._placed.needed + self.placing.needed)), self._placed.read)
+
+    def _sent(self) -> tuple[Move, ...]:
+        return tuple(move for move in self._placed.moves if move.source is not None) if self._placed is not None else ()
+
+    def _load(self) -> Command:
+        ranks = self._to_load.pop(0)
+        if self._placed is None or self.placing is None:
+            return Load(ranks)
+        return Load(ranks, self._placed.as_told(self.placing.configured), self._sent())
+
+    def _probe(self) -> Command:
+        self.state = "probing"
+        return Probe()
+
+    def _fail(self, failed: Failed) -> Command | None:
+        self.state, self.failure = "failed", failed
+        return None
