@@ -52,7 +52,7 @@ def test_only_so_many_load_at_a_time() -> None:
 
 
 def test_the_rank_with_the_least_memory_decides() -> None:
-    plenty, little = starting(), gang()
+    plenty, little = starting(), starting()
     commands_of(plenty, 2)
     commands_of(little, 2, available=[GIB, 20 * 1024])
     assert little.num_blocks == 10 < plenty.num_blocks  # half of it is taken
