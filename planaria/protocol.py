@@ -78,7 +78,7 @@ class LaneResult(msgspec.Struct, frozen=True, array_like=True):
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="step_result"):
     """`lanes`: of a rank, its own lane's part alone; for the core, the parts of all lanes. `prepared`: the last version
-    whose experts this rank has all received (see Prepare), 0 in a new epoch."""
+    whose experts this rank has all received (see SendExperts), 0 in a new epoch."""
 
     epoch: int
     step: int
@@ -135,8 +135,8 @@ class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Read the weights. `ranks`: only these; empty: all. The others answer at once. `maps`: where experts go; empty: as
-    the configuration places them. `moves`: experts that come from the memory of others, so are not read: a Prepare of
-    these moves follows, and an Arrange.
+    the configuration places them. `moves`: experts that come from the memory of others, so are not read: a SendExperts
+    of these moves follows, and a PlaceExperts.
     """
 
     ranks: tuple[int, ...] = ()
@@ -144,7 +144,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     moves: tuple[Move, ...] = ()
 
 
-class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
+class SendExperts(msgspec.Struct, frozen=True, array_like=True, tag="send_experts"):
     """Receive into memory aside the experts that `moves` send; nothing in use changes. All ranks take part.
 
     `aside`: answered at once, and the exchange goes on beside steps, which tell of its end (`StepResult.prepared`); a
@@ -157,7 +157,7 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
     aside: bool = False
 
 
-class Arrange(msgspec.Struct, frozen=True, array_like=True, tag="arrange"):
+class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_experts"):
     """Between two steps: what was prepared as `version` goes into its slots, and these maps are in force. `maps`: of
     the layers that change, (number among the layers with experts, expert of each slot)."""
 
@@ -188,7 +188,7 @@ class Exit(msgspec.Struct, frozen=True, array_like=True, tag="exit"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Regroup, Load, Prepare, Arrange, Allocate are done. `seconds` by part, for the start-up summary."""
+    """Regroup, Load, SendExperts, PlaceExperts, Allocate are done. `seconds` by part, for the start-up summary."""
 
     rank: int
     seconds: dict[str, float] = {}
@@ -219,5 +219,5 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     kind: str = "error"  # "model": ModelError, "capacity": CapacityError, "config": ConfigError, "peer", "error"
 
 
-Command = Join | Regroup | Load | Prepare | Arrange | Probe | Allocate | StepPlan | Call | Exit
+Command = Join | Regroup | Load | SendExperts | PlaceExperts | Probe | Allocate | StepPlan | Call | Exit
 Reply = Hello | Ready | Facts | Done | StepResult | Failed

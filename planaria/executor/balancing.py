@@ -13,7 +13,7 @@ from planaria.core.eplb.balance import ASK, ExpertBalance
 from planaria.core.eplb.policy import balancedness, counts_of, rank_loads
 from planaria.executor.gang import Gang
 from planaria.executor.reply_ledger import Ticket
-from planaria.protocol import Arrange, Command, Prepare, StepResult
+from planaria.protocol import Command, PlaceExperts, SendExperts, StepResult
 from planaria.wire import ExpertLoads, ExpertStats, LayerLoad
 
 logger = logging.getLogger("planaria.engine")
@@ -66,9 +66,9 @@ class Balancing:
         """Every rank has answered another command. Raises WorkersLost."""
         if self.state is None:
             return
-        if isinstance(ticket.command, Prepare):
+        if isinstance(ticket.command, SendExperts):
             self._send(self.state, self.state.received())
-        elif isinstance(ticket.command, Arrange):
+        elif isinstance(ticket.command, PlaceExperts):
             self._arranged(self.state)
 
     def told(self, ticket: Ticket) -> None:

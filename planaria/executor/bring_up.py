@@ -15,18 +15,18 @@ from planaria.core.eplb.places import Placed, Placing, placed
 from planaria.errors import CapacityError
 from planaria.protocol import (
     Allocate,
-    Arrange,
     Command,
     Facts,
     Failed,
     Hello,
     Join,
     Load,
-    Prepare,
+    PlaceExperts,
     Probe,
     Ready,
     Regroup,
     Reply,
+    SendExperts,
 )
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap, Move
@@ -66,8 +66,8 @@ def kv_blocks(
 
 
 PHASES = {
-    Join: "connect", Regroup: "groups", Load: "load", Prepare: "experts", Arrange: "experts", Probe: "probe KV",
-    Allocate: "warm-up",
+    Join: "connect", Regroup: "groups", Load: "load", SendExperts: "experts", PlaceExperts: "experts",
+    Probe: "probe KV", Allocate: "warm-up",
 }  # fmt: skip
 
 
@@ -148,11 +148,11 @@ class BringUp:
                 if self._placed is None or not self._placed.sent:
                     return self._probe()
                 self.state = "sending"
-                return Prepare(0, self._sent())
+                return SendExperts(0, self._sent())
             case "sending":
                 assert self._placed is not None
                 self.state = "arranging"
-                return Arrange(0, tuple(enumerate(each.slots for each in self._placed.maps)))
+                return PlaceExperts(0, tuple(enumerate(each.slots for each in self._placed.maps)))
             case "arranging":
                 return self._probe()
             case "probing":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from planaria.core.eplb.places import Placed, Placing, departing
 from planaria.executor.reply_ledger import Ticket
-from planaria.protocol import Command, Prepare, StepResult
+from planaria.protocol import Command, SendExperts, StepResult
 from planaria.topology import Layout
 from planaria.wire import Reshape
 
@@ -34,19 +34,19 @@ class Departure:
 
     def begin(self) -> Command:
         """All ranks exchange experts beside their steps."""
-        return Prepare(VERSION, self.asked.moves, aside=True)
+        return SendExperts(VERSION, self.asked.moves, aside=True)
 
     def wait(self) -> Command | None:
         """There are no steps now that would tell of the end."""
         if self.done or self._waits:
             return None
         self._waits = True
-        return Prepare(VERSION, ())
+        return SendExperts(VERSION, ())
 
     def answered(self, ticket: Ticket) -> None:
         """By all ranks."""
         replies = ticket.replies.values()
-        if isinstance(ticket.command, Prepare):
+        if isinstance(ticket.command, SendExperts):
             self.done = self.done or not ticket.command.moves
         elif all(isinstance(reply, StepResult) and reply.prepared >= VERSION for reply in replies):
             self.done = True

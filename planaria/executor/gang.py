@@ -22,7 +22,7 @@ from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
 from planaria.executor.bring_up import PHASES, BringUp
 from planaria.executor.health import LONGEST_LOOK, Health
 from planaria.executor.link.address import Inside
-from planaria.executor.link.faults import LinkError, PeerLost
+from planaria.executor.link.faults import ConnectionLost, LinkError
 from planaria.executor.pace import Pace
 from planaria.executor.preflight import Needs, check_node, look
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
@@ -339,7 +339,7 @@ class Gang:
 
     def _broken_link(self, error: LinkError) -> WorkersLost:
         ranks = tuple(rank for rank in error.ranks if rank >= 0)
-        if isinstance(error, PeerLost):
+        if isinstance(error, ConnectionLost):
             self.launcher.settle(ranks)
         lost = self.launcher.lost()
         if lost:

@@ -17,7 +17,7 @@ from planaria.config.options import ParallelConfig
 from planaria.env import host_ip
 from planaria.errors import CapacityError, PlanariaError, RanksDiffer
 from planaria.executor.link.codec import Bytes
-from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, PeerLost
+from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError
 from planaria.executor.link.keys import Invitation, Keys
 from planaria.executor.link.tcp_port import TcpPort
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, bracketed
@@ -69,7 +69,7 @@ class Attendant:
             while True:
                 try:
                     self._serve()
-                except (PeerLost, Fenced) as e:
+                except (ConnectionLost, Fenced) as e:
                     self._leave()
                     self.alone()
                     logger.warning("%s: the ranks of node %d have ended; it waits", e, self.parallel.node_rank)
@@ -114,8 +114,8 @@ class Attendant:
     # -- inside
 
     def _serve(self) -> None:
-        """One who is on the first node, until the connection ends. Raises PeerLost, Fenced (there may be another),
-        _Over."""
+        """One who is on the first node, until the connection ends. Raises ConnectionLost, Fenced (there may be
+        another), _Over."""
         self._followed = False
         try:
             port = self._join()
@@ -127,7 +127,7 @@ class Attendant:
                     self.look()
         except LinkClosed as e:
             if self._followed:
-                raise PeerLost(str(e)) from None
+                raise ConnectionLost(str(e)) from None
             raise _Over from None
 
     def _leave(self, why: str = "it has ended") -> None:

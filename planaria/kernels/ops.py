@@ -299,9 +299,9 @@ class Ops(Protocol):
     ) -> Callable[[], torch.Tensor]:
         """A function that runs `forward` on what `batch` holds at that moment and returns its result as a tensor
         [S, vocabulary] (or [T, H]) float32, valid until the next run. Called with S = 0 it runs and returns an empty
-        tensor. Raises PeerLost when a rank of the group is gone. lanes: a way to exchange tokens in place of the one
-        that was joined; functions with ways of their own may run in several threads, as long as only one of them
-        computes while others exchange."""
+        tensor. Raises CollectiveAborted when a rank of the group is gone. lanes: a way to exchange tokens in place of
+        the one that was joined; functions with ways of their own may run in several threads, as long as only one of
+        them computes while others exchange."""
         ...
 
     def use_threads(self, threads: int) -> None:

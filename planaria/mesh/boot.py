@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from planaria.mesh.comm import DEADLINE, Comm, PeerLost, Solo
+from planaria.mesh.comm import DEADLINE, CollectiveAborted, Comm, Solo
 from planaria.mesh.mesh import Mesh
 from planaria.node import Shared
 from planaria.protocol import Hello
@@ -60,17 +60,17 @@ class Opening:
         self._end: Callable[[], Any] | None = None
 
     def abort(self, reason: str) -> None:
-        """End the wait that is on, and any later one, with PeerLost."""
+        """End the wait that is on, and any later one, with CollectiveAborted."""
         with self._lock:
             self._reason = self._reason or reason
             if self._end is not None:
                 self._end()
 
     def check(self) -> None:
-        """Raise PeerLost if it was aborted: called once the mesh is where `abort` is passed on to, so that none is
-        missed."""
+        """Raise CollectiveAborted if it was aborted: called once the mesh is where `abort` is passed on to, so that
+        none is missed."""
         if self._reason:
-            raise PeerLost((), self._reason)
+            raise CollectiveAborted((), self._reason)
 
     @contextlib.contextmanager
     def waiting(self, end: Callable[[], Any]) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Opening:
             self._end = end
         try:
             yield
-        except PeerLost:
+        except CollectiveAborted:
             self.check()
             raise
         finally:
@@ -95,8 +95,8 @@ def open_mesh(
 ) -> Mesh:  # fmt: skip
     """Meet the other ranks. fast: use shared memory where it can be. kernels: gives the compiled kernels' entry, called
     only for shared memory; lanes, crowded: see RankBoot. opening: by which another thread ends this. experts,
-    micro_batches: as for `axes`. Raises PeerLost when a rank does not come within the deadline or the opening is
-    aborted, Gone when a rank has ended already."""
+    micro_batches: as for `axes`. Raises CollectiveAborted when a rank does not come within the deadline or the opening
+    is aborted, Gone when a rank has ended already."""
     opening = opening or Opening()
 
     def group(axis: str, ranks: tuple[int, ...]) -> Comm:

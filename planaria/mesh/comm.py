@@ -1,8 +1,8 @@
 """What a rank can do with the other ranks of one axis, and the axis of one rank, which does nothing.
 
 Rule: every rank of a group calls the same operations in the same order. Each wait ends: with the data, or with
-PeerLost, which names the rank that did not come. After a PeerLost the group is of no more use; a new epoch makes new
-ones.
+CollectiveAborted, which names the rank that did not come. After a CollectiveAborted the group is of no more use; a new
+epoch makes new ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEADLINE = 60.0  # seconds a rank waits for another
 
 
-class PeerLost(PlanariaError):
+class CollectiveAborted(PlanariaError):
     """A rank of a group did not come. `ranks` are world ranks; empty when the group was fenced for another reason."""
 
     def __init__(self, ranks: tuple[int, ...], what: str) -> None:
@@ -71,7 +71,7 @@ class NativeComm(Comm, Protocol):
         """Wait for all ranks."""
 
     def check(self) -> None:
-        """Raise PeerLost if native code gave up."""
+        """Raise CollectiveAborted if native code gave up."""
 
 
 class Solo:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planaria.mesh.comm import Comm, PeerLost, flat
+from planaria.mesh.comm import CollectiveAborted, Comm, flat
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class EdgeComm:
         into = flat(x).view(torch.uint8)
         if len(data) != into.numel():
             before = self.members[source]
-            raise PeerLost((before,), f"rank {before} handed on {len(data)} bytes, {into.numel()} were due")
+            raise CollectiveAborted((before,), f"rank {before} handed on {len(data)} bytes, {into.numel()} were due")
         if data:  # a lane without work sends no rows
             into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 

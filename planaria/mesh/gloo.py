@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from planaria.mesh.comm import DEADLINE, PeerLost, broadcast_by_messages, flat
+from planaria.mesh.comm import DEADLINE, CollectiveAborted, broadcast_by_messages, flat
 from planaria.mesh.sockets import Address, hang_up, listening
 
 IN_FLIGHT = 64  # messages that `send` leaves on their way
@@ -43,7 +43,7 @@ def open_store(host: str, port: int = 0, *, deadline: float = DEADLINE) -> tuple
 
 
 def join_store(host: str, port: int, *, deadline: float = DEADLINE) -> TCPStore:
-    """The store that another rank serves. Raises PeerLost when it can't be reached by the deadline."""
+    """The store that another rank serves. Raises CollectiveAborted when it can't be reached by the deadline."""
     # torch's own deadline isn't for a server that takes a connection and says nothing: it would wait for ever
     silent = threading.Timer(deadline, hang_up, (set(), {(address, port) for address in _numeric(host)}))
     silent.daemon = True
@@ -51,7 +51,7 @@ def join_store(host: str, port: int, *, deadline: float = DEADLINE) -> TCPStore:
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline), wait_for_workers=False)
     except RuntimeError as e:
-        raise PeerLost((), f"no connection to the groups' store at {host} port {port}: {_line(e)}") from e
+        raise CollectiveAborted((), f"no connection to the groups' store at {host} port {port}: {_line(e)}") from e
     finally:
         silent.cancel()
 
@@ -101,18 +101,18 @@ class GlooComm:
     def attempt(self, run: Callable[[], Any], peer: int | None = None) -> Any:
         """`run()`; its failure names `peer`, or the others: torch does not say which of several it was."""
         if self._reason:
-            raise PeerLost((), self._reason)
+            raise CollectiveAborted((), self._reason)
         try:
             return run()
         except RuntimeError as e:
             if self._reason:
-                raise PeerLost((), self._reason) from e
+                raise CollectiveAborted((), self._reason) from e
             others = [i for i in range(self.size) if i != self.rank] if peer is None else [peer]
             names = [self.members[i] for i in others]
             who = f"rank {names[0]}" if len(names) == 1 else f"one of the ranks {', '.join(map(str, names))}"
             late = "imed out" in str(e) or "imeout" in str(e)
             what = f"did not come within {self.deadline:g} s" if late else "is gone: its connection closed"
-            raise PeerLost(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
+            raise CollectiveAborted(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
 
     def all_reduce(self, x: torch.Tensor) -> None:
         self.attempt(lambda: self._group.allreduce([x]).wait())

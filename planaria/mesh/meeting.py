@@ -12,7 +12,7 @@ from typing import Any
 
 from planaria.config.options import OuterLauncher
 from planaria.errors import CapacityError
-from planaria.mesh.comm import PeerLost
+from planaria.mesh.comm import CollectiveAborted
 from planaria.mesh.gloo import join_store, open_store
 from planaria.node import resolve_host
 
@@ -36,7 +36,7 @@ class Meeting:
                     _stores[where], _ = open_store(host, outer.master_port, deadline=TIMEOUT)
                 else:
                     _stores[where] = join_store(host, outer.master_port, deadline=TIMEOUT)
-            except (OSError, PeerLost) as e:
+            except (OSError, CollectiveAborted) as e:
                 raise CapacityError(
                     f"the outer launcher's processes can't meet at {outer.master_addr} port {outer.master_port} "
                     f"($MASTER_ADDR, $MASTER_PORT): {e}"

@@ -29,7 +29,7 @@ class Mesh:
         return self.pp.rank == 0
 
     def abort(self, reason: str) -> None:
-        """End every wait of this rank with PeerLost; safe from any thread."""
+        """End every wait of this rank with CollectiveAborted; safe from any thread."""
         for comm in self._all:
             comm.abort(reason)
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.memory import Region
 from planaria.kernels.cpu.team import Team
-from planaria.mesh.comm import DEADLINE, PeerLost, broadcast_by_messages, flat
+from planaria.mesh.comm import DEADLINE, CollectiveAborted, broadcast_by_messages, flat
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class SharedComm:
     fd: the group's segment; it is duplicated. members: world ranks by rank in the group. entry: the compiled kernels
     (`planaria.kernels.cpu.build.load`), of any flavour. lanes: threads of each rank that add up together, at most what
     the rank with the least threads has. crowded: there are more ranks and threads on the node than cores, so nobody
-    spins. deadline: seconds to wait for a rank. Returns when all members are there; raises PeerLost when not.
+    spins. deadline: seconds to wait for a rank. Returns when all members are there; raises CollectiveAborted when not.
 
     `send` waits only where `ring` slots of SLOT bytes are on their way.
     """
@@ -104,7 +104,7 @@ class SharedComm:
         self._words[layout.PIDS // 8 + rank] = os.getpid()
         try:
             self.meet()
-        except PeerLost:
+        except CollectiveAborted:
             self.close()
             raise
 
@@ -128,20 +128,20 @@ class SharedComm:
         return self._window[1]
 
     def check(self) -> None:
-        """Raise PeerLost if an operation on this group, from here or from a recording, was given up."""
+        """Raise CollectiveAborted if an operation on this group, from here or from a recording, was given up."""
         if not self._failed[0]:
             return
         fence = int(self._words[0])
         if 1 <= fence <= self.size:
             lost = self.members[fence - 1]
-            raise PeerLost(
+            raise CollectiveAborted(
                 (lost,), f"rank {lost} is gone, or did not come within {self.deadline:g} s, "
                 f"as rank {self.members[self.rank]} noticed",
             )  # fmt: skip
         if FENCED < fence <= FENCED + self.size and fence - FENCED - 1 != self.rank:
             lost = self.members[fence - FENCED - 1]
-            raise PeerLost((lost,), f"rank {lost} gave up")
-        raise PeerLost((), self._reason or "the group was fenced")
+            raise CollectiveAborted((lost,), f"rank {lost} gave up")
+        raise CollectiveAborted((), self._reason or "the group was fenced")
 
     def _run(self, *fields: int) -> None:
         self._fields[: len(fields)] = fields

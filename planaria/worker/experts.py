@@ -95,7 +95,7 @@ class Experts:
     # -- travelling
 
     def prepare(self, version: int, moves: Sequence[Move], *, aside: bool) -> None:
-        """See `protocol.Prepare`. Raises what an earlier exchange failed with."""
+        """See `protocol.SendExperts`. Raises what an earlier exchange failed with."""
         self.settle()
         if moves and aside:
             self._thread = threading.Thread(target=self._beside, args=(version, moves), name="planaria-experts")
@@ -180,7 +180,7 @@ class Experts:
         return gate_up, down
 
     def arrange(self, version: int, maps: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """See `protocol.Arrange`. Raises ValueError where a slot's expert isn't here."""
+        """See `protocol.PlaceExperts`. Raises ValueError where a slot's expert isn't here."""
         self.settle()
         if version > self.prepared:
             raise ValueError(f"version {version} of the experts was not prepared: the last one is {self.prepared}")

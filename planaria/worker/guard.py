@@ -6,11 +6,11 @@ import traceback
 from collections.abc import Callable
 
 from planaria.errors import CapacityError, ModelError, UserError
-from planaria.mesh.comm import PeerLost
+from planaria.mesh.comm import CollectiveAborted
 from planaria.protocol import Failed, Reply
 
 _KINDS: list[tuple[type[Exception], str]] = [
-    (ModelError, "model"), (UserError, "user"), (CapacityError, "capacity"), (PeerLost, "peer"),
+    (ModelError, "model"), (UserError, "user"), (CapacityError, "capacity"), (CollectiveAborted, "peer"),
 ]  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from planaria.executor.boot import SPARE, RankBoot
-from planaria.executor.link.address import At, open_port
-from planaria.executor.link.faults import LinkError, PeerLost, Port
+from planaria.executor.link.address import ShmAddress, open_port
+from planaria.executor.link.faults import ConnectionLost, LinkError, Port
 from planaria.logs import setup_logging
 from planaria.node import Gone
 from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
@@ -72,7 +72,7 @@ class Life:
                 return 0
             except (LinkError, Gone) as e:
                 logger.debug("rank %d: %s", boot.rank, e)
-                if isinstance(e, PeerLost) and isinstance(boot.link, At):  # the driver has ended
+                if isinstance(e, ConnectionLost) and isinstance(boot.link, ShmAddress):  # the driver has ended
                     break
             try:
                 boot = self._boots.get(timeout=NEXT_EPOCH)

@@ -8,7 +8,6 @@ from planaria.config.digest import compared, hash_fields
 from planaria.executor.boot import RankBoot
 from planaria.protocol import (
     Allocate,
-    Arrange,
     Call,
     Command,
     Done,
@@ -17,11 +16,12 @@ from planaria.protocol import (
     Join,
     LaneResult,
     Load,
-    Prepare,
+    PlaceExperts,
     Probe,
     Ready,
     Regroup,
     Reply,
+    SendExperts,
     StepPlan,
     StepResult,
 )
@@ -55,7 +55,7 @@ class NullRank:
                 )
             case Probe():
                 return Facts(self.rank, 1, 1 << 20, 0)
-            case Regroup() | Load() | Prepare() | Arrange() | Allocate():
+            case Regroup() | Load() | SendExperts() | PlaceExperts() | Allocate():
                 return Ready(self.rank)
             case Call():
                 return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))

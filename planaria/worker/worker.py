@@ -22,7 +22,6 @@ from planaria.mesh.mesh import Mesh
 from planaria.node import resident_bytes
 from planaria.protocol import (
     Allocate,
-    Arrange,
     Call,
     Command,
     Done,
@@ -31,11 +30,12 @@ from planaria.protocol import (
     Hello,
     Join,
     Load,
-    Prepare,
+    PlaceExperts,
     Probe,
     Ready,
     Regroup,
     Reply,
+    SendExperts,
     StepPlan,
     StepResult,
 )
@@ -100,9 +100,9 @@ class Worker:
                 return guard(self.rank, "groups", lambda: self._regroup(command))
             case Load():
                 return guard(self.rank, "load", lambda: self._load(command))
-            case Prepare():
+            case SendExperts():
                 return guard(self.rank, "experts", lambda: self._prepare_experts(command))
-            case Arrange():
+            case PlaceExperts():
                 return guard(self.rank, "experts", lambda: self._arrange_experts(command))
             case Probe():
                 return guard(self.rank, "probe", self._probe)
@@ -327,12 +327,12 @@ class Worker:
             self.experts.arrange(0, enumerate(maps))
         return Ready(self.rank, self.seconds, {"received": received})
 
-    def _prepare_experts(self, command: Prepare) -> Reply:
+    def _prepare_experts(self, command: SendExperts) -> Reply:
         if self.experts is not None:
             self.experts.prepare(command.version, command.moves, aside=command.aside)
         return Ready(self.rank, facts={"received": self.experts.bytes_aside if self.experts is not None else 0})
 
-    def _arrange_experts(self, command: Arrange) -> Reply:
+    def _arrange_experts(self, command: PlaceExperts) -> Reply:
         if self.experts is not None:
             self.experts.arrange(command.version, command.maps)
         return Ready(self.rank)

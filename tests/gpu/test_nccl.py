@@ -20,7 +20,7 @@ pytestmark = [
 RANK = """
 import os, signal, sys, threading
 import torch
-from planaria.mesh.comm import PeerLost
+from planaria.mesh.comm import CollectiveAborted
 from planaria.mesh.gloo import join_store
 from planaria.mesh.nccl import NcclComm
 rank, port, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -56,7 +56,7 @@ if what == "stop":
         comm.all_reduce(x)
         torch.cuda.synchronize()
         comm.all_reduce(x)
-    except PeerLost as e:
+    except CollectiveAborted as e:
         assert "rank 11 is stopped" in str(e)
         print("ended", flush=True)
 comm.close()

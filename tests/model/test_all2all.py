@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planaria.mesh.all2all import All2All, make
-from planaria.mesh.comm import Comm, PeerLost
+from planaria.mesh.comm import CollectiveAborted, Comm
 from tests.model.test_mesh import Group
 
 HIDDEN, CHOICES, MOST = 48, 2, 40
@@ -98,7 +98,7 @@ def test_a_wait_for_a_lane_that_is_gone_ends(kind: str, name: str, after: str) -
         if comm.rank == 1:
             comm.abort("it has failed")
             return None
-        with pytest.raises(PeerLost):
+        with pytest.raises(CollectiveAborted):
             if after == "begin":
                 exchange.dispatch(tokens(0, 0, 0, 3), into)
             exchange.combine(torch.zeros(6, HIDDEN), torch.zeros(3, HIDDEN))

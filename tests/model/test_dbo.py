@@ -23,7 +23,7 @@ from planaria.kernels.ops import Batch
 from planaria.kernels.reference import TorchOps
 from planaria.layers.deal import deal, expert_map
 from planaria.mesh.all2all import make
-from planaria.mesh.comm import Comm, PeerLost, Solo
+from planaria.mesh.comm import CollectiveAborted, Comm, Solo
 from planaria.mesh.mesh import Mesh
 from planaria.models import build, model_config
 from planaria.worker.micro_batches import MicroBatches, cut
@@ -248,12 +248,14 @@ def test_one_computes_while_another_exchanges(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("error", [PeerLost((1,), "rank 1 is gone"), ValueError("broken")], ids=["peer", "other"])
+@pytest.mark.parametrize(
+    "error", [CollectiveAborted((1,), "rank 1 is gone"), ValueError("broken")], ids=["peer", "other"]
+)
 def test_an_error_in_one_ends_all_and_is_the_step_s(folders: dict[str, Path], place: int, error: Exception) -> None:
     """The other waits in its exchange, which `abort` ends as a group's does."""
     always, aborted = threading.Event(), threading.Event()
     always.set()
-    exchanges = [Gated(aborted, error=PeerLost((), "the group was fenced")) for _ in range(2)]
+    exchanges = [Gated(aborted, error=CollectiveAborted((), "the group was fenced")) for _ in range(2)]
     exchanges[place] = Gated(always, error=error)
     mesh = Mesh(0, Fenced(aborted))
     driver, parts = one_lane(folders["qwen2_moe"], exchanges, mesh)

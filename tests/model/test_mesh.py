@@ -27,7 +27,7 @@ from planaria.kernels.cpu.build import load, target_for
 from planaria.kernels.ops import Batch
 from planaria.kernels.reference import Step
 from planaria.mesh.boot import Opening, axes, create_segment, create_segments, open_mesh
-from planaria.mesh.comm import Comm, PeerLost, Solo
+from planaria.mesh.comm import CollectiveAborted, Comm, Solo
 from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
 from planaria.mesh.mesh import Mesh
 from planaria.mesh.nccl import NcclComm
@@ -182,7 +182,7 @@ def test_a_message_larger_than_the_ring() -> None:
 def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
     group = Group(kind, 2, deadline=1.0)
     since = time.monotonic()
-    with pytest.raises(PeerLost, match=r"rank 11 .*did not come within 1 s") as lost:
+    with pytest.raises(CollectiveAborted, match=r"rank 11 .*did not come within 1 s") as lost:
         group.comms[0].all_reduce(torch.zeros(32))
     assert lost.value.ranks == (11,) and 0.9 < time.monotonic() - since < SOON
     group.close()
@@ -196,13 +196,13 @@ def test_all_waiting_ranks_name_the_same_one() -> None:
             return ""
         try:
             comm.all_reduce(torch.zeros(32))
-        except PeerLost as e:
+        except CollectiveAborted as e:
             return str(e)
         return "no error"
 
     found = group.run(work)
     assert "rank 11 " in found[0] and "rank 11 " in found[2]
-    with pytest.raises(PeerLost):  # and nothing works from then on
+    with pytest.raises(CollectiveAborted):  # and nothing works from then on
         group.comms[0].send(torch.zeros(1), 1)
     group.close()
 
@@ -226,10 +226,10 @@ def test_a_wait_ends_when_it_is_told_to(kind: str, by: str, wait: str) -> None:
         group.comms[0].abort("told to end")
     else:
         fence_segment(group.fd)
-    with pytest.raises(PeerLost, match="told to end" if by == "abort" else "fenced"):
+    with pytest.raises(CollectiveAborted, match="told to end" if by == "abort" else "fenced"):
         waiting.result(60)
     assert time.monotonic() - since < SOON
-    with pytest.raises(PeerLost):
+    with pytest.raises(CollectiveAborted):
         group.comms[0].all_reduce(torch.zeros(32))
     group.close()
 
@@ -257,7 +257,7 @@ def test_gloo_ends_a_wait_for_a_stopped_process(wait: str) -> None:
                 waiting.result(0.2)
             since = time.monotonic()
             comm.abort("rank 11 is stopped")
-            with pytest.raises(PeerLost, match="rank 11 is stopped"):
+            with pytest.raises(CollectiveAborted, match="rank 11 is stopped"):
                 waiting.result(60)
             comm.close()
             assert time.monotonic() - since < SOON
@@ -272,7 +272,7 @@ def test_gloo_names_a_killed_process() -> None:
     comm = GlooComm(store, "group", 0, (10, 11))
     peer.wait()
     since = time.monotonic()
-    with pytest.raises(PeerLost, match="rank 11 is gone") as lost:
+    with pytest.raises(CollectiveAborted, match="rank 11 is gone") as lost:
         comm.receive(torch.zeros(32), 1)
     assert lost.value.ranks == (11,) and time.monotonic() - since < SOON
     comm.close()
@@ -282,7 +282,7 @@ def test_a_store_that_says_nothing_is_given_up_at_the_deadline() -> None:
     """Such as a stopped rank's: the kernel takes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         since = time.monotonic()
-        with pytest.raises(PeerLost, match="no connection to the groups' store"):
+        with pytest.raises(CollectiveAborted, match="no connection to the groups' store"):
             join_store("127.0.0.1", silent.getsockname()[1], deadline=1.0)
         assert 0.9 < time.monotonic() - since < SOON
 
@@ -295,7 +295,7 @@ def test_a_group_that_is_being_made_ends_with_its_store() -> None:
             making.result(0.2)
         since = time.monotonic()
         leave_store(store)
-        with pytest.raises(PeerLost):
+        with pytest.raises(CollectiveAborted):
             making.result(60)
         assert time.monotonic() - since < SOON
 
@@ -317,9 +317,9 @@ def test_meeting_ends_when_it_is_told_to(fast: bool) -> None:
         with pytest.raises(TimeoutError):
             meeting.result(0.5)
         opening.abort("told to end")
-        with pytest.raises(PeerLost, match="told to end"):
+        with pytest.raises(CollectiveAborted, match="told to end"):
             meeting.result(60)
-        with pytest.raises(PeerLost, match="told to end"):  # and from now on at once
+        with pytest.raises(CollectiveAborted, match="told to end"):  # and from now on at once
             meet()
     for fd, _ in segments.values():
         os.close(fd)
@@ -337,7 +337,7 @@ def test_a_message_that_was_not_received_names_who_did_not() -> None:
     sender: Any = group.comms[0]
     sender.in_flight = 1
     sender._sent.append((Lost(), torch.zeros(1), 1))
-    with pytest.raises(PeerLost, match="rank 11 is gone") as lost:
+    with pytest.raises(CollectiveAborted, match="rank 11 is gone") as lost:
         sender.send(torch.zeros(1), 2)
     assert lost.value.ranks == (11,)
     group.close()
@@ -358,7 +358,7 @@ def test_groups_that_were_made_before_one_failed_are_closed() -> None:
             meeting = pool.submit(meet)
             other = SharedComm(segments["tp"][0], 1, (0, 1), entry)
             opening.abort("told to end")
-            with pytest.raises(PeerLost, match="told to end"):
+            with pytest.raises(CollectiveAborted, match="told to end"):
                 meeting.result(SOON)
             other.close()
 

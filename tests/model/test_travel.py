@@ -18,7 +18,7 @@ from planaria.kernels.reference import TorchOps
 from planaria.layers.deal import deal
 from planaria.layers.moe import MoE
 from planaria.mesh.boot import create_segment
-from planaria.mesh.comm import Comm, PeerLost
+from planaria.mesh.comm import CollectiveAborted, Comm
 from planaria.mesh.shared import SharedComm
 from planaria.models import build, model_config
 from planaria.topology.experts import ExpertMap, Move
@@ -127,7 +127,7 @@ def test_an_exchange_that_fails_beside_steps_is_told_at_the_next_chance(folder: 
     pair.groups[1].abort("its epoch is over")
     for thread in waiting:
         thread.join()
-    with pytest.raises(PeerLost):
+    with pytest.raises(CollectiveAborted):
         rank.check()
     rank.leave()
     assert rank.prepared == 0 and dict(rank.held())[0] == (0, 1, 2)
@@ -157,7 +157,7 @@ def test_an_exchange_that_fails_on_one_rank_is_told_to_those_that_wait_for_it(fo
         assert not thread.is_alive()
     with pytest.raises(MemoryError):
         fails.check()
-    with pytest.raises(PeerLost, match="rank 1 gave up"):
+    with pytest.raises(CollectiveAborted, match="rank 1 gave up"):
         waits.check()
     assert not taken and not waits.bytes_aside, "memory for what did not come is free again"
 

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from planaria.executor.link.address import Address, open_port
-from planaria.executor.link.faults import Fenced, LinkClosed, MessageLost, PeerLost
+from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, MessageLost
 from planaria.executor.link.shm import ShmLink, ShmPort
 from planaria.executor.link.tcp_port import TcpPort
 from planaria.protocol import Call, Command, Done, Exit, LaneResult, Reply, StepPlan, StepResult
 
 MEGABYTE = bytes(1 << 20)
-ENDED = {Fenced: 10, LinkClosed: 11, PeerLost: 12, MessageLost: 13}  # exit codes
+ENDED = {Fenced: 10, LinkClosed: 11, ConnectionLost: 12, MessageLost: 13}  # exit codes
 
 
 def do(rank: int, command: Command) -> Reply:

@@ -12,7 +12,7 @@ import httpx2
 import msgspec
 import pytest
 
-from planaria.protocol import Arrange, Command, Prepare
+from planaria.protocol import Command, PlaceExperts, SendExperts
 from tests.model.engines import Engine
 from tests.proc.experts import ASKED, EP
 from tests.proc.servers import PATIENCE, Server, planaria
@@ -71,7 +71,8 @@ class Killer:
         self._send, engine.loop.gang.send = engine.loop.gang.send, self.send  # type: ignore[method-assign]
 
     def send(self, command: Command) -> Any:
-        if not isinstance(command, self.kind) or self.struck or (isinstance(command, Prepare) and not command.version):
+        coming_up = isinstance(command, SendExperts) and not command.version
+        if not isinstance(command, self.kind) or self.struck or coming_up:
             return self._send(command)
         self.struck = True
         if self.before:
@@ -88,9 +89,9 @@ class Killer:
 @pytest.mark.parametrize(
     ("kind", "before"),
     [
-        pytest.param(Prepare, True, id="unprepared", marks=pytest.mark.long),
-        pytest.param(Prepare, False, id="preparing"), pytest.param(Arrange, True, id="prepared"),
-        pytest.param(Arrange, False, id="committing", marks=pytest.mark.long),
+        pytest.param(SendExperts, True, id="unprepared", marks=pytest.mark.long),
+        pytest.param(SendExperts, False, id="preparing"), pytest.param(PlaceExperts, True, id="prepared"),
+        pytest.param(PlaceExperts, False, id="committing", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_rank_that_dies_in_the_middle_costs_a_pause(

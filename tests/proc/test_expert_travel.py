@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from planaria.protocol import Command, Prepare
+from planaria.protocol import Command, SendExperts
 from planaria.wire import Reshape
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, ask_for
@@ -87,7 +87,7 @@ def test_the_one_that_has_them_all_dies_while_another_joins(
     ask, killed = lanes.loop.gang.ask, []
 
     def harm(command: Command, *more: Any) -> Any:
-        if isinstance(command, Prepare) and not killed:
+        if isinstance(command, SendExperts) and not killed:
             pid = lanes.loop.gang.places[0].pid
             killed.append(pid)
             os.kill(pid, signal.SIGKILL)

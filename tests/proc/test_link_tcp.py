@@ -17,9 +17,9 @@ import msgspec
 import pytest
 import zmq
 
-from planaria.executor.link.address import Tcp
+from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import encode_reply
-from planaria.executor.link.faults import Fenced, LinkError, PeerLost
+from planaria.executor.link.faults import ConnectionLost, Fenced, LinkError
 from planaria.executor.link.keys import Invitation, Keys, Pair
 from planaria.executor.link.stream import Kind, Stream
 from planaria.executor.link.tcp import TcpLink
@@ -262,7 +262,7 @@ def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> No
     link = TcpLink.create(3, heartbeat=HEARTBEAT)
     cable = Cable(int(link.address.rpartition(":")[2]))
     through = msgspec.structs.replace(link.invitation(1), address=f"tcp://127.0.0.1:{cable.port}")
-    addresses = [link.address_of(0), Tcp(through.encode()), link.address_of(2)]
+    addresses = [link.address_of(0), TcpAddress(through.encode()), link.address_of(2)]
     processes = [start_rank(rank, address) for rank, address in enumerate(addresses)]
     try:
         link.send(1, Call("echo", (1,)))
@@ -270,14 +270,14 @@ def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> No
         for rank, act in ((1, cable.cut.set), (2, lambda: processes[2].send_signal(signal.SIGSTOP))):
             act()
             since = time.monotonic()
-            with pytest.raises(PeerLost) as error:
+            with pytest.raises(ConnectionLost) as error:
                 link.receive(LIMIT)
             assert error.value.ranks == (rank,)
             within(HEARTBEAT + SOON, since)
             link.forget(rank)
         link.send(2, Call("echo", (2,)), to=0)
         assert link.receive(LIMIT) == (0, 2, Done(0, 2))
-        assert processes[1].wait(LIMIT) == ENDED[PeerLost]
+        assert processes[1].wait(LIMIT) == ENDED[ConnectionLost]
     finally:
         link.close()
         cable.close()

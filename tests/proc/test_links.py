@@ -17,10 +17,10 @@ import msgspec
 import psutil
 import pytest
 
-from planaria.executor.link.address import At, Tcp, open_port
+from planaria.executor.link.address import ShmAddress, TcpAddress, open_port
 from planaria.executor.link.codec import CodecError
 from planaria.executor.link.direct import DirectLink
-from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, MessageLost, PeerLags, PeerLost
+from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, MessageLost, PeerLags
 from planaria.executor.link.keys import Invitation, Keys
 from planaria.executor.link.shm import ShmLink
 from planaria.executor.link.tcp import TcpLink
@@ -237,16 +237,17 @@ def test_a_lost_reply_is_noticed_by_the_driver(kind: str) -> None:
 # -- who may join
 
 
-def forged(address: At | Tcp) -> list[At | Tcp]:
+def forged(address: ShmAddress | TcpAddress) -> list[ShmAddress | TcpAddress]:
     """What somebody might try who was not invited to a link."""
-    if isinstance(address, At):
+    if isinstance(address, ShmAddress):
         memory = address.memory
         other = Shared(memory.pid, memory.fd, memory.inode + 1)
         with open(os.devnull) as file:
-            return [At(other, address.rank), At(memory, 99), At(memory, address.rank), At(Shared.of(file.fileno()), 0)]
+            foreign = ShmAddress(Shared.of(file.fileno()), 0)
+            return [ShmAddress(other, address.rank), ShmAddress(memory, 99), ShmAddress(memory, address.rank), foreign]
     own = Invitation.decode(address.invitation)
     stranger = Keys.generate(1).ranks[0]
-    return [Tcp(msgspec.structs.replace(own, pair=stranger).encode())]
+    return [TcpAddress(msgspec.structs.replace(own, pair=stranger).encode())]
 
 
 @kinds
@@ -271,7 +272,7 @@ def test_a_killed_rank_is_named_at_once(kind: str) -> None:
         for victim in (2, 3):  # of joined: one of each part
             number = ranks.send(Call("die", ([victim],)))
             answered = set()
-            with pytest.raises(PeerLost) as error:
+            with pytest.raises(ConnectionLost) as error:
                 assert ranks.processes[victim].wait(LIMIT) == -signal.SIGKILL
                 began = time.monotonic()
                 while (got := ranks.link.receive(LIMIT)) is not None:
@@ -290,7 +291,7 @@ def test_what_a_rank_said_before_its_death_is_heard() -> None:
         ranks.send(Call("die", ([0],)))
         assert ranks.processes[0].wait(LIMIT) == -signal.SIGKILL
         assert ranks.link.receive(LIMIT) == (0, number, Done(0, "last words"))
-        with pytest.raises(PeerLost):
+        with pytest.raises(ConnectionLost):
             ranks.link.receive(LIMIT)
 
 
@@ -299,7 +300,7 @@ def test_a_rank_killed_while_the_driver_sends_a_large_message(kind: str) -> None
     with Ranks(kind, 2) as ranks:
         ranks.ask("echo", 0)
         ranks.stop(1)
-        with ranks.when_full(1, ranks.processes[1].kill), pytest.raises(PeerLost) as error:
+        with ranks.when_full(1, ranks.processes[1].kill), pytest.raises(ConnectionLost) as error:
             ranks.send(Call("check", (bytes(64 << 20),)))
             while ranks.link.receive(LIMIT):  # of those that live
                 pass

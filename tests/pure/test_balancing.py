@@ -15,7 +15,7 @@ from planaria.core.eplb.balance import ASK
 from planaria.executor.balancing import Balancing
 from planaria.executor.boot import Place
 from planaria.executor.reply_ledger import Ticket
-from planaria.protocol import Arrange, Command, Done, Failed, Prepare, Ready, Reply, StepPlan, StepResult
+from planaria.protocol import Command, Done, Failed, PlaceExperts, Ready, Reply, SendExperts, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
 
@@ -133,7 +133,7 @@ def test_load_that_a_rank_can_not_tell_takes_back_nothing_that_was_counted() -> 
     version = made.state.version
     made.formed()  # another epoch
     shift()
-    assert any(isinstance(command, Arrange) for command in run.seen)
-    assert min(command.version for command in run.seen if isinstance(command, Prepare)) > version, "none twice"
+    assert any(isinstance(command, PlaceExperts) for command in run.seen)
+    assert min(command.version for command in run.seen if isinstance(command, SendExperts)) > version, "none twice"
     assert made.stats is not None
     assert made.stats.rearrangements > stats.rearrangements and made.stats.bytes_moved > stats.bytes_moved

@@ -24,7 +24,6 @@ from planaria.executor.link.faults import MessageLost
 from planaria.executor.link.stream import Kind, Refused, Stream
 from planaria.protocol import (
     Allocate,
-    Arrange,
     Call,
     Command,
     Done,
@@ -34,11 +33,12 @@ from planaria.protocol import (
     Fresh,
     LaneResult,
     Load,
-    Prepare,
+    PlaceExperts,
     Probe,
     Ready,
     Reply,
     Row,
+    SendExperts,
     StepPlan,
     StepResult,
 )
@@ -71,8 +71,8 @@ maps = st.lists(slots, max_size=2).map(tuple)
 moves = st.lists(st.builds(Move, small, small, small, st.none() | small, small), max_size=3).map(tuple)
 commands: st.SearchStrategy[Command] = (
     st.builds(Load, st.lists(small, max_size=3).map(tuple), maps, moves)
-    | st.builds(Prepare, small, moves, st.booleans())
-    | st.builds(Arrange, small, st.lists(st.tuples(small, slots), max_size=2).map(tuple))
+    | st.builds(SendExperts, small, moves, st.booleans())
+    | st.builds(PlaceExperts, small, st.lists(st.tuples(small, slots), max_size=2).map(tuple))
     | st.just(Probe())
     | st.just(Exit())
     | st.builds(Allocate, small)

@@ -14,7 +14,7 @@ from planaria.config.options import EPLBConfig, ParallelConfig
 from planaria.core.eplb.balance import ASK, LEAST_GAIN, ExpertBalance
 from planaria.core.eplb.policy import balance, balancedness
 from planaria.executor.balancing import Balancing
-from planaria.protocol import Arrange, Command, Prepare
+from planaria.protocol import Command, PlaceExperts, SendExperts
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
 
@@ -50,7 +50,7 @@ class Ranks:
     def answer(self) -> None:
         """The oldest command's."""
         command = self.waiting.pop(0)
-        if isinstance(command, Prepare):
+        if isinstance(command, SendExperts):
             for move in command.moves:
                 placed = self.state.maps[move.layer]
                 assert move.source is not None and move.expert in placed.of(move.source)
@@ -60,7 +60,7 @@ class Ranks:
                 return
             self.prepared = command.version
             self.send(self.state.received())
-        elif isinstance(command, Arrange):
+        elif isinstance(command, PlaceExperts):
             assert command.version == self.prepared
             for (layer, slot), expert in self.aside.items():
                 self.slots[layer][slot] = expert
@@ -73,7 +73,7 @@ class Ranks:
 
     def receive(self) -> None:
         """What comes beside steps is there."""
-        if self.aside and not any(isinstance(command, Prepare) for command in self.waiting):
+        if self.aside and not any(isinstance(command, SendExperts) for command in self.waiting):
             self.prepared = self.state.version
 
     def lost(self, maps: tuple[ExpertMap, ...]) -> None:
@@ -117,9 +117,9 @@ def test_ranks_hold_what_the_maps_in_force_say(ranks: Ranks, events: list[str]) 
                 assert state.maps == maps and not state.rearranging
             case _:
                 pass
-        gave_commit = isinstance(ranks.waiting[-1], Arrange) if ranks.waiting else False
+        gave_commit = isinstance(ranks.waiting[-1], PlaceExperts) if ranks.waiting else False
         assert state.maps == before or gave_commit  # in force from the commit on, and from nothing else
-    versions = [command.version for command in ranks.seen if isinstance(command, Prepare)]
+    versions = [command.version for command in ranks.seen if isinstance(command, SendExperts)]
     assert versions == sorted(set(versions))  # nobody can take one for another
 
 
@@ -170,7 +170,7 @@ def test_a_commit_waits_for_every_rank_and_beside_steps_for_what_they_tell() -> 
     for use_async in (False, True):
         ranks = two_ranks(window_size=1, step_interval=1, use_async=use_async)
         before = ranks.state.maps
-        while not any(isinstance(command, Prepare) for command in ranks.waiting):
+        while not any(isinstance(command, SendExperts) for command in ranks.waiting):
             ranks.step()
             while ranks.waiting and ranks.waiting[0] is ASK:
                 ranks.answer()

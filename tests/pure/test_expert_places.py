@@ -9,7 +9,7 @@ from planaria.core.eplb.places import Placing, departing, placed
 from planaria.executor.bring_up import BringUp
 from planaria.executor.departure import VERSION, Departure, leaving
 from planaria.executor.reply_ledger import Ticket
-from planaria.protocol import Arrange, Command, Hello, Join, Load, Prepare, Ready, Reply, StepPlan, StepResult
+from planaria.protocol import Command, Hello, Join, Load, PlaceExperts, Ready, Reply, SendExperts, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
 from planaria.wire import Reshape, Travel
@@ -58,15 +58,15 @@ def test_a_gang_has_them_sent_before_it_looks_at_memory() -> None:
         replies = answers(command, 2)
         if isinstance(command, Join):
             replies = [Hello(0, 1, "h", "n", "", experts=tuple(ALL.items())), Hello(1, 2, "h", "n", "")]
-        if isinstance(command, Prepare):
+        if isinstance(command, SendExperts):
             replies = [Ready(0), Ready(1, facts={"received": 400})]
         command = bring_up.on_done(replies)
         commands += [command] if command is not None else []
     _, regroup, load, prepare, arrange, *_ = commands
     assert all(not hello.experts for hello in regroup.members)  # type: ignore[union-attr]  # no need to tell all
-    assert isinstance(load, Load) and isinstance(prepare, Prepare) and load.moves == prepare.moves
+    assert isinstance(load, Load) and isinstance(prepare, SendExperts) and load.moves == prepare.moves
     assert (prepare.version, prepare.aside) == (0, False)
-    assert arrange == Arrange(0, tuple((layer, (0, 1, 2, 3)) for layer in (0, 1)))
+    assert arrange == PlaceExperts(0, tuple((layer, (0, 1, 2, 3)) for layer in (0, 1)))
     assert bring_up.travel == Travel(400, 400, 0) and bring_up.maps == (TWO, TWO)
 
 
@@ -80,8 +80,8 @@ def test_what_lay_aside_before_counts_where_ranks_that_left_had_sent_it(sent: in
         replies = answers(command, 2)
         if isinstance(command, Join):
             replies = [Hello(0, 1, "h", "n", "", experts=tuple(ALL.items())), Hello(1, 2, "h", "n", "")]
-        if isinstance(command, Load | Prepare):
-            aside = 200, 400 if isinstance(command, Prepare) else 0
+        if isinstance(command, Load | SendExperts):
+            aside = 200, 400 if isinstance(command, SendExperts) else 0
             replies = [Ready(rank, facts={"received": size}) for rank, size in enumerate(aside)]
         command = bring_up.on_done(replies)
     assert bring_up.travel == told
@@ -95,14 +95,14 @@ def test_a_departure_is_over_when_every_rank_has_received_all() -> None:
     for idle in (False, True):
         departure = Departure(Reshape("a", 1, 1, 1), asked, 3, 0.0)
         begin = departure.begin()
-        assert begin == Prepare(VERSION, asked.moves, True)
+        assert begin == SendExperts(VERSION, asked.moves, True)
         departure.answered(ticket(begin, Ready(0), Ready(1)))
         step = StepPlan(3, 0, ((), ()), ((), ()))
         departure.answered(ticket(step, StepResult(3, 0, (), prepared=VERSION), StepResult(3, 0, ())))
         assert not departure.done
         if idle:
             wait = departure.wait()
-            assert wait == Prepare(VERSION, ()) and departure.wait() is None
+            assert wait == SendExperts(VERSION, ()) and departure.wait() is None
             departure.answered(ticket(wait, Ready(0), Ready(1)))
         else:
             departure.answered(ticket(step, *[StepResult(3, 0, (), prepared=VERSION)] * 2))

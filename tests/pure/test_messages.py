@@ -15,7 +15,7 @@ from planaria.errors import PlanariaError
 from planaria.executor import node_messages as nodes
 from planaria.executor.boot import Place, RankBoot, Room
 from planaria.executor.link import circle
-from planaria.executor.link.address import Tcp
+from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import CodecError, decode_command, decode_reply, encode_command, encode_reply
 from planaria.executor.link.keys import Invitation, Pair
 from planaria.protocol import Hello, Join, Regroup
@@ -137,7 +137,7 @@ def test_any_bytes(name: str, data: bytes) -> None:
 
 def boot() -> bytes:
     """A boot with everything but a configuration, which only makes it longer."""
-    link = Tcp(Invitation("tcp://10.0.0.1:1", "key", Pair("public", "secret"), 1, 0, 1).encode())
+    link = TcpAddress(Invitation("tcp://10.0.0.1:1", "key", Pair("public", "secret"), 1, 0, 1).encode())
     return msgspec.msgpack.encode([{}, Place(1, "home", "node", "10.0.0.1", 5), link, 1, 1, False])
 
 

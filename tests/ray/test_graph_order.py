@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from planaria.executor.link.codec import decode_command
-from planaria.executor.link.faults import PeerLost
+from planaria.executor.link.faults import ConnectionLost
 from planaria.executor.link.ray_graph import RayGraphLink
-from planaria.protocol import Arrange, Call, Command, Done, Exit, StepPlan, StepResult
+from planaria.protocol import Call, Command, Done, Exit, PlaceExperts, StepPlan, StepResult
 from planaria.topology import Layout
 
 LAYOUT = Layout(dp=2)
@@ -67,7 +67,7 @@ def answer(link: RayGraphLink, ways: Ways, number: int, rank: int) -> None:
     assert found is not None and found[:2] == (rank, number)
 
 
-COMMANDS: list[Command] = [step(0), step(1), Call("expert_load"), Arrange(1, ()), step(4), step(5)]
+COMMANDS: list[Command] = [step(0), step(1), Call("expert_load"), PlaceExperts(1, ()), step(4), step(5)]
 
 
 def test_commands_of_the_other_way_wait_for_all_answers(link: RayGraphLink, ways: Ways) -> None:
@@ -108,5 +108,5 @@ def test_a_step_that_waited_tells_of_a_graph_that_is_gone(link: RayGraphLink, wa
     ways.back += [(0, 0, Done(0)), (1, 0, Done(1))]
     ways.refuses = True
     assert link.receive(0.0) is not None
-    with pytest.raises(PeerLost, match="left the graph"):
+    with pytest.raises(ConnectionLost, match="left the graph"):
         link.receive(0.0)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from planaria.layers.deal import deal_layers, expert_map
-from planaria.protocol import Load, Prepare
+from planaria.protocol import Load, SendExperts
 from planaria.topology import Layout
 from planaria.topology.experts import Maps, Move, slots_of
 
@@ -39,7 +39,7 @@ class Experts:
         self.maps: dict[int, tuple[int, ...]] = {}
         self.stamp = 0
         self.prepared = 0  # version
-        self.coming: Prepare | None = None  # beside steps
+        self.coming: SendExperts | None = None  # beside steps
         self.failure = ""
         self.steps = 0  # whose load was not told
 
@@ -115,7 +115,7 @@ class Experts:
 
     # -- travelling
 
-    def receive(self, command: Prepare) -> None:
+    def receive(self, command: SendExperts) -> None:
         """The exchange is over: what others sent lies aside."""
         ports = self.process.link.ports if self.process.link is not None else {}
         own, layers = self.own, self.layers

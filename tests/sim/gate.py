@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planaria.protocol import Command, Failed, Prepare, Regroup, StepPlan
+from planaria.protocol import Command, Failed, Regroup, SendExperts, StepPlan
 from planaria.topology import Layout
 from planaria.topology.experts import Maps
 
@@ -31,7 +31,7 @@ class Gate:
         self.broken = ""
         self.in_force: dict[int, Maps] = {}  # a step's number -> the maps when it was planned
         self._agreed: dict[tuple[int, ...], tuple[object, ...]] = {}  # ranks -> what they agreed on last
-        self.beside: dict[int, Prepare] = {}  # ranks whose exchange of experts waits for others, beside steps
+        self.beside: dict[int, SendExperts] = {}  # ranks whose exchange of experts waits for others, beside steps
 
     def sent(self, number: int, command: StepPlan) -> None:
         self.before[number] = self._last.get(command.turn, -1)
@@ -79,7 +79,7 @@ class Gate:
         if isinstance(command, Regroup):
             return range(len(self.done))
         group = self.layout.group(rank, "dp", "tp")
-        if isinstance(command, Prepare):
+        if isinstance(command, SendExperts):
             return [peer for peer in group if self.link.ports[peer].experts.takes_part(command.moves)]
         return group
 
@@ -87,7 +87,7 @@ class Gate:
         layout, peers = self.layout, self._peers(rank, command)
         if any(self.here.get(peer, (-1, None))[0] != number for peer in peers):
             return False
-        if isinstance(command, Regroup | Prepare) or layout.pp == 1:
+        if isinstance(command, Regroup | SendExperts) or layout.pp == 1:
             return True
         if layout.coords(rank).pp:  # what the stage before hands over
             return all(self.done[peer - layout.tp] >= number for peer in peers)
@@ -103,7 +103,7 @@ class Gate:
                 first.meets(others, planned)
                 self._agreed[tuple(peers)] = what
 
-    def aside(self, rank: int, command: Prepare) -> None:
+    def aside(self, rank: int, command: SendExperts) -> None:
         """This rank has begun to exchange experts beside its steps."""
         if self.broken:
             self.link.ports[rank].misses(self.broken)
@@ -128,6 +128,6 @@ class Gate:
 
     def _break(self, rank: int) -> None:
         number, command = self.here.pop(rank)
-        phase = {StepPlan: "step", Prepare: "experts"}.get(type(command), "groups")  # type: ignore[call-overload]
+        phase = {StepPlan: "step", SendExperts: "experts"}.get(type(command), "groups")  # type: ignore[call-overload]
         process = self.link.ports[rank]
         process.later(self.sim.takes(0.05), process.fail, number, Failed(rank, phase, self.broken, "", "peer"))

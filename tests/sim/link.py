@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.executor.boot import Place
 from planaria.executor.link.address import Address, Inside
-from planaria.executor.link.faults import LinkClosed, LinkError, MessageLost, PeerLost
+from planaria.executor.link.faults import ConnectionLost, LinkClosed, LinkError, MessageLost
 from planaria.protocol import Command, Failed, Hello, LaneResult, Reply, StepPlan
 from tests.sim.gate import Gate
 from tests.sim.process import Process, tokens_of
@@ -57,7 +57,7 @@ class SimLink:
             raise LinkClosed("the link is closed")
         for rank, process in self.ports.items():
             if process.ended and self.world.random.random() < 0.5:
-                raise PeerLost(f"the process of rank {rank} has ended", rank)
+                raise ConnectionLost(f"the process of rank {rank} has ended", rank)
         if isinstance(command, StepPlan):
             self.gate.sent(number, command)
             self.sim.lanes.planned(command)
@@ -67,7 +67,7 @@ class SimLink:
                 self.sim.faults.haunt(self, number)
         for rank in range(self.num_ranks):
             if rank in self.ports and self.sim.faults.strikes("command lost", rank):
-                self._gap(rank, PeerLost(f"rank {rank} missed a message and hung up", rank))
+                self._gap(rank, ConnectionLost(f"rank {rank} missed a message and hung up", rank))
             elif rank not in self._gaps:
                 self.world.at(self._delay(rank, 0), self._command, rank, number, command)
 
@@ -150,7 +150,7 @@ class SimLink:
             return
         if not self.sim.scenario.quiet_peers:
             self.world.at(0.05, self.gate.broke, rank, Failed(rank, "step", "its process has ended", ""))
-        self.world.at(self.sim.takes(0.1), self.hear, PeerLost(f"the process of rank {rank} has ended", rank))
+        self.world.at(self.sim.takes(0.1), self.hear, ConnectionLost(f"the process of rank {rank} has ended", rank))
 
     def _gap(self, rank: int, error: LinkError) -> None:
         """Nothing passes a channel any more that lost something; both ends notice, in a while."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.protocol import (
     Allocate,
-    Arrange,
     Call,
     Command,
     Done,
@@ -22,11 +21,12 @@ from planaria.protocol import (
     Join,
     LaneResult,
     Load,
-    Prepare,
+    PlaceExperts,
     Probe,
     Ready,
     Regroup,
     Reply,
+    SendExperts,
     StepPlan,
     StepResult,
 )
@@ -181,7 +181,8 @@ class Process:
         if self.busy or not self.inbox or self.link is None or self.stopped:
             return
         number, command = self.inbox[0]
-        if isinstance(command, Prepare | Arrange) and self.experts.coming is not None and not self.experts.failure:
+        exchanges = isinstance(command, SendExperts | PlaceExperts)
+        if exchanges and self.experts.coming is not None and not self.experts.failure:
             return  # what is on its way comes first
         self.busy = True
         if isinstance(command, StepPlan | Regroup) or self._exchanges(command):
@@ -191,9 +192,9 @@ class Process:
 
     def _exchanges(self, command: Command) -> bool:
         """Does it wait for others, to send or to receive experts?"""
-        return isinstance(command, Prepare) and not command.aside and self.experts.takes_part(command.moves)
+        return isinstance(command, SendExperts) and not command.aside and self.experts.takes_part(command.moves)
 
-    def received(self, command: Prepare) -> None:
+    def received(self, command: SendExperts) -> None:
         """Experts came, beside steps."""
         if self.link is not None and self.link.gate.broken:
             self.experts.failure = self.link.gate.broken
@@ -227,7 +228,7 @@ class Process:
                 return 1.0 if self._reads(command) and not self._is_prepared else 0.001
             case Regroup():
                 return 0.05
-            case Prepare():
+            case SendExperts():
                 return 0.005 + 0.01 * len(command.moves)
             case _:
                 return 0.005
@@ -309,7 +310,7 @@ class Process:
                     self.part, self.prepared, self.moved = self._own, None, False
                 if self.rank in (command.ranks or (self.rank,)):
                     self.experts.load(command)
-            case Prepare() | Arrange():
+            case SendExperts() | PlaceExperts():
                 return self._move_experts(command)
             case Probe():
                 return Facts(self.rank, self.sim.block_bytes(self.layout), 1 << 30, 0)
@@ -325,11 +326,11 @@ class Process:
                 return self._step(command, seconds)
         return Ready(self.rank)
 
-    def _move_experts(self, command: Prepare | Arrange) -> Reply:
+    def _move_experts(self, command: SendExperts | PlaceExperts) -> Reply:
         assert self.link is not None
         if self.experts.failure:
             return Failed(self.rank, "experts", self.experts.failure, "", "peer")
-        if isinstance(command, Arrange):
+        if isinstance(command, PlaceExperts):
             self.experts.arrange(command.version, command.maps)
         elif command.aside and self.experts.takes_part(command.moves):
             self.experts.coming = command
@@ -364,7 +365,7 @@ class Process:
 
 _PHASE: dict[type[Any], str] = {
     Join: "connect", Regroup: "groups", Load: "load", Probe: "probe", Allocate: "allocate", Call: "call",
-    Prepare: "experts", Arrange: "experts",
+    SendExperts: "experts", PlaceExperts: "experts",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from planaria.core.eplb.balance import ASK, ExpertBalance
 from planaria.executor.departure import VERSION as LEAVING
-from planaria.protocol import Arrange, Command, Prepare, StepPlan
+from planaria.protocol import Command, PlaceExperts, SendExperts, StepPlan
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
@@ -21,7 +21,7 @@ class Travel:
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, self.world = sim, sim.world
-        self.coming: Prepare | None = None  # that is not committed
+        self.coming: SendExperts | None = None  # that is not committed
         self.committed = 0  # the version that was last
         self.experts = 0  # that went from one rank to another, by committed steps
         self._state: ExpertBalance | None = None  # that counts them
@@ -33,16 +33,16 @@ class Travel:
         self._state = state
         if isinstance(command, StepPlan) and state is not None:
             self._waits(state)
-        if isinstance(command, Prepare) and command.version == LEAVING:
+        if isinstance(command, SendExperts) and command.version == LEAVING:
             counts["departures"] += bool(command.moves)
             self.coming = None  # there will be other maps
-        elif isinstance(command, Prepare) and command.version:
+        elif isinstance(command, SendExperts) and command.version:
             require(self.coming is None, "prepared", f"version {command.version} is begun, and another is on its way")
             require(command.version > self.committed, "prepared", f"{command.version} after {self.committed}")
             self.coming = command
             counts["steps prepared aside" if command.aside else "steps prepared"] += 1
             self.world.note("version {} of the experts: {} moves", command.version, len(command.moves))
-        elif isinstance(command, Arrange) and command.version:
+        elif isinstance(command, PlaceExperts) and command.version:
             coming = self.coming
             require(coming is not None, "prepared", f"version {command.version} is committed, none was prepared")
             assert coming is not None
@@ -61,7 +61,7 @@ class Travel:
         awaited = moving is not None and moving.preparing is not None
         require(not awaited or self.coming is not None, "deadlock", "a step is awaited that nobody prepares")
         under_way = [ticket.command for ticket in self.sim.loop.gang.ledger.open]
-        arranges = any(isinstance(command, Arrange) for command in under_way)
+        arranges = any(isinstance(command, PlaceExperts) for command in under_way)
         require(arranges or not state._arranging, "deadlock", "a commit is awaited that nobody was told")
         require(ASK in under_way or not state._asking, "deadlock", "load is awaited that nobody was asked for")
 
@@ -69,7 +69,7 @@ class Travel:
         """The epoch is over."""
         self.sim.counts["lost between prepare and commit"] += self.coming is not None
         self.sim.counts["lost in a commit"] += any(
-            isinstance(ticket.command, Arrange) for ticket in self.sim.loop.gang.ledger.open
+            isinstance(ticket.command, PlaceExperts) for ticket in self.sim.loop.gang.ledger.open
         )
         self.coming, self.committed = None, 0
 

@@ -1,9 +1,9 @@
 """Experts that are balanced: when their load is asked for, when they move, which maps are in force. Pure.
 
-Events come in, commands for all ranks come out. Rules: maps change when a commit (`Arrange`) is given out, at no other
-time, and it is given out only when every rank has what the step sends it; one step is on its way at a time. So what was
-prepared and not committed never was, whoever is lost, and a rank that missed the word for a commit is told the maps
-when the next epoch begins.
+Events come in, commands for all ranks come out. Rules: maps change when a commit (`PlaceExperts`) is given out, at no
+other time, and it is given out only when every rank has what the step sends it; one step is on its way at a time. So
+what was prepared and not committed never was, whoever is lost, and a rank that missed the word for a commit is told the
+maps when the next epoch begins.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from planaria.config.options import EPLBConfig
 from planaria.core.eplb.policy import LoadWindow, balance, balancedness
 from planaria.core.eplb.rearrangement import Rearrangement
-from planaria.protocol import Arrange, Call, Command, Prepare
+from planaria.protocol import Call, Command, PlaceExperts, SendExperts
 from planaria.topology.experts import ExpertMap
 
 LEAST_GAIN = 0.02  # of a layer's balancedness, to be worth moving weights
@@ -98,14 +98,14 @@ class ExpertBalance:
         return self._saying
 
     def received(self) -> list[Command]:
-        """Every rank has answered the `Prepare` that is under way."""
+        """Every rank has answered the `SendExperts` that is under way."""
         moving = self._moving
         if self.config.use_async or moving is None or moving.preparing is None:
             return []
         return self._commit(moving)
 
     def arranged(self) -> None:
-        """Every rank has answered the `Arrange`."""
+        """Every rank has answered the `PlaceExperts`."""
         self._arranging = False
         if self._moving is not None and self._moving.done:
             self._moving = None
@@ -158,7 +158,7 @@ class ExpertBalance:
         step = moving.prepare()
         assert step is not None, "a rearrangement without steps is over"
         self.version += 1
-        return [Prepare(self.version, step.moves, self.config.use_async)]
+        return [SendExperts(self.version, step.moves, self.config.use_async)]
 
     def _commit(self, moving: Rearrangement) -> list[Command]:
         assert moving.preparing is not None
@@ -166,4 +166,4 @@ class ExpertBalance:
         before, self.maps = self.maps, moving.commit()
         self._arranging = True
         changed = [(i, new.slots) for i, (old, new) in enumerate(zip(before, self.maps, strict=True)) if old != new]
-        return [Arrange(self.version, tuple(changed))]
+        return [PlaceExperts(self.version, tuple(changed))]

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from planaria.errors import CapacityError, RanksDiffer
 from planaria.executor.link.codec import Bytes
-from planaria.executor.link.faults import LinkError, PeerLags, PeerLost
+from planaria.executor.link.faults import ConnectionLost, LinkError, PeerLags
 from planaria.executor.link.keys import Keys
 from planaria.executor.link.tcp import TcpLink
 from planaria.executor.node_messages import Here, Refused, Trouble, Welcome
@@ -151,9 +151,10 @@ class Callers(Generic[C]):
                 try:
                     self._send(link)
                     item = link.receive(None)
-                except (PeerLost, PeerLags) as e:
+                except (ConnectionLost, PeerLags) as e:
                     for peer in e.ranks:
-                        self._drop(link, self.all[peer], "its connection broke" if isinstance(e, PeerLost) else str(e))
+                        why = "its connection broke" if isinstance(e, ConnectionLost) else str(e)
+                        self._drop(link, self.all[peer], why)
                 else:
                     if item is not None:
                         self._hear(link, self.all[item[0]], item[2])

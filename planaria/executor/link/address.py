@@ -12,30 +12,30 @@ class Inside(msgspec.Struct, frozen=True, array_like=True, tag="inside"):
     """No address: the rank is called directly."""
 
 
-class At(msgspec.Struct, frozen=True, array_like=True, tag="shm"):
+class ShmAddress(msgspec.Struct, frozen=True, array_like=True, tag="shm"):
     """A shared-memory link's place for one rank."""
 
     memory: Shared
     rank: int
 
 
-class Tcp(msgspec.Struct, frozen=True, array_like=True, tag="tcp"):
+class TcpAddress(msgspec.Struct, frozen=True, array_like=True, tag="tcp"):
     """An encoded Invitation."""
 
     invitation: bytes
 
 
-Address = Inside | At | Tcp
+Address = Inside | ShmAddress | TcpAddress
 
 
 def open_port(address: Address) -> Port:
     """A rank's end. Raises LinkError, Gone."""
     match address:
-        case At():
+        case ShmAddress():
             from planaria.executor.link.shm import ShmPort
 
             return ShmPort.attach(address.memory.open(), address.rank)
-        case Tcp():
+        case TcpAddress():
             from planaria.executor.link.keys import Invitation
             from planaria.executor.link.tcp_port import TcpPort
 

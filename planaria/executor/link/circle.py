@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from planaria.executor.link.codec import BAD_BYTES, Bytes, CodecError, said
-from planaria.executor.link.faults import DRIVER, LinkClosed, LinkError, PeerLost
+from planaria.executor.link.faults import DRIVER, ConnectionLost, LinkClosed, LinkError
 from planaria.executor.link.keys import Invitation
 from planaria.executor.link.tcp import TcpLink
 from planaria.executor.link.tcp_port import TcpPort
@@ -160,7 +160,7 @@ class Circle:
         """Take in what has come from the others; wait for one of them."""
         try:
             item = link.receive(timeout)
-        except PeerLost as e:
+        except ConnectionLost as e:
             ranks = [peer + 1 for peer in e.ranks]
             self._stop(f"the process of rank {ranks[0]} ended or stopped, or its connection broke", *ranks)
         if item is not None:
@@ -191,7 +191,7 @@ class Circle:
         why = "rank 0 has left: its program ended, or closed its engine"
         if not isinstance(error, LinkClosed):
             why = f"the process of rank 0 ended or stopped, or its connection broke ({error})"
-        self._over = PeerLost(why, *(0 if rank == DRIVER else rank for rank in error.ranks))
+        self._over = ConnectionLost(why, *(0 if rank == DRIVER else rank for rank in error.ranks))
         raise self._over from None
 
     def _stop(self, why: str, *ranks: int) -> NoReturn:

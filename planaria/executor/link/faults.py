@@ -21,7 +21,7 @@ class LinkError(PlanariaError):
         self.ranks = ranks
 
 
-class PeerLost(LinkError):
+class ConnectionLost(LinkError):
     """A process ended without saying goodbye, or its connection broke."""
 
 

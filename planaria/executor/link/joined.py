@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 
 from planaria.executor.link.codec import encode_command
-from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, MessageLost, PeerLags, PeerLost
+from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, MessageLost, PeerLags
 from planaria.protocol import Command, Failed, Reply
 
 Answer = tuple[int, int, Reply]
 _CLOSE_TIMEOUT = 2.0
 
 _PHRASES: list[tuple[type[LinkError], str]] = [
-    (PeerLost, "ended, or its connection broke"),
+    (ConnectionLost, "ended, or its connection broke"),
     (PeerLags, "took nothing for too long: stopped, stuck or busy"),
     (MessageLost, "lost a message"),
     (Fenced, "is of an epoch that is over"),

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from planaria.executor.link.codec import encode_command, heard
-from planaria.executor.link.faults import LinkError, PeerLost
+from planaria.executor.link.faults import ConnectionLost, LinkError
 from planaria.executor.ray.cluster import within
 from planaria.protocol import Command, Exit, Reply, StepPlan
 from planaria.topology import Layout
@@ -57,7 +57,7 @@ class RayGraphLink:
     # -- the graph
 
     def _build(self) -> None:
-        """Raises PeerLost."""
+        """Raises ConnectionLost."""
         from ray.dag import InputNode, MultiOutputNode
 
         layout = self.layout
@@ -81,7 +81,7 @@ class RayGraphLink:
         try:
             self._graph = within(compile, BUILD)
         except Exception as e:  # whatever Ray raises when an actor has gone meanwhile
-            raise PeerLost(f"the graph of steps can't be set up: {_first_line(e)}") from None
+            raise ConnectionLost(f"the graph of steps can't be set up: {_first_line(e)}") from None
         self._reader = threading.Thread(target=self._read, name="planaria-ray-graph", daemon=True)
         self._reader.start()
 
@@ -92,7 +92,7 @@ class RayGraphLink:
                 for rank, result in enumerate(results):
                     self._heard.append((rank, number, heard(result.get(timeout=WITHOUT_LIMIT), rank)))
             except Exception as e:  # whatever Ray raises when an actor or the graph has gone
-                self._heard.append(PeerLost(f"a rank left the graph of steps: {_first_line(e)}"))
+                self._heard.append(ConnectionLost(f"a rank left the graph of steps: {_first_line(e)}"))
                 self._wake()
                 return
             self._wake()
@@ -141,7 +141,7 @@ class RayGraphLink:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """What is next, and all that may follow at once. Raises PeerLost."""
+        """What is next, and all that may follow at once. Raises ConnectionLost."""
         while self._held:
             number, command = self._held[0]
             in_graph = isinstance(command, StepPlan)
@@ -161,7 +161,7 @@ class RayGraphLink:
         try:
             self._numbers.put((number, self._graph.execute(data)))
         except Exception as e:
-            raise PeerLost(f"a rank left the graph of steps: {_first_line(e)}") from None
+            raise ConnectionLost(f"a rank left the graph of steps: {_first_line(e)}") from None
 
     def receive(self, timeout: float | None) -> Answer | None:
         answer: Answer | None = self._next() or self.queue.receive(timeout) or self._next()

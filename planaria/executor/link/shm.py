@@ -19,7 +19,7 @@ import time
 from collections import deque
 
 from planaria.executor.link import futex
-from planaria.executor.link.address import At
+from planaria.executor.link.address import ShmAddress
 from planaria.executor.link.codec import (
     CodecError,
     answer,
@@ -29,7 +29,7 @@ from planaria.executor.link.codec import (
     unreadable_command,
     unreadable_reply,
 )
-from planaria.executor.link.faults import DRIVER, Fenced, LinkClosed, LinkError, PeerLags, PeerLost
+from planaria.executor.link.faults import DRIVER, ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
 from planaria.executor.link.segment import (
     ATTACHED,
     BELL,
@@ -110,9 +110,9 @@ class ShmLink:
         segment = Segment.create(num_ranks, (SLOTS, slot), (SLOTS, reply_slot), epoch)
         return cls(segment, send_timeout=send_timeout)
 
-    def address_of(self, rank: int) -> At:
+    def address_of(self, rank: int) -> ShmAddress:
         """Where this rank attaches, if its process has the same `planaria.node.home`."""
-        return At(Shared.of(self.segment.fd), rank)
+        return ShmAddress(Shared.of(self.segment.fd), rank)
 
     @property
     def fence_address(self) -> int:
@@ -138,7 +138,7 @@ class ShmLink:
         ]
 
     def send(self, number: int, command: Command) -> None:
-        """To every rank. Raises CodecError; PeerLags or PeerLost when a rank makes no room; Fenced, LinkClosed."""
+        """To every rank. Raises CodecError; PeerLags, ConnectionLost when a rank makes no room; Fenced, LinkClosed."""
         data = encode_command(command)
         if self._broken is not None or self._words[FENCE] != self.epoch:
             raise self._why()
@@ -162,7 +162,7 @@ class ShmLink:
     def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None:
         """The next reply: rank, number, reply. None after `timeout` seconds or a `wake`.
 
-        Raises PeerLost when a rank has died (its last replies come first), MessageLost, Fenced, LinkClosed.
+        Raises ConnectionLost when a rank has died (its last replies come first), MessageLost, Fenced, LinkClosed.
         """
         if self._heard:
             return self._heard.popleft()
@@ -323,8 +323,8 @@ class ShmPort:
     def receive(self, timeout: float | None) -> tuple[int, Command] | None:
         """The next command and its number. None after `timeout` seconds.
 
-        A command that can't be read is answered with Failed here, for every command is answered. Raises PeerLost when
-        the driver has died, MessageLost, Fenced, LinkClosed.
+        A command that can't be read is answered with Failed here, for every command is answered. Raises ConnectionLost
+        when the driver has died, MessageLost, Fenced, LinkClosed.
         """
         if self._closed:
             raise LinkClosed(f"rank {self.rank} closed its end", self.rank)
@@ -350,7 +350,7 @@ class ShmPort:
             else:
                 bell.wait(seen, min(left, ALIVE_CHECK))
             if words[BELL] == seen and not self.segment.held(0, DRIVER_PID) and words[HEAD] == inlet.tail:
-                raise PeerLost("the driver's process has ended", DRIVER)
+                raise ConnectionLost("the driver's process has ended", DRIVER)
 
     def beat(self) -> None:
         """Say that this process lives. Any thread, but one."""
@@ -358,8 +358,8 @@ class ShmPort:
             self._words[self._at + PULSE] = self._beats = (self._beats + 1) & 0xFFFFFFFF
 
     def reply(self, number: int, reply: Reply) -> None:
-        """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or PeerLost when the
-        driver makes no room; Fenced, LinkClosed."""
+        """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or ConnectionLost when
+        the driver makes no room; Fenced, LinkClosed."""
         if self._closed:
             raise LinkClosed(f"rank {self.rank} closed its end", self.rank)
         data = answer(self.rank, reply)
@@ -402,7 +402,7 @@ class ShmPort:
                 raise PeerLags(f"the driver took no reply of rank {self.rank} for {waited:.1f} s", DRIVER)
             self._freed.wait(seen, min(ROOM_CHECK, self.reply_timeout - waited))
             if not self.segment.held(0, DRIVER_PID):
-                raise PeerLost("the driver's process has ended", DRIVER)
+                raise ConnectionLost("the driver's process has ended", DRIVER)
 
     def _why(self) -> LinkError:
         if self._words[FENCE] == _OVER:
@@ -414,5 +414,5 @@ def _names(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _lost(ranks: list[int]) -> PeerLost:
-    return PeerLost(f"the process of {_names(ranks)} has ended", *ranks)
+def _lost(ranks: list[int]) -> ConnectionLost:
+    return ConnectionLost(f"the process of {_names(ranks)} has ended", *ranks)

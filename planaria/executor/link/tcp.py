@@ -19,9 +19,9 @@ from typing import Any
 
 import zmq
 
-from planaria.executor.link.address import Tcp
+from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import Bytes, encode_command, heard
-from planaria.executor.link.faults import Fenced, LinkClosed, LinkError, PeerLags, PeerLost
+from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
 from planaria.executor.link.gatekeeper import guard
 from planaria.executor.link.keys import HEARTBEAT, Invitation, Keys
 from planaria.executor.link.stream import Kind, Refused, Stream
@@ -101,9 +101,9 @@ class TcpLink:
             encode, decode,
         )  # fmt: skip
 
-    def address_of(self, rank: int) -> Tcp:
+    def address_of(self, rank: int) -> TcpAddress:
         """For this rank alone: it contains its secret key."""
-        return Tcp(self.invitation(rank).encode())
+        return TcpAddress(self.invitation(rank).encode())
 
     def pulses(self) -> list[tuple[int, int]]:
         """None are needed: ZeroMQ's own heartbeats notice a silent rank."""
@@ -140,7 +140,7 @@ class TcpLink:
         return [rank for rank, peer in enumerate(self._peers) if peer.state == "left"]
 
     def send(self, number: int, command: Any, to: int | None = None) -> None:
-        """To every rank, or to one. Raises CodecError; PeerLags or PeerLost when a rank takes nothing; Fenced,
+        """To every rank, or to one. Raises CodecError; PeerLags or ConnectionLost when a rank takes nothing; Fenced,
         LinkClosed."""
         data = self._encode(command)
         self._check()
@@ -161,8 +161,8 @@ class TcpLink:
     def receive(self, timeout: float | None) -> tuple[int, int, Any] | None:
         """The next reply: rank, number, reply. None after `timeout` seconds or a `wake`.
 
-        Raises PeerLost when a rank's connection broke (what had left it by then comes first), MessageLost, Fenced,
-        LinkClosed.
+        Raises ConnectionLost when a rank's connection broke (what had left it by then comes first), MessageLost,
+        Fenced, LinkClosed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -327,5 +327,5 @@ def _names(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _lost(ranks: list[int]) -> PeerLost:
-    return PeerLost(f"the connection to {_names(ranks)} broke: process ended or stopped, or network", *ranks)
+def _lost(ranks: list[int]) -> ConnectionLost:
+    return ConnectionLost(f"the connection to {_names(ranks)} broke: process ended or stopped, or network", *ranks)

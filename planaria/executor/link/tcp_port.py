@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from planaria.executor.link.codec import Bytes, CodecError, answer, decode_command
-from planaria.executor.link.faults import DRIVER, Fenced, LinkClosed, LinkError, PeerLags, PeerLost
+from planaria.executor.link.faults import DRIVER, ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
 from planaria.executor.link.gatekeeper import introduce
 from planaria.executor.link.keys import Invitation
 from planaria.executor.link.stream import Kind, Refused, Stream
@@ -77,8 +77,8 @@ class TcpPort:
     def receive(self, timeout: float | None) -> tuple[int, Any] | None:
         """The next command and its number. None after `timeout` seconds or a `wake`.
 
-        A command that can't be read is answered with Failed here, for every command is answered. Raises PeerLost when
-        the connection broke, MessageLost, Fenced, LinkClosed.
+        A command that can't be read is answered with Failed here, for every command is answered. Raises ConnectionLost
+        when the connection broke, MessageLost, Fenced, LinkClosed.
         """
         self._receiving = True
         try:
@@ -116,8 +116,8 @@ class TcpPort:
         """Nothing: ZeroMQ's own thread answers heartbeats while this process runs."""
 
     def reply(self, number: int, reply: Any) -> None:
-        """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or PeerLost when the
-        driver takes nothing; Fenced, LinkClosed."""
+        """Answer command `number`. A reply that can't be sent goes as Failed. Raises PeerLags or ConnectionLost when
+        the driver takes nothing; Fenced, LinkClosed."""
         data = self._encode(self.rank, reply)
         if self._fault is not None:
             raise self._fault
@@ -144,7 +144,7 @@ class TcpPort:
         try:
             self._end.socket.send_multipart([header, payload], zmq.NOBLOCK, copy=len(payload) < 65536)
         except zmq.ZMQError as e:
-            self._fault = self._fault or PeerLost(f"the connection to the driver broke: {e}", DRIVER)
+            self._fault = self._fault or ConnectionLost(f"the connection to the driver broke: {e}", DRIVER)
 
     def _take_in(self) -> None:
         end = self._end
@@ -164,7 +164,7 @@ class TcpPort:
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     self._fault = LinkError(f"the driver refused the key of rank {self.rank}", self.rank)
                 elif event == zmq.EVENT_DISCONNECTED and self._connected and self._fault is None:
-                    self._fault = PeerLost("the connection to the driver broke", DRIVER)
+                    self._fault = ConnectionLost("the connection to the driver broke", DRIVER)
 
     def _on(self, frames: list[zmq.Frame]) -> None:
         if len(frames) != 2:

@@ -7,7 +7,7 @@ an `All2All`; `make` finds one by its name in the configuration.
 Rule: all ranks of the group call `begin` once in each step (or `tell` and `count`, which it consists of), then
 `dispatch` and `combine` in turn, as often as there are layers with experts, also with no token of their own. A token's
 sum is over the ranks in their order, so that it depends on nothing but the token. A rank that does not come ends each
-wait with PeerLost.
+wait with CollectiveAborted.
 """
 
 from __future__ import annotations
