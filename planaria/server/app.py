@@ -167,6 +167,7 @@ def _routes(app: FastAPI) -> None:
 
 
 _MODELS: tuple[type[BaseModel], ...] = (
+    schema.Message,
     schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
     schema.ModelList, schema.ModelCard, schema.Health, schema.Version, schema.ProcessList, schema.ErrorResponse,

@@ -21,7 +21,7 @@ from planaria.server.common import (
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import submissions
 from planaria.server.output import Piece, RequestStream
-from planaria.server.schema import ChatCompletionRequest, Message, clip
+from planaria.server.schema import ChatCompletionRequest, clip
 from planaria.server.service import LONG_TEXT, Service
 from planaria.server.tokenise import Tokenizer
 from planaria.types import TokenLogprobs
@@ -55,6 +55,7 @@ async def create_chat_completion(request: Request) -> Response:
     ids = await chat_prompt(
         service,
         body.messages,
+        len(await request.body()),
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
         limit=facts.max_model_len,
@@ -74,14 +75,15 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def chat_prompt(
     service: Service,
-    messages: list[Message],
+    messages: list[Any],
+    size: int,
     *,
     add_generation_prompt: bool,
     variables: dict[str, Any] | None,
     add_special_tokens: bool = False,
     limit: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation in the model's chat format.
+    """Token ids of a conversation in the model's chat format. `size`: bytes of the request that it came in.
 
     Raises RequestError where the template refuses it, or where it can't fit in `limit` tokens.
     """
@@ -91,39 +93,15 @@ async def chat_prompt(
         raise RequestError(
             f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs", code="invalid_value"
         )
-    plain: list[dict[str, Any]] = []
-    size = 0
-    for index, message in enumerate(messages):
-        if isinstance(message.content, list):
-            for at, part in enumerate(message.content):
-                if part.type != "text" or part.text is None:
-                    raise RequestError(
-                        f"messages[{index}].content[{at}]: only parts of type 'text' with a text are supported, "
-                        f"got {clip(part.type)!r}",
-                        param="messages", code="unsupported_content",
-                    )  # fmt: skip
-                size += len(part.text)
-        elif message.content is not None:
-            size += len(message.content)
-        elif message.role != "assistant":
-            raise RequestError(
-                f"messages[{index}].content is required for role {message.role!r}",
-                param="messages", code="missing_required_parameter",
-            )  # fmt: skip
-        plain.append(message.model_dump(exclude_none=True))
-
     def render() -> list[int]:
-        try:
-            text = tokenizer.apply_chat_template(
-                plain, add_generation_prompt=add_generation_prompt, **(variables or {})
-            )
-        except RecursionError:
-            raise RequestError("messages are nested too deeply", param="messages", code="invalid_value") from None
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, **(variables or {})
+        )
         if limit is not None:
             service.check_length(text, limit, "messages")
         return tokenizer.encode(text, add_special_tokens)
 
-    if size + 20 * len(messages) <= LONG_TEXT:
+    if size <= LONG_TEXT:
         return render()
     return await service.in_thread(render)
 

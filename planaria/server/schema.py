@@ -13,13 +13,14 @@ import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from planaria.errors import RequestError
+from planaria.server.messages import MAX_MESSAGES, ROLES
 
 INT63 = 2**63
 MAX_LIST = 1024  # entries of stop_token_ids, logit_bias, bad_words
-MAX_MESSAGES = MAX_PROMPTS = 16_384
+MAX_PROMPTS = 16_384
 MAX_FIELDS = 256
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -97,6 +98,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its own (BOS); true if left out.")
 
 
+# Checked where they are rendered (messages.py), for the server and for `LLM.chat` alike; the models are documentation.
 class ContentPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
     type: str = Field(description="Only `text` is supported.", json_schema_extra={"enum": ["text"]})
@@ -107,13 +109,21 @@ class Message(BaseModel):
     """One message. Fields not named here are given to the model's chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal[ROLES]  # type: ignore[valid-type]
     content: str | list[ContentPart] | None = None
     name: str | None = None
 
 
+Messages = Annotated[
+    Any,
+    WithJsonSchema({
+        "type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": MAX_MESSAGES,
+    }),
+]  # fmt: skip
+
+
 class ChatCompletionRequest(GenerationRequest):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages
     max_completion_tokens: Size | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs `logprobs`.")
@@ -127,7 +137,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages = None
     add_special_tokens: bool | None = Field(None, description="Left out: true for a prompt, false for messages.")
     add_generation_prompt: bool | None = Field(None, description="For messages; true if left out.")
     chat_template_kwargs: JsonObject | None = None
@@ -430,7 +440,7 @@ def _check_sizes(value: JsonObject) -> None:
         raise RequestError(f"{len(value)} fields; at most {MAX_FIELDS}", code="invalid_value")
     prompt = value.get("prompt")
     many = type(prompt) is list and prompt and type(prompt[0]) is not int
-    for name, limit in (("prompt", MAX_PROMPTS if many else None), ("messages", MAX_MESSAGES), ("logit_bias", MAX_LIST),
+    for name, limit in (("prompt", MAX_PROMPTS if many else None), ("logit_bias", MAX_LIST),
                         ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_LIST)):  # fmt: skip
         given = value.get(name)
         if limit is not None and isinstance(given, (list, dict)) and len(given) > limit:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.checkpoint.spec import Checkpoint
 from planaria.errors import ModelError, RequestError
+from planaria.server.messages import check_messages
 
 if TYPE_CHECKING:
     import tokenizers
@@ -113,13 +114,17 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: object,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt of a conversation. Raises RequestError without a template or when the template refuses."""
+        """The prompt of a conversation, which `check_messages` says what it must be.
+
+        Raises RequestError for messages that are none, without a template, or when the template refuses them.
+        """
+        checked = check_messages(messages)
         source = chat_template or self.chat_template
         if source is None:
             raise RequestError(
@@ -129,7 +134,7 @@ class Tokenizer:
         if self._template is None or self._template.source != source:
             self._template = ChatTemplate(source)
         return self._template.render(
-            messages,
+            checked,
             {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt, "tools": tools or None},
         )
 
@@ -168,9 +173,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         """Raises RequestError with the template's reason."""
-        plain = [_plain_message(m, i) for i, m in enumerate(messages)]
         try:
-            return self._template.render(messages=plain, **values)
+            return self._template.render(messages=messages, **values)
         except (self._errors, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as e:
             raise RequestError(
                 f"the chat template refuses these messages: {_line(e)}", param="messages", code="chat_template_error"
@@ -268,41 +272,6 @@ def _clean(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """What templates expect: text content as one string, tool call arguments as objects."""
-    out = dict(message)
-    content = out.get("content")
-    if isinstance(content, (list, tuple)):
-        texts = []
-        for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if not isinstance(text, str) or kind not in (None, "text", "input_text", "output_text", "refusal"):
-                raise RequestError(
-                    f"messages[{index}].content: only text parts are supported, got {kind or type(part).__name__}",
-                    param="messages", code="unsupported_content",
-                )  # fmt: skip
-            texts.append(text)
-        out["content"] = "\n".join(texts)
-    elif content is None and not out.get("tool_calls"):
-        out["content"] = ""
-    calls = out.get("tool_calls")
-    if isinstance(calls, (list, tuple)):
-        out["tool_calls"] = [_plain_call(c) for c in calls]
-    return out
-
-
-def _plain_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _to_json(

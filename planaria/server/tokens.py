@@ -23,6 +23,7 @@ async def tokenize(request: Request) -> Response:
         tokens = await chat_prompt(
             service,
             body.messages,
+            len(await request.body()),
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),

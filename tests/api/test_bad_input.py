@@ -100,12 +100,14 @@ TABLE = {
     "role": (h(messages=[{"role": "wizard", "content": "x"}]), 400, "messages[0].role", None),
     "no role": (h(messages=[{"content": "x"}]), 400, "messages[0].role", None),
     "content a number": (h(messages=[{"role": "user", "content": 5}]), 400, None, "content"),
-    "no content": (h(messages=[{"role": "user"}]), 400, "messages", "content is required"),
+    "no content": (h(messages=[{"role": "user"}]), 400, "messages[0].content", "content is required"),
     "image": (
         h(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-        400, "messages", "image_url",
+        400, "messages[0].content[0]", "image_url",
     ),
-    "text part without text": (h(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, "messages", "text"),
+    "text part without text": (
+        h(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, "messages[0].content[0]", "text",
+    ),
     "chat too long": (h(messages=[{"role": "user", "content": "word " * 3000}]), 400, "messages", "tokens"),
     "tools": (h(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", "not supported"),
     "tool_choice": (h(tool_choice="required"), 400, "tool_choice", "not supported"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.errors import ModelError, RequestError
+from planaria.server.messages import check_messages
 from planaria.server.tokenise import ChatTemplate, Tokenizer, load_tokenizer
 
 TEXTS = [
@@ -79,7 +81,10 @@ def save(backend: Backend, folder: Path, config: dict[str, Any] | None = None, *
     )
 
 
-def chat(template: str, messages: list[Any], **kwargs: Any) -> str:
+USER = [{"role": "user", "content": "x"}]
+
+
+def chat(template: str, messages: Any = USER, **kwargs: Any) -> str:
     tokenizer = Tokenizer(word_pieces(), name="m", chat_template=template, special_tokens={"bos_token": "<s>"})
     return tokenizer.apply_chat_template(messages, **kwargs)
 
@@ -172,33 +177,92 @@ def test_template_environment() -> None:
     assert (
         chat("{{ messages | tojson }}", [{"role": "user", "content": "<é>"}]) == '[{"role": "user", "content": "<é>"}]'
     )
-    assert chat("{{ messages[0] | tojson(indent=1) }}", [{"role": "u", "content": "x"}]).startswith('{\n "role"')
-    assert chat("{% for m in range(9) %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", []) == "01"
-    assert chat("a\n  {% if true %}\nb\n  {% endif %}\nc", []) == "a\nb\nc"  # blocks leave no blanks
-    assert chat("{% generation %}x{{ 1 }}{% endgeneration %}y", []) == "x1y"
-    assert len(chat("{{ strftime_now('%Y-%m-%d') }}", [])) == 10
-    assert chat("{{ add_generation_prompt }} {{ flag }} {{ tools is none }}", [], flag=3) == "True 3 True"
-    assert chat("{{ tools[0].name }}", [], tools=[{"name": "f"}]) == "f"
+    assert chat("{{ messages[0] | tojson(indent=1) }}", USER).startswith('{\n "role"')
+    assert chat("{% for m in range(9) %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "01"
+    assert chat("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"  # blocks leave no blanks
+    assert chat("{% generation %}x{{ 1 }}{% endgeneration %}y") == "x1y"
+    assert len(chat("{{ strftime_now('%Y-%m-%d') }}")) == 10
+    assert chat("{{ add_generation_prompt }} {{ flag }} {{ tools is none }}", flag=3) == "True 3 True"
+    assert chat("{{ tools[0].name }}", tools=[{"name": "f"}]) == "f"
 
 
 def test_template_of_the_call_wins() -> None:
-    assert chat("model's", [], chat_template="call's") == "call's"
+    assert chat("model's", chat_template="call's") == "call's"
 
 
 def test_content_parts_become_text() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert chat("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one\ntwo"
     assert chat("[{{ messages[0].content }}]", [{"role": "assistant", "content": None}]) == "[]"
-    with pytest.raises(RequestError, match=r"messages\[0\]\.content: only text parts .* image_url") as caught:
-        chat("x", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}])
-    assert caught.value.param == "messages"
+
+
+T = {"type": "text", "text": "x"}
+DEEP: list[Any] = []
+for _ in range(100):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("messages", "place", "words"),
+    [
+        (None, "messages", "list of messages, got null"),
+        ("hello", "messages", "list of messages, got str"),
+        ({"role": "user", "content": "x"}, "messages", "list of messages, got dict"),
+        ([], "messages", "empty"),
+        (USER * 20_000, "messages", "20000 entries"),
+        ([USER, USER], "messages[0]", "object with role and content, got list"),
+        (["hello"], "messages[0]", "got str"),
+        ([*USER, {"content": "x"}], "messages[1].role", "required"),
+        ([{"role": "wizard", "content": "x"}], "messages[0].role", "assistant, tool, got 'wizard'"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role", "got list"),
+        ([{"role": "user"}], "messages[0].content", "required for role 'user'"),
+        ([{"role": "user", "content": 5}], "messages[0].content", "string or a list of parts, got int"),
+        ([{"role": "user", "content": {"type": "text"}}], "messages[0].content", "got dict"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]", "got str"),
+        ([{"role": "user", "content": [T, {"type": "text"}]}], "messages[0].content[1]", "with a text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0]", "got 'image'"),
+        ([{"role": "user", "content": [T] * 20_000}], "messages", "20000 content parts"),
+        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name", "string, got int"),
+        ([{"role": "user", "content": "x", 5: 5}], "messages[0]", "name is int"),
+        ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls", "list of objects"),
+        ([{"role": "assistant", "tool_calls": [5]}], "messages[0].tool_calls", "list of objects"),
+        ([{"role": "user", "content": "x", "more": DEEP}], "messages[0].more", "nested"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]}],
+            "messages[0].tool_calls[0].function.arguments", "nested",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_conversation_is_refused_with_its_place(messages: Any, place: str, words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)) as caught:
+        chat("x", messages)
+    assert caught.value.param == place and str(caught.value).startswith(place)
+
+
+@given(messages=st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["role", "user", "content", "tool_calls"]),
+    lambda inner: st.lists(inner) | st.dictionaries(
+        st.sampled_from(["role", "content", "type", "text", "tool_calls", "function", "arguments", "name"]), inner
+    ),
+))  # fmt: skip
+def test_any_value_is_a_conversation_or_refused(messages: Any) -> None:
+    try:
+        checked = check_messages(messages)
+    except RequestError as e:
+        assert e.param is not None and e.param.startswith("messages")
+    else:
+        assert len(checked) == len(messages) and all(isinstance(m["content"], str) for m in checked)
+
+
+def test_a_null_field_is_left_out() -> None:
+    assert check_messages([{"role": "user", "content": "x", "name": None, "tool_calls": None}]) == USER
 
 
 def test_tool_call_arguments_become_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     template = "{{ messages[0].tool_calls[0].function.arguments.city }}{{ messages[0].content is none }}"
-    assert chat(template, [message]) == "ParisTrue"
+    assert chat(template, [message]) == "ParisFalse"  # templates add the content to text
     assert call["function"]["arguments"] == '{"city": "Paris"}'  # type: ignore[index]
 
 

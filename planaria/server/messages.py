@@ -1,0 +1,119 @@
+"""Conversations: what a list of messages must be, and the form chat templates are written for.
+
+The only check there is: whatever renders a chat template (the server's routes, `LLM.chat`) goes through it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from planaria.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 16_384
+MAX_PARTS = 16_384  # of all messages together
+MAX_DEPTH = 64  # of lists and objects in a message's further fields
+
+
+def check_messages(messages: object, place: str = "messages") -> list[dict[str, Any]]:
+    """The messages as a chat template takes them: `content` a string ("" for null), a tool call's arguments an object.
+
+    Fields that are not named here are the template's to read and pass unchanged; those that are null are left out.
+    `place`: what an error calls the list. Raises RequestError, whose `param` is the place of what is wrong.
+    """
+    if not isinstance(messages, (list, tuple)):
+        raise _wrong(place, f"must be a list of messages, got {_kind(messages)}")
+    if not messages:
+        raise _wrong(place, "is empty: it needs at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise _wrong(place, f"has {len(messages)} entries; at most {MAX_MESSAGES}", "invalid_value")
+    parts = sum(len(m["content"]) for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), list))
+    if parts > MAX_PARTS:
+        raise _wrong(place, f"has {parts} content parts; at most {MAX_PARTS}", "invalid_value")
+    return [_message(message, f"{place}[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: object, place: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _wrong(place, f"must be an object with role and content, got {_kind(message)}")
+    for name in message:
+        if not isinstance(name, str):
+            raise _wrong(place, f"has a field whose name is {_kind(name)}; names are strings")
+    role = message.get("role")
+    if role is None:
+        raise _wrong(f"{place}.role", f"is required: one of {', '.join(ROLES)}", "missing_required_parameter")
+    if role not in ROLES:
+        given = repr(role[:80]) if isinstance(role, str) else _kind(role)
+        raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {given}", "invalid_value")
+    if not isinstance(message.get("name", ""), str | None):
+        raise _wrong(f"{place}.name", f"must be a string, got {_kind(message['name'])}")
+    out = {name: value for name, value in message.items() if value is not None}
+    out["content"] = _content(message.get("content"), role, f"{place}.content")
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
+            raise _wrong(f"{place}.tool_calls", "must be a list of objects")
+        out["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    for name, value in out.items():
+        if isinstance(value, (list, tuple, Mapping)):
+            _check_depth(value, f"{place}.{name[:80]}")
+    return out
+
+
+def _content(content: object, role: str, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if role != "assistant":  # whose turn may be tool calls alone
+            raise _wrong(place, f"is required for role {role!r}", "missing_required_parameter")
+        return ""
+    if not isinstance(content, (list, tuple)):
+        raise _wrong(place, f"must be a string or a list of parts, got {_kind(content)}")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            shown = repr(kind[:80]) if isinstance(kind, str) else _kind(part)
+            rule = f"must be a part of type 'text' with a text (no other is supported), got {shown}"
+            raise _wrong(f"{place}[{i}]", rule, "unsupported_content")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _call(call: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """A tool call with its arguments as an object, where they are one written as JSON."""
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments, str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(arguments)}}
+    except ValueError:
+        return call
+    except RecursionError:
+        raise _wrong(f"{place}.function.arguments", "is nested too deeply", "invalid_value") from None
+
+
+def _check_depth(value: object, place: str) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for value in level
+            for child in (value.values() if isinstance(value, Mapping) else value)  # type: ignore[attr-defined]
+            if isinstance(child, (list, tuple, Mapping))
+        ]
+        if not level:
+            return
+    raise _wrong(place, f"is nested too deeply: at most {MAX_DEPTH} levels", "invalid_value")
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _wrong(place: str, rule: str, code: str = "invalid_type") -> RequestError:
+    return RequestError(f"{place} {rule}", param=place, code=code)
