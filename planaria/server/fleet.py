@@ -307,9 +307,12 @@ class Fleet:
         if self.dead is not None:
             sink(Delta(message.id, len(message.output), [], FinishReason.ERROR, error=self.dead.message))
             return
-        open = self._open[message.id] = Open(self, message, sink)
         engine = self._up(message) or self._least_busy()
-        assert engine is not None  # else this fleet were dead
+        if engine is None:  # the others were given up while the last one leaves
+            error = "no engine is left to go on with it: all were given up, but for those that are leaving; try again"
+            sink(Delta(message.id, len(message.output), [], FinishReason.ERROR, error=error))
+            return
+        open = self._open[message.id] = Open(self, message, sink)
         self._send(open, engine, message)
 
     def _up(self, message: Submit) -> SupervisedEngine | None:

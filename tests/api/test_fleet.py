@@ -541,6 +541,30 @@ async def test_the_last_engine_is_given_up_while_the_server_drains(crowd: Crowd)
     assert crowd.fleet.dead is not None and crowd.errors() == {"a": "no more", "b": "no more"}
 
 
+async def test_a_request_that_comes_while_the_only_engine_that_was_not_given_up_leaves(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, end = asyncio.Event(), crowd.fleet.members[1].close
+
+    async def close() -> None:
+        await left.wait()
+        await end()
+
+    monkeypatch.setattr(crowd.fleet.members[1], "close", close)
+    leaving = asyncio.create_task(crowd.fleet.remove(1))
+    try:
+        await settle()
+        crowd[0].hear(Dead("error", "its device is gone"))
+        assert crowd.fleet.members[0].dead is not None and crowd.fleet.dead is None
+        crowd.submit("a")
+        assert "no engine is left" in crowd.errors()["a"]
+    finally:
+        left.set()
+    await leaving
+    crowd.submit("b")
+    assert crowd.errors()["b"] == "its device is gone"
+
+
 async def test_the_only_engine_of_a_server_has_its_number() -> None:
     config = Config.of(data_parallel_size=4)
     config.parallel = msgspec.structs.replace(config.parallel, data_parallel_rank=2, data_parallel_external_lb=True)
