@@ -49,15 +49,20 @@ def read_title(title: str) -> tuple[str, dict[str, str]] | None:
     """The role and facts of a title that `set_title` made; None for another."""
     if not title.startswith(_PREFIX):
         return None
-    role, *facts = title.removeprefix(_PREFIX).split()
+    role, *facts = title.removeprefix(_PREFIX).split() or [""]
     return role, dict(fact.split("=", 1) for fact in facts if "=" in fact)
 
 
 def titled_processes() -> Iterator[tuple[int, str, dict[str, str]]]:
-    """(pid, role, facts) of every process of this machine that `set_title` named (Linux)."""
+    """(pid, role, facts) of every process of this user that `set_title` named (Linux). Anybody can give a process such
+    a name, and what is said to it may be secret."""
+    if sys.platform != "linux":
+        return
     for name in sorted(filter(str.isdigit, os.listdir("/proc")), key=int):
         try:
             with open(f"/proc/{name}/cmdline", "rb") as f:
+                if os.fstat(f.fileno()).st_uid != os.geteuid():
+                    continue
                 found = read_title(f.read().rstrip(b"\0").decode(errors="replace"))
         except OSError:  # ended meanwhile
             continue

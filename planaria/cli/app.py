@@ -216,7 +216,10 @@ def plan(
 
 @app.command()
 def ps(
-    port: Annotated[int | None, typer.Option(help="Of one server; default: all that run on this machine.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Of one server on this machine; default: all of yours that run on it.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Of a server elsewhere.")] = None,
     admin_key: Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")] = None,
     json: Json = False,
 ) -> None:
@@ -227,7 +230,7 @@ def ps(
     from planaria.cli import ps as command
     from planaria.env import admin_key as admin_key_from_env
 
-    command.run(port=port, key=admin_key or admin_key_from_env(), as_json=json)
+    command.run(port=port, url=url, key=admin_key or admin_key_from_env(), as_json=json)
 
 
 @app.command()

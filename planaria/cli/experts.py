@@ -9,8 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from planaria.cli.ps import call, not_planaria
-from planaria.cli.scale import server_at
+from planaria.cli.admin import server_at
 from planaria.errors import UserError
 
 NONE = (
@@ -29,7 +28,7 @@ class Layer(msgspec.Struct):
     balancedness: float
 
 
-class Engine(msgspec.Struct):
+class EngineLoad(msgspec.Struct):
     engine: int
     ranks: int
     steps: int
@@ -39,8 +38,8 @@ class Engine(msgspec.Struct):
     layers: list[Layer]
 
 
-class Answer(msgspec.Struct):
-    engines: list[Engine]
+class ExpertReport(msgspec.Struct):
+    engines: list[EngineLoad]
 
 
 def run(*, url: str | None, key: str | None, saved: Path | None, plot: Path | None, as_json: bool) -> None:
@@ -49,7 +48,7 @@ def run(*, url: str | None, key: str | None, saved: Path | None, plot: Path | No
         from planaria.cli.experts_plot import check
 
         check(plot)
-    content, answer = _read(saved) if saved is not None else _ask(url, key)
+    content, answer = _read(saved) if saved is not None else server_at(url).get("/admin/experts", key, ExpertReport)
     if as_json:
         sys.stdout.write(content.decode() + "\n")
     engines = [engine for engine in answer.engines if engine.layers]
@@ -64,21 +63,10 @@ def run(*, url: str | None, key: str | None, saved: Path | None, plot: Path | No
         _show(engines)
 
 
-def _ask(url: str | None, key: str | None) -> tuple[bytes, Answer]:
-    server = server_at(url)
-    status, content = call(server, "GET", "/admin/experts", key)
-    try:
-        if status == 200:
-            return content, msgspec.json.decode(content, type=Answer)
-    except (msgspec.DecodeError, msgspec.ValidationError):
-        pass
-    raise not_planaria(server, status)
-
-
-def _read(path: Path) -> tuple[bytes, Answer]:
+def _read(path: Path) -> tuple[bytes, ExpertReport]:
     try:
         content = path.read_bytes()
-        return content.rstrip(), msgspec.json.decode(content, type=Answer)
+        return content.rstrip(), msgspec.json.decode(content, type=ExpertReport)
     except OSError as e:
         raise UserError(f"{path}: can't be read: {e.strerror or e}") from None
     except (msgspec.DecodeError, msgspec.ValidationError) as e:
@@ -91,7 +79,7 @@ def over_mean(loads: list[int] | list[float]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def _show(engines: list[Engine]) -> None:
+def _show(engines: list[EngineLoad]) -> None:
     table = Table(
         "ENGINE", "LAYER", "TOKENS", "BUSIEST EXPERT", "BUSIEST RANK", "BALANCEDNESS",
         box=None, caption="busiest: over the mean of the layer", caption_justify="left",
@@ -108,7 +96,7 @@ def _show(engines: list[Engine]) -> None:
     console.print(table)
 
 
-def line_of(engine: Engine) -> str:
+def line_of(engine: EngineLoad) -> str:
     """How an engine stands."""
     words = [
         f"engine {engine.engine}: {engine.ranks} ranks", f"load of {engine.steps:,} steps",

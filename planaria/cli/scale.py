@@ -8,13 +8,12 @@ import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
+from planaria.cli.admin import AdminAddress, server_at
 from planaria.cli.look import console
-from planaria.cli.ps import call, not_planaria, running_servers
-from planaria.errors import ConfigError, PlanariaError, UserError
+from planaria.errors import PlanariaError, UserError
 
 LOOK = 0.25  # seconds between looks at how far it is
 LONGEST = 3600.0  # seconds for the engines to come up, beside the time that requests get
@@ -32,7 +31,7 @@ def run(
 
     def ask() -> None:
         try:
-            answer.append(call(server, "POST", "/scale_elastic_ep", key, body, timeout=LONGEST + drain_timeout))
+            answer.append(server.call("POST", "/scale_elastic_ep", key, body, timeout=LONGEST + drain_timeout))
         except PlanariaError as e:
             answer.append(e)
 
@@ -55,11 +54,11 @@ def run_layout(*, tp: int, pp: int, url: str | None, key: str | None, as_json: b
     """Have every engine's ranks in another layout. Raises UserError when that can't be had."""
     server = server_at(url)
     body = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    _show(server, *call(server, "POST", "/admin/layout", key, body, timeout=LONGEST), _reshaped, as_json)
+    _show(server, *server.call("POST", "/admin/layout", key, body, timeout=LONGEST), _reshaped, as_json)
 
 
 def _show(
-    server: dict[str, str], status: int, content: bytes, line_of: Callable[[dict[str, Any]], str], as_json: bool
+    server: AdminAddress, status: int, content: bytes, line_of: Callable[[dict[str, Any]], str], as_json: bool
 ) -> None:
     try:
         value: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
@@ -67,7 +66,7 @@ def _show(
             raise (PlanariaError if status >= 500 else UserError)(value["error"]["message"])
         line = line_of(value)
     except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError):
-        raise not_planaria(server, status) from None
+        raise server.not_planaria(status) from None
     sys.stdout.write((content.decode() if as_json else line) + "\n")
 
 
@@ -83,29 +82,10 @@ def _resized(value: dict[str, Any]) -> str:
     )
 
 
-def server_at(url: str | None) -> dict[str, str]:
-    """The server at `url`, or the only one that runs here."""
-    if url is not None:
-        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-        try:
-            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-        except (KeyError, ValueError):
-            raise ConfigError("--url", url, "is not the address of a server", "write http://host:port") from None
-        return {"host": parts.hostname or "127.0.0.1", "port": str(port), "scheme": parts.scheme}
-    servers = running_servers()
-    if not servers:
-        raise PlanariaError("no Planaria server runs on this machine: give --url")
-    if len(servers) > 1:
-        ports = ", ".join(server["port"] for server in servers)
-        raise UserError(f"several servers run on this machine (ports {ports}): give --url http://127.0.0.1:PORT")
-    return servers[0]
-
-
-def _phase(server: dict[str, str], key: str | None, id: str) -> str:
+def _phase(server: AdminAddress, key: str | None, id: str) -> str:
     """What a resize is about."""
     try:
-        status, content = call(server, "GET", "/admin/fleet", key)
-        found = msgspec.json.decode(content)["resizes"] if status == 200 else []
+        found = server.get("/admin/fleet", key, dict[str, Any])[1]["resizes"]
         return next((str(resize["phase"]) for resize in found if resize["id"] == id), "")
-    except (PlanariaError, msgspec.DecodeError, KeyError, TypeError):
+    except (PlanariaError, KeyError, TypeError):
         return ""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 
 import httpx2
 import pytest
 
-from planaria.cli import ps
+from planaria import processes
+from planaria.cli import admin, experts, ps, scale
 from planaria.errors import PlanariaError
 from planaria.node import process_state
 from planaria.processes import read_title
@@ -107,9 +111,75 @@ def test_the_admin_key_is_needed_where_there_is_one() -> None:
 
 
 def test_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ps, "titled_processes", lambda: iter([(1, "worker", {"rank": "0"}), (2, "server", {})]))
-    with pytest.raises(PlanariaError, match=r"^no Planaria server runs on this machine$"):
-        ps.run(port=None, key=None, as_json=False)
+    monkeypatch.setattr(admin, "titled_processes", lambda: iter([(1, "worker", {"rank": "0"}), (2, "server", {})]))
+    with pytest.raises(PlanariaError, match=r"^no Planaria server of yours runs on this machine: give --url$"):
+        ps.run(port=None, url=None, key=None, as_json=False)
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[bytes]]]:
+    """A stranger that listens on loopback: its port, and what it was told."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = sock.accept()
+                    with connection:
+                        heard.append(connection.recv(4096))
+                        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n" + b'{"processes": []}')
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield str(sock.getsockname()[1]), heard
+        sock.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def titled(title: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([title, "-c", "input()"], executable=sys.executable, stdin=subprocess.PIPE)
+
+
+def test_the_key_goes_to_no_other_users_process(
+    listener: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, heard = listener
+    with titled(f"planaria: server port={port} host=127.0.0.1 scheme=http") as child:
+        wait_until("it has its name", lambda: child.pid in [pid for pid, *_ in processes.titled_processes()])
+        user = os.geteuid()
+        monkeypatch.setattr(processes.os, "geteuid", lambda: user + 1)
+        assert list(processes.titled_processes()) == []
+        for ask in (
+            lambda: ps.run(port=None, url=None, key="secret", as_json=True),
+            lambda: scale.run_layout(tp=1, pp=1, url=None, key="secret", as_json=True),
+            lambda: experts.run(url=None, key="secret", saved=None, plot=None, as_json=True),
+        ):
+            with pytest.raises(PlanariaError, match="no Planaria server of yours runs"):
+                ask()
+        child.communicate(b"\n")
+    assert not heard
+
+
+def test_the_key_leaves_the_machine_only_for_an_address_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"port": "8000", "host": "192.0.2.1", "scheme": "https"}
+    monkeypatch.setattr(admin, "titled_processes", lambda: iter([(1, "server", facts)]))
+    monkeypatch.setattr(admin.http.client, "HTTPSConnection", None)
+    for ask in (lambda: ps.run(port=None, url=None, key="k", as_json=True), lambda: admin.server_at(None)):
+        with pytest.raises(PlanariaError, match=r"not on the loopback.*: give --url https://192\.0\.2\.1:8000$"):
+            ask()
+    assert admin.server_of("https://192.0.2.1:8000") == admin.AdminAddress(8000, "192.0.2.1", "https")
+
+
+def test_malformed_titles_are_skipped(listener: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+    port, _ = listener
+    odd = ["abc", "-1", "0", "65536", "1" * 5000, "\u0663"]
+    titles = [("server", {"port": each}) for each in odd] + [("server", {"port": port, "scheme": "file"})]
+    titles += [("", {}), ("server", {"port": port})]
+    monkeypatch.setattr(admin, "titled_processes", lambda: ((1, *title) for title in titles))
+    assert admin.running_servers() == [admin.AdminAddress(int(port))]
 
 
 def test_one_of_two_servers_does_not_answer(
@@ -118,8 +188,8 @@ def test_one_of_two_servers_does_not_answer(
     with socket.socket() as taken:  # bound, so nobody else's, and not listening
         taken.bind(("127.0.0.1", 0))
         ports = [str(taken.getsockname()[1]), port_of(server)]
-        monkeypatch.setattr(ps, "titled_processes", lambda: iter([(1, "server", {"port": port}) for port in ports]))
-        ps.run(port=None, key=None, as_json=True)
+        monkeypatch.setattr(admin, "titled_processes", lambda: iter([(1, "server", {"port": port}) for port in ports]))
+        ps.run(port=None, url=None, key=None, as_json=True)
     out, err = capsys.readouterr()
     assert {row["port"] for row in json.loads(out)} == {int(ports[1])}
     assert err.startswith(f"planaria: no server answers at 127.0.0.1 port {ports[0]}")
@@ -139,6 +209,7 @@ def test_nobody_or_somebody_else_answers() -> None:
     [
         ("planaria: worker rank=1 tp=1 pp=0 epoch=2", ("worker", {"rank": "1", "tp": "1", "pp": "0", "epoch": "2"})),
         ("planaria: server", ("server", {})),
+        ("planaria: ", ("", {})),
         ("planaria serve smollm2", None),
         ("vim planaria: notes", None),
     ],
