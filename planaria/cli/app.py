@@ -47,26 +47,6 @@ def root(
 @engine_command
 def serve(
     model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name(s) clients use; default: MODEL as typed.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Require this key; may be given more than once. Also $PLANARIA_API_KEY.")
-    ] = None,
-    admin_key: Annotated[
-        str | None,
-        typer.Option(help="Key of /admin routes; without one they are open to this machine. Also $PLANARIA_ADMIN_KEY."),
-    ] = None,
-    cors_origin: Annotated[list[str] | None, typer.Option(help="Origin that may call from a browser; *: all.")] = None,
-    cors_credentials: Annotated[bool, typer.Option(help="Let those origins send credentials.")] = False,
-    ssl_certfile: Annotated[str | None, typer.Option(help="Serve TLS with this certificate.")] = None,
-    ssl_keyfile: Annotated[str | None, typer.Option(help="Its private key.")] = None,
-    ssl_keyfile_password: Annotated[str | None, typer.Option(help="Password of the private key.")] = None,
-    ssl_ca_certs: Annotated[str | None, typer.Option(help="Clients must show a certificate signed by it.")] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 8 << 20,
-    shutdown_timeout: Annotated[float, typer.Option(help="Seconds running requests get after SIGTERM.")] = 30.0,
     skip_tokenizer_init: Annotated[
         bool, typer.Option("--skip-tokenizer-init", help="Token ids in and out, no text; /v1/completions only.")
     ] = False,
@@ -74,19 +54,13 @@ def serve(
         str | None, typer.Option(help="debug, info, warning or error; default: $PLANARIA_LOG_LEVEL, else info.")
     ] = None,
     *,
+    server: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Serve MODEL through the OpenAI API."""
     from planaria.cli import serve as command
 
-    command.run(
-        model, engine, host=host, port=port, served_model_names=tuple(served_model_name or ()),
-        api_keys=tuple(api_key or ()), admin_key=admin_key, cors_origins=tuple(cors_origin or ()),
-        cors_credentials=cors_credentials,
-        ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile, ssl_keyfile_password=ssl_keyfile_password,
-        ssl_ca_certs=ssl_ca_certs, max_body_bytes=max_body_bytes, shutdown_timeout=shutdown_timeout,
-        skip_tokenizer_init=skip_tokenizer_init, log_level=log_level,
-    )  # fmt: skip
+    command.run(model, engine, skip_tokenizer_init=skip_tokenizer_init, log_level=log_level, **server)
 
 
 @app.command()

@@ -13,9 +13,6 @@ import msgspec
 from planaria.config.engine_nodes import engine_nodes
 from planaria.config.options import EngineConfig, EngineOptions, ParallelConfig
 from planaria.errors import ConfigError
-from planaria.topology.packing import STRATEGIES
-
-BACKENDS = ("mp", "ray")
 
 _SIZE, _LOCAL = "--data-parallel-size", "--data-parallel-size-local"
 _RANK, _START = "--data-parallel-rank", "--data-parallel-start-rank"
@@ -30,8 +27,6 @@ def data_parallel_fields(options: EngineOptions) -> dict[str, Any]:
     """Fields of ParallelConfig, of options that `on_nodes` has seen. Raises ConfigError."""
     size, local, backend = options.data_parallel_size, options.data_parallel_size_local, options.data_parallel_backend
     external, hybrid = _outside(options)
-    if backend not in BACKENDS:
-        raise ConfigError(_BACKEND, backend, "is unknown", f"choose one of {', '.join(BACKENDS)}")
     _balancing(options, external, hybrid)
     strategy = _strategy(options)
     nodes = None
@@ -46,17 +41,13 @@ def data_parallel_fields(options: EngineOptions) -> dict[str, Any]:
     default = 1 if external or strategy == "span" else None if backend == "ray" else size
     _local(options, external, hybrid, strategy)
     return {
-        "data_parallel_size": size,
         "data_parallel_size_local": default if local is None else local,
         "data_parallel_rank": options.data_parallel_rank or 0,
         "data_parallel_start_rank": options.data_parallel_start_rank or 0 if hybrid else 0,
-        "data_parallel_backend": backend,
         "data_parallel_external_lb": external,
         "data_parallel_hybrid_lb": hybrid,
-        "data_parallel_address": options.data_parallel_address,
         "engine_nodes": nodes,
         "ray_dp_pack_strategy": strategy,
-        "api_server_count": options.api_server_count,
     }
 
 
@@ -129,8 +120,6 @@ def _counted(options: EngineOptions, start: int) -> EngineOptions:
 def _meeting_place(options: EngineOptions) -> None:
     """--data-parallel-address and --data-parallel-rpc-port: are they what they can be, and do they mean something?"""
     address, port = options.data_parallel_address, options.data_parallel_rpc_port
-    if port is not None and not 1 <= port <= 65535:
-        raise ConfigError(_PORT, port, "is not a port number", "give 1 to 65535")
     if address == "":
         raise ConfigError(_ADDRESS, "''", "is empty", "give the address of the node with the first engine")
     option, value = (_ADDRESS, address) if address is not None else (_PORT, port)
@@ -166,9 +155,6 @@ def _lanes_of_a_node(size: int, local: int | None, nnodes: int) -> None:
 
 def _numbers(options: EngineOptions) -> None:
     size, local = options.data_parallel_size, options.data_parallel_size_local
-    for option, value in ((_SIZE, size), ("--api-server-count", options.api_server_count)):
-        if value < 1:
-            raise ConfigError(option, value, "must be at least 1")
     if local is not None and not 0 <= local <= size:
         raise ConfigError(_LOCAL, local, f"must be 0 to {_SIZE} ({size})", "give the engines of one node")
     for option, rank in ((_RANK, options.data_parallel_rank), (_START, options.data_parallel_start_rank)):
@@ -201,8 +187,6 @@ def _strategy(options: EngineOptions) -> str:
     strategy = options.ray_dp_pack_strategy
     if strategy is None:
         return "strict"
-    if strategy not in STRATEGIES:
-        raise ConfigError(_STRATEGY, strategy, "is unknown", f"choose one of {', '.join(STRATEGIES)}")
     if options.data_parallel_backend != "ray":
         raise ConfigError(_STRATEGY, strategy, "is for engines on Ray", f"add {_BACKEND} ray")
     return strategy

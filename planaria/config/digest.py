@@ -1,7 +1,7 @@
 """What of a configuration shapes the computation, as hashes: ranks that differ must not meet in a collective.
 
-A field counts unless it is named in NOT_HASHED. Degrees are there, because they change with epochs: the layout in
-force is given to `compute_hash` instead.
+A field counts unless its option says otherwise, or it is marked UNHASHED. Degrees don't, because they change with
+epochs: the layout in force is given to `compute_hash` instead.
 """
 
 from __future__ import annotations
@@ -11,33 +11,31 @@ import hashlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
-from planaria.config.options import EngineConfig
+from planaria.config.declared import options_of, unhashed
+from planaria.config.options import EngineConfig, EngineOptions
 
-NOT_HASHED = frozenset({
-    # degrees, ranks, and where things are
-    "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.lanes", "parallel.outer",
-    "parallel.nnodes", "parallel.node_rank", "parallel.master_addr", "parallel.master_port",
-    "parallel.secret_file",
-    # how ranks are started, reached and watched
-    "parallel.distributed_executor_backend", "parallel.ray_link", "parallel.ray_runtime_env",
-    "parallel.ray_workers_use_nsight", "parallel.placement_group", "parallel.lane_groups",
-    "parallel.max_parallel_loading_workers", "parallel.data_parallel_size", "parallel.data_parallel_size_local",
-    "parallel.data_parallel_rank",
-    "parallel.data_parallel_start_rank", "parallel.data_parallel_index", "parallel.data_parallel_backend",
-    "parallel.data_parallel_external_lb", "parallel.data_parallel_hybrid_lb", "parallel.data_parallel_address",
-    "parallel.engine_nodes", "parallel.ray_dp_pack_strategy", "parallel.api_server_count", "parallel.api_process_rank",
-    "parallel.heartbeat_timeout", "faults.spare_workers", "faults.recovery_limit", "faults.recovery_window",
-    "faults.step_timeout",
-    # compared by name, see `compared`
-    "parallel.disable_custom_all_reduce", "parallel.worker_cls", "parallel.worker_extension_cls",
-    # a node's own: paths, cores; and what only front ends use
-    "checkpoint.name", "checkpoint.path", "checkpoint.files", "checkpoint.tokenizer_dir", "checkpoint.chat_template",
-    "device.threads", "device.auto_threads", "device.sharers", "device.devices", "served_model_name",
-})  # fmt: skip
+# Of the checkpoint, which travels as plain values: a node's own paths, and what only front ends use.
+_PATHS = ("name", "path", "files", "tokenizer_dir", "chat_template")
+
+
+def _not_hashed() -> Iterator[str]:
+    """Dotted names: of options that say so, under the name they keep in a part, and of fields marked UNHASHED."""
+    options = options_of(EngineOptions)
+    own = {name for name, declared in options.items() if not declared.option.hashed}
+    for name, part in get_type_hints(EngineConfig).items():
+        if isinstance(part, type) and issubclass(part, msgspec.Struct):
+            fields = own.intersection(part.__struct_fields__).union(unhashed(part))
+            yield from (f"{name}.{field}" for field in fields)
+        elif name in own:
+            yield name
+    yield from (f"checkpoint.{field}" for field in _PATHS)
+
+
+NOT_HASHED = frozenset(_not_hashed())
 
 LIBRARIES = ("planaria", "torch", "numpy", "numba", "msgspec")
 

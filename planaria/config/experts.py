@@ -11,11 +11,10 @@ from typing import Any
 
 import msgspec
 
-from planaria.config.all2all import BACKENDS, DEEPEP, DEFAULT, LIBRARIES, ExpertShapes, check_library, check_shapes
+from planaria.config.all2all import DEEPEP, DEFAULT, LIBRARIES, ExpertShapes, check_library, check_shapes
 from planaria.config.model import ModelConfig
 from planaria.config.options import EngineOptions, EPLBConfig, ParallelConfig
 from planaria.errors import ConfigError
-from planaria.topology.experts import STRATEGIES
 
 Note = tuple[int, str]  # a level of `logging`, a line
 
@@ -28,38 +27,17 @@ MOST_MICRO_BATCHES = 16
 
 def expert_fields(options: EngineOptions) -> dict[str, Any]:
     """Fields of ParallelConfig. Raises ConfigError."""
-    strategy, backend = options.expert_placement_strategy, options.all2all_backend
-    if strategy not in STRATEGIES:
-        raise ConfigError(_PLACEMENT, strategy, "is unknown", f"choose one of {', '.join(STRATEGIES)}")
-    if backend is not None and backend not in BACKENDS:
-        raise ConfigError(_ALL2ALL, backend, "is unknown", f"choose one of {', '.join(BACKENDS)}")
+    backend = options.all2all_backend
     if backend in DEEPEP and options.ray_dp_pack_strategy == "fill":
         raise ConfigError(
             "--ray-dp-pack-strategy", "fill",
             f"puts any number of ranks on a node, and those of {_ALL2ALL} {backend} must sit by eights on a node",
             f"use --ray-dp-pack-strategy strict, or {_ALL2ALL} {DEFAULT}",
         )  # fmt: skip
-    for option, number in (
-        (_UBATCH, options.ubatch_size),
-        ("--dbo-decode-token-threshold", options.dbo_decode_token_threshold),
-        ("--dbo-prefill-token-threshold", options.dbo_prefill_token_threshold),
-    ):
-        if number < 0:
-            raise ConfigError(option, number, "must be at least 0")
     if options.ubatch_size > MOST_MICRO_BATCHES:
         rule = f"must be at most {MOST_MICRO_BATCHES}: each has a thread and a group of ranks of its own"
         raise ConfigError(_UBATCH, options.ubatch_size, rule)
-    return {
-        "enable_expert_parallel": options.enable_expert_parallel,
-        "expert_placement_strategy": strategy,
-        "enable_eplb": options.enable_eplb,
-        "eplb_config": eplb_config(options.eplb_config),
-        "all2all_backend": backend or DEFAULT,
-        "enable_dbo": options.enable_dbo,
-        "ubatch_size": options.ubatch_size,
-        "dbo_decode_token_threshold": options.dbo_decode_token_threshold,
-        "dbo_prefill_token_threshold": options.dbo_prefill_token_threshold,
-    }
+    return {"eplb_config": eplb_config(options.eplb_config), "all2all_backend": backend or DEFAULT}
 
 
 def eplb_config(given: str | dict[str, Any] | None) -> EPLBConfig:

@@ -2,87 +2,277 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
+from planaria.config.all2all import BACKENDS as ALL2ALL_BACKENDS
+from planaria.config.declared import UNHASHED, option
 from planaria.config.engine_nodes import EngineNodes
 from planaria.config.model import ModelConfig
 from planaria.topology.cluster import LaneGroup
+from planaria.topology.experts import STRATEGIES as EXPERT_STRATEGIES
 from planaria.topology.layout import Layout
+from planaria.topology.packing import STRATEGIES as PACK_STRATEGIES
 
+DTYPES = ("auto", "float32", "bfloat16")
+TINY = 5e-324  # the least number above 0
 QUANTIZATIONS = ("auto", "none", "q8_0", "q4_1")
 SEQUENCE_PARALLEL = ("naive", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said of ranks, engines and nodes. `ParallelConfig` has the same, completed."""
+
+    tensor_parallel_size: Annotated[
+        int, option("Ranks that share each layer.", "-tp", least=1, hashed=False)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, option("Stages that share the layers.", "-pp", least=1, hashed=False)
+    ] = 1
+    pp_layer_partition: Annotated[
+        str | tuple[int, ...] | None, option("Layers of each stage, e.g. 10,20; default: evenly.", hashed=True)
+    ] = None
+    distributed_executor_backend: Annotated[
+        str | None,
+        option(
+            "How ranks are started: uni (in the engine), mp (processes), ray, external_launcher (torchrun), or "
+            "package.module.LauncherClass; default: chosen.", hashed=False,
+        ),
+    ] = None
+    data_parallel_size: Annotated[
+        int,
+        option(
+            "Engines, each with a copy of the model; with --enable-expert-parallel lanes of one engine that share "
+            "experts.", "-dp", least=1, hashed=False,
+        ),
+    ] = 1
+    data_parallel_size_local: Annotated[
+        int | None,
+        option(
+            "Those of one node; default: all; with --nnodes dealt evenly; with external balancing or the strategy span "
+            "1.", "-dpl", hashed=False,
+        ),
+    ] = None
+    data_parallel_rank: Annotated[
+        int | None,
+        option("This server has one engine, of this number; an outside balancer picks servers.", "-dpn", hashed=False),
+    ] = None
+    data_parallel_start_rank: Annotated[
+        int | None,
+        option(
+            "This server has --data-parallel-size-local engines from this number on; an outside balancer picks "
+            "servers. With --headless: this node has.", "-dpr", hashed=False,
+        ),
+    ] = None
+    data_parallel_backend: Annotated[
+        str,
+        option(
+            "Who starts engines: mp (processes here) or ray (actors, placed).", "-dpb", choices=("mp", "ray"),
+            hashed=False,
+        ),
+    ] = "mp"
+    data_parallel_external_lb: Annotated[
+        bool, option("One server per engine (with --data-parallel-rank).", hashed=False)
+    ] = False
+    data_parallel_hybrid_lb: Annotated[
+        bool, option("One server per node (with --data-parallel-start-rank).", hashed=False)
+    ] = False
+    data_parallel_address: Annotated[
+        str | None,
+        option(
+            "Address of the node with the first engine: on Ray it comes first, else it is the --master-addr.", "-dpa",
+            hashed=False,
+        ),
+    ] = None
+    disable_nccl_for_dp_synchronization: Annotated[
+        bool | None,
+        option("Engines that meet in collectives use gloo; default: where steps are planned ahead.", hashed=True),
+    ] = None
+    ray_dp_pack_strategy: Annotated[
+        str | None,
+        option(
+            "How engines on Ray share nodes: strict (the local size on each), fill (as many as fit), span (an engine "
+            "over several nodes); default: strict.", choices=PACK_STRATEGIES, hashed=False,
+        ),
+    ] = None
+    api_server_count: Annotated[
+        int, option("Server processes in front of the engines.", "-asc", least=1, hashed=False)
+    ] = 1
+    # experts: `planaria.config.experts` has the rules
+    enable_expert_parallel: Annotated[
+        bool, option("Deal whole experts to ranks; else each expert is sliced by tensor rank.", hashed=True)
+    ] = False
+    expert_placement_strategy: Annotated[
+        str,
+        option(
+            "Which rank has which experts: linear ([0,1] [2,3]) or round_robin ([0,2] [1,3]).",
+            choices=EXPERT_STRATEGIES, hashed=True,
+        ),
+    ] = "linear"
+    enable_eplb: Annotated[bool, option("Move and repeat experts so that ranks have equal load.", hashed=True)] = False
+    eplb_config: Annotated[
+        str | dict[str, Any] | None,
+        option(
+            "As JSON: window_size, step_interval, num_redundant_experts, log_balancedness, log_balancedness_interval, "
+            """use_async, policy, e.g. '{"num_redundant_experts": 8}'.""", hashed=True,
+        ),
+    ] = None
+    all2all_backend: Annotated[
+        str | None,
+        option(
+            "How tokens reach experts of other ranks: naive, allgather_reducescatter, pplx, deepep_high_throughput, "
+            "deepep_low_latency or flashinfer_all2allv; default: allgather_reducescatter.",
+            choices=ALL2ALL_BACKENDS, hashed=True,
+        ),
+    ] = None
+    enable_dbo: Annotated[
+        bool, option("Compute large steps as two micro-batches: one computes while one exchanges.", hashed=True)
+    ] = False
+    ubatch_size: Annotated[
+        int,
+        option("Micro-batches of a large step; 0 or 1: not split. --enable-dbo: two.", least=0, hashed=True),
+    ] = 0
+    dbo_decode_token_threshold: Annotated[
+        int, option("A step without prompts is split above so many tokens.", least=0, hashed=True)
+    ] = 32
+    dbo_prefill_token_threshold: Annotated[
+        int, option("A step with prompts is split above so many tokens.", least=0, hashed=True)
+    ] = 512
+    ray_link: Annotated[
+        str,
+        option("How steps reach Ray workers: queue or compiled-graph.", choices=("queue", "compiled-graph"),
+               hashed=False),
+    ] = "queue"  # fmt: skip
+    ray_runtime_env: Annotated[
+        str | dict[str, Any] | None, option("Runtime environment of Ray workers, as JSON.", hashed=False)
+    ] = None
+    ray_workers_use_nsight: Annotated[bool, option("Profile Ray workers with nsight.", hashed=False)] = False
+    placement_group: Annotated[
+        str | None, option("Ray placement groups to use, one for each engine or lane.", hashed=False)
+    ] = None  # by name or hexadecimal id; None: made
+    nnodes: Annotated[
+        int, option("Nodes, without Ray: run the same command on each with its --node-rank.", least=1, hashed=False)
+    ] = 1
+    node_rank: Annotated[int, option("This node's number, 0 to --nnodes - 1.", hashed=False)] = 0
+    master_addr: Annotated[str, option("Address of the node with --node-rank 0.", hashed=False)] = "127.0.0.1"
+    master_port: Annotated[
+        int,
+        option("Port it listens on for the other nodes.", least=1, most=65535, rule="is not a port number",
+               fix="give 1 to 65535", hashed=False),
+    ] = 29501  # fmt: skip
+    secret_file: Annotated[
+        str | None,
+        option("File with the secret that all nodes share. Also $PLANARIA_SECRET_FILE.", hashed=False),
+    ] = None
+    max_parallel_loading_workers: Annotated[
+        int | None, option("Ranks that read weights at a time; default: all.", least=1, hashed=False)
+    ] = None
+    # these three are compared by name, see `planaria.config.digest.compared`
+    disable_custom_all_reduce: Annotated[
+        bool, option("Use the plain collective (gloo, NCCL).", hashed=False)
+    ] = False
+    worker_cls: Annotated[
+        str, option("package.module.Class in place of the worker; auto: Planaria's.", hashed=False)
+    ] = "auto"
+    worker_extension_cls: Annotated[
+        str, option("package.module.Class whose methods join the worker's, for collective_rpc.", hashed=False)
+    ] = ""
+    heartbeat_timeout: Annotated[
+        float,
+        option(
+            "Seconds without a sign of life after which a rank or node counts as lost.", least=2.0,
+            rule="must be at least 2 seconds: ranks show a sign of life every second", hashed=False,
+        ),
+    ] = 10.0
+
+
+class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     """What the command line and `LLM(...)` take. `planaria.config.resolve.resolve` checks and completes them."""
 
     model: str
-    served_model_name: str | None = None
-    dtype: str = "auto"
-    quantization: str = "auto"  # auto: keep a GGUF file's packed weights; none: dequantise; q8_0, q4_1: pack at load
-    device: str = "auto"
-    threads: int | None = None
-    kernels: str = "auto"  # native: this package's CPU kernels; torch: plain torch; auto: native where they run
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None  # None: 512 on a CPU, 2048 on a GPU
-    policy: str = "fcfs"
-    block_size: int = 16
-    kv_cache_memory: int | str | None = None  # bytes, or "2GiB"
-    enable_prefix_caching: bool = True
-    async_scheduling: bool | None = None
-    seed: int | None = None  # of requests that bring none; None: drawn
-    skip_tokenizer_init: bool = False
-    null_worker: bool = False
-    # parallel: see ParallelConfig; `planaria.config.parallel` has the rules
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    pp_layer_partition: str | tuple[int, ...] | None = None  # "10,20"
-    distributed_executor_backend: str | None = None  # None: chosen
-    data_parallel_size: int = 1
-    data_parallel_size_local: int | None = None  # None: all of them, or 1, see ParallelConfig
-    data_parallel_rank: int | None = None  # given: external balancing
-    data_parallel_start_rank: int | None = None  # given: hybrid balancing
-    data_parallel_backend: str = "mp"
-    data_parallel_external_lb: bool = False
-    data_parallel_hybrid_lb: bool = False
-    data_parallel_address: str | None = None  # None: not said, see `planaria.config.data_parallel`
-    data_parallel_rpc_port: int | None = None
-    headless: bool = False
-    disable_nccl_for_dp_synchronization: bool | None = None
-    ray_dp_pack_strategy: str | None = None  # None: strict
-    api_server_count: int = 1
-    # experts: `planaria.config.experts` has the rules
-    enable_expert_parallel: bool = False
-    expert_placement_strategy: str = "linear"
-    enable_eplb: bool = False
-    eplb_config: str | dict[str, Any] | None = None  # JSON, or what it says: fields of EPLBConfig
-    all2all_backend: str | None = None  # None: allgather_reducescatter
-    enable_dbo: bool = False
-    ubatch_size: int = 0
-    dbo_decode_token_threshold: int = 32
-    dbo_prefill_token_threshold: int = 512
-    ray_link: str = "queue"
-    ray_runtime_env: str | dict[str, Any] | None = None  # JSON, or what it says
-    ray_workers_use_nsight: bool = False
-    placement_group: str | None = None
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    master_port: int = 29501
-    secret_file: str | None = None
-    max_parallel_loading_workers: int | None = None
-    disable_custom_all_reduce: bool = False
-    worker_cls: str = "auto"
-    worker_extension_cls: str = ""
-    heartbeat_timeout: float = 10.0
-    batch_invariant: bool = False
-    spare_workers: int = 0
-    recovery_limit: int = 5
-    recovery_window: float = 300.0
-    step_timeout: float = 300.0
+    served_model_name: Annotated[
+        str | None, option("Name clients use; default: MODEL as typed.", typed=False, hashed=False)
+    ] = None
+    dtype: Annotated[str, option("auto, float32 or bfloat16.", choices=DTYPES, hashed=True)] = "auto"
+    quantization: Annotated[
+        str,
+        option(
+            "auto keeps a GGUF file's packed weights; none unpacks them; q8_0 or q4_1 packs at load.",
+            choices=QUANTIZATIONS, hashed=True,
+        ),
+    ] = "auto"
+    device: Annotated[str, option("auto, cpu or cuda.", choices=("auto", "cpu", "cuda"), hashed=True)] = "auto"
+    threads: Annotated[
+        int | None, option("CPU threads; default: the cores this process may use.", least=1, hashed=False)
+    ] = None
+    kernels: Annotated[
+        str,
+        option(
+            "CPU kernels: native (this package's), torch (plain), or auto.", choices=("auto", "native", "torch"),
+            hashed=True,
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, option("Longest request in tokens, prompt and output.", least=2, hashed=True)
+    ] = None
+    max_num_seqs: Annotated[int, option("Most requests running at a time.", least=1, hashed=True)] = 256
+    max_num_batched_tokens: Annotated[
+        int | None, option("Most tokens in one step; default: 512 on a CPU, 2048 on a GPU.", hashed=True)
+    ] = None
+    policy: Annotated[
+        str, option("fcfs or priority.", "--scheduling-policy", choices=("fcfs", "priority"), hashed=True)
+    ] = "fcfs"
+    block_size: Annotated[int, option("Tokens in a KV block: a multiple of 16.", hashed=True)] = 16
+    kv_cache_memory: Annotated[
+        int | str | None, option("Memory for keys and values, e.g. 2GiB.", hashed=True)
+    ] = None
+    enable_prefix_caching: Annotated[bool, option("Reuse what requests have in common.", hashed=True)] = True
+    async_scheduling: Annotated[bool | None, option("Plan a step while one runs.", hashed=True)] = None
+    seed: Annotated[int | None, option("Of requests that bring none; default: drawn.", hashed=False)] = None
+    skip_tokenizer_init: Annotated[
+        bool, option("Token ids in and out, no text.", typed=False, hashed=False)
+    ] = False
+    null_worker: Annotated[bool, option("Compute nothing: measures the engine alone.", hashed=True)] = False
+    batch_invariant: Annotated[
+        bool,
+        option(
+            "Promise that a request's tokens depend on nothing but the request, to the last bit, also after a fault.",
+            hashed=True,
+        ),
+    ] = False
+    spare_workers: Annotated[
+        int, option("Processes that are loaded and wait to replace a lost rank.", least=0, hashed=False)
+    ] = 0
+    recovery_limit: Annotated[
+        int,
+        option(
+            "Times that lost ranks are replaced with no token in between before giving up; 0: never.", least=0,
+            hashed=False,
+        ),
+    ] = 5
+    recovery_window: Annotated[
+        float, option("Seconds in which they are counted.", least=TINY, rule="must be more than 0", hashed=False)
+    ] = 300.0
+    step_timeout: Annotated[
+        float,
+        option("Seconds after which a step is overdue at the latest.", least=TINY, rule="must be more than 0",
+               hashed=False),
+    ] = 300.0  # fmt: skip
+    data_parallel_rpc_port: Annotated[
+        int | None,
+        option(
+            "Port nodes meet at, with --data-parallel-address: the --master-port.", "-dpp", least=1, most=65535,
+            rule="is not a port number", fix="give 1 to 65535", hashed=False,
+        ),
+    ] = None
+    headless: Annotated[
+        bool,
+        option(
+            "No server on this node: its engines (--data-parallel-size-local from --data-parallel-start-rank on) are "
+            "the server's at --data-parallel-address.", hashed=False,
+        ),
+    ] = False
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +282,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     auto_batched_tokens: bool = False  # nobody asked for a number: with few threads steps are shorter
     max_model_len: int
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: str = "fcfs"
     depth: int = 2  # plans in flight
     micro_steps: int = 1  # turns that rows are dealt over, so that the steps in flight are of different rows
     max_logit_rows: int = 256  # positions of one step whose logits are wanted (prompt logprobs are chunked by it)
@@ -111,9 +301,11 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # float32 | bfloat16
     quantization: str
     threads: int  # of a rank
-    auto_threads: bool = False  # nobody asked for a number: a rank takes its share of its node's cores
-    sharers: int = 1  # engines that the node's cores and memory are dealt over
-    devices: tuple[int, ...] = ()  # accelerators of the node that are this engine's; none named: all
+    # nobody asked for a number: a rank takes its share of its node's cores
+    auto_threads: Annotated[bool, UNHASHED] = False
+    sharers: Annotated[int, UNHASHED] = 1  # engines that the node's cores and memory are dealt over
+    # accelerators of the node that are this engine's; none named: all
+    devices: Annotated[tuple[int, ...], UNHASHED] = ()
     kernels: str = "native"
     batch_invariant: bool = False  # promised: a request's numbers depend on nothing but the request
 
@@ -143,7 +335,7 @@ class EPLBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     policy: str = "default"
 
 
-class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     """What was asked for; what is in force travels in placements and `Regroup`.
 
     Rank order: tensor ranks fastest, then stages, then lanes; see planaria.topology.layout.
@@ -155,51 +347,23 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     says which of them an engine has; an engine's own configuration has its own nodes.
     """
 
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    pp_layer_partition: tuple[int, ...] | None = None  # layers of each stage; None: evenly
-    distributed_executor_backend: str = "uni"  # uni | mp | ray | external_launcher | package.module.LauncherClass
-    ray_link: Literal["queue", "compiled-graph"] = "queue"  # how steps reach Ray workers
-    ray_runtime_env: dict[str, Any] | None = None  # of Ray workers
-    ray_workers_use_nsight: bool = False
-    placement_group: str | None = None  # a Ray placement group to use, by name or hexadecimal id; None: one is made
-    lane_groups: tuple[LaneGroup, ...] = ()  # instead, of an engine whose lanes have one each
-    nnodes: int = 1  # without Ray: each runs the same command with its own node_rank
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"  # of the node with node_rank 0
-    master_port: int = 29501
-    secret_file: str | None = None  # what all nodes share, see planaria.config.secret
-    max_parallel_loading_workers: int | None = None  # ranks that read weights at a time; None: all
-    disable_custom_all_reduce: bool = False  # use the plain collective
-    worker_cls: str = "auto"  # package.module.Class in place of planaria.worker.worker.Worker
-    worker_extension_cls: str = ""  # package.module.Class mixed into the worker, for collective_rpc
-    heartbeat_timeout: float = 10.0  # seconds without a sign of life after which a rank or node counts as lost
-    outer: OuterLauncher | None = None  # only with external_launcher
-    data_parallel_size: int = 1
+    pp_layer_partition: tuple[int, ...] | None = None
+    distributed_executor_backend: str = "uni"
+    ray_runtime_env: dict[str, Any] | None = None
+    lane_groups: Annotated[tuple[LaneGroup, ...], UNHASHED] = ()  # placement groups of lanes that have one each
+    outer: Annotated[OuterLauncher | None, UNHASHED] = None  # only with external_launcher
     data_parallel_size_local: int | None = 1  # engines on this node; None: as many as fit there (Ray)
     data_parallel_rank: int = 0
     data_parallel_start_rank: int = 0
-    data_parallel_index: int = 0
-    data_parallel_backend: Literal["mp", "ray"] = "mp"  # who starts the engines
-    data_parallel_external_lb: bool = False
-    data_parallel_hybrid_lb: bool = False
-    data_parallel_address: str | None = None  # of the node that comes first, on Ray; None: its head
-    engine_nodes: EngineNodes | None = None  # of several engines on nodes without Ray
+    data_parallel_index: Annotated[int, UNHASHED] = 0
+    engine_nodes: Annotated[EngineNodes | None, UNHASHED] = None  # of several engines on nodes without Ray
     disable_nccl_for_dp_synchronization: bool = False  # of replicas that meet in collectives; dense ones don't
-    ray_dp_pack_strategy: Literal["strict", "fill", "span"] = "strict"  # see planaria.topology.packing
-    api_server_count: int = 1
-    lanes: int = 1  # of an engine: its data-parallel ranks, which share the model's experts
-    api_process_rank: int = 0  # which of these server processes this one is; -1: it is an engine's
+    ray_dp_pack_strategy: str = "strict"  # see planaria.topology.packing
+    lanes: Annotated[int, UNHASHED] = 1  # of an engine: its data-parallel ranks, which share the model's experts
+    api_process_rank: Annotated[int, UNHASHED] = 0  # which of these server processes this is; -1: it is an engine's
     is_moe_model: bool = False  # found from the model
-    enable_expert_parallel: bool = False  # whole experts are dealt to ranks; else each expert is sliced by tensor rank
-    expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
-    enable_eplb: bool = False
-    eplb_config: EPLBConfig = EPLBConfig()
+    eplb_config: EPLBConfig = EPLBConfig()  # type: ignore[assignment]
     all2all_backend: str = "allgather_reducescatter"
-    enable_dbo: bool = False
-    ubatch_size: int = 0
-    dbo_decode_token_threshold: int = 32  # a step of so many tokens is not split yet
-    dbo_prefill_token_threshold: int = 512  # one with any prompt's tokens
 
     @property
     def expert_parallel_size(self) -> int:

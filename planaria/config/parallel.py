@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from planaria.config.data_parallel import data_parallel_fields, on_nodes
+from planaria.config.declared import check, picked
 from planaria.config.experts import expert_fields
 from planaria.config.machine import Machine
 from planaria.config.options import EngineOptions, OuterLauncher, ParallelConfig
@@ -20,8 +21,6 @@ from planaria.env import SpmdDataParallel
 from planaria.errors import ConfigError
 
 BACKENDS = ("uni", "mp", "ray", "external_launcher")
-RAY_LINKS = ("queue", "compiled-graph")
-LEAST_HEARTBEAT = 2.0  # seconds; ranks show a sign of life every second
 
 Note = tuple[int, str]  # a level of `logging`, a line
 
@@ -31,33 +30,22 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[ParallelConfig, list[Note]]:
     """device: "cpu" or "cuda". Raises ConfigError."""
+    check(options)
     options = on_nodes(options)
     _numbers(options)
     engines = data_parallel_fields(options)
     nodes = engines["engine_nodes"]
-    config = ParallelConfig(
-        tensor_parallel_size=options.tensor_parallel_size,
-        pipeline_parallel_size=options.pipeline_parallel_size,
-        pp_layer_partition=partition(options.pp_layer_partition),
-        distributed_executor_backend=_backend(options, machine, options.nnodes if nodes is None else nodes.per_engine),
-        ray_link=_ray_link(options.ray_link),
-        ray_runtime_env=_runtime_env(options.ray_runtime_env),
-        ray_workers_use_nsight=options.ray_workers_use_nsight,
-        placement_group=options.placement_group,
-        nnodes=options.nnodes,
-        node_rank=options.node_rank,
-        master_addr=options.master_addr,
-        master_port=options.master_port,
-        secret_file=options.secret_file,
-        max_parallel_loading_workers=options.max_parallel_loading_workers,
-        disable_custom_all_reduce=options.disable_custom_all_reduce,
-        worker_cls=_class_path("--worker-cls", options.worker_cls, "auto"),
-        worker_extension_cls=_class_path("--worker-extension-cls", options.worker_extension_cls, ""),
-        heartbeat_timeout=options.heartbeat_timeout,
-        outer=machine.outer,
+    backend = _backend(options, machine, options.nnodes if nodes is None else nodes.per_engine)
+    config = ParallelConfig(**{
+        **picked(ParallelConfig, options),
+        "pp_layer_partition": partition(options.pp_layer_partition),
+        "distributed_executor_backend": backend,
+        "ray_runtime_env": _runtime_env(options.ray_runtime_env),
+        "disable_nccl_for_dp_synchronization": False,  # see `_synchronization`
+        "outer": machine.outer,
         **engines,
         **expert_fields(options),
-    )
+    })  # fmt: skip
     config = _with_lanes(config)
     _nodes(config)
     _ray(config, machine)
@@ -142,26 +130,13 @@ def _ahead(config: ParallelConfig, asked: bool | None, device: str) -> bool:
 
 
 def _numbers(options: EngineOptions) -> None:
-    for option, value in (
-        ("--tensor-parallel-size", options.tensor_parallel_size),
-        ("--pipeline-parallel-size", options.pipeline_parallel_size),
-        ("--nnodes", options.nnodes),
-        ("--max-parallel-loading-workers", options.max_parallel_loading_workers),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(option, value, "must be at least 1")
     if not 0 <= options.node_rank < options.nnodes:
         rule = f"must be 0 to {options.nnodes - 1} with --nnodes {options.nnodes}"
         raise ConfigError("--node-rank", options.node_rank, rule, "count nodes from 0")
-    if not 1 <= options.master_port <= 65535:
-        raise ConfigError("--master-port", options.master_port, "is not a port number", "give 1 to 65535")
     if not options.master_addr:
         raise ConfigError("--master-addr", "''", "is empty", "give the address of the node with --node-rank 0")
-    if not options.heartbeat_timeout >= LEAST_HEARTBEAT:
-        raise ConfigError(
-            "--heartbeat-timeout", options.heartbeat_timeout,
-            f"must be at least {LEAST_HEARTBEAT:g} seconds: ranks show a sign of life every second",
-        )  # fmt: skip
+    _class_path("--worker-cls", options.worker_cls, "auto")
+    _class_path("--worker-extension-cls", options.worker_extension_cls, "")
 
 
 def partition(given: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -176,12 +151,6 @@ def partition(given: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
         ) from None
 
 
-def _ray_link(given: str) -> Literal["queue", "compiled-graph"]:
-    if given == "queue" or given == "compiled-graph":
-        return given  # type: ignore[return-value]
-    raise ConfigError("--ray-link", given, "is unknown", f"choose one of {', '.join(RAY_LINKS)}")
-
-
 def _runtime_env(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
     if not isinstance(given, str):
         return given
@@ -192,10 +161,9 @@ def _runtime_env(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
         raise ConfigError("--ray-runtime-env", repr(given), f"is not a JSON object: {e}", fix) from None
 
 
-def _class_path(option: str, given: str, default: str) -> str:
+def _class_path(option: str, given: str, default: str) -> None:
     if given != default and _PATH.fullmatch(given) is None:
         raise ConfigError(option, repr(given), "is not the path of a class", "write package.module.Class")
-    return given
 
 
 def _backend(options: EngineOptions, machine: Machine, nodes: int) -> str:

@@ -7,10 +7,10 @@ import logging
 import msgspec
 
 from planaria.checkpoint import resolve_checkpoint
+from planaria.config.declared import check, picked
 from planaria.config.experts import expert_shapes, resolve_experts
 from planaria.config.machine import check_module, cuda_available, look, usable_cores
 from planaria.config.options import (
-    QUANTIZATIONS,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -22,7 +22,6 @@ from planaria.config.options import (
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import parse_bytes
-from planaria.core.policy import POLICIES
 from planaria.errors import ConfigError
 from planaria.layers.deal import deal, expert_map
 from planaria.models import model_config
@@ -37,19 +36,8 @@ STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 LOGIT_ROWS = 256  # beyond one per row: positions of prompt logprobs in one step
 
 
-def _at_least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(option, value, f"must be at least {least}")
-
-
-def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(option, value, "is unknown", f"choose one of {', '.join(choices)}")
-
-
 def _device_name(asked: str, used: bool) -> str:
     """used: by ranks of this node."""
-    _one_of("--device", asked, ("auto", "cpu", "cuda"))
     if asked == "cpu":
         return "cpu"
     cuda = cuda_available()
@@ -59,17 +47,12 @@ def _device_name(asked: str, used: bool) -> str:
 
 
 def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: bool, ranks: int) -> DeviceConfig:
-    _one_of("--dtype", options.dtype, ("auto", "float32", "bfloat16"))
-    _one_of("--quantization", options.quantization, QUANTIZATIONS)
     dtype = options.dtype
     if dtype == "auto":
         dtype = "float32" if checkpoint_dtype == "float32" and not packed else "bfloat16"
     quantization = options.quantization
     if quantization == "auto":
         quantization = "keep" if packed and dtype == "bfloat16" else "none"
-    if options.threads is not None:
-        _at_least("--threads", options.threads, 1)
-    _one_of("--kernels", options.kernels, ("auto", "native", "torch"))
     if options.kernels == "native" and device != "cpu":
         raise ConfigError("--kernels", "native", f"are for the CPU, and the device is {device}", "use --kernels torch")
     if options.batch_invariant and (device != "cpu" or options.kernels == "torch"):
@@ -87,7 +70,6 @@ def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: 
 
 
 def _faults(options: EngineOptions, parallel: ParallelConfig) -> FaultConfig:
-    _at_least("--spare-workers", options.spare_workers, 0)
     backend = parallel.distributed_executor_backend
     if options.spare_workers and backend in ("uni", "external_launcher"):
         raise ConfigError(
@@ -95,20 +77,12 @@ def _faults(options: EngineOptions, parallel: ParallelConfig) -> FaultConfig:
             f"spares are for ranks of mp and ray, and these are started by {backend}",
             "use --distributed-executor-backend mp, or leave it out: a lost rank is replaced all the same",
         )  # fmt: skip
-    _at_least("--recovery-limit", options.recovery_limit, 0)
-    for option, value in (("--recovery-window", options.recovery_window), ("--step-timeout", options.step_timeout)):
-        if not value > 0:
-            raise ConfigError(option, value, "must be more than 0")
-    return FaultConfig(
-        spare_workers=options.spare_workers, recovery_limit=options.recovery_limit,
-        recovery_window=options.recovery_window, step_timeout=options.step_timeout,
-    )  # fmt: skip
+    return FaultConfig(**picked(FaultConfig, options))
 
 
 def resolve(options: EngineOptions) -> EngineConfig:
     """Raises ConfigError for a refused option, ModelError for a model that can't be served."""
-    _at_least("--max-num-seqs", options.max_num_seqs, 1)
-    _one_of("--scheduling-policy", options.policy, tuple(POLICIES))
+    check(options)
     if options.block_size < 16 or options.block_size % 16 or options.block_size > 256:
         raise ConfigError("--block-size", options.block_size, "must be a multiple of 16 up to 256")
     step_tokens = options.max_num_batched_tokens
@@ -135,7 +109,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
     checkpoint = resolve_checkpoint(options.model)
     model = model_config(checkpoint.config, checkpoint.generation_config)
     max_model_len = options.max_model_len or model.max_position
-    _at_least("--max-model-len", max_model_len, 2)
     if max_model_len > model.max_position:
         raise ConfigError(
             "--max-model-len", max_model_len, f"the model's positions end at {model.max_position}",
@@ -159,7 +132,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             max_num_batched_tokens=step_tokens or max(STEP_TOKENS[device_name], options.max_num_seqs),
             auto_batched_tokens=step_tokens is None and device_name == "cpu",
             max_model_len=max_model_len,
-            policy=options.policy,  # type: ignore[arg-type]
+            policy=options.policy,
             depth=steps_in_flight(parallel, options.async_scheduling, device_name),
             micro_steps=parallel.pipeline_parallel_size,
             max_logit_rows=options.max_num_seqs + LOGIT_ROWS,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Annotated
 
 import msgspec
 
+from planaria.config.declared import check, option
 from planaria.errors import ConfigError
 
 MIB = 1 << 20
@@ -14,33 +16,50 @@ MIB = 1 << 20
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the server. Sizes in bytes, times in seconds. Call `verify()` before a process starts."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one
-    served_model_names: tuple[str, ...] = ()  # the first is what answers carry; empty: the engine's own name
+    host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        option("Port; 0 takes a free one.", least=0, most=65535, rule="not a port number",
+               fix="give 0 (any free one) to 65535"),
+    ] = 8000  # fmt: skip
+    served_model_names: Annotated[
+        tuple[str, ...], option("Name(s) clients use; default: MODEL as typed.", "--served-model-name")
+    ] = ()  # the first is what answers carry; empty: the engine's own name
     eos_ids: tuple[int, ...] = ()  # for a server without a tokenizer; else the tokenizer's count
     seed: int | None = None  # from which requests that bring none get theirs, in the order they come; None: drawn
     model_path: str = ""  # `root` in /v1/models
-    api_keys: tuple[str, ...] = ()  # empty: open
-    admin_key: str | None = None  # for /admin routes; None: those are open on loopback only
-    cors_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
+    api_keys: Annotated[
+        tuple[str, ...],
+        option("Require this key; may be given more than once. Also $PLANARIA_API_KEY.", "--api-key"),
+    ] = ()  # empty: open
+    admin_key: Annotated[
+        str | None,
+        option("Key of /admin routes; without one they are open to this machine. Also $PLANARIA_ADMIN_KEY."),
+    ] = None
+    cors_origins: Annotated[
+        tuple[str, ...], option("Origin that may call from a browser; *: all.", "--cors-origin")
+    ] = ()  # empty: no CORS headers at all
     cors_methods: tuple[str, ...] = ("GET", "POST", "OPTIONS")
     cors_headers: tuple[str, ...] = ("*",)
-    cors_credentials: bool = False
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_keyfile_password: str | None = None
-    ssl_ca_certs: str | None = None  # given: clients must show a certificate signed by it
-    max_body_bytes: int = 8 * MIB
-    max_sequences: int = 1024  # of one request: prompts x n
-    shutdown_timeout: float = 30.0
+    cors_credentials: Annotated[
+        bool, option("Let those origins send credentials.", "--cors-credentials/--no-cors-credentials")
+    ] = False
+    ssl_certfile: Annotated[str | None, option("Serve TLS with this certificate.")] = None
+    ssl_keyfile: Annotated[str | None, option("Its private key.")] = None
+    ssl_keyfile_password: Annotated[str | None, option("Password of the private key.")] = None
+    ssl_ca_certs: Annotated[str | None, option("Clients must show a certificate signed by it.")] = None
+    max_body_bytes: Annotated[int, option("Largest request body.", least=1)] = 8 * MIB
+    max_sequences: Annotated[int, option("Of one request: prompts x n.", least=1, typed=False)] = 1024
+    shutdown_timeout: Annotated[float, option("Seconds running requests get after SIGTERM.", least=0)] = 30.0
     body_timeout: float = 60.0  # for a request's body to come
-    keep_alive_timeout: float = 75.0
+    keep_alive_timeout: Annotated[
+        float, option("Seconds an idle connection is kept.", least=0, typed=False)
+    ] = 75.0
     stall_timeout: float = 60.0  # work but no new step for this long: /health says it does not progress
 
     def verify(self) -> None:
         """Raise ConfigError for the first option that can't work."""
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("--port", self.port, "not a port number", "give 0 (any free one) to 65535")
+        check(self)
         if any(not name for name in self.served_model_names):
             raise ConfigError("--served-model-name", "''", "is empty")
         for key in self.api_keys:
@@ -57,18 +76,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "needs a certificate",
                 "give --ssl-certfile too",
             )
-        for option, path in (
+        for flag, path in (
             ("--ssl-certfile", self.ssl_certfile),
             ("--ssl-keyfile", self.ssl_keyfile),
             ("--ssl-ca-certs", self.ssl_ca_certs),
         ):
             if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
-                raise ConfigError(option, path, "no such file, or not readable")
-        for option, value, least in (
-            ("--max-body-bytes", self.max_body_bytes, 1),
-            ("--max-sequences", self.max_sequences, 1),
-            ("--shutdown-timeout", self.shutdown_timeout, 0),
-            ("--keep-alive-timeout", self.keep_alive_timeout, 0),
-        ):
-            if not value >= least:
-                raise ConfigError(option, value, f"must be at least {least}")
+                raise ConfigError(flag, path, "no such file, or not readable")
