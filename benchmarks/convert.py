@@ -25,9 +25,9 @@ def write_folder(checkpoint: Checkpoint, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from planaria.loader import open_weights
+    from planaria.loader import WeightSource
 
-    with open_weights(checkpoint) as source:
+    with WeightSource(checkpoint) as source:
         tensors = {
             name: source.get(name, dequantise=True).to(torch.bfloat16).contiguous().clone()  # type: ignore[union-attr]
             for name in source.names()

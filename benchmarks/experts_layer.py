@@ -84,11 +84,12 @@ def ours(folder: Path, dtype: str, x: torch.Tensor, quantization: str) -> tuple[
     from planaria.checkpoint import resolve_checkpoint
     from planaria.kernels.cpu import CpuOps
     from planaria.kernels.ops import Batch
-    from planaria.loader import open_weights
-    from planaria.models import build, model_config
+    from planaria.layers.build import build
+    from planaria.loader import WeightSource
+    from planaria.models import model_config
 
     checkpoint, ops = resolve_checkpoint(str(folder)), CpuOps(dtype, THREADS)
-    model = build(model_config(checkpoint.config), open_weights(checkpoint), ops, quantization=quantization)
+    model = build(model_config(checkpoint.config), WeightSource(checkpoint), ops, quantization=quantization)
     moe: Any = model.layers[0].mlp
     norm = ops.vector(torch.ones(x.shape[1]))
     batch = Batch(len(x), 1, 1, 1)

@@ -25,8 +25,8 @@ def rank_main(rank: int, size: int, columns: int, fd: int, port: int, out: Any) 
 
     from planaria.kernels.cpu import layout
     from planaria.kernels.cpu.build import load, target_for
+    from planaria.kernels.cpu.shared import SharedComm
     from planaria.mesh.gloo import GlooComm
-    from planaria.mesh.shared import SharedComm
 
     torch.set_num_threads(1)
     members = range(size)
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=576)
     parser.add_argument("--json")
     args = parser.parse_args()
-    from planaria.mesh.boot import create_segment
+    from planaria.mesh.segment import create_segment
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

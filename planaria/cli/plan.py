@@ -193,9 +193,9 @@ def _warnings(notes: Sequence[tuple[int, str]]) -> tuple[str, ...]:
 def _check_model(options: EngineOptions, parallel: ParallelConfig) -> tuple[str, ...]:
     """What `serve` would warn of. Raises ConfigError where its heads, layers or experts can't be dealt, ModelError."""
     from planaria.checkpoint import resolve_checkpoint
-    from planaria.config.experts import expert_shapes, resolve_experts
-    from planaria.layers.deal import deal, expert_map
+    from planaria.config.experts import expert_map, expert_shapes, resolve_experts
     from planaria.models import model_config
+    from planaria.models.deal import deal
 
     checkpoint = resolve_checkpoint(options.model)
     model = model_config(checkpoint.config, checkpoint.generation_config)

@@ -1,6 +1,5 @@
 """Small frozen configurations, one concern each. `resolve.resolve` makes an EngineConfig from options and facts."""
 
-from planaria.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from planaria.config.options import (
     CacheConfig,
     DeviceConfig,
@@ -10,6 +9,7 @@ from planaria.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
+from planaria.models.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 
 __all__ = [
     "CacheConfig",

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from planaria.config.all2all import DEEPEP, DEFAULT, LIBRARIES, ExpertShapes, check_library, check_shapes
-from planaria.config.model import ModelConfig
 from planaria.config.options import EngineOptions, EPLBConfig, ParallelConfig
 from planaria.errors import ConfigError
+from planaria.models.config import ModelConfig
+from planaria.topology.experts import ExpertMap
 
 Note = tuple[int, str]  # a level of `logging`, a line
 
@@ -146,6 +147,14 @@ def _needs(config: ParallelConfig, shapes: ExpertShapes | None) -> None:
         option, value = (_DBO, True) if config.enable_dbo else (_UBATCH, config.ubatch_size)
         why = "the model is dense" if shapes is None else f"there is no {_EP}"
         raise ConfigError(option, value, f"there is no exchange of tokens to hide: {why}", "leave it out")
+
+
+def expert_map(config: ModelConfig, parallel: ParallelConfig, ranks: int) -> ExpertMap | None:
+    """Where whole experts are over the `ranks` of an expert group, at the start; None: they are sliced by columns."""
+    if config.moe is None or not parallel.enable_expert_parallel:
+        return None
+    redundant = parallel.eplb_config.num_redundant_experts if parallel.enable_eplb else 0
+    return ExpertMap.placed(parallel.expert_placement_strategy, config.moe.num_experts, ranks, redundant)
 
 
 def not_yet(config: ParallelConfig) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from planaria.config.all2all import BACKENDS as ALL2ALL_BACKENDS
 from planaria.config.declared import UNHASHED, option
 from planaria.config.engine_nodes import EngineNodes
-from planaria.config.model import ModelConfig
+from planaria.models.config import ModelConfig
 from planaria.topology.cluster import LaneGroup
 from planaria.topology.experts import STRATEGIES as EXPERT_STRATEGIES
 from planaria.topology.layout import Layout

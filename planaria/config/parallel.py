@@ -140,7 +140,7 @@ def _numbers(options: EngineOptions) -> None:
 
 
 def partition(given: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Whether it fits the model is looked at when the model is known (`planaria.layers.deal`)."""
+    """Whether it fits the model is looked at when the model is known (`planaria.models.deal`)."""
     if given is None or isinstance(given, tuple):
         return given
     try:

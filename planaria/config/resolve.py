@@ -8,7 +8,7 @@ import msgspec
 
 from planaria.checkpoint import resolve_checkpoint
 from planaria.config.declared import check, picked
-from planaria.config.experts import expert_shapes, resolve_experts
+from planaria.config.experts import expert_map, expert_shapes, resolve_experts
 from planaria.config.machine import check_module, cuda_available, look, usable_cores
 from planaria.config.options import (
     CacheConfig,
@@ -23,8 +23,8 @@ from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flig
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import parse_bytes
 from planaria.errors import ConfigError
-from planaria.layers.deal import deal, expert_map
 from planaria.models import model_config
+from planaria.models.deal import deal
 
 __all__ = ["parse_bytes", "resolve", "usable_cores"]
 

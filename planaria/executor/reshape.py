@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from planaria.config.experts import expert_map
 from planaria.config.options import EngineConfig
 from planaria.core.eplb.places import Placing
 from planaria.errors import ConfigError, PlanariaError
 from planaria.executor.backend import Borrower, Launcher
-from planaria.layers.deal import deal, deal_layers, expert_map
+from planaria.models.deal import deal, deal_layers
 from planaria.topology import LaneGroup, Layout
 from planaria.topology.experts import ExpertMap
 from planaria.wire import Reshape

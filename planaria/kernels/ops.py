@@ -22,9 +22,9 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-    from planaria.config import MoEConfig
     from planaria.mesh.all2all import All2All
     from planaria.mesh.comm import Comm
+    from planaria.models.config import MoEConfig
 
 Act = Any
 Weight = Any

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planaria.config import MoEConfig
 from planaria.kernels import reference_experts as mixture
 from planaria.kernels import triton_experts
 from planaria.kernels.ops import Batch, Quantized, Slots
-from planaria.loader.quant import dequantise
+from planaria.kernels.quant import dequantise
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
+from planaria.models.config import MoEConfig
 
 LOGIT_ROWS = (
     16384  # rows of the output head taken to float32 at a time, so that no float32 copy of it ever exists

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planaria.config import MoEConfig
 from planaria.kernels.ops import Slots
+from planaria.models.config import MoEConfig
 
 
 @dataclass

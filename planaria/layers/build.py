@@ -5,21 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from planaria.config import ModelConfig
 from planaria.kernels.ops import Ops
 from planaria.layers.decoder import Model
 from planaria.layers.rope import rope_tables
-from planaria.layers.shard import Shard
 from planaria.layers.weights import Progress, Source, WeightLoader
+from planaria.models.config import ModelConfig
+from planaria.models.shard import Shard
 
 log = logging.getLogger(__name__)
 
 
-def build_model(
+def build(
     config: ModelConfig, weights: Source, ops: Ops, *, quantization: str, progress: Progress | None = None,
     max_positions: int | None = None, shard: Shard | None = None,
 ) -> Model:  # fmt: skip
-    """See `planaria.models.build`."""
+    """Read a checkpoint into `ops`. The source is not kept.
+
+    quantization: "keep" leaves weights that the file packs as they are; "none" unpacks them to the
+    activation dtype; "q8_0", "q4_1" pack every matrix now (the embedding and the output head at q8_0 at
+    least), never norms and biases. progress(read, all) counts weights. max_positions: length of the rotary
+    tables (the longest text served), default the model's longest. shard: the part to read, default all.
+    Raises ModelError, one line, for a missing tensor or one of another shape, before anything is read.
+    """
     shard = shard or Shard.full(config)
     # First with a loader that only checks, the whole model, so that a damaged checkpoint fails on every rank before
     # minutes of reading.

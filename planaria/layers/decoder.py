@@ -11,12 +11,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from planaria.config import ModelConfig
 from planaria.kernels.ops import Act, KVLayer, Ops, RopeTable, Weight
 from planaria.layers.mla import LatentAttention
 from planaria.layers.moe import MoE
-from planaria.layers.shard import Shard, scaled
 from planaria.layers.weights import Part, WeightLoader
+from planaria.models.config import ModelConfig
+from planaria.models.shard import Shard, scaled
 
 
 class RMSNorm:

@@ -11,11 +11,11 @@ Tensor ranks have some of the heads each, and all of the latent.
 
 from __future__ import annotations
 
-from planaria.config import ModelConfig
 from planaria.kernels.ops import Act, KVLayer, Ops, RopeTable, Weight
 from planaria.layers.rope import softmax_factor
-from planaria.layers.shard import Shard, scaled
 from planaria.layers.weights import Part, WeightLoader
+from planaria.models.config import ModelConfig
+from planaria.models.shard import Shard, scaled
 
 NORM_EPS = 1e-6  # of the latents; no configuration says another
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from planaria.config import ModelConfig
 from planaria.kernels.ops import Act, Ops, Slots, Weight, replicas_of
-from planaria.layers.shard import Shard
 from planaria.layers.weights import Part, WeightLoader
+from planaria.models.config import ModelConfig
+from planaria.models.shard import Shard
 
 Expert = tuple[Weight, Weight]  # gate over up, and down
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planaria.config import RopeConfig
+from planaria.models.config import RopeConfig
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from planaria.kernels.ops import Ops, Quantized, Weight
-from planaria.loader.quant import BLOCK, PACKED_KINDS, dequantise, quantise
+from planaria.kernels.quant import BLOCK, PACKED_KINDS, dequantise, quantise
 
 Progress = Callable[[int, int], None]  # (weights read, weights in all)
 QUANTIZATIONS = ("keep", "none", "q8_0", "q4_1")

@@ -11,10 +11,12 @@ import warnings
 
 import torch
 
+from planaria.checkpoint.gguf_file import NEEDS_GGUF
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
+from planaria.kernels import quant
 from planaria.kernels.ops import Quantized
-from planaria.loader.quant import BLOCK, PACKED_KINDS, dequantise, dequantise_with_gguf
+from planaria.kernels.quant import BLOCK, PACKED_KINDS
 
 DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
@@ -33,17 +35,6 @@ class WeightSource:
 
     def names(self) -> list[str]:
         return list(self._infos)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._infos
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Raises ModelError if there is no such tensor."""
-        return self._info(name).shape
-
-    def kind(self, name: str) -> str:
-        """Element type in lower case: f32, bf16, q4_1 ... Raises ModelError if there is no such tensor."""
-        return self._info(name).kind
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ModelError if the tensor is missing or has another shape."""
@@ -77,17 +68,12 @@ class WeightSource:
         packed = info.kind in PACKED_KINDS
         num_rows, num_columns = len(row_range), info.shape[1]
         if not packed:
-            whole = dequantise_with_gguf(raw, info.kind, name) if num_rows else torch.empty(0, num_columns)
+            whole = _dequantise_with_gguf(raw, info.kind, name) if num_rows else torch.empty(0, num_columns)
             return whole[:, col_range.start : col_range.stop]
         per_block = raw.shape[1] * BLOCK // num_columns
         data = raw[:, col_range.start // BLOCK * per_block : col_range.stop // BLOCK * per_block]
         weight = Quantized(info.kind, data, (num_rows, len(col_range)))
-        return _dequantise(weight) if dequantise else weight
-
-    def tensor(self, name: str, *, rows: slice | None = None, cols: slice | None = None) -> torch.Tensor:
-        """`get` for what must be plain numbers: float kinds as stored, packed kinds as float32."""
-        value = self.get(name, rows=rows, cols=cols)
-        return _dequantise(value) if isinstance(value, Quantized) else value
+        return quant.dequantise(weight) if dequantise else weight
 
     def forget(self, name: str) -> None:
         """Tell the system that a tensor's pages aren't needed in this process any more (views stay valid: they are
@@ -144,13 +130,19 @@ class WeightSource:
         )
 
 
-def open_weights(checkpoint: Checkpoint) -> WeightSource:
-    """The weights of a resolved checkpoint. Files are opened when first used."""
-    return WeightSource(checkpoint)
-
-
-def _dequantise(weight: Quantized) -> torch.Tensor:
-    return dequantise(weight)
+def _dequantise_with_gguf(data: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+    """Rows of bytes [N, bytes per row] of a GGUF kind that no kernel reads packed -> float32 [N, K]."""
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise ModelError(f"tensor {name}: element type {kind} {NEEDS_GGUF}") from None
+    try:
+        return torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[kind.upper()]))
+    except (KeyError, NotImplementedError):
+        raise ModelError(
+            f"tensor {name}: element type {kind} is not supported; use a file of another quantization, such as Q4_K_M"
+        ) from None
 
 
 def _map(path: str) -> tuple[mmap.mmap, torch.Tensor]:

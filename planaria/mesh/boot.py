@@ -15,6 +15,7 @@ from typing import Any
 
 from planaria.mesh.comm import DEADLINE, CollectiveAborted, Comm, Solo
 from planaria.mesh.mesh import Mesh
+from planaria.mesh.segment import create_segment, fence_segment
 from planaria.node import Shared
 from planaria.protocol import Hello
 from planaria.topology import Layout
@@ -31,11 +32,6 @@ def axes(rank: int, layout: Layout, *, experts: bool = False, micro_batches: int
     spread, travels = sharing if layout.dp > 1 else (rank,), sharing if experts else (rank,)
     further = {f"ep{i}": spread for i in range(1, micro_batches) if layout.dp > 1}
     return {"tp": layout.group(rank, "tp"), "pp": layout.group(rank, "pp"), "ep": spread, "experts": travels, **further}
-
-
-def create_segment() -> int:
-    """The descriptor of a new memory file, empty: it takes no memory before it is used."""
-    return os.memfd_create("planaria-mesh", os.MFD_CLOEXEC)
 
 
 def create_segments(
@@ -89,14 +85,14 @@ class Opening:
 
 
 def open_mesh(
-    rank: int, layout: Layout, epoch: int, members: Sequence[Hello], *, fast: bool, kernels: Callable[[], Any],
-    lanes: int = 1, crowded: bool = False, cuda: bool = False, deadline: float = DEADLINE,
-    opening: Opening | None = None, experts: bool = False, micro_batches: int = 1,
+    rank: int, layout: Layout, epoch: int, members: Sequence[Hello], *, fast: bool,
+    shared: Callable[[], Callable[..., Comm]], lanes: int = 1, crowded: bool = False, cuda: bool = False,
+    deadline: float = DEADLINE, opening: Opening | None = None, experts: bool = False, micro_batches: int = 1,
 ) -> Mesh:  # fmt: skip
-    """Meet the other ranks. fast: use shared memory where it can be. kernels: gives the compiled kernels' entry, called
-    only for shared memory; lanes, crowded: see RankBoot. opening: by which another thread ends this. experts,
-    micro_batches: as for `axes`. Raises CollectiveAborted when a rank does not come within the deadline or the opening
-    is aborted, Gone when a rank has ended already."""
+    """Meet the other ranks. fast: use shared memory where it can be. shared: gives what makes a group there (a
+    SharedComm with its kernels), called only then; lanes, crowded: see RankBoot. opening: by which another thread ends
+    this. experts, micro_batches: as for `axes`. Raises CollectiveAborted when a rank does not come within the deadline
+    or the opening is aborted, Gone when a rank has ended already."""
     opening = opening or Opening()
 
     def group(axis: str, ranks: tuple[int, ...]) -> Comm:
@@ -105,16 +101,14 @@ def open_mesh(
         own, first = members[rank], members[ranks[0]]
         place = ranks.index(rank)
         if fast and not cuda and axis in first.segments and all(members[r].home == own.home for r in ranks):
-            from planaria.mesh.shared import RING, SharedComm, fence_segment
-
             fd = Shared(first.pid, *first.segments[axis]).open()
             try:
-                entry = kernels()
+                make = shared()
                 with opening.waiting(lambda: fence_segment(fd)):
-                    return SharedComm(
-                        fd, place, ranks, entry, lanes=lanes if axis == "tp" else 1, deadline=deadline,
-                        crowded=crowded or axis == "experts", ring=FEW if axis == "experts" else RING,
-                    )  # fmt: skip
+                    if axis == "experts":
+                        return make(fd, place, ranks, deadline=deadline, crowded=True, ring=FEW)
+                    many = lanes if axis == "tp" else 1
+                    return make(fd, place, ranks, deadline=deadline, crowded=crowded, lanes=many)
             finally:
                 os.close(fd)
         store = members[0].store

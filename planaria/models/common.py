@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planaria.config import RopeConfig
+from planaria.models.config import RopeConfig
 from planaria.models.fields import HF, MOST_LAYERS, flag, number, refuse, size, token_ids
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from planaria.config import MLAConfig, ModelConfig, MoEConfig
 from planaria.errors import ModelError
 from planaria.models.common import common
+from planaria.models.config import MLAConfig, ModelConfig, MoEConfig
 from planaria.models.experts import mixture
 from planaria.models.fields import HF, flag, number, refuse, size
 
@@ -25,7 +25,7 @@ def config(hf: HF, generation: HF) -> ModelConfig:
     if method == "group_limited_greedy":
         groups = {"num_groups": size(hf, "n_group"), "top_groups": size(hf, "topk_group")}
     return ModelConfig(
-        architecture=ARCHITECTURE, family="deepseek_v2", **latent(hf, generation), mlp_bias=flag(hf, "mlp_bias"),
+        architecture=ARCHITECTURE, **latent(hf, generation), mlp_bias=flag(hf, "mlp_bias"),
         moe=experts(hf, scaling=1.0, **groups),
     )  # fmt: skip
 

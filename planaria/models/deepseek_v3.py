@@ -3,7 +3,7 @@ further tokens, which checkpoints have after the others, are not used."""
 
 from __future__ import annotations
 
-from planaria.config import ModelConfig
+from planaria.models.config import ModelConfig
 from planaria.models.deepseek_v2 import experts, latent
 from planaria.models.fields import HF, flag, size
 
@@ -12,7 +12,7 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 def config(hf: HF, generation: HF) -> ModelConfig:
     return ModelConfig(
-        architecture=ARCHITECTURE, family="deepseek_v3",
+        architecture=ARCHITECTURE,
         **latent(hf, generation, interleaved=flag(hf, "rope_interleave", True)),
         moe=experts(
             hf, scaling=2.5, scoring="sigmoid", renormalize=flag(hf, "norm_topk_prob", True), correction_bias=True,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planaria.config import MoEConfig
+from planaria.models.config import MoEConfig
 from planaria.models.fields import HF, MOST_LAYERS, refuse, size
 
 

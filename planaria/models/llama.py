@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planaria.config import ModelConfig
 from planaria.models.common import common
+from planaria.models.config import ModelConfig
 from planaria.models.fields import HF, flag
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -12,6 +12,6 @@ ARCHITECTURE = "LlamaForCausalLM"
 def config(hf: HF, generation: HF) -> ModelConfig:
     bias = flag(hf, "attention_bias")
     return ModelConfig(
-        architecture=ARCHITECTURE, family="llama", **common(hf, generation),
+        architecture=ARCHITECTURE, **common(hf, generation),
         attention_bias=bias, output_bias=bias, mlp_bias=flag(hf, "mlp_bias"),
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planaria.config import ModelConfig
 from planaria.models.common import common
+from planaria.models.config import ModelConfig
 from planaria.models.fields import HF, refuse, size
 
 ARCHITECTURE = "MistralForCausalLM"
@@ -16,6 +16,6 @@ def config(hf: HF, generation: HF) -> ModelConfig:
         raise refuse("layer_types", sorted(types), "a Mistral model has the same attention in all layers")
     window = None if hf.get("sliding_window", 0) is None else size(hf, "sliding_window", 4096)
     return ModelConfig(
-        architecture=ARCHITECTURE, family="mistral", **fields,
+        architecture=ARCHITECTURE, **fields,
         windows=(window,) * fields["num_layers"] if window else (),
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planaria.config import ModelConfig
 from planaria.models.common import common
+from planaria.models.config import ModelConfig
 from planaria.models.experts import mixture
 from planaria.models.fields import HF, size
 
@@ -14,7 +14,7 @@ def config(hf: HF, generation: HF) -> ModelConfig:
     fields = common(hf, generation)
     window = None if hf.get("sliding_window") is None else size(hf, "sliding_window")
     return ModelConfig(
-        architecture=ARCHITECTURE, family="mixtral", **fields,
+        architecture=ARCHITECTURE, **fields,
         windows=(window,) * fields["num_layers"] if window else (),
         moe=mixture(
             hf, count="num_local_experts", width="intermediate_size", default_k=2, renormalize=True,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planaria.config import ModelConfig
 from planaria.models.common import common, windows
+from planaria.models.config import ModelConfig
 from planaria.models.fields import HF
 
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -11,6 +11,6 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 
 def config(hf: HF, generation: HF) -> ModelConfig:
     return ModelConfig(
-        architecture=ARCHITECTURE, family="qwen2", **common(hf, generation),
+        architecture=ARCHITECTURE, **common(hf, generation),
         attention_bias=True, windows=windows(hf),
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planaria.config import ModelConfig
 from planaria.models.common import common, windows
+from planaria.models.config import ModelConfig
 from planaria.models.experts import dense_layers, mixture
 from planaria.models.fields import HF, flag, size
 
@@ -12,7 +12,7 @@ ARCHITECTURE = "Qwen2MoeForCausalLM"
 
 def config(hf: HF, generation: HF) -> ModelConfig:
     return ModelConfig(
-        architecture=ARCHITECTURE, family="qwen2_moe", **common(hf, generation),
+        architecture=ARCHITECTURE, **common(hf, generation),
         attention_bias=flag(hf, "qkv_bias", True), windows=windows(hf),
         moe=mixture(
             hf, count="num_experts", width="moe_intermediate_size", default_k=4,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planaria.config import ModelConfig
 from planaria.models.common import common, windows
+from planaria.models.config import ModelConfig
 from planaria.models.fields import HF, flag
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -12,6 +12,6 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 def config(hf: HF, generation: HF) -> ModelConfig:
     bias = flag(hf, "attention_bias")
     return ModelConfig(
-        architecture=ARCHITECTURE, family="qwen3", **common(hf, generation, head_dim=128),
+        architecture=ARCHITECTURE, **common(hf, generation, head_dim=128),
         attention_bias=bias, output_bias=bias, qk_norm=True, windows=windows(hf),
     )  # fmt: skip

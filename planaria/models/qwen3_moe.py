@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planaria.config import ModelConfig
 from planaria.models.common import common
+from planaria.models.config import ModelConfig
 from planaria.models.experts import dense_layers, mixture
 from planaria.models.fields import HF, flag, size
 
@@ -15,7 +15,7 @@ def config(hf: HF, generation: HF) -> ModelConfig:
     fields = common(hf, generation)
     on = flag(hf, "use_sliding_window") and hf.get("sliding_window", 0) is not None
     return ModelConfig(
-        architecture=ARCHITECTURE, family="qwen3_moe", **fields, attention_bias=bias, output_bias=bias, qk_norm=True,
+        architecture=ARCHITECTURE, **fields, attention_bias=bias, output_bias=bias, qk_norm=True,
         windows=(size(hf, "sliding_window", 4096),) * fields["num_layers"] if on else (),
         moe=mixture(
             hf, count="num_experts", width="moe_intermediate_size", default_k=8,

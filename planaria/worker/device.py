@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from planaria.config.options import EngineConfig
 from planaria.env import cache_dir
@@ -11,6 +12,7 @@ from planaria.node import available_memory
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
+    from planaria.mesh.comm import Comm
 
 
 def own_device(devices: Sequence[int], visible: Sequence[str] | None) -> int:
@@ -33,11 +35,12 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
     return TorchOps(device.device, device.dtype)
 
 
-def native_library(config: EngineConfig) -> Any:
-    """The compiled kernels themselves, which groups in shared memory use too."""
+def shared_memory(config: EngineConfig) -> Callable[..., Comm]:
+    """What makes a group of ranks that share memory, by the compiled kernels."""
     from planaria.kernels.cpu.build import load, target_for
+    from planaria.kernels.cpu.shared import SharedComm
 
-    return load(target_for(config.device.dtype), cache_dir() / "kernels")
+    return functools.partial(SharedComm, entry=load(target_for(config.device.dtype), cache_dir() / "kernels"))
 
 
 def available_bytes(config: EngineConfig) -> int:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from planaria.checkpoint import Checkpoint
+from planaria.config.experts import expert_map
 from planaria.config.options import EngineConfig
-from planaria.layers.deal import deal, expert_map
+from planaria.models.deal import deal
 from planaria.topology import Layout
 from planaria.topology.experts import Maps, Move, slots_at
 
@@ -58,8 +59,8 @@ def read_part(
     config: EngineConfig, ops: Ops, part: Part, reads: Maps | None, progress: Callable[[str, float], None]
 ) -> Any:
     """A model. reads: experts to read, by layer; None: those of its slots, if they aren't dealt whole."""
-    from planaria.loader import open_weights
-    from planaria.models import build
+    from planaria.layers.build import build
+    from planaria.loader import WeightSource
 
     rank, layout = part
     tp, pp = layout.tp, layout.pp
@@ -68,7 +69,7 @@ def read_part(
         partition = None  # of the layout that was asked for, and this is another
     shards = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp))
     return build(
-        config.model, open_weights(msgspec.convert(config.checkpoint, Checkpoint)), ops,
+        config.model, WeightSource(msgspec.convert(config.checkpoint, Checkpoint)), ops,
         quantization=config.device.quantization, max_positions=config.scheduler.max_model_len,
         progress=lambda done, total: progress("weights", done / total),
         shard=dataclasses.replace(shards[rank], reads=reads),
@@ -80,8 +81,8 @@ def read_lacking(config: EngineConfig, ops: Ops, model: Any, lacking: Mapping[in
     import torch
 
     from planaria.layers.build import read_experts
-    from planaria.loader import open_weights
+    from planaria.loader import WeightSource
 
     with torch.inference_mode():
-        weights = open_weights(msgspec.convert(config.checkpoint, Checkpoint))
+        weights = WeightSource(msgspec.convert(config.checkpoint, Checkpoint))
         read_experts(model, weights, ops, config.device.quantization, lacking)

@@ -41,7 +41,7 @@ from planaria.protocol import (
 )
 from planaria.topology.experts import Maps, Move
 from planaria.worker.classes import call, make
-from planaria.worker.device import available_bytes, make_ops, native_library, own_device
+from planaria.worker.device import available_bytes, make_ops, own_device, shared_memory
 from planaria.worker.guard import guard
 from planaria.worker.null import NullRank
 from planaria.worker.parts import Part, configured, of_any_lane, part_of, read_lacking, read_part, to_read
@@ -224,7 +224,7 @@ class Worker:
             raise CapacityError(unreachable(own, command.members, failed))
         self.mesh = open_mesh(
             self.rank, command.layout, command.epoch, command.members, fast=self._shares_memory,
-            kernels=lambda: native_library(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
+            shared=lambda: shared_memory(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
             cuda=self.config.device.device == "cuda", deadline=command.deadline, opening=self._opening,
             experts=self._whole_experts, micro_batches=self._num_micro_batches,
         )  # fmt: skip

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from planaria.kernels.reference import TorchOps
-from planaria.models import build, model_config
+from planaria.layers.build import build
+from planaria.models import model_config
 from tests.model.driver import Driver
 from tests.model.random_source import RandomSource
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planaria.errors import ModelError
 from planaria.kernels.ops import Quantized
-from planaria.loader import dequantise as unpack
+from planaria.kernels.quant import dequantise as unpack
 
 TINY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from planaria.kernels.ops import Quantized
-from planaria.loader import quantise
+from planaria.kernels.quant import quantise
 
 
 class RandomSource:

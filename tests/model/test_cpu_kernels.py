@@ -20,7 +20,7 @@ from planaria.kernels.cpu import CpuOps, build
 from planaria.kernels.cpu.build import host_isa, target_for
 from planaria.kernels.cpu.compiler import Module
 from planaria.kernels.ops import Batch, Quantized
-from planaria.loader.quant import dequantise
+from planaria.kernels.quant import dequantise
 
 ISAS = ["avx512_bf16", "avx512", "generic"]
 FLAVOURS = [(dtype, isa) for dtype in ("bfloat16", "float32") for isa in ISAS]

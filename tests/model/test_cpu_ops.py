@@ -18,8 +18,8 @@ from planaria.kernels.cpu import CpuOps
 from planaria.kernels.cpu.build import host_isa
 from planaria.kernels.cpu.target import ISAS
 from planaria.kernels.ops import Batch, Quantized
+from planaria.kernels.quant import dequantise, quantise
 from planaria.kernels.reference import TorchOps
-from planaria.loader import dequantise, quantise
 
 LEVELS = ISAS[ISAS.index(host_isa()) :]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}

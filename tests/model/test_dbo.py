@@ -18,14 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.config import ParallelConfig
+from planaria.config.experts import expert_map
 from planaria.kernels.cpu import CpuOps
 from planaria.kernels.ops import Batch
 from planaria.kernels.reference import TorchOps
-from planaria.layers.deal import deal, expert_map
+from planaria.layers.build import build
 from planaria.mesh.all2all import make
 from planaria.mesh.comm import CollectiveAborted, Comm, Solo
 from planaria.mesh.mesh import Mesh
-from planaria.models import build, model_config
+from planaria.models import model_config
+from planaria.models.deal import deal
 from planaria.worker.micro_batches import MicroBatches, cut
 from planaria.worker.turns import COMPUTE, Ended, Turns
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint

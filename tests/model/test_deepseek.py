@@ -17,7 +17,8 @@ from planaria.kernels.cpu import CpuOps
 from planaria.kernels.cpu.build import host_isa
 from planaria.kernels.cpu.target import ISAS
 from planaria.kernels.reference import TorchOps
-from planaria.models import build, model_config
+from planaria.layers.build import build
+from planaria.models import model_config
 from planaria.types import Request
 from tests.model import test_parallel as parallel
 from tests.model.checkpoints import DictSource, config_of, load_reference, write_checkpoint

@@ -17,7 +17,8 @@ import torch
 
 from planaria import LLM, SamplingParams
 from planaria.checkpoint import resolve_checkpoint
-from planaria.models import build, model_config
+from planaria.layers.build import build
+from planaria.models import model_config
 from tests.model.driver import Driver
 
 pytestmark = pytest.mark.skipif(
@@ -146,11 +147,11 @@ def expected(reference, texts: list[list[int]]) -> list[torch.Tensor]:  # type: 
 def test_log_probabilities_of_every_position(
     texts: list[list[int]], expected: list[torch.Tensor], quantization: str, make_ops: Callable[..., Any]
 ) -> None:
-    from planaria.loader import open_weights
+    from planaria.loader import WeightSource
 
     checkpoint, ops = resolve_checkpoint("smollm2"), make_ops()
     config = model_config(checkpoint.config, checkpoint.generation_config)
-    with open_weights(checkpoint) as weights:
+    with WeightSource(checkpoint) as weights:
         model = build(config, weights, ops, quantization=quantization, max_positions=512)
     driver = Driver(model, ops, block_size=16, num_blocks=64)
     found: list[list[torch.Tensor]] = [[] for _ in texts]

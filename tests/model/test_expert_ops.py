@@ -13,8 +13,8 @@ from planaria.errors import ConfigError
 from planaria.kernels.cpu import CpuOps
 from planaria.kernels.cpu import ops as cpu
 from planaria.kernels.ops import Batch, Slots
+from planaria.kernels.quant import dequantise, quantise
 from planaria.kernels.reference import TorchOps
-from planaria.loader import dequantise, quantise
 from tests.model.test_cpu_ops import batch_of, close, draw, run
 
 RULES = {

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from planaria.config import ModelConfig, ParallelConfig
+from planaria.config.experts import expert_map
 from planaria.kernels.cpu import CpuOps
 from planaria.kernels.reference import TorchOps
-from planaria.layers.deal import deal, expert_map
-from planaria.models import build, model_config
+from planaria.layers.build import build
+from planaria.models import model_config
+from planaria.models.deal import deal
 from planaria.topology.experts import ExpertMap
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint
 from tests.model.driver import Driver

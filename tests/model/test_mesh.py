@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ import torch
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
 from planaria.kernels.cpu.build import load, target_for
+from planaria.kernels.cpu.shared import RING, SLOT, SharedComm
 from planaria.kernels.ops import Batch
 from planaria.kernels.reference import Step
-from planaria.mesh.boot import Opening, axes, create_segment, create_segments, open_mesh
+from planaria.mesh.boot import Opening, axes, create_segments, open_mesh
 from planaria.mesh.comm import CollectiveAborted, Comm, Solo
 from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
 from planaria.mesh.mesh import Mesh
 from planaria.mesh.nccl import NcclComm
-from planaria.mesh.shared import RING, SLOT, SharedComm, fence_segment
+from planaria.mesh.segment import create_segment, fence_segment
 from planaria.protocol import Hello
 from planaria.topology import Layout
 from planaria.worker.stage import Stage
@@ -309,8 +311,8 @@ def test_meeting_ends_when_it_is_told_to(fast: bool) -> None:
     opening = Opening()
 
     def meet() -> Mesh:
-        entry = load(target_for("float32"))
-        return open_mesh(0, Layout(tp=2), 0, [first, hello(1)], fast=fast, kernels=lambda: entry, opening=opening)
+        make = partial(SharedComm, entry=load(target_for("float32")))
+        return open_mesh(0, Layout(tp=2), 0, [first, hello(1)], fast=fast, shared=lambda: make, opening=opening)
 
     with ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(meet)
@@ -350,8 +352,9 @@ def test_groups_that_were_made_before_one_failed_are_closed() -> None:
 
     def meet() -> Mesh:
         return open_mesh(
-            0, Layout(tp=2), 0, [first, hello(1)], fast=True, kernels=lambda: entry, opening=opening, experts=True
-        )
+            0, Layout(tp=2), 0, [first, hello(1)], fast=True, shared=lambda: partial(SharedComm, entry=entry),
+            opening=opening, experts=True,
+        )  # fmt: skip
 
     def fail() -> None:
         with ThreadPoolExecutor(1) as pool:
@@ -425,11 +428,11 @@ def test_coordinates() -> None:
     assert axes(3, Layout(tp=2, pp=3), experts=True)["experts"] == (2, 3)
     both = axes(3, Layout(tp=2, dp=2), experts=True)
     assert both == {"tp": (2, 3), "pp": (3,), "ep": (0, 1, 2, 3), "experts": (0, 1, 2, 3)}
-    mesh = open_mesh(0, Layout(), 0, [hello(0)], fast=True, kernels=lambda: None)
+    mesh = open_mesh(0, Layout(), 0, [hello(0)], fast=True, shared=lambda: Solo)
     assert isinstance(mesh.tp, Solo) and mesh.samples and mesh.reads_tokens
     assert not Mesh(0, pp=_axis(0, 2)).samples and Mesh(1, pp=_axis(1, 2)).samples
     with pytest.raises(ValueError, match="neither shared memory nor a store"):
-        open_mesh(0, Layout(tp=2), 0, [hello(0), hello(1)], fast=False, kernels=lambda: None)
+        open_mesh(0, Layout(tp=2), 0, [hello(0), hello(1)], fast=False, shared=lambda: Solo)
 
 
 def hello(rank: int) -> Hello:

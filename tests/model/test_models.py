@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from planaria.models import build, model_config
+from planaria.layers.build import build
+from planaria.models import model_config
 from tests.model.checkpoints import DictSource, config_of, load_reference, write_checkpoint
 from tests.model.driver import Driver
 

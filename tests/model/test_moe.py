@@ -18,8 +18,9 @@ from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
 from planaria.kernels.cpu import CpuOps
 from planaria.kernels.reference import TorchOps
-from planaria.loader import open_weights
-from planaria.models import build, model_config
+from planaria.layers.build import build
+from planaria.loader import WeightSource
+from planaria.models import model_config
 from tests.model.checkpoints import TINY, DictSource, config_of, load_reference, write_checkpoint
 from tests.model.driver import Driver
 from tests.model.test_models import one_torch_thread  # noqa: F401
@@ -164,12 +165,12 @@ def test_experts_stored_as_one_tensor_are_read_one_by_one(name: str, tmp_path: P
     sources = []
     for original in (True, False):
         model.save_pretrained(tmp_path / str(original), save_original_format=original)
-        sources.append(open_weights(resolve_checkpoint(str(tmp_path / str(original)))))
+        sources.append(WeightSource(resolve_checkpoint(str(tmp_path / str(original)))))
     each, fused = sources
     assert any(".experts.7." in name for name in each.names()) and sorted(each.names()) == sorted(fused.names())
     assert each.checkpoint.weight_bytes == fused.checkpoint.weight_bytes
     for tensor in each.names():
-        assert torch.equal(each.tensor(tensor), fused.tensor(tensor)), tensor
+        assert torch.equal(each.get(tensor), fused.get(tensor)), tensor
 
 
 def test_a_tensor_of_experts_that_cannot_be_divided_is_named(tmp_path: Path) -> None:

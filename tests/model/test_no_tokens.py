@@ -10,7 +10,8 @@ import torch
 
 from planaria.kernels.cpu import CpuOps
 from planaria.kernels.reference import TorchOps
-from planaria.models import build, model_config
+from planaria.layers.build import build
+from planaria.models import model_config
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint
 from tests.model.driver import Driver
 

@@ -17,7 +17,7 @@ from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
 from planaria.core.engine import EngineCore
 from planaria.errors import ModelError
-from planaria.mesh.shared import fence_segment
+from planaria.mesh.segment import fence_segment
 from planaria.node import Shared
 from planaria.protocol import Allocate, Failed, Fresh, Load, Probe, Row, StepPlan, StepResult
 from planaria.types import Request, SamplingParams, TokenLogprobs

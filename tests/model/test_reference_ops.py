@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from planaria.kernels.ops import Batch
+from planaria.kernels.quant import dequantise, quantise
 from planaria.kernels.reference import TorchOps
-from planaria.loader import dequantise, quantise
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 

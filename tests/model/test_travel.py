@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from planaria.kernels.cpu import CpuOps
+from planaria.kernels.cpu.shared import SharedComm
 from planaria.kernels.ops import Ops
 from planaria.kernels.reference import TorchOps
-from planaria.layers.deal import deal
+from planaria.layers.build import build
 from planaria.layers.moe import MoE
-from planaria.mesh.boot import create_segment
 from planaria.mesh.comm import CollectiveAborted, Comm
-from planaria.mesh.shared import SharedComm
-from planaria.models import build, model_config
+from planaria.mesh.segment import create_segment
+from planaria.models import model_config
+from planaria.models.deal import deal
 from planaria.topology.experts import ExpertMap, Move
 from planaria.worker.experts import FORM, Experts
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint

@@ -15,11 +15,11 @@ from torch import Tensor
 from planaria.config import ModelConfig
 from planaria.errors import ModelError
 from planaria.kernels.ops import Quantized
+from planaria.kernels.quant import dequantise, quantise
 from planaria.kernels.reference import TorchOps
-from planaria.layers.build import build_model
-from planaria.layers.shard import Shard
-from planaria.loader import dequantise, quantise
-from planaria.models import build, model_config
+from planaria.layers.build import build
+from planaria.models import model_config
+from planaria.models.shard import Shard
 from tests.model.checkpoints import DictSource
 from tests.model.driver import Driver
 
@@ -239,7 +239,7 @@ def test_shards_hold_their_heads_and_columns(pack: bool) -> None:
     found = []
     for shard in shards:
         ops = Recorder()
-        model = build_model(config(), DictSource(values), ops, quantization="keep", shard=shard)
+        model = build(config(), DictSource(values), ops, quantization="keep", shard=shard)
         assert (model.layers[0].attention.num_heads, model.layers[0].attention.num_kv_heads) == (2, 1)
         found.append(ops.given)
 

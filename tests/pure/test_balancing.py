@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from planaria.config.model import ModelConfig, MoEConfig, RopeConfig
 from planaria.config.options import CacheConfig, DeviceConfig, EngineConfig, EPLBConfig, ParallelConfig, SchedulerConfig
 from planaria.core.eplb.balance import ASK
 from planaria.executor.balancing import Balancing
 from planaria.executor.boot import Place
 from planaria.executor.reply_ledger import Ticket
+from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
 from planaria.protocol import Command, Done, Failed, PlaceExperts, Ready, Reply, SendExperts, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
@@ -35,7 +35,7 @@ class Gang:
 def balancing(gang: Gang, **eplb: Any) -> Balancing:
     moe = MoEConfig(num_experts=gang.maps[0].num_experts, top_k=1, intermediate_size=32)
     model = ModelConfig(
-        architecture="X", family="x", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4,
+        architecture="X", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4,
         head_dim=8, vocab_size=64, max_position=64, norm_eps=1e-6, rope=RopeConfig(), moe=moe,
     )  # fmt: skip
     config = EngineConfig(

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.config import ModelConfig
-from planaria.config.model import RopeConfig
 from planaria.errors import ConfigError
-from planaria.layers.deal import MLP_BLOCK, VOCAB_BLOCK, deal, deal_layers, deal_tensor
+from planaria.models.config import RopeConfig
+from planaria.models.deal import MLP_BLOCK, VOCAB_BLOCK, deal, deal_layers, deal_tensor
 
 
 def model(heads: int, kv_heads: int, head_dim: int, hidden: int, mlp: int, vocab: int, layers: int) -> ModelConfig:
     return ModelConfig(
-        architecture="LlamaForCausalLM", family="llama", hidden_size=hidden, intermediate_size=mlp, num_layers=layers,
+        architecture="LlamaForCausalLM", hidden_size=hidden, intermediate_size=mlp, num_layers=layers,
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, vocab_size=vocab, max_position=128, norm_eps=1e-5,
         rope=RopeConfig(),
     )  # fmt: skip

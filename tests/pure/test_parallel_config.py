@@ -26,7 +26,7 @@ from planaria.config.parallel import (
 )
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel
 from planaria.errors import ConfigError
-from planaria.layers.deal import deal
+from planaria.models.deal import deal
 from tests.pure.test_deal import model
 
 MODEL = model(heads=6, kv_heads=2, head_dim=16, hidden=96, mlp=256, vocab=512, layers=4)

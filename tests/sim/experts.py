@@ -15,7 +15,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from planaria.layers.deal import deal_layers, expert_map
+from planaria.config.experts import expert_map
+from planaria.models.deal import deal_layers
 from planaria.protocol import Load, SendExperts
 from planaria.topology import Layout
 from planaria.topology.experts import Maps, Move, slots_of

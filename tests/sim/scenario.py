@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import msgspec
 
-from planaria.config.model import ModelConfig, MoEConfig, RopeConfig
 from planaria.config.options import (
     CacheConfig,
     DeviceConfig,
@@ -20,6 +19,7 @@ from planaria.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
+from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
 from planaria.types import SamplingParams
 from planaria.wire import Cancel, Report, Reshape, Shutdown, Submit, ToEngine
 from planaria.worker.reference import mix
@@ -43,7 +43,7 @@ NO_DEVICE = ("no device",)
 
 MOST = 4  # ranks along an axis
 MODEL = ModelConfig(
-    architecture="Hash", family="hash", hidden_size=1, intermediate_size=32 * MOST, num_layers=MOST, num_heads=MOST,
+    architecture="Hash", hidden_size=1, intermediate_size=32 * MOST, num_layers=MOST, num_heads=MOST,
     num_kv_heads=MOST, head_dim=1, vocab_size=16 * MOST, max_position=1024, norm_eps=0.0, rope=RopeConfig(),
 )  # fmt: skip
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planaria.config import MoEConfig
 from planaria.errors import ConfigError
 from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.expert_kernels import SIGMOID, SOFTMAX
@@ -22,6 +21,7 @@ from planaria.kernels.cpu.pack import Packed, up
 from planaria.kernels.cpu.tape import Buffer, buffer
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.ops import Slots
+from planaria.models.config import MoEConfig
 
 
 @dataclass(frozen=True)

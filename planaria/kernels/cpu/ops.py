@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planaria.config import MoEConfig
 from planaria.config.machine import usable_cores
 from planaria.errors import CapacityError, ConfigError
 from planaria.kernels.cpu import exchange, latents, layout, tape
@@ -30,6 +29,7 @@ from planaria.kernels.cpu.team import Team
 from planaria.kernels.ops import Batch, Quantized, Slots
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, NativeComm, Solo
+from planaria.models.config import MoEConfig
 
 MAX_HEAD_DIM = 256
 
@@ -92,8 +92,7 @@ class CpuOps:
     threads: all that work, the caller's own included. cache_dir: where compiled kernels are kept (default
     ~/.cache/planaria). isa: an instruction level below the machine's own, for tests. One step at a time; `close`
     ends its threads. tp: the tensor ranks that hold the other parts; where they share memory
-    (`planaria.mesh.shared`), all that passes between them happens inside the native call, otherwise the recording is
-    run in pieces.
+    (shared.py), all that passes between them happens inside the native call, otherwise the recording is run in pieces.
     """
 
     def __init__(

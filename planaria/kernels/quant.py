@@ -1,14 +1,12 @@
 """Packed weights: blocks of 32 along K in GGUF's formats, and their conversion from and to float32.
 
-The arithmetic is that of the `gguf` package's reference, bit for bit; kinds that no kernel reads packed are handed
-to that package.
+The arithmetic is that of the `gguf` package's reference, bit for bit.
 """
 
 from __future__ import annotations
 
 import torch
 
-from planaria.checkpoint.gguf_file import NEEDS_GGUF
 from planaria.errors import ModelError
 from planaria.kernels.ops import Quantized
 
@@ -46,21 +44,6 @@ def quantise(tensor: torch.Tensor, kind: str) -> Quantized:
         rows = tensor[start : start + step].to(torch.float32)
         _QUANTISE[kind](rows.reshape(rows.shape[0], -1, BLOCK), data[start : start + step])
     return Quantized(kind, data.view(num_rows, -1), (num_rows, num_columns))
-
-
-def dequantise_with_gguf(data: torch.Tensor, kind: str, name: str) -> torch.Tensor:
-    """Rows of bytes [N, bytes per row] of any GGUF kind -> float32 [N, K]."""
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError:
-        raise ModelError(f"tensor {name}: element type {kind} {NEEDS_GGUF}") from None
-    try:
-        return torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[kind.upper()]))
-    except (KeyError, NotImplementedError):
-        raise ModelError(
-            f"tensor {name}: element type {kind} is not supported; use a file of another quantization, such as Q4_K_M"
-        ) from None
 
 
 def _halves(blocks: torch.Tensor, first: int, count: int) -> torch.Tensor:

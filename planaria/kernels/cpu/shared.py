@@ -1,9 +1,9 @@
 """Ranks of one node that share memory: one segment (a memfd) per group, handed over as a descriptor.
 
-Whoever starts the ranks calls `create_segment` once for each group and epoch and gives every member the descriptor;
-each makes a `SharedComm` on it. Nothing has a name, so nothing is left behind. The waiting and adding is native code
-(planaria/kernels/cpu/collective.py), which holds no interpreter lock; `CpuOps` runs the same operations inside its
-own recording, through `port`.
+Whoever starts the ranks calls `planaria.mesh.segment.create_segment` once for each group and epoch and gives every
+member the descriptor; each makes a `SharedComm` on it. Nothing has a name, so nothing is left behind. The waiting and
+adding is native code (collective.py), which holds no interpreter lock; `CpuOps` runs the same operations inside its own
+recording, through `port`.
 
 Rule: writing the fence word ends every wait on the segment, on all its ranks, within 0.02 s.
 """
@@ -22,6 +22,7 @@ from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.memory import Region
 from planaria.kernels.cpu.team import Team
 from planaria.mesh.comm import DEADLINE, CollectiveAborted, broadcast_by_messages, flat
+from planaria.mesh.segment import FENCED
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,6 @@ SLOT = 256 << 10  # bytes of one exchange of one lane
 RING = 32  # slots from a rank to another: what `send` takes without the receiver
 SPIN = 4000  # turns of a waiting loop, about 50 us
 NAP_NS = 10_000_000  # a sleeper looks at the fence this often
-FENCED = 1 << 32  # a fence raised on purpose; with 1 + a rank added: by that rank
 
 
 def _layout(size: int, lanes: int, ring: int) -> tuple[int, int, int]:
@@ -39,13 +39,6 @@ def _layout(size: int, lanes: int, ring: int) -> tuple[int, int, int]:
     channels = slots + 2 * size * lanes * SLOT
     end = channels + size * size * (layout.CHANNEL_BYTES + ring * SLOT)
     return slots, channels, -(-end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-
-
-def fence_segment(fd: int) -> None:
-    """End every wait of the segment's ranks, whoever they are and whatever they do."""
-    if os.fstat(fd).st_size < 8:
-        os.ftruncate(fd, mmap.PAGESIZE)
-    os.pwrite(fd, FENCED.to_bytes(8, "little"), 0)
 
 
 class SharedComm:

@@ -2,14 +2,14 @@
 
 Rule: heads are dealt by KV group (a KV head with all query heads that read it; only where ranks outnumber KV heads
 is a KV head held by several ranks, each with some of its query heads), MLP columns by blocks of 32, so that packed
-weights can be cut along either side. `planaria.layers.deal` makes shards.
+weights can be cut along either side. `planaria.models.deal` makes shards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planaria.config import ModelConfig
+from planaria.models.config import ModelConfig
 from planaria.topology.experts import ExpertMap
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from planaria.config import ModelConfig, ParallelConfig
 from planaria.errors import ConfigError
-from planaria.layers.shard import Shard
+from planaria.models.config import ModelConfig
+from planaria.models.shard import Shard
 from planaria.topology.experts import ExpertMap
 
 MLP_BLOCK = 32  # columns; packed weights are cut at multiples of it
@@ -45,14 +45,6 @@ def deal_blocks(total: int, block: int, ranks: int) -> list[range]:
     blocks = -(-total // block)
     starts = [min(blocks * rank // ranks * block, total) for rank in range(ranks + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
-
-
-def expert_map(config: ModelConfig, parallel: ParallelConfig, ranks: int) -> ExpertMap | None:
-    """Where whole experts are over the `ranks` of an expert group, at the start; None: they are sliced by columns."""
-    if config.moe is None or not parallel.enable_expert_parallel:
-        return None
-    redundant = parallel.eplb_config.num_redundant_experts if parallel.enable_eplb else 0
-    return ExpertMap.placed(parallel.expert_placement_strategy, config.moe.num_experts, ranks, redundant)
 
 
 def deal_tensor(

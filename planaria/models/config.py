@@ -1,4 +1,4 @@
-"""What a model is, in one vocabulary for all families. Made from a Hugging Face configuration by `planaria.models`."""
+"""What a model is, in one vocabulary for all families. Made from a Hugging Face configuration by this package."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shapes and switches of a decoder. Sizes in elements; `sliding_window` in tokens (None: full attention)."""
 
     architecture: str  # as in config.json, e.g. LlamaForCausalLM
-    family: str  # planaria.models.<family>
     hidden_size: int
     intermediate_size: int
     num_layers: int
