@@ -21,7 +21,7 @@ from planaria.checkpoint import Checkpoint
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.parallel import refuse_outer_launcher, refuse_several_engines
 from planaria.config.resolve import resolve
-from planaria.errors import ConfigError, EngineDead, PlanariaError, RequestError
+from planaria.errors import ConfigError, EngineDead, RequestError
 from planaria.server.inputs import child_seed, submissions
 from planaria.server.output import Piece, RequestStream
 from planaria.server.tokenise import Tokenizer, load_tokenizer
@@ -308,7 +308,7 @@ class AsyncLLM(_Front):
         self._open: dict[str, _Open] = {}
         self._loop = build_loop(self.config, self._hear)
         self._loop.on_loss = lambda: self._inbox.put("look")
-        self._failure: PlanariaError | None = None
+        self._failure: BaseException | None = None
         self._ended = ""  # why nothing will come any more
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="planaria-engine", daemon=True)
@@ -321,7 +321,7 @@ class AsyncLLM(_Front):
     def _run(self, started: threading.Event) -> None:
         try:
             self.facts = self._loop.start()
-        except PlanariaError as e:
+        except BaseException as e:  # whatever it was, the constructor raises it
             self._failure = e
             return
         finally:

@@ -117,6 +117,8 @@ def read_safetensors_header(path: Path, file: int) -> list[TensorInfo]:
             kind, width = KINDS.get(entry["dtype"], (str(entry["dtype"]).lower(), 0))
             shape = tuple(int(n) for n in entry["shape"])
             begin, end = entry["data_offsets"]
+            if not all(type(number) is int for number in (*entry["shape"], begin, end)):
+                raise ValueError
             if not 0 <= begin <= end or (width and end - begin != math.prod(shape) * width):
                 raise ModelError(f"{path}: damaged: tensor {name} {list(shape)} has {end - begin} bytes; get it again")
             if start + end > size:

@@ -27,7 +27,7 @@ from planaria.checkpoint.spec import Checkpoint
 from planaria.errors import ModelError
 
 CHECKPOINT = "checkpoint.json"
-PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def read_gguf(name: str, path: Path) -> Checkpoint:
@@ -44,7 +44,7 @@ def read_gguf(name: str, path: Path) -> Checkpoint:
     def fill(folder: Path) -> None:
         try:
             _convert(read(), parts[0], folder)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as e:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, struct.error) as e:
             raise ModelError(f"{parts[0]}: damaged GGUF metadata ({e!r}); get the file again") from None
 
     key = recall("gguf-seen", memo)
@@ -72,11 +72,15 @@ def split_parts(path: Path) -> list[Path]:
     match = PART.fullmatch(path.name)
     if not match:
         return [path]
-    count = int(match[2])
-    parts = [path.with_name(f"{match[1]}-{i:05}-of-{match[2]}.gguf") for i in range(1, count + 1)]
-    for part in parts:
+    part_number, count = int(match[2]), int(match[3])
+    if not 1 <= part_number <= count:
+        raise ModelError(f"{path}: named as part {part_number} of {count}; give the file its own name back")
+    parts = []
+    for i in range(1, count + 1):
+        part = path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf")
         if not part.exists():
             raise ModelError(f"{part}: no such file; the checkpoint has {count} parts, get them all")
+        parts.append(part)
     return parts
 
 

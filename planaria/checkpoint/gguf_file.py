@@ -20,6 +20,8 @@ MAGIC = b"GGUF"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
+MAX_NESTING = 4  # of arrays in arrays
+MAX_ALIGNMENT = 1 << 20
 ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -52,11 +54,16 @@ def read_header(path: str) -> GGUFHeader:
             buffer = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as e:
         raise ModelError(f"{path}: can't be read: {e.strerror or e}") from None
-    try:
-        with buffer:
-            return _Reader(buffer, path).header()
-    except (struct.error, UnicodeDecodeError, OverflowError, MemoryError):
+    except ValueError:  # nothing but the magic number, or not even that
         raise ModelError(f"{path}: damaged or truncated GGUF header; get the file again") from None
+    with buffer:
+        reader = _Reader(buffer, path)
+        try:
+            return reader.header()
+        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError):
+            raise ModelError(
+                f"{path}: damaged or truncated GGUF header ({reader.part}, by byte {reader.at}); get the file again"
+            ) from None
 
 
 # Element types that are read and unpacked without the gguf package: name, elements and bytes of a block.
@@ -85,6 +92,7 @@ def _element_type(type_id: int, what: str) -> tuple[str, int, int]:
 class _Reader:
     def __init__(self, buffer: mmap.mmap, path: str) -> None:
         self.buffer, self.path, self.at, self.size = buffer, path, 4, len(buffer)
+        self.part = "its first numbers"  # what is being read, for errors
 
     def header(self) -> GGUFHeader:
         (version,) = self.take("<I")
@@ -94,26 +102,33 @@ class _Reader:
             )
         num_tensors, num_values = self.take("<QQ")
         metadata: dict[str, Any] = {}
-        for _ in range(num_values):
+        for i in range(num_values):
+            self.part = f"metadata {i} of {num_values}"
             key = self.string()
+            self.part += f", {key[:80]!r}"
             (kind,) = self.take("<I")
             metadata[key] = self.value(kind)
-        raw = []
-        for _ in range(num_tensors):
+        raw: dict[str, tuple[Any, ...]] = {}
+        for i in range(num_tensors):
+            self.part = f"tensor {i} of {num_tensors}"
             name = self.string()
+            if name in raw:
+                self.part += f", {name[:80]!r} again"
+                raise struct.error
             (num_dims,) = self.take("<I")
             if num_dims > MAX_DIMS:
                 raise struct.error
             dims = self.take(f"<{num_dims}Q")
-            raw.append((name, dims[::-1], *self.take("<IQ")))
+            raw[name] = (dims[::-1], *self.take("<IQ"))
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment <= 0:
+        self.part = f"general.alignment, {alignment!r:.40}"
+        if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT:
             raise struct.error
         data_start = -(-self.at // alignment) * alignment
         tensors = []
-        for name, shape, type_id, offset in raw:
+        for name, (shape, type_id, offset) in raw.items():
             kind, per_block, block_bytes = _element_type(type_id, f"{self.path}: tensor {name}")
-            if shape and shape[-1] % per_block:
+            if not all(shape) or (shape and shape[-1] % per_block):
                 raise ModelError(f"{self.path}: tensor {name} {list(shape)} isn't a whole number of {kind} blocks")
             nbytes = math.prod(shape) // per_block * block_bytes
             end = data_start + offset + nbytes
@@ -151,17 +166,17 @@ class _Reader:
         self.at = at
         return out
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
             item, count = self.take("<IQ")
-            if count > self.size - self.at:
+            if count > self.size - self.at or depth > MAX_NESTING:
                 raise struct.error
             if item == STRING:
                 return self.strings(count)
             if item == ARRAY:
-                return [self.value(ARRAY) for _ in range(count)]
+                return [self.value(ARRAY, depth + 1) for _ in range(count)]
             return list(self.take(f"<{count}{self.scalar(item)}"))
         (value,) = self.take("<" + self.scalar(kind))
         return shortest_float32(value) if kind == 6 else value

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from planaria.config.options import ParallelConfig
@@ -52,20 +54,32 @@ def _long_enough(option: str, value: str, found: bytes) -> bytes:
 
 
 def _own(path: Path) -> bytes:
-    """What only this user can read, made when it is first needed. Two processes may come at the same time."""
+    """What only this user can read, made when it is first needed. Two processes may come at the same time.
+
+    The cache's folder may be shared: what lies there under our names may be somebody else's, so no link is followed
+    and nothing but this user's own file is written or believed.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = path.with_name(f"{path.name}.{os.getpid()}")
-        made.touch(mode=0o600)
-        made.write_text(secrets.token_hex(MIN_BYTES))
+        made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as f:
+            f.write(secrets.token_hex(MIN_BYTES))
         try:
-            os.link(made, path)  # whole, or not at all; the first stays
+            os.link(made, path, follow_symlinks=False)  # whole, or not at all; the first stays
         except FileExistsError:
             pass
         finally:
             made.unlink()
-        if path.stat().st_uid != os.getuid() or path.stat().st_mode & 0o077:
-            raise ConfigError("$PLANARIA_CACHE", path, "can be read by others", f"remove it, or {_MAKE}")
-        return path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as f:
+            about = os.fstat(f.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise ConfigError("$PLANARIA_CACHE", path, "is no file", f"remove it, or {_MAKE}")
+            if about.st_uid != os.getuid():
+                raise ConfigError("$PLANARIA_CACHE", path, "belongs to another user", f"remove it, or {_MAKE}")
+            if about.st_mode & 0o077:
+                raise ConfigError("$PLANARIA_CACHE", path, "can be read by others", f"remove it, or {_MAKE}")
+            return _long_enough("$PLANARIA_CACHE", str(path), f.read().strip())
     except OSError as e:
+        if e.errno == errno.ELOOP:
+            raise ConfigError("$PLANARIA_CACHE", path, "is a link", f"remove it, or {_MAKE}") from None
         raise ConfigError("$PLANARIA_CACHE", path, f"can't be made: {e.strerror}", f"or {_MAKE}") from None

@@ -31,7 +31,9 @@ LINGER_SECONDS = 10.0
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 _LOOPBACK = ("127.", "::1", "::ffff:127.")
 _LOOPBACK_HOST = re.compile(rb"(localhost|127\.[\d.]+|\[::1\])(:\d+)?\Z")
-_NOT_LOCAL = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin")
+# Set by proxies (and by no program that asks for itself), or by browsers.
+_NOT_LOCAL = frozenset({b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-original-host", b"true-client-ip",
+                        b"cf-connecting-ip", b"origin", b"sec-fetch-site"})  # fmt: skip
 
 
 class RequestInfo:
@@ -176,6 +178,11 @@ class Gate:
             if self.admin:
                 if not self.admin.accepts(authorization):
                     return _unauthorized("the admin key")
+            elif self.keys:  # who gives out keys has users elsewhere; a proxy here makes them look local
+                return failure(
+                    "a server with API keys answers admin routes only with an admin key of its own: start it with "
+                    "--admin-key", 403, code="admin_only",
+                )  # fmt: skip
             elif not _is_local(scope, headers):
                 return failure(
                     "admin routes are open on loopback only, unless the server has an admin key", 403,
@@ -233,10 +240,15 @@ class Gate:
 
 
 def _is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
-    """From a program of this machine: not through a proxy here, and not from a page in a browser here."""
-    if not (scope.get("client") or ("",))[0].startswith(_LOOPBACK):
+    """From a program of this machine: not through a proxy here, and not from a page in a browser here.
+
+    A proxy's default settings may add no header at all; nginx then speaks HTTP/1.0, which programs don't.
+    """
+    if not (scope.get("client") or ("",))[0].startswith(_LOOPBACK) or scope.get("http_version") == "1.0":
         return False
-    return _LOOPBACK_HOST.match(headers.get(b"host", b"")) is not None and not any(h in headers for h in _NOT_LOCAL)
+    if any(name in _NOT_LOCAL or name.startswith(b"x-forwarded") for name in headers):
+        return False
+    return _LOOPBACK_HOST.match(headers.get(b"host", b"")) is not None
 
 
 def _unauthorized(what: str) -> ASGIApp:

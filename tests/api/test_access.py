@@ -53,8 +53,8 @@ def test_keys_are_compared_whole():
 
 
 async def test_admin_routes(tokenizer):
-    async def status(key, address, header=None, host="127.0.0.1:8000", **headers):
-        app = create_app(FakeEngine(tokenizer), tokenizer, ServerConfig(admin_key=key, api_keys=("user",)))
+    async def status(key, address, header=None, host="127.0.0.1:8000", keys=(), **headers):
+        app = create_app(FakeEngine(tokenizer), tokenizer, ServerConfig(admin_key=key, api_keys=keys))
         transport = httpx.ASGITransport(app, client=(address, 1))
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
             if header:
@@ -70,9 +70,24 @@ async def test_admin_routes(tokenizer):
     assert await status(None, "127.0.0.1", host="localhost.example") == 403
     assert await status(None, "127.0.0.1", origin="https://a.example") == 403
     assert await status(None, "127.0.0.1", **{"x-forwarded-for": "10.1.1.1"}) == 403
+    for name in ("x-forwarded-host", "x-forwarded-proto", "via", "x-real-ip", "forwarded", "cf-connecting-ip"):
+        assert await status(None, "127.0.0.1", **{name: "x"}) == 403, name
+    # Who gives out keys has users elsewhere, and a proxy on this machine may say nothing of them.
+    assert await status(None, "127.0.0.1", keys=("user",)) == 403
+    assert await status(None, "127.0.0.1", "user", keys=("user",)) == 403
+    assert await status("root", "127.0.0.1", "root", keys=("user",)) == 200
     assert await status("root", "127.0.0.1") == 401
-    assert await status("root", "127.0.0.1", "user") == 401
+    assert await status("root", "127.0.0.1", "user", keys=("user",)) == 401
     assert await status("root", "10.1.1.1", "root") == 200
+
+
+async def test_a_default_proxy_is_not_this_machine(server):
+    """`proxy_pass http://127.0.0.1:PORT;` of nginx: its own Host, HTTP/1.0, and no header that tells of the client."""
+    reader, writer = await asyncio.open_connection(*server.sock.getsockname())
+    host = server.url.removeprefix("http://").encode()
+    writer.write(b"GET /admin/processes HTTP/1.0\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 403 ")
+    writer.close()
 
 
 async def test_the_list_of_processes(start):

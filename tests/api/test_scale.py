@@ -62,11 +62,13 @@ async def test_the_fleet_is_shown(server: Any) -> None:
     [
         (None, None, "127.0.0.1", 200), (None, None, "10.0.0.9", 403), ("sesame", None, "127.0.0.1", 401),
         ("sesame", "user", "127.0.0.1", 401), ("sesame", "sesame", "10.0.0.9", 200),
+        (None, "user", "127.0.0.1", 403),
     ],
 )  # fmt: skip
 async def test_who_may_scale(tokenizer: Any, key: str | None, given: str | None, address: str, status: int) -> None:
     """As /admin: the key of an API user is none."""
-    app = create_app(FakeEngine(tokenizer), tokenizer, ServerConfig(admin_key=key, api_keys=("user",)))
+    keys = ("user",) if given else ()
+    app = create_app(FakeEngine(tokenizer), tokenizer, ServerConfig(admin_key=key, api_keys=keys))
     transport = httpx.ASGITransport(app, client=(address, 1))
     headers = {"authorization": f"Bearer {given}"} if given else {}
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as http:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -613,6 +614,71 @@ def test_damaged_gguf(tmp_path: Path) -> None:
         path.write_bytes(content)
         message = refusal(path)
         assert reason in message and str(path) in message, message
+
+
+def gguf_string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def gguf_tensor(*dims: int, name: str = "t") -> bytes:
+    return gguf_string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, 0, 0)
+
+
+NESTED = gguf_string("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 3000
+
+
+@pytest.mark.parametrize(
+    ("num_tensors", "num_values", "content", "words"),
+    [
+        (0, 1, NESTED, "metadata 0 of 1, 'a', by byte"),
+        (0, 2, gguf_string("a") + struct.pack("<IBQ", 0, 1, 2**50), "metadata 1 of 2"),
+        (0, 1, gguf_string("a") + struct.pack("<I", 99), "metadata 0 of 1, 'a'"),
+        (2, 0, gguf_tensor(4) * 2, "tensor 1 of 2, 't' again"),
+        (1, 0, gguf_tensor(2**63, 2), "truncated: tensor t"),
+        (1, 0, gguf_tensor(0, 2**60), "tensor t [1152921504606846976, 0] isn't"),
+        (1, 0, gguf_string("t") + struct.pack("<I", 99), "tensor 0 of 1"),
+        (0, 1, gguf_string("general.alignment") + struct.pack("<IQ", 10, 2**62), "general.alignment, 46116860184273"),
+    ],
+)  # fmt: skip
+def test_a_damaged_gguf_header_says_where(
+    tmp_path: Path, num_tensors: int, num_values: int, content: bytes, words: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_values) + content + bytes(200))
+    message = refusal(path)
+    assert words in message and str(path) in message, message
+
+
+def test_a_part_that_can_be_none(tmp_path: Path) -> None:
+    for name in ("m-00001-of-00000.gguf", "m-00000-of-00002.gguf", "m-00003-of-00002.gguf"):
+        assert f"{name}: named as part" in refusal(write_gguf(tmp_path / name))
+    assert "m-00002-of-99999.gguf: no such file" in refusal(write_gguf(tmp_path / "m-00001-of-99999.gguf"))
+
+
+VALUES = st.recursive(
+    st.tuples(st.sampled_from([0, 4, 6, 8, 9, 10, 13]), st.binary(max_size=12)).map(
+        lambda v: struct.pack("<I", v[0]) + v[1]
+    ),
+    lambda inner: st.tuples(inner, st.integers(0, 3)).map(lambda v: struct.pack("<IQ", 9, v[1]) + v[0]),
+    max_leaves=50,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.tuples(st.integers(0, 3), st.integers(0, 3)), values=st.lists(VALUES, max_size=3),
+    dims=st.lists(st.integers(0, 4) | st.integers(0, 2**64 - 1), max_size=5), kind=st.integers(0, 45),
+    rest=st.binary(max_size=300),
+)  # fmt: skip
+def test_any_gguf_header_is_one_line_or_harmless(
+    tmp_path: Path, counts: tuple[int, int], values: list[bytes], dims: list[int], kind: int, rest: bytes
+) -> None:
+    path = tmp_path / "fuzz.gguf"
+    tensor = gguf_string("token_embd.weight") + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, 0)
+    metadata = b"".join(gguf_string("k") + value for value in values)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *counts) + metadata + tensor + rest)
+    with contextlib.suppress(ModelError):
+        resolve_checkpoint(str(path))
 
 
 def test_unsupported_gguf(tmp_path: Path) -> None:

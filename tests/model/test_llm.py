@@ -13,6 +13,7 @@ import pytest
 
 from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.errors import CapacityError, ConfigError, EngineDead, ModelError, RequestError
+from planaria.executor.loop import EngineLoop
 from tests.model import checkpoints
 
 OPTIONS = {"max_model_len": 128, "kv_cache_memory": "8MiB", "skip_tokenizer_init": True, "threads": 1}
@@ -182,8 +183,17 @@ def test_an_engine_that_ends_answers_its_streams(folder: str) -> None:
     def fail() -> bool:
         raise ZeroDivisionError("on purpose")
 
-    asyncio.run(main(broken, lambda: setattr(broken._loop, "turn", fail)))
+    asyncio.run(main(broken, lambda: setattr(broken._loop, "step", fail)))
     broken.close()
+
+
+def test_what_ends_the_start_is_raised_whatever_it_is(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: EngineLoop) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(EngineLoop, "start", fail)
+    with pytest.raises(OSError, match="Resource temporarily unavailable"):
+        AsyncLLM(folder, **OPTIONS)
 
 
 def test_a_stream_whose_event_loop_is_closed_costs_nobody(folder: str) -> None:
