@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from planaria.config.machine import load_class
-from planaria.config.options import EngineConfig, OuterLauncher
+from planaria.config.options import EngineConfig
 from planaria.env import ray_settings
 from planaria.errors import ConfigError
 from planaria.executor.boot import Place
@@ -15,6 +15,7 @@ from planaria.executor.link.choose import make_link
 from planaria.executor.link.direct import DirectLink
 from planaria.executor.loop import Emit, EngineLoop, Link
 from planaria.node import home
+from planaria.topology.outer import OuterLauncher
 from planaria.wire import Progress
 
 WORKER = "planaria.worker.main"

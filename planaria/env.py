@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from planaria.config.options import OuterLauncher
 from planaria.errors import ConfigError
+from planaria.topology.outer import OuterLauncher
 
 
 def cache_dir() -> Path:

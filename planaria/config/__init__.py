@@ -5,7 +5,6 @@ from planaria.config.options import (
     DeviceConfig,
     EngineConfig,
     EngineOptions,
-    OuterLauncher,
     ParallelConfig,
     SchedulerConfig,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "MLAConfig",
     "ModelConfig",
     "MoEConfig",
-    "OuterLauncher",
     "ParallelConfig",
     "RopeConfig",
     "SchedulerConfig",

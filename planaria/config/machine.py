@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from planaria.config.all2all import LIBRARIES
-from planaria.config.options import OuterLauncher
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel, visible_cuda_devices
 from planaria.errors import ConfigError
+from planaria.topology.outer import OuterLauncher
 
 LINKS = ("queue", "direct")  # messages to processes anywhere, or calls to `ranks` that the launcher holds itself
 

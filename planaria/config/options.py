@@ -13,6 +13,7 @@ from planaria.models.config import ModelConfig
 from planaria.topology.cluster import LaneGroup
 from planaria.topology.experts import STRATEGIES as EXPERT_STRATEGIES
 from planaria.topology.layout import Layout
+from planaria.topology.outer import OuterLauncher
 from planaria.topology.packing import STRATEGIES as PACK_STRATEGIES
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -24,12 +25,8 @@ SEQUENCE_PARALLEL = ("naive", "allgather_reducescatter", "deepep_high_throughput
 class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is said of ranks, engines and nodes. `ParallelConfig` has the same, completed."""
 
-    tensor_parallel_size: Annotated[
-        int, option("Ranks that share each layer.", "-tp", least=1, hashed=False)
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        int, option("Stages that share the layers.", "-pp", least=1, hashed=False)
-    ] = 1
+    tensor_parallel_size: Annotated[int, option("Ranks that share each layer.", "-tp", least=1, hashed=False)] = 1
+    pipeline_parallel_size: Annotated[int, option("Stages that share the layers.", "-pp", least=1, hashed=False)] = 1
     pp_layer_partition: Annotated[
         str | tuple[int, ...] | None, option("Layers of each stage, e.g. 10,20; default: evenly.", hashed=True)
     ] = None
@@ -169,9 +166,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         int | None, option("Ranks that read weights at a time; default: all.", least=1, hashed=False)
     ] = None
     # these three are compared by name, see `planaria.config.digest.compared`
-    disable_custom_all_reduce: Annotated[
-        bool, option("Use the plain collective (gloo, NCCL).", hashed=False)
-    ] = False
+    disable_custom_all_reduce: Annotated[bool, option("Use the plain collective (gloo, NCCL).", hashed=False)] = False
     worker_cls: Annotated[
         str, option("package.module.Class in place of the worker; auto: Planaria's.", hashed=False)
     ] = "auto"
@@ -224,15 +219,11 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         str, option("fcfs or priority.", "--scheduling-policy", choices=("fcfs", "priority"), hashed=True)
     ] = "fcfs"
     block_size: Annotated[int, option("Tokens in a KV block: a multiple of 16.", hashed=True)] = 16
-    kv_cache_memory: Annotated[
-        int | str | None, option("Memory for keys and values, e.g. 2GiB.", hashed=True)
-    ] = None
+    kv_cache_memory: Annotated[int | str | None, option("Memory for keys and values, e.g. 2GiB.", hashed=True)] = None
     enable_prefix_caching: Annotated[bool, option("Reuse what requests have in common.", hashed=True)] = True
     async_scheduling: Annotated[bool | None, option("Plan a step while one runs.", hashed=True)] = None
     seed: Annotated[int | None, option("Of requests that bring none; default: drawn.", hashed=False)] = None
-    skip_tokenizer_init: Annotated[
-        bool, option("Token ids in and out, no text.", typed=False, hashed=False)
-    ] = False
+    skip_tokenizer_init: Annotated[bool, option("Token ids in and out, no text.", typed=False, hashed=False)] = False
     null_worker: Annotated[bool, option("Compute nothing: measures the engine alone.", hashed=True)] = False
     batch_invariant: Annotated[
         bool,
@@ -308,19 +299,6 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     devices: Annotated[tuple[int, ...], UNHASHED] = ()
     kernels: str = "native"
     batch_invariant: bool = False  # promised: a request's numbers depend on nothing but the request
-
-
-class OuterLauncher(msgspec.Struct, frozen=True, kw_only=True):
-    """What an outer launcher (torchrun) says of this process in its environment."""
-
-    rank: int
-    world_size: int
-    local_rank: int = 0
-    local_world_size: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 29500
-    serves_store: bool = False  # a TCP store is there; else rank 0 serves one
-    attempt: int = 0  # how often it has started everything again
 
 
 class EPLBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,9 +16,10 @@ from planaria.config.data_parallel import data_parallel_fields, on_nodes
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_fields
 from planaria.config.machine import Machine
-from planaria.config.options import EngineOptions, OuterLauncher, ParallelConfig
+from planaria.config.options import EngineOptions, ParallelConfig
 from planaria.env import SpmdDataParallel
 from planaria.errors import ConfigError
+from planaria.topology.outer import OuterLauncher
 
 BACKENDS = ("uni", "mp", "ray", "external_launcher")
 

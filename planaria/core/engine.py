@@ -10,9 +10,9 @@ from __future__ import annotations
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
+from planaria.core.stats import EngineStats
 from planaria.protocol import StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request
-from planaria.wire import EngineStats
 
 # A request that comes with tokens has been running elsewhere, and somebody waits for its next one: it goes before all
 # that have none yet.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from planaria.wire import EngineStats
+from planaria.core.stats import EngineStats
 
 EngineId = int | str
 BLOCK = 128  # tokens of a prefix that are remembered together

@@ -10,11 +10,11 @@ import itertools
 from datetime import timedelta
 from typing import Any
 
-from planaria.config.options import OuterLauncher
 from planaria.errors import CapacityError
 from planaria.mesh.comm import CollectiveAborted
 from planaria.mesh.gloo import join_store, open_store
 from planaria.node import resolve_host
+from planaria.topology.outer import OuterLauncher
 
 TIMEOUT = 300.0  # seconds for the store to be there
 

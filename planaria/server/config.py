@@ -52,9 +52,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: Annotated[int, option("Of one request: prompts x n.", least=1, typed=False)] = 1024
     shutdown_timeout: Annotated[float, option("Seconds running requests get after SIGTERM.", least=0)] = 30.0
     body_timeout: float = 60.0  # for a request's body to come
-    keep_alive_timeout: Annotated[
-        float, option("Seconds an idle connection is kept.", least=0, typed=False)
-    ] = 75.0
+    keep_alive_timeout: Annotated[float, option("Seconds an idle connection is kept.", least=0, typed=False)] = 75.0
     stall_timeout: float = 60.0  # work but no new step for this long: /health says it does not progress
 
     def verify(self) -> None:

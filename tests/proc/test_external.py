@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from planaria.config.options import EngineOptions, OuterLauncher
+from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
 from planaria.errors import EngineDead, RanksDiffer
 from planaria.executor.launcher.external import ExternalLauncher
@@ -25,6 +25,7 @@ from planaria.executor.link.faults import LinkError
 from planaria.executor.link.spmd import SpmdLink
 from planaria.executor.loop import EngineLoop
 from planaria.protocol import StepPlan
+from planaria.topology.outer import OuterLauncher
 from planaria.types import SamplingParams
 from planaria.wire import Cancel, Output, Submit
 from planaria.worker.null import NullRank

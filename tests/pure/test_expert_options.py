@@ -12,11 +12,12 @@ from planaria.config import EngineOptions, ParallelConfig
 from planaria.config.all2all import BACKENDS, LIBRARIES, ExpertShapes
 from planaria.config.experts import eplb_config, not_yet, resolve_experts
 from planaria.config.machine import Machine
-from planaria.config.options import EPLBConfig, OuterLauncher
+from planaria.config.options import EPLBConfig
 from planaria.config.parallel import ranks_here, resolve_parallel
 from planaria.env import SpmdDataParallel
 from planaria.errors import ConfigError
 from planaria.topology import Layout
+from planaria.topology.outer import OuterLauncher
 
 SMALL = ExpertShapes(num_experts=8, top_k=2, hidden_size=4096)
 LAPTOP = Machine(cores=64, ray_installed=True)

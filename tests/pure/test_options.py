@@ -13,6 +13,7 @@ from planaria.cli.app import app
 from planaria.config import EngineOptions
 from planaria.config.declared import check, option, options_of, table
 from planaria.config.digest import NOT_HASHED
+from planaria.core.policy import POLICIES
 from planaria.errors import ConfigError
 from planaria.server.config import ServerConfig
 
@@ -69,6 +70,10 @@ def test_every_option_is_on_the_command_line_with_its_help(command: str) -> None
         assert parameter.help == one.option.help
         typed = {word for flag in one.flags for word in flag.split("/")}
         assert typed == {*parameter.opts, *parameter.secondary_opts}
+
+
+def test_the_policies_to_choose_from_are_those_there_are() -> None:
+    assert options_of(EngineOptions)["policy"].option.choices == tuple(POLICIES)
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from planaria.config.data_parallel import as_api_process, engine_config
 from planaria.config.digest import NOT_HASHED, compared, compute_hash, hash_fields
 from planaria.config.engine_nodes import EngineNodes
 from planaria.config.machine import LauncherFacts, Machine, check_module, launcher_facts
-from planaria.config.options import CacheConfig, DeviceConfig, FaultConfig, OuterLauncher, SchedulerConfig
+from planaria.config.options import CacheConfig, DeviceConfig, FaultConfig, SchedulerConfig
 from planaria.config.parallel import (
     ranks_here,
     refuse_outer_launcher,
@@ -27,6 +27,7 @@ from planaria.config.parallel import (
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel
 from planaria.errors import ConfigError
 from planaria.models.deal import deal
+from planaria.topology.outer import OuterLauncher
 from tests.pure.test_deal import model
 
 MODEL = model(heads=6, kv_heads=2, head_dim=16, hidden=96, mlp=256, vocab=512, layers=4)

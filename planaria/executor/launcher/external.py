@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from planaria.config.machine import accelerator_ids, usable_cores
-from planaria.config.options import OuterLauncher
 from planaria.executor.boot import Place, RankBoot
 from planaria.executor.launcher.defaults import Defaults
 from planaria.executor.launcher.inline import Handler
 from planaria.executor.link.circle import Circle
 from planaria.node import home, node_name, own_address, resolve_host
+from planaria.topology.outer import OuterLauncher
 
 START_TIMEOUT = 300.0  # seconds for all processes to come
 

@@ -1,0 +1,31 @@
+"""What an engine counts."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of balancing experts' load. Counters count from the engine's start."""
+
+    balancedness: float = 1.0  # of the last steps, see planaria.core.eplb.policy
+    rearrangements: int = 0
+    bytes_moved: int = 0  # between ranks
+    rearranged_at: float = 0.0  # when the last one had ended, in seconds since 1970; 0: none has
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
+    """A snapshot, sent with every step's deltas. Counters count from the engine's start."""
+
+    step: int = 0
+    epoch: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # 0..1
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    replayed_tokens: int = 0  # computed again after a loss
+    experts: ExpertStats | None = None  # None: they are not balanced
