@@ -120,7 +120,7 @@ class RayEngine(FarEngine):
 
         hosts = self.hosts
         assert hosts.connection is not None
-        given = dict(self.config.parallel.ray_runtime_env or {})
+        given = hosts.connection.inherited(self.config.parallel.ray_runtime_env)
         given["env_vars"] = variables | given.get("env_vars", {})
         options = {**hosts.seat_options(self.index), "runtime_env": given}
         return remote_engine(hosts.connection.ray).options(**options).remote(ENTRY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,20 @@ def live_groups() -> list[str]:
 
 def reservations() -> Reserved:
     """What Ray's table of actors has of those that live."""
+    return reserved((actor.pid, actor.node_id.hex(), actor.required_resources) for actor in _living())
+
+
+def required() -> dict[int, dict[str, float]]:
+    """What each actor that lives asks for, by pid."""
+    return {actor.pid: dict(actor.required_resources) for actor in _living()}
+
+
+def _living() -> list[Any]:
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
 
     rows = map(gcs_pb2.ActorTableData.FromString, state._connect_and_get_accessor().get_actor_table(None, None))
-    living = [actor for actor in rows if actor.state == gcs_pb2.ActorTableData.ALIVE]
-    return reserved((actor.pid, actor.node_id.hex(), actor.required_resources) for actor in living)
+    return [actor for actor in rows if actor.state == gcs_pb2.ActorTableData.ALIVE]
 
 
 def reserved(actors: Iterable[tuple[int, str, Iterable[str]]]) -> Reserved:
@@ -141,9 +150,9 @@ def cluster_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def several_nodes(*slots: int, dashboard: bool = False) -> Iterator[Any]:
-    """A `ray.cluster_utils.Cluster` on this machine only, with a token of its own; so many slots on each node.
-    dashboard: with Ray's, which answers questions about its state."""
+def several_nodes(*slots: int, gpus: Sequence[int] = (), dashboard: bool = False) -> Iterator[Any]:
+    """A `ray.cluster_utils.Cluster` on this machine only, with a token of its own; so many slots on each node, and
+    accelerators that there aren't. dashboard: with Ray's, which answers questions about its state."""
     own = cluster_environment()
     os.environ |= own
     from ray._private import ray_constants, utils
@@ -158,8 +167,9 @@ def several_nodes(*slots: int, dashboard: bool = False) -> Iterator[Any]:
         head: dict[str, Any] = {"_system_config": NOTICE, "include_dashboard": dashboard}
         try:
             with ends(cluster.shutdown):
-                for count in slots:
-                    cluster.add_node(num_cpus=1, resources={"planaria_slot": count}, **head)
+                for count, accelerators in itertools.zip_longest(slots, gpus, fillvalue=0):
+                    slot = {"planaria_slot": count} if count else {}
+                    cluster.add_node(num_cpus=1, num_gpus=accelerators, resources=slot, **head)
                     head = {"include_dashboard": False}
                 yield cluster
         finally:

@@ -14,6 +14,7 @@ from tests.ray.clusters import ended
 NEED_RAY = [
     "test_ray.py", "test_cluster.py", "test_networks.py", "test_losses.py", "test_without_ray.py", "test_fleet.py",
     "test_fleet_networks.py", "test_fleet_state.py", "test_lanes.py", "test_lane_actors.py",
+    "test_devices.py",
 ]  # fmt: skip
 collect_ignore = [] if importlib.util.find_spec("ray") else NEED_RAY
 
@@ -29,6 +30,14 @@ def local_ray() -> Iterator[Any]:
     finally:
         with ended():
             connection.close()
+
+
+@pytest.fixture(scope="session")
+def weightless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A configuration of a model of two layers, for ranks that compute nothing: nobody needs torch for it."""
+    from tests.faults.deployment import write_model
+
+    return str(write_model(tmp_path_factory.mktemp("weightless"), real=False))
 
 
 @pytest.fixture(scope="session")

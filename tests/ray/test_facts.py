@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -44,9 +43,9 @@ def test_inside_a_placement_group_ray_is_the_executor(local_ray: Any) -> None:
         remove_placement_group(group)
 
 
-def test_rays_workers_carry_titles(local_ray: Any, small: Path) -> None:
+def test_rays_workers_carry_titles(local_ray: Any, weightless: str) -> None:
     options = {"null_worker": True, "skip_tokenizer_init": True, "distributed_executor_backend": "ray"}
-    with LLM(str(small), tensor_parallel_size=2, **options) as llm:
+    with LLM(weightless, tensor_parallel_size=2, **options) as llm:
         titles = [read_title(" ".join(psutil.Process(pid).cmdline())) for pid in llm.facts.ranks]
     assert titles == [
         ("worker", {"rank": str(rank), "tp": str(rank), "pp": "0", "epoch": "0"}) for rank in range(2)

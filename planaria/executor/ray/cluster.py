@@ -13,7 +13,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ logger = logging.getLogger("planaria.ray")
 
 SLOT = "planaria_slot"  # one unit: a rank without an accelerator
 ACCELERATORS = {"cuda": "GPU", "rocm": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "tpu": "TPU"}
+UPLOADED = ("working_dir", "py_modules")  # fields of a runtime environment that may be folders of this machine
 OBJECT_STORE = 256 << 20  # bytes, of a cluster started here: nothing large travels through it
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a node's address is 127.0.0.1, and Ray binds to it
 
@@ -53,6 +54,22 @@ def load_ray() -> Any:
             "--distributed-executor-backend", "ray", f"needs the package ray ({e})", "pip install 'planaria[ray]'"
         ) from None
     return ray
+
+
+def check_folders(runtime_env: Mapping[str, Any], inherited: Mapping[str, Any] | None = None) -> None:
+    """Folders of this machine in a runtime environment are uploaded once, with the job: they must be there, and can't
+    come later. inherited: what the job has, once it has begun; None: it begins with them. Raises ConfigError."""
+    for field in UPLOADED:
+        given = runtime_env.get(field) or ()
+        for path in [given] if isinstance(given, str) else given:
+            option, value = "--ray-runtime-env", f"{field} {path}"
+            if not isinstance(path, str) or "://" in path:
+                continue  # a module, which is for Ray to find; or what is elsewhere
+            if inherited is not None and field not in inherited:
+                rule = "is uploaded when Ray is initialised, which this process was before"
+                raise ConfigError(option, value, rule, f"give it to ray.init(runtime_env=...), or {field} as a URI")
+            if inherited is None and not os.path.exists(path):
+                raise ConfigError(option, value, "is not there", "give a folder or file of this machine, or a URI")
 
 
 class Connection:
@@ -114,6 +131,13 @@ class Connection:
     def alive(self) -> bool:
         """Is this process still connected? Without, almost any call to Ray starts a cluster."""
         return bool(self.ray.is_initialized())
+
+    def inherited(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What of a user's runtime environment actors must be given: what they don't have from the job anyway. Raises
+        ConfigError: a folder, and the job began without."""
+        given, has = dict(given or {}), dict(self.ray.get_runtime_context().runtime_env)
+        check_folders(given, has)
+        return {name: value for name, value in given.items() if name not in UPLOADED or name not in has}
 
     @property
     def node(self) -> str:
@@ -194,23 +218,27 @@ def bounded(what: str, call: Callable[[], object], limit: float = PATIENCE) -> N
         logger.debug("Ray did not %s", what, exc_info=True)
 
 
-def connect(address: str | None, slots: int) -> Connection:
+def connect(address: str | None, slots: int, runtime_env: Mapping[str, Any] | None = None) -> Connection:
     """address: see `planaria.env.RaySettings`. slots: how many ranks without accelerators a cluster started here takes.
+    runtime_env: the user's, of the job, if this process is not a part of one yet.
 
-    Raises ConfigError when Ray is missing or `address` can't be reached.
+    Raises ConfigError when Ray is missing, `address` can't be reached, or the environment can't be had.
     """
-    connection = _connect(address, slots, start=True)
+    connection = _connect(address, slots, runtime_env, start=True)
     assert connection is not None
     return connection
 
 
 def join(address: str | None) -> Connection | None:
     """As `connect`, to a cluster that runs; None where there is none, and `connect` would start one."""
-    return _connect(address, 0, start=False)
+    return _connect(address, 0, None, start=False)
 
 
-def _connect(address: str | None, slots: int, *, start: bool) -> Connection | None:
+def _connect(
+    address: str | None, slots: int, runtime_env: Mapping[str, Any] | None, *, start: bool
+) -> Connection | None:
     global _connections, _started
+    check_folders(runtime_env or {})
     with _lock:
         ray = load_ray()
         if ray.is_initialized():
@@ -224,7 +252,7 @@ def _connect(address: str | None, slots: int, *, start: bool) -> Connection | No
         _started = found is None or found == "local"
         if found is not None and not _started:
             try:
-                _join(ray, found)
+                _join(ray, found, runtime_env)
             except Exception as e:  # Ray raises what it likes here
                 if given != "auto":
                     what = f"can't be joined: {_first_line(e)}"
@@ -235,7 +263,7 @@ def _connect(address: str | None, slots: int, *, start: bool) -> Connection | No
                 logger.warning("the Ray cluster last started here can't be joined: %s; starting one", _first_line(e))
                 _started = True
         if _started:
-            _start(ray, slots)
+            _start(ray, slots, runtime_env)
         _connections = 1
         return Connection(ray, initialised=True, started=_started)
 
@@ -248,7 +276,7 @@ def _running() -> str | None:
     return found
 
 
-def _join(ray: Any, address: str) -> None:
+def _join(ray: Any, address: str, runtime_env: Mapping[str, Any] | None) -> None:
     """Raises what Ray does, or ConnectionError at once where nobody listens (Ray would try for minutes)."""
     if "://" in address:
         raise ConnectionError("an engine runs on a node of the cluster, not through Ray Client")
@@ -263,7 +291,9 @@ def _join(ray: Any, address: str) -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
         _reread_config()
     with _signals_kept(), _outlives_head(), loopback(ray_constants) if private else contextlib.nullcontext():
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+        ray.init(
+            address=address, runtime_env=dict(runtime_env or {}), logging_level=logging.WARNING, log_to_driver=True
+        )
 
 
 def _answers(address: str, limit: float = CONNECT) -> bool:
@@ -275,7 +305,7 @@ def _answers(address: str, limit: float = CONNECT) -> bool:
     return True
 
 
-def _start(ray: Any, slots: int) -> None:
+def _start(ray: Any, slots: int, runtime_env: Mapping[str, Any] | None) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     _reread_config()
     os.environ.setdefault("RAY_worker_niceness", "0")  # ranks serve; Ray's default is for batch work
@@ -286,7 +316,7 @@ def _start(ray: Any, slots: int) -> None:
             ray.init(
                 address="local", num_cpus=usable_cores(), resources={SLOT: max(slots, usable_cores())},
                 include_dashboard=False, object_store_memory=OBJECT_STORE, logging_level=logging.WARNING,
-                log_to_driver=True,
+                log_to_driver=True, runtime_env=dict(runtime_env or {}),
             )  # fmt: skip
         except Exception as e:
             raise CapacityError(f"Ray can't be started: {_first_line(e)}") from e

@@ -65,7 +65,7 @@ class RayHosts:
     def open(self, size: int) -> None:
         """Connect, and have a group for each of `size` engines. Raises ConfigError, CapacityError."""
         parallel = self.config.parallel
-        self.connection = connect(self.settings.address, self.layout(size).size)
+        self.connection = connect(self.settings.address, self.layout(size).size, parallel.ray_runtime_env)
         self.resource = self.connection.resource(self.config.device.device)
         try:
             if self.settings.bundle_indices is not None:

@@ -76,7 +76,7 @@ class RayLauncher:
 
     def start(self) -> list[Place]:
         """Raises ConfigError for a rule that is broken, CapacityError when the cluster stays too small."""
-        self._equip(connect(self.settings.address, self.layout.size + self.num_spares))
+        self._equip(connect(self.settings.address, self.layout.size + self.num_spares, self.parallel.ray_runtime_env))
         if self.parallel.lane_groups:
             seats = self.seats.obtain_lanes(self.parallel.lane_groups, self.layout)
         else:

@@ -158,7 +158,7 @@ class Members:
 
     def _runtime_env(self, nodes: Collection[str], limit: float) -> dict[str, Any]:
         """The user's, and over it what must be there before the process starts."""
-        given = dict(self.parallel.ray_runtime_env or {})
+        given = self.connection.inherited(self.parallel.ray_runtime_env)
         variables = self._missing_at_start(nodes, limit)
         if self.resource in ("GPU", "NPU", "HPU", "TPU"):  # the mask is ours to set: see `begin`
             variables |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in sorted(env.COMPUTED)}
