@@ -17,6 +17,7 @@ from planaria.errors import RequestError
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP = 16
+MAX_STOP_LENGTH = 512  # characters of each
 SEED_LIMIT = 2**63
 
 
@@ -89,6 +90,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]")
         need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]")
         need(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"stop has a string of {longest} characters; each may have {MAX_STOP_LENGTH}",
+                param="stop", code="invalid_value",
+            )  # fmt: skip
         need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} strings, none empty")
         need(self.seed is None or -SEED_LIMIT <= self.seed < SEED_LIMIT, "seed", "a 64-bit integer")
         for name in ("logprobs", "prompt_logprobs"):

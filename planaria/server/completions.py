@@ -19,6 +19,7 @@ from planaria.server.common import (
     token_text,
     usage_of,
 )
+from planaria.server.detokenise import text_offsets
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import submissions
 from planaria.server.output import Piece, RequestStream, Sequence
@@ -206,10 +207,7 @@ class CompletionWriter:
             return
         positions = _cut(sequence.prompt_logprobs, self.logprobs) or []
         texts = [token_text(token, self.tokenizer) for token in stream.prompt]
-        offsets, at = [], 0
-        for part in texts:
-            offsets.append(min(at, len(text)))
-            at += len(part)
+        offsets = text_offsets(self.tokenizer, stream.prompt, text) if self.tokenizer is not None else [0] * len(texts)
         prompt = self._logprobs(positions, offsets, 0, texts)
         rest = choice["logprobs"]
         choice["logprobs"] = {k: v + rest[k] for k, v in prompt.items()} if rest is not None else prompt

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from planaria.types import SamplingParams
@@ -33,14 +34,15 @@ class Detokenizer:
     character begins where the character does. None unless logprobs are asked for.
     """
 
-    __slots__ = ("_decoder", "_held", "_include_stop", "_length", "_min_tokens", "_plain", "_stops", "num_tokens",
-                 "offsets", "stop_reason")  # fmt: skip
+    __slots__ = ("_decoder", "_held", "_include_stop", "_length", "_min_tokens", "_plain", "_state", "_stops",
+                 "num_tokens", "offsets", "stop_reason")  # fmt: skip
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids_tail: Sequence[int], params: SamplingParams) -> None:
         self.num_tokens = 0
         self.stop_reason: str | None = None
         self.offsets: list[int] | None = [] if params.logprobs is not None else None
-        self._stops = _Stops(params.stop) if params.stop else None
+        self._stops = stop_strings(tuple(params.stop)) if params.stop else None
+        self._state = 0
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._held = ""  # decoded, not given out: the longest end that may be the start of a stop string
@@ -80,53 +82,93 @@ class Detokenizer:
     def _scan(self, text: str) -> str:
         """Take new text; what of it (and of what was held) can be given out."""
         self._length += len(text)
-        if self._stops is None or not text:
+        stops = self._stops
+        if stops is None or not text:
             return text
-        known = len(self._held)
+        self._state, found = stops.scan(self._state, text, self.num_tokens >= self._min_tokens)
         text = self._held + text
-        if self.num_tokens >= self._min_tokens:
-            found = self._stops.find(text, known)
-            if found is not None:
-                self.stop_reason, end = found
-                self._held = ""
-                return text[: end if self._include_stop else end - len(self.stop_reason)]
-        cut = self._stops.safe_length(text)
+        if found is not None:
+            self.stop_reason, left = found
+            self._held = ""
+            end = len(text) - left
+            return text[: end if self._include_stop else end - len(self.stop_reason)]
+        cut = len(text) - stops.holds[self._state]
         self._held = text[cut:]
         return text[:cut]
 
 
-class _Stops:
-    """Several stop strings looked for at once."""
+class StopStrings:
+    """Several strings looked for at once, a character at a time (Aho and Corasick's automaton).
 
-    __slots__ = ("firsts", "lasts", "longest", "prefixes", "strings")
+    A state stands for the longest end of the text so far that begins one of them; 0 for none. Linear in the strings'
+    lengths: a few hundred bytes a character.
+    """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self.strings = sorted(set(strings), key=len, reverse=True)
-        self.longest = len(self.strings[0])
-        self.prefixes = {s[:n] for s in self.strings for n in range(1, len(s))}
-        self.firsts = frozenset(s[0] for s in self.strings)
-        self.lasts = frozenset(s[-1] for s in self.strings)
+        self._next: dict[tuple[int, str], int] = {}
+        self.holds = [0]  # by state: how many characters may still become a string
+        self._found: list[str | None] = [None]  # by state: the longest string that ends here
+        self._firsts = frozenset(s[0] for s in strings)
+        depths, parents = [0], [(0, "")]
+        for string in dict.fromkeys(strings):
+            state = 0
+            for char in string:
+                step = self._next.get((state, char))
+                if step is None:
+                    step = self._next[state, char] = len(depths)
+                    depths.append(depths[state] + 1)
+                    parents.append((state, char))
+                    self._found.append(None)
+                    self.holds.append(0)
+                state = step
+            self._found[state] = string
+        self._fallback = [0] * len(depths)  # the state of the longest end that isn't the whole
+        grows = {state for state, _ in self._next}
+        for state in sorted(range(1, len(depths)), key=depths.__getitem__):
+            parent, char = parents[state]
+            back = self._fallback[state] = self._step(self._fallback[parent], char) if parent else 0
+            self._found[state] = self._found[state] or self._found[back]
+            self.holds[state] = depths[state] if state in grows else self.holds[back]
 
-    def find(self, text: str, known: int) -> tuple[str, int] | None:
-        """The stop string whose end comes first behind `known` characters, and that end."""
-        if self.lasts.isdisjoint(text[known:]):  # nearly always: one look instead of one for each string
-            return None
-        best: tuple[str, int] | None = None
-        for s in self.strings:
-            at = text.find(s, max(0, known - len(s) + 1))
-            if at >= 0 and (best is None or at + len(s) < best[1]):
-                best = s, at + len(s)
-        return best
+    def _step(self, state: int, char: str) -> int:
+        step = self._next.get((state, char))
+        while step is None and state:
+            state = self._fallback[state]
+            step = self._next.get((state, char))
+        return step or 0
 
-    def safe_length(self, text: str) -> int:
-        """Length of the text without the longest end that is the beginning of a stop string."""
-        start = max(0, len(text) - self.longest + 1)
-        if self.firsts.isdisjoint(text[start:]):
-            return len(text)
-        for at in range(start, len(text)):
-            if text[at] in self.firsts and text[at:] in self.prefixes:
-                return at
-        return len(text)
+    def scan(self, state: int, text: str, stopping: bool) -> tuple[int, tuple[str, int] | None]:
+        """The state after `text`, and, if `stopping`, the first string complete (of those that end together the
+        longest) with the number of characters behind it."""
+        if not state and self._firsts.isdisjoint(text):  # nearly always
+            return 0, None
+        for at, char in enumerate(text, 1):
+            state = self._step(state, char)
+            found = self._found[state]
+            if found is not None and stopping:
+                return state, (found, len(text) - at)
+        return state, None
+
+
+@lru_cache(maxsize=16)
+def stop_strings(strings: tuple[str, ...]) -> StopStrings:
+    """Built once for all choices and prompts of a request."""
+    return StopStrings(strings)
+
+
+def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """Where each token of a whole text begins in it, in characters; a token inside a character begins where that does.
+
+    Tokens that add nothing to `text` (special ones that the tokenizer put there) begin where the next does.
+    """
+    offsets: list[int] = []
+    for skip in (False, True):
+        whole = Detokenizer(tokenizer, (), SamplingParams(logprobs=0, skip_special_tokens=skip))
+        decoded = whole.push(ids) + whole.finish()
+        offsets = whole.offsets or []
+        if decoded == text:
+            break
+    return [min(offset, len(text)) for offset in offsets]
 
 
 class _Table:

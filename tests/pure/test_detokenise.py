@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from planaria.server.detokenise import Detokenizer
+from planaria.server.detokenise import Detokenizer, stop_strings, text_offsets
 from planaria.server.tokenise import Tokenizer
-from planaria.types import SamplingParams
+from planaria.types import MAX_STOP, MAX_STOP_LENGTH, SamplingParams
 from tests.pure.test_tokenise import ANY_TEXT, sentencepiece_like, smollm2, word_pieces  # noqa: F401
 
 WORDS = ["the", " cat", "sat", " on", "\n\n", "Q:", " A:", "é", "日本", "😀", " 12", "aaab", "aab", "ab", "."]
@@ -231,3 +232,29 @@ def test_a_window_stays_short() -> None:
     assert "".join(out) + detokenizer.finish() == "".join("\ufffd" if i == 0 else chr(96 + i) for i in ids)
     assert max(seen) <= 2 * 8
     assert "".join(out[200:]).count("\ufffd") >= 40
+
+
+def test_stop_strings_cost_what_they_are_long(smollm2: Tokenizer) -> None:  # noqa: F811
+    """Linear in memory, built once for all choices; and as long as may be, found over again and again."""
+    stop_strings.cache_clear()
+    text = "ab" * (MAX_STOP_LENGTH // 2)
+    params = SamplingParams(stop=tuple(text[i:] for i in range(MAX_STOP)))
+    tracemalloc.start()
+    choices = [Detokenizer(smollm2, [], params) for _ in range(100)]
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert grown < 1000 * MAX_STOP * MAX_STOP_LENGTH and stop_strings.cache_info().misses == 1
+    ids = smollm2.encode("x " + text)
+    assert choices[0].push(ids) == "x " and choices[0].stop_reason == text[MAX_STOP - 2 :]
+
+
+@given(text=TEXTS, special=st.booleans())
+def test_where_tokens_of_a_prompt_begin(smollm2: Tokenizer, text: str, special: bool) -> None:  # noqa: F811
+    ids = smollm2.encode(text)
+    data, wanted = b"", []
+    for i in ids:
+        wanted.append(whole_characters(text, len(data)))
+        data += smollm2.token_bytes(i)
+    if special:  # as a tokenizer's post-processor does; it is no part of the text
+        ids, wanted = [1, *ids], [0, *wanted]
+    assert text_offsets(smollm2, ids, text) == wanted
