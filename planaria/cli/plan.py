@@ -157,7 +157,8 @@ def _from_ray(options: EngineOptions, machine: Machine, device: str) -> Question
         cluster = cluster.headed_by(parallel.data_parallel_address)
         if len(names) > 1:
             several = msgspec.structs.replace(layout, dp=len(names))
-            given = GivenGroups(names, resource, now).pack(several, 0.0, head=cluster.head)
+            groups = GivenGroups(names, resource, now, parallel.placement_group_local_ranks)
+            given = groups.pack(several, 0.0, head=cluster.head)
         elif names:
             layout = msgspec.structs.replace(layout, dp=parallel.lanes)
             given = Packing.of(obtain(connection, names[0], layout, resource, now, "").placement)

@@ -148,6 +148,10 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     placement_group: Annotated[
         str | None, option("Ray placement groups to use, one for each engine or lane.", hashed=False)
     ] = None  # by name or hexadecimal id; None: made
+    placement_group_local_ranks: Annotated[
+        str | tuple[int, ...] | None,
+        option("The index of each of these on its node, e.g. 0,1,0; default: in their order.", hashed=False),
+    ] = None
     nnodes: Annotated[
         int, option("Nodes, without Ray: run the same command on each with its --node-rank.", least=1, hashed=False)
     ] = 1
@@ -328,6 +332,7 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     pp_layer_partition: tuple[int, ...] | None = None
     distributed_executor_backend: str = "uni"
     ray_runtime_env: dict[str, Any] | None = None
+    placement_group_local_ranks: tuple[int, ...] | None = None
     lane_groups: Annotated[tuple[LaneGroup, ...], UNHASHED] = ()  # placement groups of lanes that have one each
     outer: Annotated[OuterLauncher | None, UNHASHED] = None  # only with external_launcher
     data_parallel_size_local: int | None = 1  # engines on this node; None: as many as fit there (Ray)

@@ -26,6 +26,7 @@ BACKENDS = ("uni", "mp", "ray", "external_launcher")
 Note = tuple[int, str]  # a level of `logging`, a line
 
 _BACKEND = "--distributed-executor-backend"
+_LOCAL_RANKS, _LOCAL_RANKS_FIX = "--placement-group-local-ranks", "write each one's index on its node: 0,1,0"
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -42,6 +43,7 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
         "pp_layer_partition": partition(options.pp_layer_partition),
         "distributed_executor_backend": backend,
         "ray_runtime_env": _runtime_env(options.ray_runtime_env),
+        "placement_group_local_ranks": _list(_LOCAL_RANKS, options.placement_group_local_ranks, _LOCAL_RANKS_FIX),
         "disable_nccl_for_dp_synchronization": False,  # see `_synchronization`
         "outer": machine.outer,
         **engines,
@@ -142,14 +144,16 @@ def _numbers(options: EngineOptions) -> None:
 
 def partition(given: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Whether it fits the model is looked at when the model is known (`planaria.models.deal`)."""
+    return _list("--pp-layer-partition", given, "write the layers of each stage: 10,20")
+
+
+def _list(option: str, given: str | tuple[int, ...] | None, fix: str) -> tuple[int, ...] | None:
     if given is None or isinstance(given, tuple):
         return given
     try:
         return tuple(int(part) for part in given.split(","))
     except ValueError:
-        raise ConfigError(
-            "--pp-layer-partition", repr(given), "is not a list of numbers", "write the layers of each stage: 10,20"
-        ) from None
+        raise ConfigError(option, repr(given), "is not a list of numbers", fix) from None
 
 
 def _runtime_env(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
@@ -243,6 +247,10 @@ def _ray(config: ParallelConfig, machine: Machine) -> None:
                 )
     elif config.placement_group is not None:
         _groups(config)
+    ranks = config.placement_group_local_ranks
+    if ranks is not None and len(ranks) != len(config.placement_groups):
+        rule = f"is {len(ranks)} local ranks, and there are {len(config.placement_groups)} placement groups of yours"
+        raise ConfigError(_LOCAL_RANKS, ",".join(map(str, ranks)), rule, "give one for each --placement-group")
     if uses_ray(config, machine) and not machine.ray_installed:
         raise ConfigError(_BACKEND, backend, "needs the package ray", "pip install 'planaria[ray]'")
 

@@ -267,6 +267,15 @@ def test_groups_of_the_users_are_checked(groups: list[Any]) -> None:
             GivenGroups(names, SLOT, RaySettings()).pack(layout, 0.0, head="")
     whole = GivenGroups(ids, SLOT, RaySettings(fraction=1.0)).pack(Layout(dp=2, tp=2), 0.0, head="")
     assert [[slot.device for slot in engine.slots] for engine in whole.engines] == [[1, 2], [1, 2]]
+    assert whole.local_ranks == (0, 0)
+    numbered = GivenGroups(ids, SLOT, RaySettings(), local_ranks=(3, 1))
+    assert numbered.pack(Layout(dp=2, tp=2), 0.0, head="").local_ranks == (3, 1)
+    assert numbered.pack(Layout(tp=2), 0.0, head="").local_ranks == (3,), "a smaller fleet"
+    with pytest.raises(ConfigError, match="-1 of engine 1: is below 0"):
+        GivenGroups(ids, SLOT, RaySettings(), local_ranks=(0, -1)).pack(Layout(dp=2, tp=2), 0.0, head="")
+    given = ["--placement-group", ",".join(ids), "--placement-group-local-ranks", "1,0"]
+    planned = plan_of("-dp", "2", "-tp", "2", *given)
+    assert [engine["local_rank"] for engine in planned[0]["engines"]] == [1, 0]
 
 
 def test_engines_in_groups_of_the_users(groups: list[Any], undisturbed: Any) -> None:

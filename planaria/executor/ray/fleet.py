@@ -73,7 +73,9 @@ class RayHosts:
                 rule = f"are of one placement group, and there are {size} engines"
                 raise ConfigError("bundle indices", indices, rule, "leave $PLANARIA_RAY_BUNDLES out")
             if parallel.placement_groups:
-                self.given = GivenGroups(parallel.placement_groups, self.resource, self.settings)
+                self.given = GivenGroups(
+                    parallel.placement_groups, self.resource, self.settings, parallel.placement_group_local_ranks
+                )
             self.grow(range(size))
         except BaseException:
             self.close()

@@ -16,10 +16,13 @@ from planaria.topology import Layout, Packing, pack_groups
 
 
 class GivenGroups:
-    """names: names or hexadecimal ids; the first is engine 0's. Raises ConfigError."""
+    """names: names or hexadecimal ids; the first is engine 0's. local_ranks: each one's index among those of its node;
+    None: in their order. Raises ConfigError."""
 
-    def __init__(self, names: Sequence[str], resource: str, settings: RaySettings) -> None:
-        self.names, self.resource, self.settings = names, resource, settings
+    def __init__(
+        self, names: Sequence[str], resource: str, settings: RaySettings, local_ranks: Sequence[int] | None = None
+    ) -> None:
+        self.names, self.resource, self.settings, self.local_ranks = names, resource, settings, local_ranks
         self.handles = [find_group(name) for name in names]
         ids = [handle.id.hex() for handle in self.handles]
         for name, id in zip(names, ids, strict=True):
@@ -44,7 +47,8 @@ class GivenGroups:
                 self._tables[number] = table_of(handle, name, replica, self.resource, wait)
             bundles.append(bundles_of(self._tables[number], self.resource))
             check_bundles(bundles[-1], replica, self.resource, self.settings.fraction, f"{name}, ")
-        return pack_groups(bundles, None, layout, head=head)
+        local_ranks = None if self.local_ranks is None else self.local_ranks[: layout.dp]
+        return pack_groups(bundles, local_ranks, layout, head=head)
 
     def seat(self, engine: int, node: str) -> tuple[int, float] | None:
         """A bundle without a device on this node, and its cores; None where there is none."""
