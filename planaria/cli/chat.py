@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Any
 
+import msgspec
+
 from planaria.cli.look import console, loading, summary
 from planaria.errors import RequestError
 from planaria.types import SamplingParams
@@ -33,14 +35,17 @@ async def answer(llm: Any, messages: list[dict[str, Any]], params: SamplingParam
     return text
 
 
-def run(model: str, engine: dict[str, Any], *, system: str | None, params: SamplingParams) -> None:
-    params.verify()
+def run(model: str, engine: dict[str, Any], *, system: str | None, given: dict[str, Any]) -> None:
+    """given: sampling parameters, None where the model's own are wanted."""
+    given = {"max_tokens": None, **{name: value for name, value in given.items() if value is not None}}
+    SamplingParams(**given).verify()
     began = time.perf_counter()
     from planaria.llm import AsyncLLM
 
     with loading() as progress:
         llm = AsyncLLM(model, on_progress=progress, **engine)
     console.print(summary(llm.facts, {"total": time.perf_counter() - began}))
+    params = msgspec.structs.replace(llm.get_default_sampling_params(), **given)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     interactive = sys.stdin.isatty()
     if interactive:

@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from planaria.checkpoint import Checkpoint
+from planaria.checkpoint.generation import sampling_defaults
 from planaria.cli.look import console, loading, summary
 from planaria.cli.options import engine_options
 from planaria.cli.plan import Planned
@@ -50,7 +51,8 @@ def run(
     )
     refuse_outer_launcher(config.parallel, "planaria serve")
     settings = ServerConfig(
-        model_path=str(config.checkpoint["path"]), eos_ids=config.model.eos_ids, seed=engine["seed"], **server
+        model_path=str(config.checkpoint["path"]), eos_ids=config.model.eos_ids,
+        sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]), seed=engine["seed"], **server
     )
     settings.verify()
     planned = None

@@ -227,7 +227,16 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[bool, option("Reuse what requests have in common.", hashed=True)] = True
     async_scheduling: Annotated[bool | None, option("Plan a step while one runs.", hashed=True)] = None
     seed: Annotated[int | None, option("Of requests that bring none; default: drawn.", hashed=False)] = None
-    skip_tokenizer_init: Annotated[bool, option("Token ids in and out, no text.", typed=False, hashed=False)] = False
+    generation_config: Annotated[
+        str,
+        option(
+            "Where requests that say nothing get temperature, top_p, top_k, ... from: auto (the model's "
+            "generation_config.json), vllm (from nowhere), or a folder that has another.", hashed=False,
+        ),
+    ] = "auto"
+    skip_tokenizer_init: Annotated[
+        bool, option("Token ids in and out, no text.", typed=False, hashed=False)
+    ] = False
     null_worker: Annotated[bool, option("Compute nothing: measures the engine alone.", hashed=True)] = False
     batch_invariant: Annotated[
         bool,

@@ -7,6 +7,7 @@ import logging
 import msgspec
 
 from planaria.checkpoint import resolve_checkpoint
+from planaria.checkpoint.generation import generation_config, said, sampling_defaults
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_map, expert_shapes, resolve_experts
 from planaria.config.machine import check_module, cuda_available, look, usable_cores
@@ -22,6 +23,8 @@ from planaria.config.options import (
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import parse_bytes
+from planaria.config.vllm_words import variables
+from planaria.env import environment
 from planaria.errors import ConfigError
 from planaria.models import model_config
 from planaria.models.deal import deal
@@ -93,6 +96,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
     device_name = _device_name(options.device, options.data_parallel_size_local != 0)
+    if line := variables(environment()):
+        logger.warning(line)
     machine = look(options.distributed_executor_backend)
     parallel, notes = resolve_parallel(options, machine, device_name)
     if not uses_ray(parallel, machine):  # on Ray, workers may have what isn't here
@@ -107,6 +112,11 @@ def resolve(options: EngineOptions) -> EngineConfig:
         memory = parse_bytes(options.kv_cache_memory, "--kv-cache-memory")
 
     checkpoint = resolve_checkpoint(options.model)
+    generation = generation_config(options.generation_config, checkpoint.generation_config)
+    checkpoint = msgspec.structs.replace(checkpoint, generation_config=generation)
+    sampling_defaults(generation)
+    if words := said(generation):
+        logger.info(f"requests that say nothing get the model's own: {words} (--generation-config vllm: none)")
     model = model_config(checkpoint.config, checkpoint.generation_config)
     max_model_len = options.max_model_len or model.max_position
     if max_model_len > model.max_position:

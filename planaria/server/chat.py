@@ -51,7 +51,7 @@ async def create_chat_completion(request: Request) -> Response:
             )  # fmt: skip
         max_tokens = body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
+    params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
     ids = await chat_prompt(
         service,
         body.messages,

@@ -46,8 +46,10 @@ async def read(request: Request, model: type[M]) -> M:
     return parse(model, await request.body())
 
 
-def sampling_params(request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    """SamplingParams of a request; fields left out or null get the defaults. Raises RequestError."""
+def sampling_params(
+    request: GenerationRequest, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """SamplingParams of a request; fields left out or null are those of `defaults`. Raises RequestError."""
     values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
     for name in _SAME:
         value = getattr(request, name)
@@ -64,7 +66,7 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int | None, logpr
         values["logit_bias"] = _logit_bias(request.logit_bias)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
-    return SamplingParams(**values)
+    return msgspec.structs.replace(defaults, **values)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
@@ -106,13 +108,10 @@ def prompt_logprobs_json(
 
 
 def _position(position: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(token, tokenizer)}
-
-    found = {str(position.token): entry(position.token, position.logprob, position.rank)}
-    for rank, (token, logprob) in enumerate(position.top, 1):
-        found.setdefault(str(token), entry(token, logprob, rank))
-    return found
+    return {
+        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(token, tokenizer)}
+        for token, logprob, rank in position.entries()
+    }
 
 
 def token_text(token: int, tokenizer: Tokenizer | None) -> str:

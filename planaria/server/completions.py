@@ -47,7 +47,7 @@ async def create_completion(request: Request) -> Response:
             param="max_tokens", code="invalid_value",
         )  # fmt: skip
     max_tokens = 16 if body.max_tokens is None else max(body.max_tokens, 1)
-    params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     prompts = await _prompts(service, body, facts.max_model_len)

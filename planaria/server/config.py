@@ -9,6 +9,7 @@ import msgspec
 
 from planaria.config.declared import check, option
 from planaria.errors import ConfigError
+from planaria.types import SamplingParams
 
 MIB = 1 << 20
 
@@ -27,6 +28,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()  # the first is what answers carry; empty: the engine's own name
     eos_ids: tuple[int, ...] = ()  # for a server without a tokenizer; else the tokenizer's count
     seed: int | None = None  # from which requests that bring none get theirs, in the order they come; None: drawn
+    sampling_defaults: SamplingParams = msgspec.field(default_factory=SamplingParams)  # of requests that say nothing
     model_path: str = ""  # `root` in /v1/models
     api_keys: Annotated[
         tuple[str, ...],

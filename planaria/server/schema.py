@@ -57,8 +57,8 @@ class GenerationRequest(Strict):
     n: int | None = Field(None, ge=1, le=128, description="Choices for each prompt; 1 if left out.")
     max_tokens: Size | None = None
     min_tokens: Size | None = Field(None, description="Nothing ends a choice before it has so many tokens.")
-    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 if left out.")
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; default: the model's, else 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Left out, like top_k: the model's default.")
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off.")
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
