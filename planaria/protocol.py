@@ -3,6 +3,11 @@
 Frozen msgspec structs, nothing else. A `StepPlan` carries changes only. A row that sampled a token in the
 last step of its turn and is named in no later plan goes on by one token by itself (its last sampled token is row state
 on the worker); plans and workers check each other by `step`, which counts up by one within an epoch.
+
+A row with `drafts` may go on by more: the worker puts tokens it guesses after the row's last one, draws at each of
+these positions as without guesses, and keeps what it drew up to the first that was guessed wrong. It guesses as many as
+it likes, none is fine, but never beyond the row's blocks, and a row whose blocks are full does nothing. What refused
+guesses left in blocks lies after the row's position and is written over.
 """
 
 from __future__ import annotations
@@ -32,12 +37,14 @@ class Fresh(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     seed: int
     eos_ids: tuple[int, ...] = ()  # min_tokens keeps these from being sampled
+    drafts: int = 0  # tokens the worker may guess after the row's last one, in a step the row goes on by itself
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
     """One row's change. `count` tokens from history position `start`; `blocks` are appended to its block table.
 
-    `sample`: draw a token after the last of them; from the next step on the row then advances by itself.
+    `sample`: draw a token after the last of them; from the next step on the row then advances by itself. `start` -1:
+    the row goes on from where it is, which only the worker knows where it may draft.
     """
 
     row: int
@@ -71,9 +78,10 @@ class LaneResult(msgspec.Struct, frozen=True, array_like=True):
 
     rows: list[int]
     tokens: list[int]
-    logprobs: dict[int, TokenLogprobs] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # of each token the row drew
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of the positions after `start` of this step's chunk
     errors: dict[int, str] = {}  # rows that failed by themselves; only that request ends
+    more: dict[int, list[int]] = {}  # of rows that drew several: the tokens after the first, each as if drawn alone
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="step_result"):

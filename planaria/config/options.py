@@ -289,6 +289,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "fcfs"
     depth: int = 2  # plans in flight
     micro_steps: int = 1  # turns that rows are dealt over, so that the steps in flight are of different rows
+    max_drafts: int = 0  # of a row in one step: tokens that its worker may guess ahead, and check in the same step
     max_logit_rows: int = 256  # positions of one step whose logits are wanted (prompt logprobs are chunked by it)
 
 

@@ -42,8 +42,8 @@ class Entry:
         )
 
 
-class Turn:
-    """The rows that go on together. `tick` counts its steps, `last_step` is the number of the last one planned."""
+class MicroStep:
+    """The rows of one turn, which go on together. `tick` counts its steps, `last_step`: the last one planned."""
 
     __slots__ = ("due", "last_step", "num_rows", "tick")
 

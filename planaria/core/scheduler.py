@@ -1,9 +1,11 @@
 """One lane: its rows, its blocks, and which tokens of which requests go into the next step.
 
 Rules it keeps
-- A row that sampled goes on by one token in every later step of its turn until it is freed. So a plan names only rows
-  that change, and planning costs nothing for the others: what a row will need, and when, is known when it starts
-  (`Turn.due`, a calendar by the turn's own count of steps).
+- A row that sampled goes on by itself in every later step of its turn until it is freed. So a plan names only rows
+  that change, and planning costs nothing for the others: what a row will need, and when at the earliest, is known when
+  it starts (`MicroStep.due`, a calendar by the turn's own count of steps; see `step.StepBuilder`).
+- A row goes on by one token a step, or by up to `max_drafts` more where the worker drafts: how many, commits tell. What
+  lies in its blocks after its last committed token counts for nothing.
 - With several turns (micro-steps of a pipeline) a step is of one turn, and a turn is planned again only after its last
   step is committed: so a row is in one step in flight at most, and the steps in flight are of different rows. Parts of
   a history follow one another in any steps; the step of its last part says which turn the row is of.
@@ -17,18 +19,16 @@ Rules it keeps
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import deque
 
 from planaria.config.options import CacheConfig, SchedulerConfig
-from planaria.core.entry import NEVER, Entry, Turn
+from planaria.core.entry import NEVER, Entry, MicroStep
 from planaria.core.kv_cache import BlockPool
 from planaria.core.policy import POLICIES, Key
 from planaria.core.prefix_cache import BlockKey, chain
-from planaria.protocol import Fresh, LanePlan, LaneResult, Row
+from planaria.core.step import StepBuilder
+from planaria.protocol import LanePlan, LaneResult
 from planaria.types import Delta, FinishReason, Request, TokenLogprobs
-
-PART = 256  # tokens of a history in one step, where there are several turns; more of a long one: see `_part`
 
 
 class Lane:
@@ -43,6 +43,7 @@ class Lane:
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
         self.waiting: list[tuple[Key, Entry]] = []  # a heap
         self.entries: dict[str, Entry] = {}  # every open request
+        self.builder = StepBuilder(self)
         self.only: str | None = None  # no other request may enter (quarantine)
         self.reset(0)
 
@@ -52,7 +53,7 @@ class Lane:
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self.at_row: list[Entry | None] = [None] * self.config.max_num_seqs
         self.prefilling: list[Entry] = []  # in order of admission
-        self.turns = [Turn(step) for _ in range(self.micro_steps)]
+        self.turns = [MicroStep(step) for _ in range(self.micro_steps)]
         self.freed: list[int] = []  # rows to be named as freed in the next plan
         self.deferred: deque[tuple[int, int, list[int]]] = deque()  # (after commit of step, row, blocks)
         self.chunks: dict[int, list[tuple[Entry, int]]] = {}  # step -> cursors its commit confirms
@@ -105,7 +106,7 @@ class Lane:
         """Send a running request back to waiting; its tokens stay."""
         entry = self.entries[request_id]
         if entry.row is not None and not entry.leaving:
-            self._leave(entry, at_once=True)
+            self.leave(entry, at_once=True)
             self._rewind(entry)
             heapq.heappush(self.waiting, (entry.key, entry))
             self._collect()
@@ -125,30 +126,10 @@ class Lane:
     def plan(self, step: int, number: int) -> tuple[LanePlan, tuple[int, ...]]:
         """Changes and freed rows of the step `step`, which is of turn `number`. May be called before earlier steps are
         committed, of a turn among several only after its own last one."""
-        turn = self.turns[number]
-        turn.tick += 1
-        changes: dict[int, Row] = {}
-        pressed = self._go_on(turn, changes)
-        tokens = self.step_tokens - turn.num_rows
-        logits = self.config.max_logit_rows - self.config.max_num_seqs  # each row may need one to sample
-        confirm: list[tuple[Entry, int]] = []
-        room = self._room(turn)
-        for entry in list(self.prefilling):
-            if tokens <= 0:
-                break
-            if logits <= 0 and entry.prompt_logprobs is not None:
-                continue
-            if turn.num_rows >= room and entry.target - entry.planned <= tokens:
-                continue  # another turn takes it
-            used, logits = self._chunk(entry, step, number, tokens, logits, changes, confirm, None)
-            tokens -= used
-        if not pressed:
-            self._admit(step, number, tokens, logits, room, changes, confirm)
-        self.chunks[step] = confirm
-        turn.last_step = step
+        rows, self.chunks[step] = self.builder.build(step, number)
         freed = tuple(self.freed)
         self.freed = []
-        return tuple(changes.values()), freed
+        return rows, freed
 
     def unplan(self, step: int, number: int, last_step: int, freed: tuple[int, ...]) -> None:
         """The plan of `step` had nothing to compute and won't be sent: the number will be used again. `last_step` is
@@ -164,127 +145,9 @@ class Lane:
             return True
         return any(entry.last_step <= self.committed for _, entry in self.waiting)
 
-    def _room(self, turn: Turn) -> int:
-        """How many rows the turn may have: its part of all there could be, so that no turn is without."""
-        return -(-min(len(self.entries), self.config.max_num_seqs) // len(self.turns))
-
-    def _part(self, entry: Entry) -> int:
-        """The most tokens of a history in one step: where stages take turns, few enough that all work on it at once."""
-        turns = len(self.turns)
-        return entry.target if turns == 1 else max(PART, -(-entry.target // (4 * turns)))
-
-    def _go_on(self, turn: Turn, changes: dict[int, Row]) -> bool:
-        """Handle the turn's rows that need something at this step. True when memory was short."""
-        pressed = False
-        tick = turn.tick
-        for entry in turn.due.pop(tick, ()):
-            if not entry.auto or entry.next_event != tick or self.turns[entry.turn] is not turn:
-                continue
-            if tick >= entry.end_tick:  # its last token is in a step before this one
-                self._leave(entry, keep_open=True)
-                continue
-            while not self.pool.num_free and entry.auto:
-                pressed = True
-                self._preempt(changes)
-            if not entry.auto:
-                continue
-            blocks = self.pool.take(1)
-            entry.blocks += blocks
-            assert entry.row is not None
-            position = entry.auto_start + tick - entry.auto_from
-            changes[entry.row] = Row(entry.row, position, 1, tuple(blocks), True)
-            self._schedule(entry)
-        return pressed
-
-    def _admit(
-        self, step: int, number: int, tokens: int, logits: int, room: int, changes: dict[int, Row],
-        confirm: list[tuple[Entry, int]],
-    ) -> None:  # fmt: skip
-        turn = self.turns[number]
-        passed: list[tuple[Key, Entry]] = []  # wait for a block that another row computes, or for a commit
-        while self.waiting and self.free_rows and tokens > 0 and turn.num_rows < room:
-            item = heapq.heappop(self.waiting)
-            entry = item[1]
-            history = entry.request.prompt + entry.request.output
-            if entry.last_step > self.committed or (self.only is not None and entry.request.id != self.only):
-                passed.append(item)
-                continue
-            hits: list[int] = []
-            usable = (len(history) - 1) // self.block_size  # the last token must be computed
-            cached = self.caching and entry.request.params.prompt_logprobs is None
-            if not cached and entry.request.params.prompt_logprobs is not None and logits <= 0:
-                passed.append(item)
-                continue
-            if cached:
-                chain(history, self.block_size, entry.keys)
-                hits = self.pool.hits(entry.keys[:usable])
-                if len(hits) < usable and entry.keys[len(hits)] in self.computing:
-                    passed.append(item)
-                    continue
-            need = -(-len(history) // self.block_size) - len(hits)
-            if need > self.pool.num_free - self.pool.num_idle(hits):
-                passed.append(item)
-                break
-            self.pool.share(hits)
-            entry.blocks = hits + self.pool.take(need)
-            entry.planned = entry.request.computed = len(hits) * self.block_size
-            entry.target = len(history)
-            if cached:
-                self.prefix_queries += len(history)
-                self.prefix_hits += entry.planned
-                entry.owned = [k for k in entry.keys[len(hits) : usable] if k not in self.computing]
-                for key in entry.owned:
-                    self.computing[key] = entry
-            entry.remembered = len(hits)
-            if not entry.request.output:
-                entry.num_cached = entry.planned
-            entry.prompt_logprobs = [None] if entry.request.params.prompt_logprobs is not None else None
-            entry.row = self.free_rows.pop()
-            self.at_row[entry.row] = entry
-            self.prefilling.append(entry)
-            request = entry.request
-            fresh = Fresh(array("i", history), len(request.prompt), request.params, request.seed, request.eos_ids)
-            used, logits = self._chunk(entry, step, number, tokens, logits, changes, confirm, fresh)
-            tokens -= used
-        for item in passed:
-            heapq.heappush(self.waiting, item)
-
-    def _chunk(
-        self, entry: Entry, step: int, number: int, tokens: int, logits: int, changes: dict[int, Row],
-        confirm: list[tuple[Entry, int]], fresh: Fresh | None,
-    ) -> tuple[int, int]:  # fmt: skip
-        """Plan the next part of a history. Returns (tokens used, logit rows left)."""
-        count = min(entry.target - entry.planned, tokens, self._part(entry))
-        if entry.prompt_logprobs is not None:
-            count = min(count, max(logits, 1))
-            logits -= count
-        row, start = entry.row, entry.planned
-        assert row is not None
-        entry.planned += count
-        entry.last_step = step
-        done = entry.planned == entry.target
-        changes[row] = Row(row, start, count, tuple(entry.blocks) if fresh else (), done, fresh)
-        if done:
-            self.prefilling.remove(entry)
-            turn = self.turns[number]
-            turn.num_rows += 1
-            entry.auto, entry.turn = True, number
-            entry.auto_from, entry.auto_start = turn.tick + 1, entry.planned
-            entry.end_tick = turn.tick + entry.request.max_tokens - len(entry.request.output)
-            self._schedule(entry)
-        else:
-            confirm.append((entry, entry.planned))
-        return count, logits
-
-    def _schedule(self, entry: Entry) -> None:
-        """Note when this row next needs something: a block, or to end."""
-        full = entry.auto_from + len(entry.blocks) * self.block_size - entry.auto_start
-        entry.next_event = min(full, entry.end_tick)
-        self.turns[entry.turn].due.setdefault(entry.next_event, []).append(entry)
-
     # -- leaving a row
 
-    def _leave(self, entry: Entry, *, keep_open: bool = False, at_once: bool = False) -> None:
+    def leave(self, entry: Entry, *, keep_open: bool = False, at_once: bool = False) -> None:
         """Give up row and blocks after the last planned step (blocks `at_once`: steps run in order, so the next
         owner's step comes later). `keep_open`: all is planned, the last token is still to come."""
         assert entry.row is not None
@@ -319,19 +182,20 @@ class Lane:
         elif entry.leaving:
             self._disown(entry)
         else:
-            self._leave(entry)
+            self.leave(entry)
 
-    def _preempt(self, changes: dict[int, Row]) -> None:
-        """Send the last running request in policy order back to waiting."""
+    def preempt(self) -> int:
+        """Send the last running request in policy order back to waiting. Returns its row."""
         running = [e for e in self.entries.values() if e.row is not None and (e.auto or e in self.prefilling)]
         victim = max(running, key=lambda e: e.key)
-        assert victim.row is not None
-        changes.pop(victim.row, None)
-        self._leave(victim, at_once=True)
+        row = victim.row
+        assert row is not None
+        self.leave(victim, at_once=True)
         self._rewind(victim)
         heapq.heappush(self.waiting, (victim.key, victim))
         self.preemptions += 1
         self._collect()
+        return row
 
     def _rewind(self, entry: Entry) -> None:
         """The cursor goes back to 0; tokens stay."""
@@ -372,6 +236,8 @@ class Lane:
             if at is None or not at.open:
                 continue
             deltas.append(self._token(at, token, result.logprobs.get(row)))
+        if result.more:
+            self._further(deltas, result.more)
         for row, message in result.errors.items():
             at = self.at_row[row]
             if at is not None and at.open:
@@ -380,7 +246,24 @@ class Lane:
         self._collect()
         return deltas
 
-    def _token(self, entry: Entry, token: int, logprobs: TokenLogprobs | None) -> Delta:
+    def _further(self, deltas: list[Delta], more: dict[int, list[int]]) -> None:
+        """Put the tokens after a row's first into its delta; what comes after the request's end is dropped."""
+        of = {delta.request_id: delta for delta in deltas}
+        for row, tokens in more.items():
+            entry = self.at_row[row]
+            delta = of.get(entry.request.id) if entry is not None else None
+            if entry is None or delta is None:
+                continue
+            for token in tokens:
+                if delta.finish is not None:
+                    break
+                next = self._token(entry, token, None)
+                delta.tokens.append(token)
+                delta.finish, delta.stop_reason = next.finish, next.stop_reason
+            if delta.logprobs is not None:
+                delta.logprobs = delta.logprobs[: len(delta.tokens)]
+
+    def _token(self, entry: Entry, token: int, logprobs: list[TokenLogprobs] | None) -> Delta:
         request = entry.request
         output = request.output
         before = len(request.prompt) + len(output)
@@ -389,7 +272,7 @@ class Lane:
                 self._computed(entry, before)
             else:
                 request.computed = before
-        delta = Delta(request.id, len(output), [token], logprobs=[logprobs] if logprobs is not None else None)
+        delta = Delta(request.id, len(output), [token], logprobs=logprobs)
         if not output:
             delta.num_cached = entry.num_cached
             delta.prompt_logprobs = entry.prompt_logprobs

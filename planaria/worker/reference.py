@@ -2,13 +2,14 @@
 
 HashWorker's "KV" at a position is a hash of the position before it and the token there, read back through the block
 table, so that a wrongly shared, freed too early or never computed block changes the tokens. The next token is a
-function of that hash and (seed, position) alone: the same request gives the same tokens in any batch.
+function of that hash and (seed, position) alone: the same request gives the same tokens in any batch. Where it may, it
+drafts: some guesses are right, and all of them leave hashes behind.
 """
 
 from __future__ import annotations
 
 from planaria.protocol import LanePlan, LaneResult
-from planaria.worker.rows import RowBooks, RowState
+from planaria.worker.rows import RowBooks, RowState, Work
 
 _MASK = (1 << 61) - 1
 
@@ -43,27 +44,56 @@ class HashWorker:
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
         self.block_size, self.vocab_size = block_size, vocab_size
         self.cells: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
-        self.books = RowBooks()
+        self.books = RowBooks(block_size)
 
     def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
         rows, tokens = [], []
+        more: dict[int, list[int]] = {}
         for work in self.books.apply(step, plan, freed, turn):
             state = self.books.rows[work.row]
             for position in range(work.start, work.start + work.size):
-                before = self._cell(state.blocks, position - 1) if position else 0
-                if before is None:
-                    raise ValueError(f"row {work.row}: position {position - 1} was never computed")
-                block, offset = divmod(position, self.block_size)
-                self.cells[state.blocks[block]][offset] = mix(before, state.tokens[position])
+                self._compute(work.row, state, position, state.tokens[position])
             if work.sample:
-                position = work.start + work.size
-                last = self._cell(state.blocks, position - 1)
-                assert last is not None and position == len(state.tokens)
-                token = self.draw(state, last, position)
-                state.tokens.append(token)
+                drawn = self._draw_all(work, state)
+                state.tokens += drawn
+                state.cursor += len(drawn) - 1
                 rows.append(work.row)
-                tokens.append(token)
-        return LaneResult(rows, tokens)
+                tokens.append(drawn[0])
+                if len(drawn) > 1:
+                    more[work.row] = drawn[1:]
+        return LaneResult(rows, tokens, more=more)
+
+    def _draw_all(self, work: Work, state: RowState) -> list[int]:
+        """The token after the last one, and those after it as far as they are guessed; all guesses are computed."""
+        position = work.start + work.size
+        assert position == len(state.tokens)
+        drafts = self.draft(state, position, work.drafts) if work.drafts else []
+        for i, guess in enumerate(drafts):
+            self._compute(work.row, state, position + i, guess)
+        drawn: list[int] = []
+        while len(drawn) <= len(drafts) and drawn == drafts[: len(drawn)]:
+            last = self._cell(state.blocks, position + len(drawn) - 1)
+            assert last is not None
+            drawn.append(self.draw(state, last, position + len(drawn)))
+        return drawn
+
+    def draft(self, state: RowState, position: int, most: int) -> list[int]:
+        """Up to so many guesses for the tokens from `position` on, three of four right."""
+        h = self._cell(state.blocks, position - 1)
+        assert h is not None
+        guesses = []
+        for i in range(mix(h, state.fresh.seed) % (most + 1)):
+            token = self.draw(state, h, position + i)
+            guesses.append(token if mix(h, i) % 4 else (token + 1) % self.vocab_size)
+            h = mix(h, guesses[-1])
+        return guesses
+
+    def _compute(self, row: int, state: RowState, position: int, token: int) -> None:
+        before = self._cell(state.blocks, position - 1) if position else 0
+        if before is None:
+            raise ValueError(f"row {row}: position {position - 1} was never computed")
+        block, offset = divmod(position, self.block_size)
+        self.cells[state.blocks[block]][offset] = mix(before, token)
 
     def draw(self, state: RowState, last: int, position: int) -> int:
         """The token at `position`, after a history whose hash is `last`."""

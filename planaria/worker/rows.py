@@ -11,12 +11,14 @@ from planaria.protocol import Fresh, LanePlan
 
 
 class Work(NamedTuple):
-    """`size` tokens of `row` from position `start`; draw a token after the last of them if `sample`."""
+    """`size` tokens of `row` from position `start`; draw a token after the last of them if `sample`. `drafts`: that may
+    be guessed."""
 
     row: int
     start: int
     size: int
     sample: bool
+    drafts: int = 0
 
 
 class RowState:
@@ -30,9 +32,10 @@ class RowState:
 
 
 class RowBooks:
-    """Rows by number. `auto`: those that go on by themselves, with their turn."""
+    """Rows by number. `auto`: those that go on by themselves, with their turn. block_size: tokens of a block."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
         self.rows: dict[int, RowState] = {}
         self.auto: dict[int, int] = {}
         self.step = 0
@@ -52,12 +55,17 @@ class RowBooks:
                 self.auto.pop(change.row, None)
             state = self.rows[change.row]
             state.blocks.extend(change.blocks)
+            if change.start < 0:
+                continue  # it goes on by itself, with more room
             state.cursor = change.start + change.count
             work[change.row] = Work(change.row, change.start, change.count, change.sample)
         for row, own in self.auto.items():
             if own == turn and row not in work:
                 state = self.rows[row]
-                work[row] = Work(row, state.cursor, 1, True)
+                drafts = min(state.fresh.drafts, len(state.blocks) * self.block_size - 1 - state.cursor)
+                if drafts < 0:
+                    continue  # its blocks are full
+                work[row] = Work(row, state.cursor, 1, True, drafts)
                 state.cursor += 1
         for change in plan:
             if change.sample:

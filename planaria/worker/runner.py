@@ -43,6 +43,7 @@ class Runner:
         self.last = np.zeros(rows, np.int32)
         self.turn = np.full(rows, -1, np.int32)  # in whose steps a row goes on by itself; -1: none
         self.num_blocks = np.zeros(rows, np.int32)
+        self.drafting = False  # may rows go on by several tokens?
         self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
@@ -58,6 +59,8 @@ class Runner:
         refused = {change.row: self.refused[change.row] for change in plan if change.row in self.refused}
         self.stage.take_tokens(turn, self.last)
         rows = np.flatnonzero(self.turn == turn)
+        if self.drafting:  # none is drafted here yet; a row whose blocks are full waits all the same
+            rows = rows[self.cursor[rows] < self.num_blocks[rows] * self.block_size]
         samples: list[int] = rows.tolist()
         num_samples = self._fill_auto(rows)
         prompt_parts: list[tuple[Row, int]] = []  # (chunk, first of its logits rows)
@@ -106,7 +109,8 @@ class Runner:
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
-        return LaneResult(samples, tokens, logprobs, prompt_logprobs, {**refused, **errors})
+        each = {row: [entry] for row, entry in logprobs.items()}
+        return LaneResult(samples, tokens, each, prompt_logprobs, {**refused, **errors})
 
     def _leave(self, row: int) -> None:
         self.turn[row] = -1
@@ -123,6 +127,7 @@ class Runner:
         if fresh is not None:
             self.turn[row] = -1
             self.num_blocks[row] = 0
+            self.drafting = fresh.drafts > 0
             self.prompts[row] = fresh.tokens
             if fresh.params.prompt_logprobs is not None:
                 self.logprobs_wanted[row] = fresh.params.prompt_logprobs
@@ -138,7 +143,7 @@ class Runner:
             self.num_blocks[row] = have + len(change.blocks)
         if self.turn[row] < 0:
             return True
-        if change.start != self.cursor[row]:
+        if change.start not in (-1, self.cursor[row]):
             raise ValueError(f"row {row} is at {self.cursor[row]}, the plan says {change.start}")
         return False
 

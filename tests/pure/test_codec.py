@@ -95,9 +95,9 @@ replies: st.SearchStrategy[Reply] = (
         st.lists(
             st.builds(
                 LaneResult, st.lists(small, max_size=4), st.lists(small, max_size=4),
-                st.dictionaries(small, logprobs, max_size=2),
                 st.dictionaries(small, st.lists(logprobs, max_size=2), max_size=2),
-                st.dictionaries(small, text, max_size=2),
+                st.dictionaries(small, st.lists(logprobs, max_size=2), max_size=2),
+                st.dictionaries(small, text, max_size=2), st.dictionaries(small, st.lists(small, max_size=3)),
             ), max_size=2,
         ).map(tuple), number, small,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,11 +81,11 @@ class Run:
 
 def make(
     *, num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 64, depth: int = 2, caching: bool = True,
-    policy: str = "fcfs", micro_steps: int = 1, lanes: int = 1,
+    policy: str = "fcfs", micro_steps: int = 1, lanes: int = 1, drafts: int = 0,
 ) -> Run:  # fmt: skip
     scheduler = SchedulerConfig(
         max_num_seqs=seqs, max_num_batched_tokens=max(budget, seqs), max_model_len=num_blocks * block_size,
-        policy=policy, depth=depth, micro_steps=micro_steps, max_logit_rows=seqs + 8,
+        policy=policy, depth=depth, micro_steps=micro_steps, max_logit_rows=seqs + 8, max_drafts=drafts,
     )  # fmt: skip
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
     workers = [HashWorker(num_blocks, block_size, VOCAB) for _ in range(lanes)]
@@ -112,15 +113,16 @@ jobs = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 3), st.int
 @given(
     jobs, st.integers(11, 40), st.sampled_from([1, 2, 4, 8]), st.integers(1, 6), st.integers(1, 40), st.integers(1, 4),
     st.booleans(), st.sampled_from(["fcfs", "priority"]), st.integers(1, 3), st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([0, 0, 1, 4]),
 )  # fmt: skip
 def test_no_schedule_changes_a_token(  # type: ignore[no-untyped-def]
-    jobs, blocks, block_size, seqs, budget, depth, caching, policy, micro_steps, lanes
+    jobs, blocks, block_size, seqs, budget, depth, caching, policy, micro_steps, lanes, drafts
 ):
-    """Pool size, block size, rows, budget, depth, caching, micro-steps, lanes and arrival times: the tokens are those
-    of the definition."""
+    """Pool size, block size, rows, budget, depth, caching, micro-steps, lanes, drafts and arrival times: the tokens are
+    those of the definition."""
     num_blocks = max(blocks, -(-42 // block_size))
     run = make(num_blocks=num_blocks, block_size=block_size, seqs=seqs, budget=budget, depth=depth, caching=caching,
-               policy=policy, micro_steps=micro_steps, lanes=lanes)  # fmt: skip
+               policy=policy, micro_steps=micro_steps, lanes=lanes, drafts=drafts)  # fmt: skip
     for i, (prompt, max_tokens, seed, wait) in enumerate(jobs):
         run.take(run.core.admit(request(f"r{i}", list(prompt), max_tokens, seed, priority=wait % 3)))
         for _ in range(wait):
@@ -358,3 +360,40 @@ def test_lanes_share_the_work_and_their_order_outlives_a_change_of_their_number(
     run.run()
     assert all(run.tokens[f"r{i}"] == hash_tokens([i, 1, 2], i, 12, VOCAB) for i in range(9))
     all_free(run)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_rows_that_draft_need_fewer_steps_for_the_same_tokens(depth: int) -> None:
+    steps = {}
+    for drafts in (0, 4):
+        run = make(depth=depth, drafts=drafts)
+        for i in range(3):
+            run.take(run.core.admit(request(f"r{i}", [i, 1, 2], 40, seed=i)))
+        run.run()
+        assert all(run.tokens[f"r{i}"] == hash_tokens([i, 1, 2], i, 40, VOCAB) for i in range(3))
+        all_free(run)
+        steps[drafts] = run.core.committed
+    assert steps[4] < 0.7 * steps[0]
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_what_refused_drafts_leave_is_in_no_shared_block(drafts: int) -> None:
+    """Another request that goes through the same history, with blocks that the first one filled."""
+    run = make(block_size=2, drafts=drafts)
+    run.take(run.core.admit(request("a", [1, 2, 3], 30, seed=7)))
+    run.run()
+    history = [1, 2, 3, *run.tokens["a"]]
+    run.take(run.core.admit(request("b", history, 6, seed=9)))
+    run.run()
+    assert run.cached["b"] >= 2 * ((len(history) - 1) // 2) - 2
+    assert run.tokens["b"] == hash_tokens(history, 9, 6, VOCAB)
+
+
+def test_a_stop_among_several_tokens_ends_the_request_there() -> None:
+    tokens = hash_tokens([1, 2], 3, 30, VOCAB)
+    for stop in dict.fromkeys(tokens):
+        run = make(drafts=4)
+        run.take(run.core.admit(request("a", [1, 2], 30, 3, stop_token_ids=(stop,))))
+        run.run()
+        assert run.tokens["a"] == tokens[: tokens.index(stop) + 1] and run.finish["a"] is FinishReason.STOP
+        all_free(run)

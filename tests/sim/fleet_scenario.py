@@ -11,7 +11,7 @@ import msgspec
 
 from planaria.config.options import CacheConfig, EngineConfig, FaultConfig, ParallelConfig, SchedulerConfig
 from planaria.wire import Cancel, Submit
-from tests.sim.scenario import BLOCK_BYTES, Asked, draw_config, draw_poisons, draw_requests
+from tests.sim.scenario import BLOCK_BYTES, Asked, draw_config, draw_poisons, draw_requests, with_drafts
 
 KILLS = ("kill", "node leaves", "crash", "exit", "load dies")
 PAUSES = ("stop", "short stop", "hang", "slow", "load is slow")
@@ -53,7 +53,7 @@ class FleetScenario:
 
 def draw_fleet(seed: int, *, keyed: bool = True) -> FleetScenario:
     chance = random.Random(seed * 2 + 1)
-    config = _config(chance)
+    config = with_drafts(seed, _config(chance))
     asked, drawn = draw_requests(chance, config, keyed)
     messages: list[tuple[float, Submit | Cancel | Size | Shape]] = [
         (when, message) for when, message in drawn if isinstance(message, Submit | Cancel)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from planaria.core.engine import EngineCore
 from planaria.core.kv_cache import BlockPool
 from planaria.core.quarantine import Quarantine
@@ -17,10 +19,10 @@ from planaria.core.scheduler import Lane
 from planaria.executor.health import Health
 from planaria.executor.reformations import Reformations
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
-from planaria.protocol import Reply, StepResult
+from planaria.protocol import LaneResult, Reply, StepResult
 from planaria.types import Delta
 from planaria.worker.reference import mix
-from planaria.worker.rows import RowState
+from planaria.worker.rows import RowState, Work
 from tests.sim.fleet_mutations import (
     always_healthy,
     keep_the_answering_rank,
@@ -112,6 +114,45 @@ class Unkeyed(SimWorker):
         return mix(last, state.fresh.seed, position - len(state.fresh.tokens)) % VOCAB
 
 
+class Credulous(SimWorker):
+    """Keeps the first guess that was wrong."""
+
+    def _draw_all(self, work: Work, state: RowState) -> list[int]:
+        drawn = super()._draw_all(work, state)
+        return drawn if len(drawn) < 2 else [*drawn[:-1], (drawn[-1] + 1) % VOCAB]
+
+
+class Sprawling(SimWorker):
+    """Guesses as if every row had one more block."""
+
+    def _draw_all(self, work: Work, state: RowState) -> list[int]:
+        return super()._draw_all(work._replace(drafts=state.fresh.drafts), state)
+
+
+@contextmanager
+def forget_what_was_drafted() -> Iterator[None]:
+    """A step's result is one token a row."""
+    commit = Lane.commit
+
+    def first(self: Lane, step: int, result: LaneResult) -> list[Delta]:
+        return commit(self, step, msgspec.structs.replace(result, more={}))
+
+    with patch.object(Lane, "commit", first):
+        yield
+
+
+@contextmanager
+def share_what_was_refused() -> Iterator[None]:
+    """Blocks count as computed as far as guesses went."""
+    computed = Lane._computed
+
+    def further(self: Lane, entry: Any, cursor: int) -> None:
+        computed(self, entry, min(cursor + 1 if self.config.max_drafts else cursor, entry.request.num_tokens))
+
+    with patch.object(Lane, "_computed", further):
+        yield
+
+
 @contextmanager
 def nothing() -> Iterator[None]:
     yield
@@ -133,14 +174,14 @@ def drop_a_reply() -> Iterator[None]:
 @contextmanager
 def collect_in_the_midst_of_a_commit() -> Iterator[None]:
     """As it once was: a row whose last token is in this commit is forgotten when another ends first."""
-    leave = Lane._leave
+    leave = Lane.leave
 
     def collect(self: Lane, entry: Any, *, keep_open: bool = False, at_once: bool = False) -> None:
         leave(self, entry, keep_open=keep_open, at_once=at_once)
         if not keep_open:
             self._collect()
 
-    with patch.object(Lane, "_leave", collect):
+    with patch.object(Lane, "leave", collect):
         yield
 
 
@@ -188,6 +229,10 @@ MUTATIONS = [
     Mutation("keep block tables after a loss", keep_block_tables, WRONG_TOKENS),
     Mutation("accept a stale epoch", accept_a_stale_epoch, WRONG_TOKENS | {"epoch", "crash", "verdict"}),
     Mutation("draw without the position key", nothing, WRONG_TOKENS, Unkeyed, keyed=False),
+    Mutation("keep a wrong guess", nothing, WRONG_TOKENS, Credulous),
+    Mutation("guess beyond the blocks", nothing, WRONG_TOKENS, Sprawling),
+    Mutation("forget what was drafted", forget_what_was_drafted, WRONG_TOKENS | {"ends"}),
+    Mutation("share what was refused", share_what_was_refused, WRONG_TOKENS),
     Mutation("drop a reply", drop_a_reply, frozenset({"verdict", "ends"})),
     Mutation("collect in the midst of a commit", collect_in_the_midst_of_a_commit, STUCK),
     Mutation("deaf health", deaf_health, frozenset({"detect"})),

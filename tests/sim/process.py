@@ -32,6 +32,7 @@ from planaria.protocol import (
 )
 from planaria.topology import Layout
 from planaria.worker.reference import HashWorker
+from planaria.worker.rows import RowState
 from tests.sim.experts import Experts
 from tests.sim.scenario import VOCAB
 
@@ -382,6 +383,7 @@ class SimWorker(HashWorker):
         super().__init__(num_blocks, size, VOCAB)
         if scenario.garbage:
             self.cells = [[process.world.random.getrandbits(30)] * size for _ in range(num_blocks)]
+        self.poisons = scenario.poisons
         if scenario.poisons and process.is_hit:
             apply, poisons = self.books.apply, scenario.poisons
 
@@ -396,6 +398,11 @@ class SimWorker(HashWorker):
 
             self.books.apply = checked  # type: ignore[method-assign,assignment]
 
+    def draft(self, state: RowState, position: int, most: int) -> list[int]:
+        """No further than to what can't be computed: the tokens before it would be lost with the rank."""
+        at = self.poisons.get(state.fresh.seed)
+        return super().draft(state, position, most if at is None else max(0, min(most, at - position)))
 
-def tokens_of(result: LaneResult) -> dict[int, int]:
-    return dict(zip(result.rows, result.tokens, strict=True))
+
+def tokens_of(result: LaneResult) -> dict[int, list[int]]:
+    return {row: [token, *result.more.get(row, ())] for row, token in zip(result.rows, result.tokens, strict=True)}

@@ -103,6 +103,7 @@ def draw(seed: int, *, keyed: bool = True) -> Scenario:
     if chance.random() < 0.08:
         kinds = []
     config, liked = draw_experts(chance, config)
+    config = with_drafts(seed, config)
     scenario = Scenario(
         seed, config, messages, asked, _nodes(chance, config), kinds,
         chance=chance.choice([0.005, 0.02, 0.05, 0.2]), budget=chance.choice([1, 2, 3, 5, 8]),
@@ -153,6 +154,12 @@ def draw_config(chance: random.Random) -> EngineConfig:
             recovery_window=chance.choice([60.0, 300.0]), step_timeout=chance.choice([15.0, 40.0]),
         ),
     )  # fmt: skip
+
+
+def with_drafts(seed: int, config: EngineConfig) -> EngineConfig:
+    """Rows of every other scenario go on by several tokens."""
+    drafts = random.Random(f"drafts of {seed}").choice([0, 0, 1, 4])
+    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, max_drafts=drafts))
 
 
 def draw_experts(chance: random.Random, config: EngineConfig) -> tuple[EngineConfig, tuple[int, ...]]:
