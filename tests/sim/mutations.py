@@ -230,7 +230,7 @@ MUTATIONS = [
     Mutation("accept a stale epoch", accept_a_stale_epoch, WRONG_TOKENS | {"epoch", "crash", "verdict"}),
     Mutation("draw without the position key", nothing, WRONG_TOKENS, Unkeyed, keyed=False),
     Mutation("keep a wrong guess", nothing, WRONG_TOKENS, Credulous),
-    Mutation("guess beyond the blocks", nothing, WRONG_TOKENS, Sprawling),
+    Mutation("guess beyond the blocks", nothing, WRONG_TOKENS | {"crash"}, Sprawling),
     Mutation("forget what was drafted", forget_what_was_drafted, WRONG_TOKENS | {"ends"}),
     Mutation("share what was refused", share_what_was_refused, WRONG_TOKENS),
     Mutation("drop a reply", drop_a_reply, frozenset({"verdict", "ends"})),
