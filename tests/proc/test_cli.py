@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
 import subprocess
 import sys
+from copy import copy
 from pathlib import Path
 
 import pytest
 
+from planaria.cli import main
 from tests.proc.servers import needs_smollm2, planaria
 
 pytestmark = needs_smollm2
@@ -76,11 +79,20 @@ def test_generate_without_tokenizer() -> None:
         (["generate", "nobody/such-a-model", "--prompt", "x"], "nobody/such-a-model"),
     ],
 )
-def test_mistakes_are_one_line(args: list[str], says: str) -> None:
-    result = planaria(*args, env={"HF_HUB_OFFLINE": "1"})
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert says in one_line(result.stderr)
+def test_mistakes_are_one_line(args: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        for logger in (logging.getLogger("planaria"), logging.getLogger("uvicorn")):
+            for name in ("handlers", "propagate", "level"):  # a command sets them for its process
+                patch.setattr(logger, name, copy(getattr(logger, name)))
+        code = main(args)
+    out, err = capfd.readouterr()
+    assert (code, out) == (2, "") and says in one_line(err)
+
+
+def test_a_mistake_is_one_line_of_a_process_too() -> None:
+    result = planaria("generate", "smollm2", "--dtype", "int3", "--prompt", "x")
+    assert (result.returncode, result.stdout) == (2, "") and "--dtype int3" in one_line(result.stderr)
 
 
 @pytest.mark.parametrize("memory, says", [("1MiB", "--max-model-len 8192"), ("900TiB", "ask for less")])

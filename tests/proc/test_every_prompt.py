@@ -1,4 +1,4 @@
-"""The real model in float32, all prompts of tests/model/test_exact.py: each layout on each back end of one machine
+"""The real model in float32, prompts of tests/model/test_exact.py (all of them in the long tier): each layout on each back end of one machine
 gives the tokens of a single process, and its log-probabilities within 1e-3. Ray's are in tests/ray."""
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LAYOUTS = {"tp=2": (2, 1), "tp=3": (3, 1), "pp=2": (1, 2), "tp=2 pp=2": (2, 2)}
 Answers = list[tuple[list[int], list[float]]]
 
 
-def answers(llm: LLM) -> Answers:
+def answers(llm: LLM, prompts: list[str] = PROMPTS) -> Answers:
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=1)
     found = []
-    for output in llm.generate(PROMPTS, params):
+    for output in llm.generate(prompts, params):
         (choice,) = output.outputs
         assert choice.logprobs is not None
         found.append((choice.token_ids, [given.logprob for given in choice.logprobs]))
@@ -36,7 +36,7 @@ def answers(llm: LLM) -> Answers:
 def check(found: Answers, expected: Answers) -> None:
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     pairs = [pair for (_, a), (_, b) in zip(found, expected, strict=True) for pair in zip(a, b, strict=True)]
-    assert len(pairs) == COUNT * len(PROMPTS) and max(abs(a - b) for a, b in pairs) < 1e-3
+    assert len(pairs) == COUNT * len(expected) and max(abs(a - b) for a, b in pairs) < 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,16 @@ def expected() -> Answers:
         return answers(llm)
 
 
-LONG = {"tp=2", "tp=3", "pp=2"}  # the other has what they have
+def test_some_prompts_in_the_layout_that_has_what_the_others_have() -> None:
+    some = PROMPTS[::8]
+    with LLM("smollm2", **OPTIONS) as llm:
+        alone = answers(llm, some)
+    with LLM("smollm2", **OPTIONS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
+        check(answers(llm, some), alone)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.long if layout in LONG else ()) for layout in LAYOUTS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_processes(expected: Answers, layout: str) -> None:
     tp, pp = LAYOUTS[layout]
     options: dict[str, Any] = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}

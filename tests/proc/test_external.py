@@ -292,7 +292,7 @@ def test_a_program_sees_the_same_in_every_process(tmp_path: Path, one_process: l
     assert [tokens for (tokens,) in seen[0]["tokens"][0]] == one_process
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_ranks_name_is_everybodys_error(tmp_path: Path, victim: int) -> None:
     """In the middle of a step, in which the others wait for it."""
     with Program(tmp_path, 2, [LONG], options={**SMALL, "tensor_parallel_size": 2}) as program:

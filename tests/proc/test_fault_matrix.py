@@ -37,6 +37,18 @@ CELLS = {
 }  # fmt: skip
 
 
+# Of each part and each way to harm it one; the others where long tests are asked for.
+DEFAULT = {
+    "mp-tp2": {
+        "rank0/exit/start-up", "rank1/kill/drain", "engine/exception/start-up", "engine/exit/drain",
+        "engine/kill/idle", "engine/stop/decode", "engine/full/recovery", "rank0/stop/prefill", "rank0/exception/decode",
+        "rank0/kill/recovery", "rank1/slow/decode", "server/stop/decode", "server/kill/recovery",
+    },
+    "mp-pp2": {"rank0/exception/prefill", "rank1/kill/decode"},
+    "mp-tp2-spare": {"spare/kill/idle", "spare/stop/decode"},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), real=False)
@@ -60,7 +72,11 @@ def at(kind: str, deployments: dict[str, Deployment], model: Path) -> Deployment
     return deployments[kind]
 
 
-@pytest.mark.parametrize("name", [f"{kind}/{cell}" for kind, cells in CELLS.items() for cell in cells])
+def cell_of(kind: str, cell: str) -> object:
+    return pytest.param(f"{kind}/{cell}", marks=() if cell in DEFAULT[kind] else pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [cell_of(kind, cell) for kind, chosen in CELLS.items() for cell in chosen])
 def test_cell(name: str, deployments: dict[str, Deployment], model: Path) -> None:
     cell = Cell.of(name)
     assert not cells.senseless(cell)

@@ -199,6 +199,7 @@ def test_a_node_that_is_told_to_end_is_emptied_first(two: Deployment, expected: 
     assert two.ask("/health").json()["engine_restarts"] == before
 
 
+@pytest.mark.long  # tests/proc/test_node_loss.py pulls one in the default run
 def test_a_cable_is_pulled_and_put_in_again(
     two: Deployment, two_networks: Networks, expected: list[Outcome]
 ) -> None:

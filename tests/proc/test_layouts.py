@@ -49,7 +49,7 @@ def cases(*default: tuple[str, int]) -> list[object]:
     return [pytest.param(*case, marks=() if case in default else pytest.mark.long) for case in every]
 
 
-@pytest.mark.parametrize(("two", "victim"), cases((TP, 0), (PP, 1)), indirect=["two"])
+@pytest.mark.parametrize(("two", "victim"), cases((PP, 1)), indirect=["two"])
 def test_a_device_that_is_gone_costs_a_smaller_layout_until_it_is_back(
     two: Watched, missing: Path, victim: int, caplog: pytest.LogCaptureFixture
 ) -> None:

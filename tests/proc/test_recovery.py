@@ -89,7 +89,7 @@ def two(request: pytest.FixtureRequest) -> Iterator[Watched]:
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-DEFAULT = {("tp", 0, KILL), ("tp", 1, STOP), ("pp", 0, STOP), ("pp", 1, KILL)}
+DEFAULT = {("tp", 0, KILL), ("pp", 1, STOP)}
 CASES = [
     pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.long)
     for case in itertools.product(("tp", "pp"), (0, 1), (KILL, STOP))

@@ -11,7 +11,7 @@ from benchmarks.soak import FAULTS, Sample, Soak, growths, run, verdict
 from tests.model.checkpoints import write_checkpoint
 from tests.proc.servers import needs_smollm2
 
-BLOWS, EVERY = 8, 2.0  # so many, however slow the machine is
+BLOWS, EVERY = 8, 1.0  # so many, however slow the machine is
 TINY = ["--skip-tokenizer-init", "--kv-cache-memory", "8MiB", "--max-model-len", "512"]
 # However slow this machine is just now: more faults in a row than there are here may come to nothing.
 PATIENT = ["--recovery-limit", "100"]
