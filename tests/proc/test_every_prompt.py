@@ -1,5 +1,6 @@
-"""The real model in float32, prompts of tests/model/test_exact.py (all of them in the long tier): each layout on each back end of one machine
-gives the tokens of a single process, and its log-probabilities within 1e-3. Ray's are in tests/ray."""
+"""The real model in float32, prompts of tests/model/test_exact.py (all of them in the long tier): each layout on each
+back end of one machine gives the tokens of a single process, and its log-probabilities within 1e-3. Ray's are in
+tests/ray."""
 
 from __future__ import annotations
 

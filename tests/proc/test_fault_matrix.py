@@ -41,8 +41,9 @@ CELLS = {
 DEFAULT = {
     "mp-tp2": {
         "rank0/exit/start-up", "rank1/kill/drain", "engine/exception/start-up", "engine/exit/drain",
-        "engine/kill/idle", "engine/stop/decode", "engine/full/recovery", "rank0/stop/prefill", "rank0/exception/decode",
-        "rank0/kill/recovery", "rank1/slow/decode", "server/stop/decode", "server/kill/recovery",
+        "engine/kill/idle", "engine/stop/decode", "engine/full/recovery", "rank0/stop/prefill",
+        "rank0/exception/decode", "rank0/kill/recovery", "rank1/slow/decode", "server/stop/decode",
+        "server/kill/recovery",
     },
     "mp-pp2": {"rank0/exception/prefill", "rank1/kill/decode"},
     "mp-tp2-spare": {"spare/kill/idle", "spare/stop/decode"},
