@@ -142,18 +142,6 @@ def forget_what_was_drafted() -> Iterator[None]:
 
 
 @contextmanager
-def share_what_was_refused() -> Iterator[None]:
-    """Blocks count as computed as far as guesses went."""
-    computed = Lane._computed
-
-    def further(self: Lane, entry: Any, cursor: int) -> None:
-        computed(self, entry, min(cursor + 1 if self.config.max_drafts else cursor, entry.request.num_tokens))
-
-    with patch.object(Lane, "_computed", further):
-        yield
-
-
-@contextmanager
 def nothing() -> Iterator[None]:
     yield
 
@@ -232,7 +220,6 @@ MUTATIONS = [
     Mutation("keep a wrong guess", nothing, WRONG_TOKENS, Credulous),
     Mutation("guess beyond the blocks", nothing, WRONG_TOKENS | {"crash"}, Sprawling),
     Mutation("forget what was drafted", forget_what_was_drafted, WRONG_TOKENS | {"ends"}),
-    Mutation("share what was refused", share_what_was_refused, WRONG_TOKENS),
     Mutation("drop a reply", drop_a_reply, frozenset({"verdict", "ends"})),
     Mutation("collect in the midst of a commit", collect_in_the_midst_of_a_commit, STUCK),
     Mutation("deaf health", deaf_health, frozenset({"detect"})),
