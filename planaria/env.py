@@ -97,12 +97,10 @@ class SpmdDataParallel(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     rank: int
     rank_local: int
-    master_ip: str
-    master_port: int
 
 
 def spmd_data_parallel() -> SpmdDataParallel | None:
-    """$PLANARIA_DP_SIZE, _RANK, _RANK_LOCAL (default: _RANK), _MASTER_IP and _MASTER_PORT; None without a size.
+    """$PLANARIA_DP_SIZE, _RANK, _RANK_LOCAL (default: _RANK); None without a size.
 
     Raises ConfigError for one that is not a number.
     """
@@ -114,8 +112,6 @@ def spmd_data_parallel() -> SpmdDataParallel | None:
         size=size,
         rank=rank,
         rank_local=rank if local is None else local,
-        master_ip=os.environ.get("PLANARIA_DP_MASTER_IP", "127.0.0.1"),
-        master_port=_number("PLANARIA_DP_MASTER_PORT", 1) or 29500,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.config.engine_nodes import engine_nodes
+from planaria.config.engine_nodes import EngineNodes, engine_nodes
 from planaria.config.options import EngineConfig, EngineOptions, ParallelConfig
 from planaria.errors import ConfigError
 
@@ -38,6 +38,7 @@ def data_parallel_fields(options: EngineOptions) -> dict[str, Any]:
     elif size > 1 and options.nnodes > 1:
         nodes = engine_nodes(size, local, options.nnodes, options.node_rank)
         local = 0 if options.node_rank < nodes.first else nodes.local
+        _ports(options, nodes)
     default = 1 if external or strategy == "span" else None if backend == "ray" else size
     _local(options, external, hybrid, strategy)
     return {
@@ -143,6 +144,14 @@ def _one_server(options: EngineOptions, external: bool, hybrid: bool) -> None:
     if options.data_parallel_backend == "ray":
         rule = f"is for nodes without Ray, and {_BACKEND} is ray"
         raise ConfigError("--nnodes", options.nnodes, rule, "leave --nnodes out (Ray knows its nodes)")
+
+
+def _ports(options: EngineOptions, nodes: EngineNodes) -> None:
+    """Each engine of several nodes listens for them on a port of its own, after the fleet's (see `engine_config`)."""
+    port, size = options.master_port, options.data_parallel_size
+    if nodes.per_engine > 1 and port + size > 65535:
+        rule = f"{size} engines of {nodes.per_engine} nodes each have the ports after it, to {port + size}"
+        raise ConfigError("--master-port", port, rule, f"give at most {65535 - size}")
 
 
 def _lanes_of_a_node(size: int, local: int | None, nnodes: int) -> None:

@@ -269,7 +269,7 @@ def test_lanes_of_processes_that_an_outer_launcher_starts() -> None:
     outer = OuterLauncher(rank=1, world_size=2)
     options = EngineOptions(model="m", **EP, **DP2, distributed_executor_backend="external_launcher")
     assert resolve_parallel(options, Machine(cores=2, outer=outer), "cpu")[0].layout == Layout(dp=2)
-    own = SpmdDataParallel(size=2, rank=1, rank_local=1, master_ip="127.0.0.1", master_port=29500)
+    own = SpmdDataParallel(size=2, rank=1, rank_local=1)
     alone = Machine(cores=2, data_parallel=own)
     for given, why in ((EP, "lanes of one engine.*-dp 2"), ({}, "without --enable-expert-parallel, as of a dense")):
         with pytest.raises(ConfigError, match=rf"\$PLANARIA_DP_SIZE 2: .*{why}"):

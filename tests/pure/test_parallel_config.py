@@ -37,7 +37,7 @@ RANK_1 = OuterLauncher(rank=1, world_size=2, local_rank=1, local_world_size=2)
 
 
 def replica(size: int, rank: int = 0, rank_local: int = 0) -> Machine:
-    said = SpmdDataParallel(size=size, rank=rank, rank_local=rank_local, master_ip="10.0.0.1", master_port=1234)
+    said = SpmdDataParallel(size=size, rank=rank, rank_local=rank_local)
     return msgspec.structs.replace(LAPTOP, data_parallel=said)
 
 
@@ -450,19 +450,21 @@ def test_the_environment_of_an_outer_launcher(monkeypatch: pytest.MonkeyPatch) -
         outer_launcher()
 
 
+def test_every_engine_of_several_nodes_has_a_port() -> None:
+    last = resolved(**DP4, **TP2, nnodes=9, data_parallel_size_local=0, master_port=65531)
+    assert last.master_port + 4 == 65535
+    with pytest.raises(ConfigError, match=r"--master-port 65532: .*to 65536; give at most 65531"):
+        resolved(**DP4, **TP2, nnodes=9, data_parallel_size_local=0, master_port=65532)
+    assert resolved(**DP4, nnodes=2, master_port=65535).master_port == 65535
+
+
 def test_the_environment_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spmd_data_parallel() is None
     monkeypatch.setenv("PLANARIA_DP_SIZE", "4")
     monkeypatch.setenv("PLANARIA_DP_RANK", "3")
-    assert spmd_data_parallel() == SpmdDataParallel(
-        size=4, rank=3, rank_local=3, master_ip="127.0.0.1", master_port=29500
-    )
+    assert spmd_data_parallel() == SpmdDataParallel(size=4, rank=3, rank_local=3)
     monkeypatch.setenv("PLANARIA_DP_RANK_LOCAL", "1")
-    monkeypatch.setenv("PLANARIA_DP_MASTER_IP", "10.0.0.1")
-    monkeypatch.setenv("PLANARIA_DP_MASTER_PORT", "1234")
-    assert spmd_data_parallel() == SpmdDataParallel(
-        size=4, rank=3, rank_local=1, master_ip="10.0.0.1", master_port=1234
-    )
+    assert spmd_data_parallel() == SpmdDataParallel(size=4, rank=3, rank_local=1)
     monkeypatch.setenv("PLANARIA_DP_SIZE", "0")
     with pytest.raises(ConfigError, match=r"\$PLANARIA_DP_SIZE '0'"):
         spmd_data_parallel()
