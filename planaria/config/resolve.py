@@ -49,7 +49,7 @@ def _device_name(asked: str, used: bool) -> str:
     return "cuda" if cuda or asked == "cuda" else "cpu"
 
 
-def _device(options: EngineOptions, device: str, checkpoint_dtype: str, packed: bool, ranks: int) -> DeviceConfig:
+def device_config(options: EngineOptions, device: str, checkpoint_dtype: str, packed: bool, ranks: int) -> DeviceConfig:
     dtype = options.dtype
     if dtype == "auto":
         dtype = "float32" if checkpoint_dtype == "float32" and not packed else "bfloat16"
@@ -83,15 +83,20 @@ def _faults(options: EngineOptions, parallel: ParallelConfig) -> FaultConfig:
     return FaultConfig(**picked(FaultConfig, options))
 
 
+def step_tokens(options: EngineOptions, device: str) -> int:
+    """Of a step at most."""
+    return options.max_num_batched_tokens or max(STEP_TOKENS[device], options.max_num_seqs)
+
+
 def resolve(options: EngineOptions) -> EngineConfig:
     """Raises ConfigError for a refused option, ModelError for a model that can't be served."""
     check(options)
     if options.block_size < 16 or options.block_size % 16 or options.block_size > 256:
         raise ConfigError("--block-size", options.block_size, "must be a multiple of 16 up to 256")
-    step_tokens = options.max_num_batched_tokens
-    if step_tokens is not None and step_tokens < options.max_num_seqs:
+    most = options.max_num_batched_tokens
+    if most is not None and most < options.max_num_seqs:
         raise ConfigError(
-            "--max-num-batched-tokens", step_tokens,
+            "--max-num-batched-tokens", most,
             f"must be at least --max-num-seqs ({options.max_num_seqs}): each running request may add a token to a step",
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
@@ -126,7 +131,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         )  # fmt: skip
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     deal(model, tp, pp, parallel.pp_layer_partition, expert_map(model, parallel, parallel.expert_parallel_size))
-    device = _device(
+    device = device_config(
         options, device_name, model.dtype, packed=checkpoint.format == "gguf", ranks=ranks_here(parallel)
     )  # fmt: skip
     libraries = None if uses_ray(parallel, machine) else machine.libraries
@@ -139,8 +144,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
         served_model_name=options.served_model_name or options.model,
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=step_tokens or max(STEP_TOKENS[device_name], options.max_num_seqs),
-            auto_batched_tokens=step_tokens is None and device_name == "cpu",
+            max_num_batched_tokens=step_tokens(options, device_name),
+            auto_batched_tokens=options.max_num_batched_tokens is None and device_name == "cpu",
             max_model_len=max_model_len,
             policy=options.policy,
             depth=steps_in_flight(parallel, options.async_scheduling, device_name),

@@ -324,3 +324,44 @@ def test_rows_of_a_fleet_whose_others_are_elsewhere() -> None:
     cluster = Cluster((Node.of("n", 4, "x"),), "n")
     table = rows(pack(cluster, Layout(dp=2, tp=2)), cluster, 3)
     assert [(row.rank, row.dp) for row in table] == [(6, 3), (7, 3), (8, 4), (9, 4)] and len(lines(table)) == 5
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 8192, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_weights_keys_and_values_and_activations_are_part_of_what_fits(plan: Any, tmp_path: Path) -> None:
+    """From config.json alone: 8.03 billion weights in two bytes, 8,192 positions of 32 layers' 8 KV heads."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    small = plan(str(model), "--cluster", file_of(tmp_path, nodes(1, memory="10MiB")))
+    assert small.code == 2 and not small.out
+    assert "rank 0 needs 16," in small.err and "and device 0 of node0 has 10 MiB" in small.err
+    assert "weights 15,317 MiB, KV 1,024 MiB, activations" in small.err and "give more ranks (-tp, -pp)" in small.err
+    two = plan(str(model), "--cluster", file_of(tmp_path, nodes(2, memory="10GiB")))
+    assert two.code == 2 and two.out.startswith("would fit: -tp 2\n") and "memory: a rank needs up to" in two.out
+    assert plan(str(model), "-tp", "2", "--cluster", file_of(tmp_path, nodes(2, memory="10GiB"))).code == 0
+    one = file_of(tmp_path, nodes(1, memory="10GiB"))
+    told = plan(str(model), "--quantization", "q8_0", "--json", "--cluster", one)
+    (rank,) = told.json["ranks"]
+    assert rank["needs"]["weights"] == int(8030261248 * 34 / 32) and rank["needs"]["kv"] == 1 << 30
+    assert told.json["warnings"] == []
+    longer = plan(str(model), "-tp", "2", "--kv-cache-memory", "4GiB", "--cluster",
+                  file_of(tmp_path, nodes(2, memory="10GiB")), "--json")  # fmt: skip
+    assert longer.code == 2 and "KV 4,096 MiB" in longer.json["reason"] and longer.json["needed"] is None
+    unknown = plan(str(model), "--cluster", file_of(tmp_path, nodes(1)))
+    assert unknown.code == 0 and unknown.out.splitlines()[-1].endswith("; what the devices have isn't known")
+
+
+def test_a_node_without_accelerators_has_its_memory_for_all_ranks(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr("planaria.node.available_memory", lambda: 20 << 30)
+    assert plan(str(tmp_path), "--device", "cpu", "-dp", "1").code == 0
+    refused = plan(str(tmp_path), "--device", "cpu", "-dp", "2")
+    assert refused.code == 2 and "has 10,240 MiB" in refused.err

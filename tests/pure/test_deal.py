@@ -10,6 +10,7 @@ from planaria.config import ModelConfig
 from planaria.errors import ConfigError
 from planaria.models.config import RopeConfig
 from planaria.models.deal import MLP_BLOCK, VOCAB_BLOCK, deal, deal_layers, deal_tensor
+from planaria.models.memory import num_parameters, rank_memory
 
 
 def model(heads: int, kv_heads: int, head_dim: int, hidden: int, mlp: int, vocab: int, layers: int) -> ModelConfig:
@@ -54,6 +55,26 @@ def test_everything_is_held_once_and_by_everybody_some(config: ModelConfig, rank
         assert s.mlp_columns.start % MLP_BLOCK == 0 and s.vocab.start % VOCAB_BLOCK == 0
     if ranks <= config.num_kv_heads:
         assert sum(len(s.kv_heads) for s in shards) == config.num_kv_heads
+
+
+@given(models(), st.integers(1, 12), st.integers(1, 4))
+def test_what_ranks_need_is_the_model_once(config: ModelConfig, tp: int, pp: int) -> None:
+    """Beside norms, KV heads that several ranks hold, and nothing else."""
+    try:
+        shards = deal(config, tp, pp)
+    except ConfigError:
+        return
+    found = [num_parameters(config, shard) for shard in shards]
+    if tp == 1:
+        assert sum(found) == config.num_parameters
+    heads = sum(len(shard.kv_heads) for shard in shards[:tp]) - config.num_kv_heads
+    norms = (tp - 1) * (2 * config.num_layers + 1) * config.hidden_size
+    twice = 2 * config.num_layers * heads * config.head_dim * config.hidden_size
+    assert sum(found) == config.num_parameters + norms + twice
+    limits = {"max_model_len": 16, "step_tokens": 8, "logit_rows": 4}
+    need = rank_memory(config, shards[0], parameter=2.0, element=2, kv=None, **limits)
+    assert need.weights == 2 * found[0] and need.total == sum(need) and need.activations > 0
+    assert need.kv == 16 * len(shards[0].layers) * 2 * len(shards[0].kv_heads) * config.head_dim * 2
 
 
 @given(models(), st.integers(2, 12))
