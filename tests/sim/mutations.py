@@ -57,6 +57,7 @@ class Mutation:
     rules: frozenset[str]  # that may name it
     worker: Any = SimWorker
     keyed: bool = True  # what the model draws depends on the position
+    soon: int = 0  # a seed soon after which it is noticed
 
 
 @contextmanager
@@ -215,15 +216,15 @@ STUCK = frozenset({"ends", "verdict", "health"})
 MUTATIONS = [
     Mutation("replay only the prompt", replay_only_the_prompt, WRONG_TOKENS),
     Mutation("keep block tables after a loss", keep_block_tables, WRONG_TOKENS),
-    Mutation("accept a stale epoch", accept_a_stale_epoch, WRONG_TOKENS | {"epoch", "crash", "verdict"}),
+    Mutation("accept a stale epoch", accept_a_stale_epoch, WRONG_TOKENS | {"epoch", "crash", "verdict"}, soon=260),
     Mutation("draw without the position key", nothing, WRONG_TOKENS, Unkeyed, keyed=False),
     Mutation("keep a wrong guess", nothing, WRONG_TOKENS, Credulous),
     Mutation("guess beyond the blocks", nothing, WRONG_TOKENS | {"crash"}, Sprawling),
     Mutation("forget what was drafted", forget_what_was_drafted, WRONG_TOKENS | {"ends"}),
     Mutation("drop a reply", drop_a_reply, frozenset({"verdict", "ends"})),
-    Mutation("collect in the midst of a commit", collect_in_the_midst_of_a_commit, STUCK),
+    Mutation("collect in the midst of a commit", collect_in_the_midst_of_a_commit, STUCK, soon=1400),
     Mutation("deaf health", deaf_health, frozenset({"detect"})),
-    Mutation("endless patience", endless_patience, frozenset({"gives up", "ends"})),
+    Mutation("endless patience", endless_patience, frozenset({"gives up", "ends"}), soon=50),
     Mutation("convict at once", convict_at_once, frozenset({"poison"})),
     Mutation("leak a block", leak_a_block, frozenset({"leaks", "ends"})),
     Mutation("keep the old layout's answering rank", keep_the_answering_rank, frozenset({"crash", "ends", "once"})),
@@ -234,7 +235,7 @@ MUTATIONS = [
     Mutation("move a request without its tokens", move_without_the_tokens, frozenset({"tokens", "index"})),
     Mutation("leave requests where they are", leave_them_there, frozenset({"route", "errors"})),
     Mutation("always healthy", always_healthy, frozenset({"health"})),
-    Mutation("trust silence", trust_silence, frozenset({"detect"})),
+    Mutation("trust silence", trust_silence, frozenset({"detect"}), soon=560),
     Mutation("skip a step with nothing to do", skip_a_step_with_nothing_to_do, frozenset({"deadlock"})),
     Mutation("commit before all have it", commit_before_all_have_it, frozenset({"prepared"})),
     Mutation("keep what was prepared at a loss", keep_what_was_prepared_at_a_loss, frozenset({"prepared", "deadlock"})),
@@ -242,7 +243,7 @@ MUTATIONS = [
     Mutation("rearrange while a resize runs", rearrange_while_a_resize_runs, MISPLACED | {"crash", "deadlock"}),
     Mutation("leave with the only copy", leave_with_the_only_copy, frozenset({"weights"})),
     Mutation("overwrite the last copy", overwrite_the_last_copy, MISPLACED | {"crash"}),
-    Mutation("read what is overwritten", read_what_is_overwritten, frozenset({"held", "bytes"})),
+    Mutation("read what is overwritten", read_what_is_overwritten, frozenset({"held", "bytes"}), soon=60),
     Mutation(
         "believe that new ranks have what lost ones had", believe_that_new_ranks_have_what_lost_ones_had,
         frozenset({"held", "weights"}),

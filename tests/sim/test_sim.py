@@ -22,10 +22,10 @@ from tests.sim.seeds import FLEETS, history, simulate
 from tests.sim.simulation import Simulation
 from tests.sim.world import Violation
 
-SEEDS = 10_000
+SEEDS, ALL_SEEDS = 2000, 10_000  # by default, and in the long tier
 PART = 250
 PROCESSES = 2
-ENOUGH = 1000  # seeds within which a mutation must be found
+NEAR, ENOUGH = 100, 2000  # seeds within which a mutation must be found: from where it soon was, else from 0
 
 Found = tuple[list[tuple[int, str]], Counter[str]]
 
@@ -69,18 +69,19 @@ def test_a_seed_is_replayed(one_seed: int | None, capsys: pytest.CaptureFixture[
     assert found is None, f"{found}"
 
 
-def test_no_fault_loses_repeats_or_changes_anything() -> None:
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(ALL_SEEDS, marks=pytest.mark.long)])
+def test_no_fault_loses_repeats_or_changes_anything(seeds: int) -> None:
     began = time.monotonic()
     failed: list[tuple[int, str]] = []
     counts: Counter[str] = Counter()
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        for more, what in pool.map(run_part, range(0, SEEDS, PART)):
+        for more, what in pool.map(run_part, range(0, seeds, PART)):
             failed += more
             counts += what
     seconds = time.monotonic() - began
-    print(f"\n{SEEDS} seeds in {seconds:.0f} s ({SEEDS / seconds:.0f} per second): {dict(sorted(counts.items()))}")
+    print(f"\n{seeds} seeds in {seconds:.0f} s ({seeds / seconds:.0f} per second): {dict(sorted(counts.items()))}")
     lines = [f"pytest tests/sim --seed {seed}    # {why}" for seed, why in failed[:10]]
-    assert not failed, f"{len(failed)} of {SEEDS} seeds fail:\n" + "\n".join(lines)
+    assert not failed, f"{len(failed)} of {seeds} seeds fail:\n" + "\n".join(lines)
     kinds = (
         "kill", "stop", "cut", "hang", "slow", "exception", "reply lost", "ghosts", "launch dies", "convicted",
         "device leaves", "node leaves", "node will leave", "device is bad", "shrunk", "grown", "layouts",
@@ -90,7 +91,7 @@ def test_no_fault_loses_repeats_or_changes_anything() -> None:
         "rearrangements", "experts moved", "departures", "lost between prepare and commit", "lost in a commit",
     )  # fmt: skip
     for kind in kinds:
-        assert counts[kind] > SEEDS // 500, f"there was next to no {kind}"
+        assert counts[kind] > seeds // 500, f"there was next to no {kind}"
 
 
 def test_a_seed_runs_the_same_way_each_time() -> None:
@@ -102,7 +103,7 @@ def test_a_seed_runs_the_same_way_each_time() -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_mistakes_are_found(mutation: Mutation) -> None:
     with mutation.apply():
-        for seed in range(ENOUGH):
+        for seed in [*range(mutation.soon, mutation.soon + NEAR), *range(ENOUGH)]:
             try:
                 simulate(seed, mutation.worker, keyed=mutation.keyed)
             except Violation as e:
