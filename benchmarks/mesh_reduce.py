@@ -25,6 +25,7 @@ def rank_main(rank: int, size: int, columns: int, fd: int, port: int, out: Any) 
 
     from planaria.kernels.cpu import layout
     from planaria.kernels.cpu.build import load, target_for
+    from planaria.kernels.cpu.fields import ROW_WORDS, ReduceOp
     from planaria.kernels.cpu.shared import SharedComm
     from planaria.mesh.gloo import GlooComm
 
@@ -54,9 +55,9 @@ def rank_main(rank: int, size: int, columns: int, fd: int, port: int, out: Any) 
             timed(name, rows, lambda comm=comm, x=x: comm.all_reduce(x), calls)
         # a tape of many reductions: what one costs inside a step
         repeat = 64
-        tape = torch.zeros(repeat, layout.ROW_WORDS, dtype=torch.int64)
+        tape = torch.zeros(repeat, ROW_WORDS, dtype=torch.int64)
         tape[:, :7] = torch.tensor(
-            [layout.REDUCE, shared.port, x.data_ptr(), x.data_ptr(), x.numel() * 4, 0, 0], dtype=torch.int64
+            [ReduceOp.code, shared.port, x.data_ptr(), x.data_ptr(), x.numel() * 4, 0, 0], dtype=torch.int64
         )
         tickets = torch.zeros(repeat * layout.TICKET_BYTES, dtype=torch.uint8)
         place = {layout.TAPE: tape.data_ptr(), layout.OPS: repeat, layout.TICKETS: tickets.data_ptr()}

@@ -1,6 +1,6 @@
 """The operations a model is written in, and what a back end must give.
 
-A model's forward pass is a function of one argument, an `Ops`. Back ends:
+A model's forward pass is a function of one argument, its `Operations`. Back ends (`Ops`):
 `reference.TorchOps` runs each operation at once with plain torch, on any device; it is the definition.
 `cpu.CpuOps` records the operations once, on fixed buffers, and then runs the recording with native kernels.
 So forward code must not look at values or row counts; it may only call operations.
@@ -120,51 +120,10 @@ def replicas_of(slots: Sequence[int], num_experts: int) -> list[list[int]]:
     return replicas
 
 
-class Ops(Protocol):
-    """One back end. Loading: `pack`, `vector`, `rope_table`, `kv_layer`. The rest is forward.
-
-    Tensor ranks: a back end joins its group's `Comm` (planaria.mesh) before `compile`. The partial sums of `embed` and
-    of `linear(reduce=True)` are added over the group, in one order on all ranks, so the residual is the same on all of
-    them to the last bit; `logits` brings the columns together on rank 0. A group of one does nothing of this.
-    """
+class Operations(Protocol):
+    """What a forward pass is written in, and its argument while it is compiled."""
 
     spread: bool  # are experts shared with the ranks of other lanes?
-
-    def join(self, tp: Comm, lanes: All2All | None = None) -> None:
-        """Share the work with these tensor ranks from now on, and experts with the ranks of other lanes; what was
-        compiled before is of no more use."""
-        ...
-
-    def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Weight:
-        """A weight [N, K] (and bias [N]) in the layout its kernels read. The argument may be freed afterwards.
-
-        A float tensor is stored in the activation dtype; a `Quantized` stays packed.
-        """
-        ...
-
-    def vector(self, values: torch.Tensor) -> Any:
-        """A norm's weight [K], kept in float32."""
-        ...
-
-    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> RopeTable:
-        """cos, sin float32 [max_position, rotary_dim / 2]; halves convention (x1, x2) -> (x1 c - x2 s, x2 c + x1 s)."""
-        ...
-
-    def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer:
-        """One layer's paged cache."""
-        ...
-
-    def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-        """Bytes of one block of one layer, keys and values."""
-        ...
-
-    def latent_layer(self, num_blocks: int, block_size: int, width: int) -> KVLayer:
-        """One layer's paged cache of `width` numbers a token, the same for all heads."""
-        ...
-
-    def latent_block_bytes(self, block_size: int, width: int) -> int:
-        """Bytes of one block of one such layer."""
-        ...
 
     def embed(self, table: Weight, vocab: range | None = None) -> Act:
         """[T, H] float32: rows of the table for the batch's tokens. The table may be the packed output head. vocab: the
@@ -206,12 +165,12 @@ class Ops(Protocol):
         by position and put after its N."""
         ...
 
-    def latent_store(self, x: Act, kv: KVLayer, norm: Any, eps: float, rope: RopeTable) -> None:
+    def mla_store(self, x: Act, kv: KVLayer, norm: Any, eps: float, rope: RopeTable) -> None:
         """x [T, width]: RMS-normalise the first columns, as many as `norm` has; rotate the rest by position; store
         both at the batch's slots."""
         ...
 
-    def latent_attend(self, q: Act, kv: KVLayer, num_heads: int, rank: int, scale: float) -> Act:
+    def mla_attend(self, q: Act, kv: KVLayer, num_heads: int, rank: int, scale: float) -> Act:
         """Causal attention of q [T, heads * width] over its sequence's cache, whose rows are the keys of all heads and
         whose first `rank` columns are the values. [T, heads * rank], activation dtype."""
         ...
@@ -234,32 +193,6 @@ class Ops(Protocol):
 
     def scores(self, x: Act, weight: Weight) -> Act:
         """x W^T in float32 [T, N]; nothing is summed over ranks."""
-        ...
-
-    def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
-        """The experts of this rank's slots, slot by slot: (gate over up [2 I, H], down [H, I]), all of one kind."""
-        ...
-
-    def put(self, experts: Weight, slot: int, expert: tuple[Weight, Weight]) -> None:
-        """Another expert of the same kind in a slot of a `group` (counted from the rank's first), from the next step
-        on: called between steps, what was compiled stays good."""
-        ...
-
-    def form(self, weight: Weight) -> tuple[int, ...]:
-        """Of a packed weight without a bias: at most 7 numbers from which `blank` makes another of its kind and shape,
-        on any rank with the same back end and dtype."""
-        ...
-
-    def blank(self, form: Sequence[int]) -> Weight:
-        """A weight whose `memory` is to be filled. May be called beside steps, by one thread at a time."""
-        ...
-
-    def memory(self, weight: Weight) -> torch.Tensor:
-        """All bytes of a packed weight without a bias: copied to another of its form they make it the same weight."""
-        ...
-
-    def release(self, weight: Weight) -> None:
-        """A weight without a bias isn't used any more: its memory goes to later ones, or back to the system."""
         ...
 
     def route(self, logits: Act, rule: MoEConfig, slots: Slots, correction: Any = None) -> Routing:
@@ -294,8 +227,79 @@ class Ops(Protocol):
         rank 0 of the group gets the whole, and what the others get means nothing."""
         ...
 
+
+class Ops(Protocol):
+    """One back end: loads weights, makes caches, compiles forward passes.
+
+    Tensor ranks: a back end joins its group's `Comm` (planaria.mesh) before `compile`. The partial sums of `embed` and
+    of `linear(reduce=True)` are added over the group, in one order on all ranks, so the residual is the same on all of
+    them to the last bit; `logits` brings the columns together on rank 0. A group of one does nothing of this.
+    """
+
+    def join(self, tp: Comm, lanes: All2All | None = None) -> None:
+        """Share the work with these tensor ranks from now on, and experts with the ranks of other lanes; what was
+        compiled before is of no more use."""
+        ...
+
+    def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Weight:
+        """A weight [N, K] (and bias [N]) in the layout its kernels read. The argument may be freed afterwards.
+
+        A float tensor is stored in the activation dtype; a `Quantized` stays packed.
+        """
+        ...
+
+    def vector(self, values: torch.Tensor) -> Any:
+        """A norm's weight [K], kept in float32."""
+        ...
+
+    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> RopeTable:
+        """cos, sin float32 [max_position, rotary_dim / 2]; halves convention (x1, x2) -> (x1 c - x2 s, x2 c + x1 s)."""
+        ...
+
+    def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer:
+        """One layer's paged cache."""
+        ...
+
+    def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of one block of one layer, keys and values."""
+        ...
+
+    def mla_layer(self, num_blocks: int, block_size: int, width: int) -> KVLayer:
+        """One layer's paged cache of `width` numbers a token, the same for all heads."""
+        ...
+
+    def mla_block_bytes(self, block_size: int, width: int) -> int:
+        """Bytes of one block of one such layer."""
+        ...
+
+    def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
+        """The experts of this rank's slots, slot by slot: (gate over up [2 I, H], down [H, I]), all of one kind."""
+        ...
+
+    def put(self, experts: Weight, slot: int, expert: tuple[Weight, Weight]) -> None:
+        """Another expert of the same kind in a slot of a `group` (counted from the rank's first), from the next step
+        on: called between steps, what was compiled stays good."""
+        ...
+
+    def form(self, weight: Weight) -> tuple[int, ...]:
+        """Of a packed weight without a bias: at most 7 numbers from which `blank` makes another of its kind and shape,
+        on any rank with the same back end and dtype."""
+        ...
+
+    def blank(self, form: Sequence[int]) -> Weight:
+        """A weight whose `memory` is to be filled. May be called beside steps, by one thread at a time."""
+        ...
+
+    def memory(self, weight: Weight) -> torch.Tensor:
+        """All bytes of a packed weight without a bias: copied to another of its form they make it the same weight."""
+        ...
+
+    def release(self, weight: Weight) -> None:
+        """A weight without a bias isn't used any more: its memory goes to later ones, or back to the system."""
+        ...
+
     def compile(
-        self, forward: Callable[[Ops], Act], batch: Batch, lanes: All2All | None = None
+        self, forward: Callable[[Operations], Act], batch: Batch, lanes: All2All | None = None
     ) -> Callable[[], torch.Tensor]:
         """A function that runs `forward` on what `batch` holds at that moment and returns its result as a tensor
         [S, vocabulary] (or [T, H]) float32, valid until the next run. Called with S = 0 it runs and returns an empty

@@ -172,11 +172,11 @@ class TorchOps:
     def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
 
-    def latent_layer(self, num_blocks: int, block_size: int, width: int) -> LatentCache:
+    def mla_layer(self, num_blocks: int, block_size: int, width: int) -> LatentCache:
         rows = torch.zeros(num_blocks * block_size, width, dtype=self.dtype, device=self.device)
         return LatentCache(rows, block_size)
 
-    def latent_block_bytes(self, block_size: int, width: int) -> int:
+    def mla_block_bytes(self, block_size: int, width: int) -> int:
         return block_size * width * self.dtype.itemsize
 
     def _keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -260,14 +260,14 @@ class TorchOps:
             out = torch.cat([out, self._rotate(heads[..., rows.shape[2] :], cos, sin)], -1)
         return out.flatten(1)
 
-    def latent_store(
+    def mla_store(
         self, x: Tensor, kv: LatentCache, norm: Tensor, eps: float, rope: tuple[Tensor, Tensor]
     ) -> None:
         latent, rotated = x[:, : len(norm)], x[:, len(norm) :]
         cos, sin = (table[self.step.positions] for table in rope)
         kv.rows[self.step.slots] = torch.cat([self.rms_norm(latent, norm, eps), self._rotate(rotated, cos, sin)], -1)
 
-    def latent_attend(self, q: Tensor, kv: LatentCache, num_heads: int, rank: int, scale: float) -> Tensor:
+    def mla_attend(self, q: Tensor, kv: LatentCache, num_heads: int, rank: int, scale: float) -> Tensor:
         q = q.view(-1, num_heads, q.shape[1] // num_heads)
         out = q.new_empty(len(q), num_heads, rank)
         for group, mask in self.step.groups(kv.block_size, None):

@@ -1,4 +1,4 @@
-"""The decoder that all families share, written in `Ops`. What a family changes is in its ModelConfig.
+"""The decoder that all families share, written in `Operations`. What a family changes is in its ModelConfig.
 
 Rule: forward code calls operations and looks at no value. Constructors load: each block asks the loader for
 its own rows and columns, given by a `Shard`. The residual `h` is float32 and updated in place by the two
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from planaria.kernels.ops import Act, KVLayer, Ops, RopeTable, Weight
+from planaria.kernels.ops import Act, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.mla import LatentAttention
 from planaria.layers.moe import MoE
 from planaria.layers.weights import Part, WeightLoader
@@ -23,7 +23,7 @@ class RMSNorm:
     def __init__(self, load: WeightLoader, name: str, size: int, eps: float) -> None:
         self.weight, self.eps = load.vector(f"{name}.weight", size), eps
 
-    def __call__(self, ops: Ops, x: Act) -> Act:
+    def __call__(self, ops: Operations, x: Act) -> Act:
         return ops.rms_norm(x, self.weight, self.eps)
 
 
@@ -38,7 +38,7 @@ class WideNorm:
         self.q = load.vector(f"{name}.q_norm.weight", self.whole[0], queries)
         self.k = load.vector(f"{name}.k_norm.weight", self.whole[1], keys)
 
-    def __call__(self, ops: Ops, qkv: Act) -> Act:
+    def __call__(self, ops: Operations, qkv: Act) -> Act:
         return ops.wide_norm(
             qkv, self.widths, self.whole, self.q, self.k, self.eps, counts_keys=self.counts_keys
         )
@@ -70,7 +70,7 @@ class Attention:
         self.k_norm = load.vector(f"{name}.k_norm.weight", dim) if c.qk_norm else None
         self.wide = WideNorm(c, name, load, shard, queries, keys) if c.wide_qk_norm else None
 
-    def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
+    def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
         qkv = ops.linear(x, self.qkv)
         if self.wide is not None:
             qkv = self.wide(ops, qkv)
@@ -98,7 +98,7 @@ class MLP:
         self.gate_up: Weight = load.linear([gate, up], hidden, c.hidden_size, bias=c.mlp_bias)
         self.down: Weight = load.linear([down], columns, c.intermediate_size, bias=c.mlp_bias and shard.leads)
 
-    def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
+    def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
         return ops.linear(ops.silu_mul(ops.linear(x, self.gate_up)), self.down, h, reduce=True)
 
 
@@ -110,7 +110,7 @@ class DecoderLayer:
         self.post_norm = RMSNorm(load, f"{name}.post_attention_layernorm", c.hidden_size, c.norm_eps)
         self.mlp = MoE(c, layer, load, shard) if c.is_moe(layer) else MLP(c, layer, load, shard)
 
-    def __call__(self, ops: Ops, h: Act) -> Act:
+    def __call__(self, ops: Operations, h: Act) -> Act:
         h = self.attention(ops, self.input_norm(ops, h), h)
         return self.mlp(ops, self.post_norm(ops, h), h)
 
@@ -129,7 +129,7 @@ class Model:
         self.blocks = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
         self._dense_bytes = load.num_bytes - self._expert_bytes()
 
-    def forward(self, ops: Ops) -> Act:
+    def forward(self, ops: Operations) -> Act:
         """Logits [S, vocabulary] of the positions the batch wants them for; of a stage that isn't the last, the
         residual [T, H]."""
         h = ops.embed(self.embedding, self.shard.vocab) if self.first else ops.hidden(self.config.hidden_size)

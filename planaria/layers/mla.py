@@ -11,7 +11,7 @@ Tensor ranks have some of the heads each, and all of the latent.
 
 from __future__ import annotations
 
-from planaria.kernels.ops import Act, KVLayer, Ops, RopeTable, Weight
+from planaria.kernels.ops import Act, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.rope import softmax_factor
 from planaria.layers.weights import Part, WeightLoader
 from planaria.models.config import ModelConfig
@@ -67,16 +67,16 @@ class LatentAttention:
             scaled(shard.heads, m.v_head_dim), c.num_heads * m.v_head_dim, bias=c.output_bias and shard.leads,
         )  # fmt: skip
 
-    def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
-        ops.latent_store(ops.linear(x, self.latent), self.kv, self.norm, NORM_EPS, self.rope)
+    def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
+        ops.mla_store(ops.linear(x, self.latent), self.kv, self.norm, NORM_EPS, self.rope)
         if self.q_down is not None:
             x = ops.rms_norm(ops.linear(x, self.q_down), self.q_norm, NORM_EPS)
         q = ops.by_head(ops.linear(x, self.q), self.keys, self.num_heads, self.rope)
-        latents = ops.latent_attend(q, self.kv, self.num_heads, self.rank, self.scale)
+        latents = ops.mla_attend(q, self.kv, self.num_heads, self.rank, self.scale)
         return ops.linear(ops.by_head(latents, self.values, self.num_heads), self.output, h, reduce=True)
 
     def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:
-        self.kv = ops.latent_layer(num_blocks, block_size, self.width)
+        self.kv = ops.mla_layer(num_blocks, block_size, self.width)
 
     def kv_block_bytes(self, ops: Ops, block_size: int) -> int:
-        return ops.latent_block_bytes(block_size, self.width)
+        return ops.mla_block_bytes(block_size, self.width)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from planaria.kernels.ops import Act, Ops, Slots, Weight, replicas_of
+from planaria.kernels.ops import Act, Operations, Ops, Slots, Weight, replicas_of
 from planaria.layers.weights import Part, WeightLoader
 from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
@@ -29,7 +29,7 @@ class SharedExperts:
         self.down: Weight = load.linear([down], shard.shared_columns, size, bias=False)
         self.gate = load.plain(f"{block}.shared_expert_gate", 1, c.hidden_size) if c.moe.shared_gate else None
 
-    def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
+    def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
         inner = ops.silu_mul(ops.linear(x, self.gate_up))
         if self.gate is not None:
             inner = ops.gate_rows(inner, ops.scores(x, self.gate))
@@ -89,7 +89,7 @@ class MoE:
             for weight in self.held.pop(expert):
                 ops.release(weight)
 
-    def __call__(self, ops: Ops, x: Act, h: Act) -> Act:
+    def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
         routing = ops.route(ops.scores(x, self.router), self.rule, self.slots, self.correction)
         if ops.spread:
             every, chosen = ops.dispatch(x, routing)

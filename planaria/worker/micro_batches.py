@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from planaria.config.options import ParallelConfig
-from planaria.kernels.ops import Act, Batch, Ops
+from planaria.kernels.ops import Act, Batch, Operations, Ops
 from planaria.mesh.mesh import Mesh
 from planaria.worker.streams import Streams
 from planaria.worker.turns import InTurns, Span, Turns
@@ -51,7 +51,7 @@ class Part:
     """One of `turns.count` micro-batches: a batch and a recorded forward pass of its own."""
 
     def __init__(
-        self, ops: Ops, forward: Callable[[Ops], Act], whole: Batch, exchange: All2All, turns: Turns, place: int
+        self, ops: Ops, forward: Callable[[Operations], Act], whole: Batch, exchange: All2All, turns: Turns, place: int
     ) -> None:  # fmt: skip
         self.place, self.exchange = place, InTurns(exchange, turns, place)
         self.batch = whole
@@ -74,7 +74,7 @@ class MicroBatches:
     Its threads end with `close`, which must not be called while a step runs."""
 
     def __init__(
-        self, ops: Ops, forward: Callable[[Ops], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
+        self, ops: Ops, forward: Callable[[Operations], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
         splits: Callable[[int, bool], bool], enter_thread: Callable[[], Any], *, cuda: bool = False,
     ) -> None:  # fmt: skip
         self.batch, self.mesh, self.splits = batch, mesh, splits
@@ -167,7 +167,7 @@ class MicroBatches:
 
 
 def make_forward(
-    ops: Ops, forward: Callable[[Ops], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
+    ops: Ops, forward: Callable[[Operations], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
     parallel: ParallelConfig, enter_thread: Callable[[], Any], *, cuda: bool,
 ) -> tuple[Callable[[], torch.Tensor], MicroBatches | None]:  # fmt: skip
     """The forward pass of a worker, and who does it where there is a way of exchange for each of several

@@ -126,8 +126,8 @@ def test_linear(ops: CpuOps, rows: int, n: int, k: int) -> None:
     x = Rows(ops, rand(rows, k))
     w, bias = rand(n, k, seed=1) / k**0.5, rand(n, seed=2)
     want = x.normed() @ rounded(w, ops.dtype).T
-    close(x.run(lambda o, h: o.linear(h, o.pack(w))), want, ops.dtype)
-    close(x.run(lambda o, h: o.linear(h, o.pack(w, bias))), want + bias, ops.dtype)
+    close(x.run(lambda o, h: o.linear(h, ops.pack(w))), want, ops.dtype)
+    close(x.run(lambda o, h: o.linear(h, ops.pack(w, bias))), want + bias, ops.dtype)
 
 
 def test_linear_adds_to_the_residual_in_float32(ops: CpuOps) -> None:
@@ -171,7 +171,7 @@ def test_silu_mul(ops: CpuOps, half: int, rows: int) -> None:
     close(got, want, ops.dtype)
     # what comes after finds zeros in the padding
     down = rand(32, half, seed=5) / 8
-    close(x.run(lambda o, h: o.linear(o.silu_mul(o.linear(h, packed)), o.pack(down))),
+    close(x.run(lambda o, h: o.linear(o.silu_mul(o.linear(h, packed)), ops.pack(down))),
           rounded(want, ops.dtype) @ rounded(down, ops.dtype).T, ops.dtype)  # fmt: skip
 
 
@@ -502,11 +502,14 @@ def test_refusals(cache: Path) -> None:
         ops.pack(Quantized("q4_0", torch.zeros(4, 19, dtype=torch.uint8), (4, 32)))
     with pytest.raises(ValueError, match="kind 'q2_k'"):
         ops.pack(Quantized("q2_k", torch.zeros(4, 19, dtype=torch.uint8), (4, 32)))
+    kept: list[Any] = []
+    with pytest.raises(IndexError):
+        ops.compile(lambda o: kept.append(o) or [][0], Batch(4, 4, 4, 4))
     with pytest.raises(RuntimeError, match="outside compile"):
-        ops.embed(ops.pack(rand(4, 16)))
+        kept[0].embed(ops.pack(rand(4, 16)))
     x = Rows(ops, rand(4, 16))
     with pytest.raises(ValueError, match="K = 32"):
-        x.run(lambda o, h: o.linear(h, o.pack(rand(8, 32))))
+        x.run(lambda o, h: o.linear(h, ops.pack(rand(8, 32))))
     run = ops.compile(lambda o: o.embed(x.table), x.batch)
     x.batch.counts[0] = 5
     with pytest.raises(ValueError, match="this recording takes 4"):
@@ -548,7 +551,15 @@ def test_a_cache_that_can_not_be_written_is_done_without(tmp_path: Path) -> None
     ops.close()
 
 
+class Numbered(int):
+    second = 1
+
+
 PROGRAM = """
+def named(row: Numbered) -> int:
+    return row.second + Numbered.second
+
+
 def helper(a: int, b: int) -> int:
     return min(a, b) * 2 + max(a, b) % 3
 
@@ -571,7 +582,7 @@ def entry(p: int, n: int) -> None:
     for k in range(2, n, 3):
         for k2 in range(k):
             total ^= k * k2
-    put(p, n, total + (total > 10) - TEN)
+    put(p, n, total + (total > 10) - TEN + named(p))
 """
 
 
@@ -579,7 +590,7 @@ def test_the_compiler_agrees_with_python() -> None:
     from llvmlite import binding
 
     build._initialise()
-    module = Module(PROGRAM, {"TEN": 10}, {}, "entry", "small")
+    module = Module(PROGRAM, {"TEN": 10, "Numbered": Numbered}, {}, "entry", "small")
     parsed = binding.parse_assembly(module.text())
     parsed.verify()
     machine = binding.Target.from_default_triple().create_target_machine(codemodel="jitdefault", jit=True)
@@ -591,10 +602,12 @@ def test_the_compiler_agrees_with_python() -> None:
         mine = values.copy()
         names: dict[str, Any] = {
             "TEN": 10,
+            "Numbered": Numbered,
             "get": lambda p, i, mine=mine: int(mine[i]),
             "put": lambda p, i, v, mine=mine: mine.__setitem__(i, v),
         }
         exec(PROGRAM, names)
+        names["named"] = lambda p, mine=mine: int(mine[1]) + 1  # Python knows no memory at an address
         names["entry"](0, n)
         entry(values.ctypes.data, n)
         assert np.array_equal(values, mine)
@@ -602,8 +615,11 @@ def test_the_compiler_agrees_with_python() -> None:
 
 @pytest.mark.parametrize(
     ("line", "what"),
-    [("x = 1.5", "Constant"), ("x = [1]", "List"), ("print(1)", "print"), ("x = y", "name y"), ("import os", "Import")],
-)
+    [
+        ("x = 1.5", "Constant"), ("x = [1]", "List"), ("print(1)", "print"), ("x = y", "name y"),
+        ("import os", "Import"), ("x = p.y", "Attribute"),
+    ],
+)  # fmt: skip
 def test_the_compiler_refuses_what_it_does_not_know(line: str, what: str) -> None:
     with pytest.raises(SyntaxError, match=what):
         Module(f"def entry(p: int) -> None:\n    {line}\n", {}, {}, "entry", "small").text()

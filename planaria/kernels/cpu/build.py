@@ -14,14 +14,15 @@ import threading
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from planaria.kernels.cpu.target import ISAS, Target
 
-PROGRAM = ("collective", "threads", "products", "grouped", "latent", "program")  # the interpreter, in reading order
+PROGRAM = ("collective", "threads", "products", "grouped", "mla", "program")  # the interpreter, in reading order
 SOURCES = (
-    *PROGRAM, "build", "compiler", "emit", "expert_kernels", "latent_values", "layout", "micro", "native", "target",
-    "vector",
+    *PROGRAM, "build", "compiler", "emit", "expert_kernels", "fields", "mla_values", "layout", "micro", "native",
+    "target", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 DIGEST = 32  # bytes of the checksum in front of a kept object
@@ -87,12 +88,12 @@ def cache_file(target: Target, folder: Path) -> Path:
 def _program() -> str:
     """IR of the interpreter."""
     from planaria.kernels.cpu import native
-    from planaria.kernels.cpu.compiler import Module
+    from planaria.kernels.cpu.compiler import PRIMITIVES, Module
 
     kernels = {
-        name: ("void" if "None" in str(value.__annotations__["return"]) else "i64", value.__code__.co_argcount)
+        f"pl_{name}": ("void" if "None" in str(value.__annotations__["return"]) else "i64", value.__code__.co_argcount)
         for name, value in vars(native).items()
-        if name.startswith("pl_")
+        if isinstance(value, FunctionType) and name not in PRIMITIVES
     }
     folder = Path(__file__).parent
     source = "\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in PROGRAM)
@@ -106,13 +107,13 @@ def _program() -> str:
 def compile_object(target: Target) -> bytes:
     """Object code of everything for one target, with the C symbol `planaria_run`."""
     from planaria.kernels.cpu.expert_kernels import expert_module
-    from planaria.kernels.cpu.latent_values import latent_module
     from planaria.kernels.cpu.micro import DECLARATIONS, matrix_module
+    from planaria.kernels.cpu.mla_values import mla_module
     from planaria.kernels.cpu.vector import vector_module
 
     binding = _initialise()
     machine, _ = _machine(target)
-    parts = [matrix_module(target), vector_module(target), expert_module(target), latent_module(target), _program()]
+    parts = [matrix_module(target), vector_module(target), expert_module(target), mla_module(target), _program()]
     text = "\n".join([DECLARATIONS, *parts])
     module = binding.parse_assembly(text)
     module.triple, module.data_layout = binding.get_process_triple(), str(machine.target_data)

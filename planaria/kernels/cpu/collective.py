@@ -15,41 +15,9 @@ fence with the rank's number. After that all of these operations do nothing: the
 
 from __future__ import annotations
 
-from planaria.kernels.cpu.layout import (
-    CHANNEL_BYTES,
-    COUNTS,
-    FLAG_BYTES,
-    FLAGS,
-    PIDS,
-    PORT_CHANNELS,
-    PORT_CLOCKS,
-    PORT_DEADLINE,
-    PORT_FAILED,
-    PORT_LANES,
-    PORT_NAP,
-    PORT_RANK,
-    PORT_RING,
-    PORT_SEGMENT,
-    PORT_SIZE,
-    PORT_SLOT,
-    PORT_SLOTS,
-    PORT_SPIN,
-    SUM_PIECE,
-)  # fmt: skip
-from planaria.kernels.cpu.native import (
-    CLOCK_GETTIME,
-    FUTEX,
-    KILL,
-    atomic_add,
-    atomic_get,
-    atomic_put,
-    get,
-    pl_copy,
-    pl_put_past,
-    pl_sum,
-    relax,
-    syscall,
-)  # fmt: skip
+from planaria.kernels.cpu import layout, native
+from planaria.kernels.cpu.fields import MeetOp, ReceiveOp, ReduceOp, SendOp
+from planaria.kernels.cpu.native import atomic_add, atomic_get, atomic_put, get, relax, syscall
 
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 CLOCK_MONOTONIC = 1
@@ -61,16 +29,16 @@ SOON = 20000000  # ns of waiting after which a rank is looked at
 
 def nanoseconds(p: int, lane: int) -> int:
     """Of a clock that only goes on."""
-    place = p + (PORT_CLOCKS + 2 * lane) * 8
-    syscall(CLOCK_GETTIME, CLOCK_MONOTONIC, place, 0, 0, 0, 0)
+    place = p + (layout.PORT_CLOCKS + 2 * lane) * 8
+    syscall(native.CLOCK_GETTIME, CLOCK_MONOTONIC, place, 0, 0, 0, 0)
     return get(place, 0) * ONE_SECOND + get(place, 1)
 
 
 def fail(p: int, who: int) -> int:
     """Raise the fence for the rank `who`, unless it is up, and end the operations of this rank."""
-    if atomic_get(get(p, PORT_SEGMENT), 0) == 0:
-        atomic_put(get(p, PORT_SEGMENT), 0, who + 1)
-    atomic_put(p, PORT_FAILED, 1)
+    if atomic_get(get(p, layout.PORT_SEGMENT), 0) == 0:
+        atomic_put(get(p, layout.PORT_SEGMENT), 0, who + 1)
+    atomic_put(p, layout.PORT_FAILED, 1)
     return 0
 
 
@@ -86,21 +54,21 @@ def sleep_until(p: int, lane: int, word: int, value: int, who: int) -> int:
         waited = nanoseconds(p, lane) - began
         gone = 0
         if waited > SOON:
-            pid = get(get(p, PORT_SEGMENT) + PIDS, who)
-            if pid > 0 and syscall(KILL, pid, 0, 0, 0, 0, 0) != 0:
+            pid = get(get(p, layout.PORT_SEGMENT) + layout.PIDS, who)
+            if pid > 0 and syscall(native.KILL, pid, 0, 0, 0, 0, 0) != 0:
                 gone = 1
-        if gone or waited > get(p, PORT_DEADLINE) or atomic_get(get(p, PORT_SEGMENT), 0) != 0:
+        if gone or waited > get(p, layout.PORT_DEADLINE) or atomic_get(get(p, layout.PORT_SEGMENT), 0) != 0:
             if atomic_get(word, 0) < value:  # it may have come before it went
                 arrived = fail(p, who)
             break
-        syscall(FUTEX, word, FUTEX_WAIT, seen & 0xFFFFFFFF, p + PORT_NAP * 8, 0, 0)
+        syscall(native.FUTEX, word, FUTEX_WAIT, seen & 0xFFFFFFFF, p + layout.PORT_NAP * 8, 0, 0)
     atomic_add(word, 1, -1)
     return arrived
 
 
 def reached(p: int, lane: int, word: int, value: int, who: int) -> int:
     """Wait until the word at address `word`, which rank `who` raises, is at least `value`; 0 if that will not be."""
-    spins = get(p, PORT_SPIN)
+    spins = get(p, layout.PORT_SPIN)
     while atomic_get(word, 0) < value:
         if spins <= 0:
             return sleep_until(p, lane, word, value, who)
@@ -113,21 +81,21 @@ def raised(word: int, value: int) -> None:
     """Set a word that others may wait for."""
     atomic_put(word, 0, value)
     if atomic_get(word, 1) > 0:
-        syscall(FUTEX, word, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+        syscall(native.FUTEX, word, FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
 
 
 def flag(p: int, rank: int, lane: int) -> int:
-    return get(p, PORT_SEGMENT) + FLAGS + (rank * get(p, PORT_LANES) + lane) * FLAG_BYTES
+    return get(p, layout.PORT_SEGMENT) + layout.FLAGS + (rank * get(p, layout.PORT_LANES) + lane) * layout.FLAG_BYTES
 
 
 def slot(p: int, rank: int, lane: int, exchange: int) -> int:
-    place = ((exchange & 1) * get(p, PORT_SIZE) + rank) * get(p, PORT_LANES) + lane
-    return get(p, PORT_SLOTS) + place * get(p, PORT_SLOT)
+    place = ((exchange & 1) * get(p, layout.PORT_SIZE) + rank) * get(p, layout.PORT_LANES) + lane
+    return get(p, layout.PORT_SLOTS) + place * get(p, layout.PORT_SLOT)
 
 
 def all_reached(p: int, lane: int, value: int) -> int:
     """Wait for the flags of all ranks."""
-    for rank in range(get(p, PORT_SIZE)):
+    for rank in range(get(p, layout.PORT_SIZE)):
         if reached(p, lane, flag(p, rank, lane), value, rank) == 0:
             return 0
     return 1
@@ -135,7 +103,7 @@ def all_reached(p: int, lane: int, value: int) -> int:
 
 def exchange(p: int, temp: int, lane: int, source: int, target: int, size: int, add: int) -> None:
     """target (+)= the sum of all ranks' `size` bytes (a multiple of 64) of float32 at source."""
-    ranks, rank, most = get(p, PORT_SIZE), get(p, PORT_RANK), get(p, PORT_SLOT)
+    ranks, rank, most = get(p, layout.PORT_SIZE), get(p, layout.PORT_RANK), get(p, layout.PORT_SLOT)
     number = atomic_get(flag(p, rank, lane), 0)
     done = 0
     while done < size:
@@ -144,45 +112,43 @@ def exchange(p: int, temp: int, lane: int, source: int, target: int, size: int, 
             return
         number += 1
         if some > PAST_BYTES:
-            pl_put_past(slot(p, rank, lane, number), source + done, some)
+            native.put_past(slot(p, rank, lane, number), source + done, some)
         else:
-            pl_copy(slot(p, rank, lane, number), source + done, some)
+            native.copy(slot(p, rank, lane, number), source + done, some)
         raised(flag(p, rank, lane), number)
         if all_reached(p, lane, number) == 0:
             return
         at = 0
         while at < some:
-            piece = min(SUM_PIECE, some - at)
+            piece = min(layout.SUM_PIECE, some - at)
             out = target + done + at
             into = out if add == 0 else temp
-            pl_sum(into, slot(p, 0, lane, number) + at, slot(p, 1, lane, number) + at, piece >> 2)
+            native.sum(into, slot(p, 0, lane, number) + at, slot(p, 1, lane, number) + at, piece >> 2)
             for other in range(2, ranks):
-                pl_sum(into, into, slot(p, other, lane, number) + at, piece >> 2)
+                native.sum(into, into, slot(p, other, lane, number) + at, piece >> 2)
             if add:
-                pl_sum(out, out, temp, piece >> 2)
+                native.sum(out, out, temp, piece >> 2)
             at += piece
         done += some
 
 
-def op_reduce(c: int, row: int, tid: int, temp: int) -> None:
-    # 1 port, 2 part, 3 target, 4 bytes of a row, 5 rows, 6 add to the target; part may be the target if not
-    p, size = get(row, 1), get(get(c, COUNTS), get(row, 5)) * get(row, 4)
-    if atomic_get(p, PORT_FAILED):
+def op_reduce(c: int, row: ReduceOp, tid: int, temp: int) -> None:
+    p, size = row.port, get(get(c, layout.COUNTS), row.rows) * row.ld
+    if atomic_get(p, layout.PORT_FAILED):
         return
-    lanes = get(p, PORT_LANES) if size > FEW_BYTES else 1
+    lanes = get(p, layout.PORT_LANES) if size > FEW_BYTES else 1
     if tid >= lanes:
         return
     lines = size >> 6
     first, last = (lines * tid // lanes) << 6, (lines * (tid + 1) // lanes) << 6
-    exchange(p, temp, tid, get(row, 2) + first, get(row, 3) + first, last - first, get(row, 6))
+    exchange(p, temp, tid, row.part + first, row.target + first, last - first, row.add)
 
 
-def op_meet(row: int, tid: int) -> None:
-    # 1 port; nobody leaves before all have come
-    p = get(row, 1)
-    if tid > 0 or atomic_get(p, PORT_FAILED):
+def op_meet(row: MeetOp, tid: int) -> None:
+    p = row.port
+    if tid > 0 or atomic_get(p, layout.PORT_FAILED):
         return
-    mine = flag(p, get(p, PORT_RANK), 0)
+    mine = flag(p, get(p, layout.PORT_RANK), 0)
     number = atomic_get(mine, 0) + 1
     raised(mine, number)
     all_reached(p, 0, number)
@@ -190,41 +156,39 @@ def op_meet(row: int, tid: int) -> None:
 
 def channel(p: int, source: int, target: int) -> int:
     """The ring from one rank to another: two lines of [number, sleepers], of what was sent and received; slots."""
-    size = CHANNEL_BYTES + get(p, PORT_RING) * get(p, PORT_SLOT)
-    return get(p, PORT_CHANNELS) + (source * get(p, PORT_SIZE) + target) * size
+    size = layout.CHANNEL_BYTES + get(p, layout.PORT_RING) * get(p, layout.PORT_SLOT)
+    return get(p, layout.PORT_CHANNELS) + (source * get(p, layout.PORT_SIZE) + target) * size
 
 
-def op_send(row: int, tid: int) -> None:
-    # 1 port, 2 peer, 3 address, 4 bytes; waits where the ring is full
-    p, peer, source, size = get(row, 1), get(row, 2), get(row, 3), get(row, 4)
-    if tid > 0 or atomic_get(p, PORT_FAILED):
+def op_send(row: SendOp, tid: int) -> None:
+    p, peer, source, size = row.port, row.peer, row.address, row.size
+    if tid > 0 or atomic_get(p, layout.PORT_FAILED):
         return
-    ring, most = get(p, PORT_RING), get(p, PORT_SLOT)
-    place = channel(p, get(p, PORT_RANK), peer)
+    ring, most = get(p, layout.PORT_RING), get(p, layout.PORT_SLOT)
+    place = channel(p, get(p, layout.PORT_RANK), peer)
     sent, done = atomic_get(place, 0), 0
     while done < size:
-        if reached(p, 0, place + FLAG_BYTES, sent - ring + 1, peer) == 0:
+        if reached(p, 0, place + layout.FLAG_BYTES, sent - ring + 1, peer) == 0:
             return
         some = min(most, size - done)
-        pl_copy(place + CHANNEL_BYTES + sent % ring * most, source + done, some)
+        native.copy(place + layout.CHANNEL_BYTES + sent % ring * most, source + done, some)
         sent += 1
         raised(place, sent)
         done += some
 
 
-def op_receive(row: int, tid: int) -> None:
-    # 1 port, 2 peer, 3 address, 4 bytes
-    p, peer, target, size = get(row, 1), get(row, 2), get(row, 3), get(row, 4)
-    if tid > 0 or atomic_get(p, PORT_FAILED):
+def op_receive(row: ReceiveOp, tid: int) -> None:
+    p, peer, target, size = row.port, row.peer, row.address, row.size
+    if tid > 0 or atomic_get(p, layout.PORT_FAILED):
         return
-    ring, most = get(p, PORT_RING), get(p, PORT_SLOT)
-    place = channel(p, peer, get(p, PORT_RANK))
-    received, done = atomic_get(place + FLAG_BYTES, 0), 0
+    ring, most = get(p, layout.PORT_RING), get(p, layout.PORT_SLOT)
+    place = channel(p, peer, get(p, layout.PORT_RANK))
+    received, done = atomic_get(place + layout.FLAG_BYTES, 0), 0
     while done < size:
         if reached(p, 0, place, received + 1, peer) == 0:
             return
         some = min(most, size - done)
-        pl_copy(target + done, place + CHANNEL_BYTES + received % ring * most, some)
+        native.copy(target + done, place + layout.CHANNEL_BYTES + received % ring * most, some)
         received += 1
-        raised(place + FLAG_BYTES, received)
+        raised(place + layout.FLAG_BYTES, received)
         done += some

@@ -2,8 +2,10 @@
 
 What it takes: functions of ints that return an int or nothing; assignment, also of tuples; if, while, for over
 range with a positive step; break, continue, return; arithmetic, comparisons, and / or / not, conditional
-expressions; min and max; calls of one another, of the kernels, and of the primitives in native.py. Division is that
-of C: operands must not be negative. Anything else is a SyntaxError naming the line.
+expressions; min and max; numbers of classes and modules by name (`layout.BIG`); fields of a row, where an argument is
+annotated with its class (`row: LinearOp`, `row.x`: see fields.py); calls of one another, of the kernels (`native.tile`)
+and of the primitives in native.py. Division is that of C: operands must not be negative. Anything else is a SyntaxError
+naming the line.
 
 It takes milliseconds, where Numba takes seconds for the same functions, and what it makes needs no runtime.
 """
@@ -32,6 +34,10 @@ class Body:
         self.count = 0
         self.open = True  # the current block has no terminator yet
         self.loops: list[tuple[str, str]] = []  # labels of continue and break
+        self.views = {  # arguments that are addresses of numbers with names: the class that numbers them
+            a.arg: module.constants[a.annotation.id]
+            for a in node.args.args if isinstance(a.annotation, ast.Name) and a.annotation.id in module.constants
+        }  # fmt: skip
 
     def text(self) -> str:
         args = [a.arg for a in self.node.args.args]
@@ -84,7 +90,7 @@ class Body:
             self.lines.append(f"{self.label()}:")
             self.open = True
         match node:
-            case ast.Expr(value=ast.Constant()) | ast.Pass():
+            case ast.Expr(value=ast.Constant()) | ast.Pass() | ast.AnnAssign(value=None):
                 pass
             case ast.Expr(value=ast.Call() as call):
                 self.call(call)
@@ -225,8 +231,12 @@ class Body:
                 return str(int(number))
             case ast.Name(id=name) if name in self.variables:
                 return self.op(f"load i64, ptr {self.variables[name]}")
-            case ast.Name(id=name) if name in self.module.constants:
+            case ast.Name(id=name) if isinstance(self.module.constants.get(name), int):
                 return str(self.module.constants[name])
+            case ast.Attribute(value=ast.Name(id=name) as owner, attr=field) if name in self.views:
+                return PRIMITIVES["get"](self, [self.value(owner), str(self.number(node, self.views[name], field))])
+            case ast.Attribute(value=ast.Name(id=name), attr=field) if name in self.module.constants:
+                return str(self.number(node, self.module.constants[name], field))
             case ast.BinOp(left=left, op=op, right=right):
                 a = self.value(left)
                 return self.binary(node, op, a, self.value(right))
@@ -243,6 +253,13 @@ class Body:
             case _:
                 raise self.error(node, type(node).__name__)
 
+    def number(self, node: ast.expr, owner: object, name: str) -> int:
+        """What a class or a module calls `name`."""
+        value = getattr(owner, name, None)
+        if not isinstance(value, int):
+            raise self.error(node, f"{name}, which is no number of {getattr(owner, '__name__', owner)},")
+        return value
+
     def conditional(self, test: ast.expr, body: ast.expr, other: ast.expr) -> str:
         yes, no, done = self.label(), self.label(), self.label()
         name = f".if.{self.count}"
@@ -255,9 +272,14 @@ class Body:
         return self.op(f"load i64, ptr {self.variables[name]}")
 
     def call(self, node: ast.Call) -> str:
-        if not isinstance(node.func, ast.Name) or node.keywords:
-            raise self.error(node, "this call")
-        name, args = node.func.id, [self.value(a) for a in node.args]
+        match node.func:
+            case ast.Name(id=name) if not node.keywords:
+                pass
+            case ast.Attribute(value=ast.Name(id="native"), attr=kernel) if not node.keywords:
+                name = f"pl_{kernel}"
+            case _:
+                raise self.error(node, "this call")
+        args = [self.value(a) for a in node.args]
         passed = ", ".join(f"i64 {a}" for a in args)
         if name in ("min", "max") and len(args) == 2:
             return self.op(f"call i64 @llvm.s{name}.i64({passed})")
@@ -296,7 +318,7 @@ class Module:
     ) -> None:
         self.functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
         self.arity = {f.name: len(f.args.args) for f in self.functions}
-        self.constants = {k: int(v) for k, v in constants.items() if isinstance(v, int)}
+        self.constants = constants
         self.kernels, self.entry, self._entry_symbol = kernels, entry, symbol
 
     def symbol(self, name: str) -> str:

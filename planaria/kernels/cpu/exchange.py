@@ -1,71 +1,86 @@
-"""Where a recorded pass stops for Python to exchange tokens with the ranks of other lanes (planaria.mesh.all2all).
+"""Where a recorded pass stops for Python to reach the other ranks: sums and columns of a group that has no native
+port, tokens that go to the experts of other lanes (planaria.mesh.all2all).
 
-An EXCHANGE operation is never run natively: the recording is cut there. Its fields name the buffers that it reads and
-writes, so that they keep their memory.
+Each function gives what is done there, for `Tape.cut`; the buffers it names keep their memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from planaria.kernels.cpu import layout
-from planaria.kernels.cpu.experts import Routing
-from planaria.kernels.cpu.tape import Buffer, buffer
+from planaria.kernels.cpu.layout import ROWS_ALL as ALL
+from planaria.kernels.cpu.layout import ROWS_TOKENS as OWN
+from planaria.kernels.cpu.tape import Act, Between, Buffer, View
 from planaria.mesh.all2all import All2All
+from planaria.mesh.comm import Comm
 
-if TYPE_CHECKING:
-    from planaria.kernels.cpu.ops import Act
-
-View = Callable[..., torch.Tensor]  # (buffer, bytes of a row, kind of rows, dtype): all rows that there can be
-Between = Callable[[View], Callable[[], None]]  # what Python does there, once memory is given out
-
-ALL, OWN = layout.ROWS_ALL, layout.ROWS_TOKENS
+Counts = npt.NDArray[np.int64]
 
 
-def routing_of_all(own: Routing, most: int) -> Routing:
-    """For the tokens of all lanes."""
-    return Routing(buffer(most, 4 * own.k), buffer(most, 4 * own.k), ALL, own.k)
-
-
-def dispatching(
-    exchange: All2All, x: Act, own: Routing, x_all: Act, all: Routing, counts: npt.NDArray[np.int64]
-) -> tuple[list[Buffer], Between]:  # fmt: skip
-    """The fields of its operation, and what is done."""
-    kinds = [(x.ld, x.dtype), (4 * own.k, "float32"), (4 * own.k, "float32")]  # slots travel as the bits they are
+def reducing(tp: Comm, part: Act, target: Act, counts: Counts) -> Between:
+    """See `Recorder.reduce`."""
 
     def between(view: View) -> Callable[[], None]:
-        parts = [view(b, ld, OWN, dtype) for b, (ld, dtype) in zip(given, kinds, strict=True)]
-        into = [view(b, ld, ALL, dtype) for b, (ld, dtype) in zip(taken, kinds, strict=True)]
+        parts, sums = (view(x.buffer, x.ld, x.rows) for x in (part, target))
 
         def run() -> None:
-            rows, total = int(counts[OWN]), int(counts[ALL])
-            exchange.dispatch([part[:rows] for part in parts], [whole[:total] for whole in into])
+            rows = int(counts[part.rows])
+            tp.all_reduce(parts[:rows])
+            if part is not target:
+                sums[:rows] += parts[:rows]
 
         return run
 
-    given, taken = [x.buffer, own.slots, own.weights], [x_all.buffer, all.slots, all.weights]
-    return [*given, *taken], between
+    return between
 
 
-def combining(
-    exchange: All2All, y: Act, sums: Act, residual: Act, counts: npt.NDArray[np.int64]
-) -> tuple[list[Buffer], Between]:  # fmt: skip
-    """As `dispatching`; the sums of this lane's tokens are added to the residual."""
+def gathering(tp: Comm, part: Act, whole: Act, vocab: range, counts: Counts) -> Between:
+    """See `Recorder.gather`."""
 
     def between(view: View) -> Callable[[], None]:
-        whole, own = view(y.buffer, y.ld, ALL), view(sums.buffer, sums.ld, OWN)
-        target = view(residual.buffer, residual.ld, OWN)
+        own, every = (view(x.buffer, x.ld, x.rows)[:, : x.columns] for x in (part, whole))
+
+        def run() -> None:
+            rows = int(counts[part.rows])
+            every[:rows] = tp.gather_columns(own[:rows].contiguous(), vocab, whole.columns)
+
+        return run
+
+    return between
+
+
+def dispatching(
+    lanes: All2All, given: list[Buffer], taken: list[Buffer], kinds: list[tuple[int, str]], counts: Counts
+) -> Between:  # fmt: skip
+    """Rows of this lane's tokens go to all lanes. kinds: bytes of a row and dtype of each."""
+
+    def between(view: View) -> Callable[[], None]:
+        parts = [view(buffer, ld, OWN, dtype) for buffer, (ld, dtype) in zip(given, kinds, strict=True)]
+        into = [view(buffer, ld, ALL, dtype) for buffer, (ld, dtype) in zip(taken, kinds, strict=True)]
 
         def run() -> None:
             rows, total = int(counts[OWN]), int(counts[ALL])
-            exchange.combine(whole[:total], own[:rows])
+            lanes.dispatch([part[:rows] for part in parts], [whole[:total] for whole in into])
+
+        return run
+
+    return between
+
+
+def combining(lanes: All2All, y: Act, sums: Act, residual: Act, counts: Counts) -> Between:
+    """The sums of this lane's tokens are added to the residual."""
+
+    def between(view: View) -> Callable[[], None]:
+        whole, own, target = (view(x.buffer, x.ld, x.rows) for x in (y, sums, residual))
+
+        def run() -> None:
+            rows, total = int(counts[OWN]), int(counts[ALL])
+            lanes.combine(whole[:total], own[:rows])
             target[:rows] += own[:rows]
 
         return run
 
-    return [y.buffer, sums.buffer, residual.buffer], between
+    return between

@@ -1,4 +1,5 @@
-"""What `CpuOps` records for mixtures of experts: choosing, sorting, grouped products, sums (grouped.py runs them).
+"""What is recorded for mixtures of experts: choosing, sorting, grouped products, sums (grouped.py runs them), tokens to
+the experts of other lanes and back.
 
 It owns the table of a layer's expert weights, an address a slot: an expert's weights may be replaced between steps by
 changing its addresses.
@@ -6,7 +7,6 @@ changing its addresses.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,18 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.errors import ConfigError
-from planaria.kernels.cpu import layout
+from planaria.kernels.cpu import exchange, layout
 from planaria.kernels.cpu.expert_kernels import SIGMOID, SOFTMAX
-from planaria.kernels.cpu.micro import DENSE, STORE_ACT, STORE_F32
+from planaria.kernels.cpu.fields import CombineOp, GroupedOp, RouteOp, SortOp
+from planaria.kernels.cpu.micro import STORE_ACT, STORE_F32
 from planaria.kernels.cpu.pack import Packed, up
-from planaria.kernels.cpu.tape import Buffer, buffer
-from planaria.kernels.cpu.target import Target
+from planaria.kernels.cpu.recorder import Recorder, float_bits
+from planaria.kernels.cpu.tape import Act, Buffer, buffer
 from planaria.kernels.ops import Slots
 from planaria.models.config import MoEConfig
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertTable:
     """Gate over up, and down, of a rank's slots. tables int64 [2, slots]: the addresses of their data."""
 
     gate_up: list[Packed]
@@ -39,7 +40,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingBuffers:
     """slots int32, weights float32 [rows, k]."""
 
     slots: Buffer
@@ -48,7 +49,7 @@ class Routing:
     k: int
 
 
-def group(experts: Sequence[tuple[Packed, Packed]]) -> Experts:
+def group(experts: Sequence[tuple[Packed, Packed]]) -> ExpertTable:
     """Checks that all are alike: one operation computes them all."""
     for packed in zip(*experts, strict=True):
         if len({(p.kind, p.rows, p.columns) for p in packed}) > 1:
@@ -59,65 +60,82 @@ def group(experts: Sequence[tuple[Packed, Packed]]) -> Experts:
             "--device", "cpu", f"its kernels take experts of a size that is a multiple of 16, not {columns}"
         )
     gate_up, down = [pair[0] for pair in experts], [pair[1] for pair in experts]
-    return Experts(gate_up, down, np.array([[p.address for p in side] for side in (gate_up, down)], np.int64))
+    return ExpertTable(gate_up, down, np.array([[p.address for p in side] for side in (gate_up, down)], np.int64))
 
 
-def route_row(
-    logits: tuple[Buffer, int], rows: int, most: int, rule: MoEConfig, slots: Slots, correction: int, positions: int
-) -> tuple[Routing, list[int | Buffer]]:
-    """The routing, and the fields of its ROUTE operation. logits: buffer, bytes of a row. most: rows there can be.
-    correction: address of float32 padded to 16 with zeros, or 0."""
+def route(recorder: Recorder, logits: Act, rule: MoEConfig, slots: Slots, correction: int) -> RoutingBuffers:
+    """See `Operations.route`. correction: address of float32 padded to 16 with zeros, or 0."""
+    recorder.expect(logits, "route", "float32")
+    recorder.own(slots, slots.table, slots.load)
+    recorder.wants(layout.BIG + 8 * up(rule.num_experts, 16) + 8 * up(rule.num_groups, 16))
     k = rule.top_k
-    routing = Routing(buffer(most, 4 * k), buffer(most, 4 * k), rows, k)
-    scaling = int(struct.unpack("<i", struct.pack("<f", rule.scaling))[0])
-    fields: list[int | Buffer] = [
-        *logits, routing.slots, routing.weights, k, rule.num_experts,
-        SOFTMAX if rule.scoring == "softmax" else SIGMOID, correction, rule.num_groups, rule.top_groups,
-        int(rule.group_score == "sum2"), int(rule.renormalize), scaling, int(slots.table.ctypes.data),
-        slots.table.shape[1], positions, 0 if slots.load is None else int(slots.load.ctypes.data),
-    ]  # fmt: skip
-    return routing, fields
+    chosen, weights = (buffer(recorder.rows(logits.rows), 4 * k) for _ in range(2))
+    recorder.add(
+        RouteOp, logits=logits.buffer, ldl=logits.ld, slots=chosen, weights=weights, k=k, experts=rule.num_experts,
+        scoring=SOFTMAX if rule.scoring == "softmax" else SIGMOID, correction=correction, groups=rule.num_groups,
+        top_groups=rule.top_groups, sum2=int(rule.group_score == "sum2"), renormalize=int(rule.renormalize),
+        scaling=float_bits(rule.scaling), table=int(slots.table.ctypes.data), ld_table=slots.table.shape[1],
+        positions=int(recorder.batch.positions.ctypes.data),
+        load=0 if slots.load is None else int(slots.load.ctypes.data),
+    )  # fmt: skip
+    return RoutingBuffers(chosen, weights, logits.rows, k)
 
 
-def route_scratch(rule: MoEConfig) -> int:
-    """Bytes of a thread's scratch memory that choosing takes."""
-    return layout.BIG + 8 * up(rule.num_experts, 16) + 8 * up(rule.num_groups, 16)
+def experts(
+    recorder: Recorder, x: Act, routing: RoutingBuffers, weights: ExpertTable, held: range, residual: Act | None,
+    reduce: bool,
+) -> Act:  # fmt: skip
+    """See `Operations.experts`. held: the slots of this rank."""
+    recorder.expect(x, "experts")
+    recorder.own(weights)
+    k, rows = routing.k, recorder.rows(x.rows)
+    most, gate_up, down = rows * k, weights.gate_up[0], weights.down[0]
+    if x.columns != gate_up.columns:
+        raise ValueError(f"experts: {x.columns} columns into weights with K = {gate_up.columns}")
+    starts, places, by_slot = buffer(2 * len(held) + 1, 8), buffer(rows, 4 * k), buffer(most, x.ld)
+    recorder.add(
+        SortOp, slots=routing.slots, k=k, rows=routing.rows, first=held.start, held=len(held), starts=starts,
+        places=places, x=x.buffer, ldx=x.ld, out=by_slot,
+    )  # fmt: skip
+    inner = buffer(most, inner_ld := down.columns * recorder.target.item)
+    y = buffer(most, y_ld := up(down.rows, 16) * 4)
+    for w, table, (source, ldx), (out, ldo), half in (
+        (gate_up, weights.tables[0], (by_slot, x.ld), (inner, inner_ld), gate_up.panels // 2),
+        (down, weights.tables[1], (inner, inner_ld), (y, y_ld), 0),
+    ):
+        recorder.wants_product(w, most)
+        recorder.add(  # the experts have no biases: the first one's zeros do for all
+            GroupedOp, kind=w.kind, table=int(table.ctypes.data), stride=w.stride, scales=w.scales, length=w.length,
+            x=source, ldx=ldx, out=out, ldo=ldo, mode=STORE_ACT if half else STORE_F32, bias=w.bias.ctypes.data,
+            held=len(held), half=half, temp=recorder.tile_bytes(w), panels=w.panels, starts=starts,
+        )  # fmt: skip
+    summed = reduce and recorder.tp.size > 1
+    target = recorder.new(x.rows, down.rows, "float32") if residual is None or summed else residual
+    recorder.add(
+        CombineOp, y=y, ldy=y_ld, places=places, weights=routing.weights, k=k, target=target.buffer, ldt=target.ld,
+        rows=x.rows, add=int(target is residual),
+    )  # fmt: skip
+    return recorder.reduce(target, residual) if residual is not None and summed else target
 
 
-@dataclass(frozen=True)
-class Sorted:
-    """Rows of x by slot: `first` row of each slot, the row of each choice (`places`), the rows."""
-
-    first: Buffer
-    places: Buffer
-    x: Buffer
-
-
-def sorted_buffers(most: int, k: int, ldx: int, held: int) -> Sorted:
-    return Sorted(buffer(2 * held + 1, 8), buffer(most, 4 * k), buffer(most * k, ldx))
-
-
-def sort_fields(routing: Routing, held: range, x: Buffer, ldx: int, out: Sorted) -> list[int | Buffer]:
-    return [
-        routing.slots, routing.k, routing.rows, held.start, len(held), out.first, out.places, x, ldx, out.x,
-    ]  # fmt: skip
+def dispatch(recorder: Recorder, x: Act, own: RoutingBuffers) -> tuple[Act, RoutingBuffers]:
+    """See `Operations.dispatch`."""
+    assert recorder.lanes is not None
+    recorder.expect(x, "dispatch")
+    every = recorder.new(layout.ROWS_ALL, x.columns, x.dtype)
+    slots, weights = (buffer(recorder.rows(layout.ROWS_ALL), 4 * own.k) for _ in range(2))
+    given, taken = [x.buffer, own.slots, own.weights], [every.buffer, slots, weights]
+    kinds = [(x.ld, x.dtype), (4 * own.k, "float32"), (4 * own.k, "float32")]  # slots travel as the bits they are
+    counts = recorder.batch.counts
+    recorder.cut([*given, *taken], exchange.dispatching(recorder.lanes, given, taken, kinds, counts))
+    return every, RoutingBuffers(slots, weights, layout.ROWS_ALL, own.k)
 
 
-def grouped_fields(
-    side: list[Packed], table: npt.NDArray[np.int64], first: Buffer, x: Buffer, ldx: int, out: Buffer, ldo: int,
-    *, half: int, temp: int,
-) -> list[int | Buffer]:  # fmt: skip
-    """Of a GROUPED operation. half: panels of a half whose gated product is taken, 0 for the plain product in float32.
-    The experts have no biases: the first one's zeros do for all."""
-    w = side[0]
-    return [
-        w.kind, int(table.ctypes.data), w.stride, w.scales, w.length, x, ldx, out, ldo,
-        STORE_ACT if half else STORE_F32, w.bias.ctypes.data, len(side), half, temp, w.panels, first,
-    ]  # fmt: skip
-
-
-def tile_bytes(w: Packed, target: Target) -> int:
-    """Scratch memory of a product's tiles, before that of a fused activation."""
-    if w.kind == DENSE:
-        return up(layout.BIG, 64)
-    return up(layout.FETCH + 8 * (layout.WIDE_ROWS // target.tile_rows) * w.length, 64)
+def combine(recorder: Recorder, y: Act, residual: Act) -> Act:
+    """See `Operations.combine`."""
+    assert recorder.lanes is not None
+    recorder.expect(residual, "the residual of combine", "float32")
+    sums = recorder.new(residual.rows, y.columns, "float32")
+    between = exchange.combining(recorder.lanes, y, sums, residual, recorder.batch.counts)
+    recorder.cut([y.buffer, sums.buffer, residual.buffer], between)
+    return residual

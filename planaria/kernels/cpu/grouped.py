@@ -8,34 +8,22 @@ experts in the order of its choice. Choices of slots that other ranks hold have 
 
 from __future__ import annotations
 
-from planaria.kernels.cpu.layout import (
-    BIG,
-    COUNTS,
-    FUSED_PANELS,
-    ROW_BLOCK,
+from typing import Any
+
+from planaria.kernels.cpu import layout, native
+from planaria.kernels.cpu.fields import (
     ROW_WORDS,
-    SHARED,
-    STATE,
-    THREADS,
-)  # fmt: skip
+    CombineOp,
+    GateOp,
+    GroupedOp,
+    LinearOp,
+    RescaleOp,
+    RouteOp,
+    SortOp,
+    SquaresOp,
+)
 from planaria.kernels.cpu.micro import Q4_1
-from planaria.kernels.cpu.native import (
-    atomic_add,
-    get,
-    get32,
-    pl_block_sums,
-    pl_combine,
-    pl_copy,
-    pl_gate,
-    pl_rescale,
-    pl_scores,
-    pl_squares,
-    pl_sum,
-    pl_tile_panels,
-    pl_weigh,
-    put,
-    put32,
-)  # fmt: skip
+from planaria.kernels.cpu.native import atomic_add, get, get32, put, put32
 from planaria.kernels.cpu.products import block, take_rows
 from planaria.kernels.cpu.threads import barrier, bring, grab, scratch, share
 
@@ -50,9 +38,9 @@ def ordered(bits: int) -> int:
     return bits
 
 
-def close_groups(row: int, choice: int, temp: int) -> None:
+def close_groups(row: RouteOp, choice: int, temp: int) -> None:
     """Close the experts of all groups but the best; of two alike the first is better."""
-    experts, groups = get(row, 6), get(row, 9)
+    experts, groups = row.experts, row.groups
     members, padded = experts // groups, (groups + 15) >> 4 << 4
     worth, second = temp, temp + padded * 4
     for g in range(groups):
@@ -66,8 +54,8 @@ def close_groups(row: int, choice: int, temp: int) -> None:
                 other = e
         put32(worth, g, get32(choice, best))
         put32(second, g, get32(choice, max(other, 0)))
-    if get(row, 11):
-        pl_sum(worth, worth, second, padded)
+    if row.sum2:
+        native.sum(worth, worth, second, padded)
     for g in range(groups):
         better = 0
         for h in range(groups):
@@ -76,112 +64,107 @@ def close_groups(row: int, choice: int, temp: int) -> None:
                 better += 1
         put32(second, g, better)
     for g in range(groups):
-        if get32(second, g) >= get(row, 10):
+        if get32(second, g) >= row.top_groups:
             for e in range(g * members, (g + 1) * members):
                 put32(choice, e, CLOSED)
 
 
-def op_route(c: int, row: int, tid: int) -> None:
-    # 1 logits, 2 ldl, 3 slots, 4 weights, 5 k, 6 experts, 7 kind of scores, 8 correction (0: none), 9 groups,
-    # 10 how many of them, 11 their worth is the sum of their best two, 12 renormalise, 13 scaling, 14 slots of each
-    # expert, 15 their row's words (how many there are, then their numbers), 16 positions, 17 load (0: not counted)
-    n, threads = get(get(c, COUNTS), 0), get(c, THREADS)
-    k, experts, load = get(row, 5), get(row, 6), get(row, 17)
+def op_route(c: int, row: RouteOp, tid: int) -> None:
+    n, threads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), get(c, layout.THREADS)
+    k, experts, load = row.k, row.experts, row.load
     padded = (experts + 15) >> 4 << 4
-    scores = scratch(c, tid) + BIG
+    scores = scratch(c, tid) + layout.BIG
     choice = scores + padded * 4
     for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
-        logits = get(row, 1) + t * get(row, 2)
-        bring(logits, get(row, 2))
-        pl_scores(logits, scores, experts, padded, get(row, 7))
-        if get(row, 8):
-            pl_sum(choice, scores, get(row, 8), padded)
+        logits = row.logits + t * row.ldl
+        bring(logits, row.ldl)
+        native.scores(logits, scores, experts, padded, row.scoring)
+        if row.correction:
+            native.sum(choice, scores, row.correction, padded)
         else:
-            pl_copy(choice, scores, padded * 4)
-        if get(row, 9) > 1:
+            native.copy(choice, scores, padded * 4)
+        if row.groups > 1:
             close_groups(row, choice, choice + padded * 4)
         for e in range(experts):
             value = get32(choice, e)
             put32(choice, e, value if value == CLOSED else ordered(value))
-        position = get32(get(row, 16), t)
+        position = get32(row.positions, t)
         for j in range(k):
             best, most = 0, CLOSED - 1
             for e in range(experts):
                 if get32(choice, e) > most:
                     best, most = e, get32(choice, e)
             put32(choice, best, CLOSED)
-            place = get(row, 14) + best * get(row, 15) * 4
-            put32(get(row, 3), t * k + j, get32(place, 1 + position % get32(place, 0)))
-            put32(get(row, 4), t * k + j, get32(scores, best))
+            place = row.table + best * row.ld_table * 4
+            put32(row.slots, t * k + j, get32(place, 1 + position % get32(place, 0)))
+            put32(row.weights, t * k + j, get32(scores, best))
             if load:
                 atomic_add(load, best, 1)
-        pl_weigh(get(row, 4) + t * k * 4, k, get(row, 12), get(row, 13))
+        native.weigh(row.weights + t * k * 4, k, row.renormalize, row.scaling)
 
 
-def op_sort(c: int, row: int, tid: int) -> None:
-    # 1 slots chosen, 2 k, 3 rows, 4 first slot held, 5 how many, 6 out: first row of each, 7 out: row of each choice,
-    # 8 x, 9 ldx, 10 out: rows of x by slot
-    n, threads, k = get(get(c, COUNTS), get(row, 3)), get(c, THREADS), get(row, 2)
-    starts, places, held = get(row, 6), get(row, 7), get(row, 5)
+def op_sort(c: int, row: SortOp, tid: int) -> None:
+    n, threads, k = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS), row.k
+    starts, places, held = row.starts, row.places, row.held
     if tid == 0:
         following = starts + (held + 1) * 8
         for s in range(held + 1):
             put(starts, s, 0)
         for i in range(n * k):
-            s = get32(get(row, 1), i) - get(row, 4)
+            s = get32(row.slots, i) - row.first
             if 0 <= s < held:
                 put(starts, s + 1, get(starts, s + 1) + 1)
         for s in range(held):
             put(following, s, get(starts, s))
             put(starts, s + 1, get(starts, s) + get(starts, s + 1))
         for i in range(n * k):
-            s = get32(get(row, 1), i) - get(row, 4)
+            s = get32(row.slots, i) - row.first
             if 0 <= s < held:
                 put32(places, i, get(following, s))
                 put(following, s, get(following, s) + 1)
             else:
                 put32(places, i, -1)
     barrier(c)
-    size = get(row, 9)
+    size = row.ldx
     for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
         for j in range(k):
             place = get32(places, t * k + j)
             if place >= 0:
-                pl_copy(get(row, 10) + place * size, get(row, 8) + t * size, size)
+                native.copy(row.out + place * size, row.x + t * size, size)
 
 
 def blocks_of(rows: int) -> int:
     """In how many blocks of rows a slot's are done, even ones: a short last one would read all weights for little."""
-    return (rows + ROW_BLOCK - 1) // ROW_BLOCK
+    return (rows + layout.ROW_BLOCK - 1) // layout.ROW_BLOCK
 
 
-def op_grouped(c: int, row: int, tid: int, ticket: int) -> None:
-    # as op_linear, but 2 addresses of the slots' weights, 12 how many slots, 16 first row of each slot
-    held, starts, threads = get(row, 12), get(row, 16), get(c, THREADS)
+def op_grouped(c: int, row: GroupedOp, tid: int, ticket: int) -> None:
+    held, starts, threads = row.held, row.starts, get(c, layout.THREADS)
     total = get(starts, held)
     if total == 0:
         return
-    mine, sums, length = scratch(c, tid), get(c, SHARED), get(row, 5)
-    if get(row, 1) == Q4_1:
+    mine, sums, length = scratch(c, tid), get(c, layout.SHARED), row.length
+    if row.kind == Q4_1:
         for r in range(share(total, tid, threads), share(total, tid + 1, threads)):
-            pl_block_sums(get(row, 6) + r * get(row, 7), length, sums + r * length * 4)
+            native.block_sums(row.x + r * row.ldx, length, sums + r * length * 4)
         barrier(c)
-    panels = get(row, 13)
+    panels = row.half
     if panels == 0:
-        panels = get(row, 15)
-    most, hit = FUSED_PANELS, 0
+        panels = row.panels
+    most, hit = layout.FUSED_PANELS, 0
     for s in range(held):
         if get(starts, s + 1) > get(starts, s):
             hit += 1
     if panels * hit < UNITS_EACH * threads * most:
-        most = pl_tile_panels()
+        most = native.tile_panels()
     groups = (panels + most - 1) // most
     units = 0
     for s in range(held):
         units += blocks_of(get(starts, s + 1) - get(starts, s)) * groups
-    line, ready = mine + STATE, -1  # this operation as one of a single slot; the first of the rows it has at hand
-    pl_copy(line, row, ROW_WORDS * 8)
-    put(line, 16, 0)
+    line: Any  # this operation as one of a single slot; ready: the first of the rows it has at hand
+    line, ready = mine + layout.STATE, -1
+    native.copy(line, row, ROW_WORDS * 8)
+    put(line, LinearOp.attend, 0)
     while True:
         taken = grab(ticket, units, threads)
         if taken == 0:
@@ -196,9 +179,9 @@ def op_grouped(c: int, row: int, tid: int, ticket: int) -> None:
                 s += 1
                 continue
             part, panel = (unit - passed) // groups, (unit - passed) % groups * most
-            put(line, 2, get(get(row, 2), s))
-            put(line, 6, get(row, 6) + first * get(row, 7))
-            put(line, 8, get(row, 8) + first * get(row, 9))
+            put(line, LinearOp.w, get(row.table, s))
+            put(line, LinearOp.x, row.x + first * row.ldx)
+            put(line, LinearOp.out, row.out + first * row.ldo)
             begin, stop = rows * part // parts, rows * (part + 1) // parts
             if first + begin != ready:
                 take_rows(line, mine, begin, stop)
@@ -207,42 +190,37 @@ def op_grouped(c: int, row: int, tid: int, ticket: int) -> None:
             unit += 1
 
 
-def op_combine(c: int, row: int, tid: int) -> None:
-    # 1 y, 2 ldy, 3 row of each choice, 4 weights, 5 k, 6 target, 7 ldt, 8 rows, 9 add to the target
-    n, threads, k = get(get(c, COUNTS), get(row, 8)), get(c, THREADS), get(row, 5)
+def op_combine(c: int, row: CombineOp, tid: int) -> None:
+    n, threads, k = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS), row.k
     for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
-        pl_combine(
-            get(row, 1), get(row, 2), get(row, 3) + t * k * 4, get(row, 4) + t * k * 4, k,
-            get(row, 6) + t * get(row, 7), get(row, 7) >> 2, get(row, 9),
+        native.combine(
+            row.y, row.ldy, row.places + t * k * 4, row.weights + t * k * 4, k,
+            row.target + t * row.ldt, row.ldt >> 2, row.add,
         )  # fmt: skip
 
 
-def op_gate(c: int, row: int, tid: int) -> None:
-    # 1 x, 2 ldx, 3 logits, 4 ldl, 5 out, 6 ldo, 7 padded, 8 rows
-    n, threads = get(get(c, COUNTS), get(row, 8)), get(c, THREADS)
+def op_gate(c: int, row: GateOp, tid: int) -> None:
+    n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
-        pl_gate(
-            get(row, 1) + r * get(row, 2), get(row, 3) + r * get(row, 4), get(row, 5) + r * get(row, 6), get(row, 7)
+        native.gate(
+            row.x + r * row.ldx, row.logits + r * row.ldl, row.out + r * row.ldo, row.padded
         )
 
 
-def op_squares(c: int, row: int, tid: int) -> None:
-    # 1 x, 2 ldx, 3 out, 4 ldo, 5 columns of the first part, 6 bytes to the second, 7 its columns, 8 rows
-    n, threads = get(get(c, COUNTS), get(row, 8)), get(c, THREADS)
+def op_squares(c: int, row: SquaresOp, tid: int) -> None:
+    n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
-        x, out = get(row, 1) + r * get(row, 2), get(row, 3) + r * get(row, 4)
-        bring(x, get(row, 2))
+        x, out = row.x + r * row.ldx, row.out + r * row.ldo
+        bring(x, row.ldx)
         for i in range(8):
             put(out, i, 0)
-        pl_squares(x, get(row, 5), out)
-        pl_squares(x + get(row, 6), get(row, 7), out + 4)
+        native.squares(x, row.first, out)
+        native.squares(x + row.second, row.last, out + 4)
 
 
-def op_rescale(c: int, row: int, tid: int) -> None:
-    # 1 x, 2 ldx, 3 sums, 4 lds, 5 columns of the first part, 6 bytes to the second, 7 its columns, 8 rows,
-    # 9 and 10 columns that the sums are over, 11 and 12 weights, 13 eps
-    n, threads = get(get(c, COUNTS), get(row, 8)), get(c, THREADS)
+def op_rescale(c: int, row: RescaleOp, tid: int) -> None:
+    n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
-        x, sums = get(row, 1) + r * get(row, 2), get(row, 3) + r * get(row, 4)
-        pl_rescale(x, sums, get(row, 11), get(row, 5), get(row, 9), get(row, 13))
-        pl_rescale(x + get(row, 6), sums + 4, get(row, 12), get(row, 7), get(row, 10), get(row, 13))
+        x, sums = row.x + r * row.ldx, row.sums + r * row.lds
+        native.rescale(x, sums, row.first_weight, row.first, row.whole_first, row.eps)
+        native.rescale(x + row.second, sums + 4, row.last_weight, row.last, row.whole_last, row.eps)

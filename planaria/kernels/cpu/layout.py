@@ -11,13 +11,8 @@ IDLE = 32
 (TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, SHARED, COUNTS, ZEROS, IDLE_SPIN, TRACE) = range(40, 52)
 CONTROL_WORDS = 64
 
-# Operations, and the words of a tape row; word 0 is the operation. The fields are listed where they are written.
-ROW_WORDS = 24
-EMBED, NORM, LINEAR, ROPE, ATTEND, SILU, TAKE, REDUCE, MEET, SEND, RECEIVE = range(1, 12)
-BY_HEAD, LATENT = 20, 21
-ROUTE, SORT, GROUPED, COMBINE, GATE, SQUARES, RESCALE = range(32, 39)
-EXCHANGE = 48  # not run here: see exchange.py
-ROWS_TOKENS, ROWS_SAMPLES, ROWS_ALL = 0, 2, 3  # index into Batch.counts; all: the tokens of all lanes
+# Words of Batch.counts: the numbers of rows of each kind, and of sequences. ROWS_ALL: the tokens of all lanes
+ROWS_TOKENS, SEQUENCES, ROWS_SAMPLES, ROWS_ALL = range(4)
 TICKET_BYTES = 128  # two counters for each operation, a cache line each
 
 # A rank's port (int64 words): where the memory it shares with other ranks is, and how it waits (collective.py)

@@ -71,7 +71,7 @@ def syscall(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
 # Kernels
 
 
-def pl_tile(
+def tile(
     select: int, x: int, ldx: int, panels: int, steps: int,
     out: int, ldo: int, mode: int, bias: int,
     plan: int,
@@ -80,7 +80,7 @@ def pl_tile(
     raise NotImplementedError
 
 
-def pl_row_tile(
+def row_tile(
     select: int, x: int, ldx: int, panels: int, steps: int,
     out: int, ldo: int, mode: int, bias: int,
     plan: int,
@@ -89,12 +89,12 @@ def pl_row_tile(
     raise NotImplementedError
 
 
-def pl_widen(src: int, dst: int, count: int) -> None:
+def widen(src: int, dst: int, count: int) -> None:
     """`count` elements of the activation dtype, a multiple of 16, to float32."""
     raise NotImplementedError
 
 
-def pl_values(
+def values(
     select: int, panels: int, p: int, ldp: int, chunks: int,
     count: int, first: int, out: int, ldo: int, state: int,
 ) -> None:  # fmt: skip
@@ -102,7 +102,7 @@ def pl_values(
     raise NotImplementedError
 
 
-def pl_latents(
+def latents(
     select: int, steps: int, p: int, ldp: int, chunks: int,
     count: int, first: int, out: int, ldo: int, state: int,
 ) -> None:  # fmt: skip
@@ -110,7 +110,7 @@ def pl_latents(
     raise NotImplementedError
 
 
-def pl_packed(
+def packed(
     select: int, x: int, ldx: int, codes: int, scales: int, blocks: int,
     out: int, ldo: int, mode: int, bias: int, sums: int, lds: int,
 ) -> None:  # fmt: skip
@@ -118,7 +118,7 @@ def pl_packed(
     raise NotImplementedError
 
 
-def pl_wide(
+def wide(
     select: int, rows: int, x: int, ldx: int, codes: int, scales: int, blocks: int, stride: int,
     acc: int, sums: int, lds: int, unpacked: int, fetch: int,
 ) -> None:  # fmt: skip
@@ -126,37 +126,37 @@ def pl_wide(
     raise NotImplementedError
 
 
-def pl_settle(panels: int, rows: int, acc: int, out: int, ldo: int, mode: int, bias: int) -> None:
+def settle(panels: int, rows: int, acc: int, out: int, ldo: int, mode: int, bias: int) -> None:
     """Write what pl_wide summed (micro.settle)."""
     raise NotImplementedError
 
 
-def pl_embed(kind: int, codes: int, scales: int, column: int, count: int, out: int) -> None:
+def embed(kind: int, codes: int, scales: int, column: int, count: int, out: int) -> None:
     """One column of a panel as float32."""
     raise NotImplementedError
 
 
-def pl_norm(x: int, weight: int, out: int, padded: int, count: int, eps: int) -> None:
+def norm(x: int, weight: int, out: int, padded: int, count: int, eps: int) -> None:
     """RMS norm of a row."""
     raise NotImplementedError
 
 
-def pl_silu(gate: int, up: int, out: int, count: int, padded: int) -> None:
+def silu(gate: int, up: int, out: int, count: int, padded: int) -> None:
     """silu(gate) * up of a row."""
     raise NotImplementedError
 
 
-def pl_softmax(scores: int, p: int, padded: int, lo: int, hi: int, scale: int, state: int) -> None:
+def softmax(scores: int, p: int, padded: int, lo: int, hi: int, scale: int, state: int) -> None:
     """A row of one tile of keys (vector.softmax)."""
     raise NotImplementedError
 
 
-def pl_divide(o: int, state: int, out: int, count: int) -> None:
+def divide(o: int, state: int, out: int, count: int) -> None:
     """A row of attention's output by its sum."""
     raise NotImplementedError
 
 
-def pl_rotate(
+def rotate(
     src: int, dst: int, temp: int, cos: int, sin: int,
     half: int, dim: int, weight: int, eps: int,
 ) -> None:  # fmt: skip
@@ -164,62 +164,62 @@ def pl_rotate(
     raise NotImplementedError
 
 
-def pl_store_key(src: int, dst: int, steps: int) -> None:
+def store_key(src: int, dst: int, steps: int) -> None:
     """A key into a chunk."""
     raise NotImplementedError
 
 
-def pl_store_value(src: int, dst: int, token: int, dim: int) -> None:
+def store_value(src: int, dst: int, token: int, dim: int) -> None:
     """A value into a chunk."""
     raise NotImplementedError
 
 
-def pl_block_sums(x: int, blocks: int, out: int) -> None:
+def block_sums(x: int, blocks: int, out: int) -> None:
     """Sums of a row over blocks of 32."""
     raise NotImplementedError
 
 
-def pl_copy(dst: int, src: int, count: int) -> None:
+def copy(dst: int, src: int, count: int) -> None:
     """Copy bytes."""
     raise NotImplementedError
 
 
-def pl_put_past(dst: int, src: int, count: int) -> None:
+def put_past(dst: int, src: int, count: int) -> None:
     """Copy bytes for another core, past the caches; dst and count are multiples of 64."""
     raise NotImplementedError
 
 
-def pl_sum(out: int, a: int, b: int, count: int) -> None:
+def sum(out: int, a: int, b: int, count: int) -> None:
     """out = a + b of float32; count is a multiple of 16. out may be a or b."""
     raise NotImplementedError
 
 
-def pl_scores(logits: int, out: int, count: int, padded: int, kind: int) -> None:
+def scores(logits: int, out: int, count: int, padded: int, kind: int) -> None:
     """Scores of a row of logits (expert_kernels.scores)."""
     raise NotImplementedError
 
 
-def pl_weigh(weights: int, count: int, renormalise: int, scaling: int) -> None:
+def weigh(weights: int, count: int, renormalise: int, scaling: int) -> None:
     """Weights of chosen experts from their scores."""
     raise NotImplementedError
 
 
-def pl_combine(y: int, ldy: int, place: int, weights: int, k: int, out: int, padded: int, add: int) -> None:
+def combine(y: int, ldy: int, place: int, weights: int, k: int, out: int, padded: int, add: int) -> None:
     """A token's sum over the experts it chose (expert_kernels.combine)."""
     raise NotImplementedError
 
 
-def pl_gate(x: int, logit: int, out: int, padded: int) -> None:
+def gate(x: int, logit: int, out: int, padded: int) -> None:
     """A row times the sigmoid of one number."""
     raise NotImplementedError
 
 
-def pl_squares(x: int, count: int, out: int) -> None:
+def squares(x: int, count: int, out: int) -> None:
     """The sum of squares of a row's part."""
     raise NotImplementedError
 
 
-def pl_rescale(x: int, sum: int, weight: int, count: int, whole: int, eps: int) -> None:
+def rescale(x: int, sum: int, weight: int, count: int, whole: int, eps: int) -> None:
     """RMS norm of a row's part, given the sum of squares."""
     raise NotImplementedError
 
@@ -227,46 +227,46 @@ def pl_rescale(x: int, sum: int, weight: int, count: int, whole: int, eps: int) 
 # Sizes of the target's tiles
 
 
-def pl_tile_rows() -> int:
+def tile_rows() -> int:
     """Most rows of a dense tile."""
     raise NotImplementedError
 
 
-def pl_tile_panels() -> int:
+def tile_panels() -> int:
     """Most panels of a dense tile."""
     raise NotImplementedError
 
 
-def pl_value_rows() -> int:
+def value_rows() -> int:
     """Most rows of a tile of values."""
     raise NotImplementedError
 
 
-def pl_value_panels() -> int:
+def value_panels() -> int:
     """Most panels of a tile of values."""
     raise NotImplementedError
 
 
-def pl_latent_rows() -> int:
+def latent_rows() -> int:
     """Most rows of a tile of keys as values."""
     raise NotImplementedError
 
 
-def pl_latent_steps() -> int:
+def latent_steps() -> int:
     """Steps of such a tile."""
     raise NotImplementedError
 
 
-def pl_inline_rows() -> int:
+def inline_rows() -> int:
     """Most rows of a packed tile."""
     raise NotImplementedError
 
 
-def pl_item() -> int:
+def item() -> int:
     """Bytes of an activation element."""
     raise NotImplementedError
 
 
-def pl_widens() -> int:
+def widens() -> int:
     """Are a product's rows widened to float32 before their tiles?"""
     raise NotImplementedError

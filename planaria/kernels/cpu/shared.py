@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.kernels.cpu import layout
+from planaria.kernels.cpu.fields import CODE, ROW_WORDS, MeetOp, Operation, ReceiveOp, ReduceOp, SendOp
 from planaria.kernels.cpu.memory import Region
 from planaria.kernels.cpu.team import Team
 from planaria.mesh.comm import DEADLINE, CollectiveAborted, broadcast_by_messages, flat
@@ -84,8 +85,8 @@ class SharedComm:
         self._reason = ""
         # what one operation called from Python needs: a tape of one row
         self._team = Team(entry, 1)
-        self._row = Region(layout.ROW_WORDS * 8, huge=False)
-        self._fields = self._row.array(0, np.int64, (layout.ROW_WORDS,))
+        self._row = Region(ROW_WORDS * 8, huge=False)
+        self._fields = self._row.array(0, np.int64, (ROW_WORDS,))
         self._scratch = Region(layout.BIG, huge=False)
         self._tickets = Region(layout.TICKET_BYTES, huge=False)
         self._counts = np.ones(4, np.int64)
@@ -136,15 +137,18 @@ class SharedComm:
             raise CollectiveAborted((lost,), f"rank {lost} gave up")
         raise CollectiveAborted((), self._reason or "the group was fenced")
 
-    def _run(self, *fields: int) -> None:
-        self._fields[: len(fields)] = fields
+    def _run(self, op: type[Operation], **fields: int) -> None:
+        words = op.words()
+        self._fields[CODE] = op.code
+        for name, value in {"port": self.port, **fields}.items():
+            self._fields[words[name]] = value
         self._team.run(self._control, None)
         if self._failed[0]:
             self.check()
 
     def meet(self) -> None:
         """Wait for all ranks."""
-        self._run(layout.MEET, self.port)
+        self._run(MeetOp)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         count = x.numel()
@@ -159,7 +163,7 @@ class SharedComm:
             flat(x).copy_(padded[:count])
             return
         place = flat(x).data_ptr()
-        self._run(layout.REDUCE, self.port, place, place, 4 * count, 0, 0)
+        self._run(ReduceOp, part=place, target=place, ld=4 * count, rows=layout.ROWS_TOKENS, add=0)
 
     def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
         import torch
@@ -176,11 +180,11 @@ class SharedComm:
 
     def send(self, x: torch.Tensor, to: int) -> None:
         data = flat(x)
-        self._run(layout.SEND, self.port, to, data.data_ptr(), data.numel() * data.element_size())
+        self._run(SendOp, peer=to, address=data.data_ptr(), size=data.numel() * data.element_size())
 
     def receive(self, x: torch.Tensor, source: int) -> None:
         data = flat(x)
-        self._run(layout.RECEIVE, self.port, source, data.data_ptr(), data.numel() * data.element_size())
+        self._run(ReceiveOp, peer=source, address=data.data_ptr(), size=data.numel() * data.element_size())
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
         broadcast_by_messages(self, x, source)

@@ -5,12 +5,18 @@ The rule: a buffer's memory is another's once nothing on the tape uses it any mo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planaria.kernels.cpu.layout import ATTEND, FORESIGHT_BYTES, LINEAR, ROW_WORDS, SILU
+from planaria.kernels.cpu.fields import CODE, ROW_WORDS, AttendOp, ExchangeOp, LinearOp, Operation, SiluOp
+from planaria.kernels.cpu.layout import FORESIGHT_BYTES
 from planaria.kernels.cpu.memory import ALIGN, Region
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(eq=False)
@@ -22,12 +28,28 @@ class Buffer:
     address: int = 0
 
 
-@dataclass
-class Row:
-    """One operation. A field is a number or the address of a buffer."""
+@dataclass(frozen=True)
+class Act:
+    """An activation [rows, columns]: `ld` bytes a row, padded to 16 columns; Batch.counts[rows] says how many."""
 
-    code: int
-    fields: dict[int, int | Buffer]
+    buffer: Buffer
+    rows: int
+    columns: int
+    ld: int
+    dtype: str  # float32 | bfloat16
+
+
+View = Callable[..., "torch.Tensor"]  # (buffer, bytes of a row, kind of rows, dtype): all rows that there can be
+Between = Callable[[View], Callable[[], None]]  # what Python does there, once memory is given out
+
+
+@dataclass
+class TapeRow:
+    """One operation. A field is a number or the address of a buffer. between: what Python does in its place."""
+
+    op: type[Operation]
+    fields: dict[str, int | Buffer]
+    between: Between | None = None
 
     def buffers(self) -> list[Buffer]:
         return [v for v in self.fields.values() if isinstance(v, Buffer)]
@@ -35,13 +57,18 @@ class Row:
 
 @dataclass
 class Tape:
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TapeRow] = field(default_factory=list)
 
-    def add(self, code: int, *fields: int | Buffer) -> Row:
-        """Append an operation whose words 1, 2, ... are `fields`."""
-        row = Row(code, dict(enumerate(fields, 1)))
-        self.rows.append(row)
-        return row
+    def add(self, op: type[Operation], **fields: int | Buffer) -> None:
+        """Append an operation. Raises ValueError unless all its fields are given."""
+        words = op.words()
+        if {words.get(name) for name in fields} != set(words.values()):
+            raise ValueError(f"{op.__name__} with the fields {', '.join(fields)}; it has {', '.join(words)}")
+        self.rows.append(TapeRow(op, fields))
+
+    def cut(self, buffers: Sequence[Buffer], between: Between) -> None:
+        """Stop the recording here, for Python to read and write these buffers."""
+        self.rows.append(TapeRow(ExchangeOp, {str(number): buffer for number, buffer in enumerate(buffers)}, between))
 
     def fuse(self, result: Buffer) -> None:
         """Join a linear operation and the gated activation that alone reads it: no product goes to memory."""
@@ -49,23 +76,15 @@ class Tape:
         for row in self.rows:
             for buffer in row.buffers():
                 uses[id(buffer)] = uses.get(id(buffer), 0) + 1
-        kept: list[Row] = []
+        kept: list[TapeRow] = []
         for row in self.rows:
             before = kept[-1] if kept else None
-            if (
-                before is not None
-                and row.code == SILU
-                and before.code == LINEAR
-                and before.fields[8] is row.fields[1]
-                and before.fields[8] is not result
-                and uses[id(row.fields[1])] == 2
-                and before.fields[13] == 0
-                and int(row.fields[5]) % 16 == 0  # type: ignore[arg-type]
-            ):
-                before.fields.update(
-                    {8: row.fields[3], 9: row.fields[4], 13: int(row.fields[5]) // 16}  # type: ignore[arg-type]
-                )
-                continue
+            if before is not None and row.op is SiluOp and before.op is LinearOp:
+                product, half = before.fields["out"], row.fields["half"]
+                alone = product is row.fields["x"] and product is not result and uses[id(product)] == 2
+                if alone and before.fields["half"] == 0 and isinstance(half, int) and half % 16 == 0:
+                    before.fields |= {"out": row.fields["out"], "ldo": row.fields["ldo"], "half": half // 16}
+                    continue
             kept.append(row)
         self.rows = kept
 
@@ -97,24 +116,24 @@ class Tape:
         """The rows as int64 [rows, ROW_WORDS], with addresses in `memory`."""
         out = np.zeros((len(self.rows), ROW_WORDS), np.int64)
         for line, row in zip(out, self.rows, strict=True):
-            line[0] = row.code
-            for word, value in row.fields.items():
-                if isinstance(value, Buffer):
-                    line[word] = value.address or memory.address + value.offset
-                else:
-                    line[word] = value
+            line[CODE] = row.op.code
+            if row.between is None:
+                words = row.op.words()
+                for name, value in row.fields.items():
+                    there = value.address or memory.address + value.offset if isinstance(value, Buffer) else value
+                    line[words[name]] = there
         self._foresee(out)
         return out
 
     def _foresee(self, rows: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> None:
         """Tell each linear operation the attention that follows soon enough for its keys to stay in the cache."""
         following, distance = 0, 0
-        for index in range(len(rows) - 1, -1, -1):
-            if rows[index, 0] == ATTEND:
-                following, distance = int(rows.ctypes.data) + index * ROW_WORDS * 8, 0
-            elif rows[index, 0] == LINEAR:
-                distance += int(rows[index, 3] * rows[index, 15])  # bytes of its weight
-                rows[index, 16] = following if distance <= FORESIGHT_BYTES else 0
+        for line in rows[::-1]:
+            if line[CODE] == AttendOp.code:
+                following, distance = int(line.ctypes.data), 0
+            elif line[CODE] == LinearOp.code:
+                distance += int(line[LinearOp.stride] * line[LinearOp.panels])  # bytes of its weight
+                line[LinearOp.attend] = following if distance <= FORESIGHT_BYTES else 0
 
 
 def buffer(rows: int, row_bytes: int) -> Buffer:

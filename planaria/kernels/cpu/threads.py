@@ -5,62 +5,41 @@ Written like program.py. A barrier ends each operation; within one, ranges of it
 
 from __future__ import annotations
 
-from planaria.kernels.cpu.layout import (
-    ARRIVED,
-    PHASE,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SLEEPING,
-    SPIN,
-    THREADS,
-    ZERO_BYTES,
-    ZEROS,
-)  # fmt: skip
-from planaria.kernels.cpu.native import (
-    FUTEX,
-    atomic_add,
-    atomic_get,
-    atomic_put,
-    get,
-    pl_copy,
-    prefetch,
-    put,
-    relax,
-    syscall,
-)  # fmt: skip
+from planaria.kernels.cpu import layout, native
+from planaria.kernels.cpu.native import atomic_add, atomic_get, atomic_put, get, prefetch, put, relax, syscall
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 
 def sleep_while(address: int, value: int) -> None:
     """Sleep unless the low half of the word at address is no longer `value`; wakes may be spurious."""
-    syscall(FUTEX, address, FUTEX_WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
+    syscall(native.FUTEX, address, FUTEX_WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
 
 
 def wake_all(address: int) -> None:
-    syscall(FUTEX, address, FUTEX_WAKE_PRIVATE, 0x7FFFFFFF, 0, 0, 0)
+    syscall(native.FUTEX, address, FUTEX_WAKE_PRIVATE, 0x7FFFFFFF, 0, 0, 0)
 
 
 def barrier(c: int) -> None:
     """All threads arrive before any leaves. Spins a while, then sleeps."""
-    threads = get(c, THREADS)
+    threads = get(c, layout.THREADS)
     if threads == 1:
         return
-    phase = atomic_get(c, PHASE)
-    if atomic_add(c, ARRIVED, 1) == threads - 1:
-        put(c, ARRIVED, 0)
-        atomic_put(c, PHASE, phase + 1)
-        if atomic_get(c, SLEEPING) > 0:
-            wake_all(c + PHASE * 8)
+    phase = atomic_get(c, layout.PHASE)
+    if atomic_add(c, layout.ARRIVED, 1) == threads - 1:
+        put(c, layout.ARRIVED, 0)
+        atomic_put(c, layout.PHASE, phase + 1)
+        if atomic_get(c, layout.SLEEPING) > 0:
+            wake_all(c + layout.PHASE * 8)
         return
-    spins = get(c, SPIN)
-    while atomic_get(c, PHASE) == phase:
+    spins = get(c, layout.SPIN)
+    while atomic_get(c, layout.PHASE) == phase:
         if spins > 0:
             spins -= 1
             relax()
         else:
-            atomic_add(c, SLEEPING, 1)
-            sleep_while(c + PHASE * 8, phase)
-            atomic_add(c, SLEEPING, -1)
+            atomic_add(c, layout.SLEEPING, 1)
+            sleep_while(c + layout.PHASE * 8, phase)
+            atomic_add(c, layout.SLEEPING, -1)
 
 
 def grab(ticket: int, units: int, threads: int) -> int:
@@ -84,7 +63,7 @@ def grab(ticket: int, units: int, threads: int) -> int:
 
 
 def scratch(c: int, tid: int) -> int:
-    return get(c, SCRATCH) + tid * get(c, SCRATCH_BYTES)
+    return get(c, layout.SCRATCH) + tid * get(c, layout.SCRATCH_BYTES)
 
 
 def share(n: int, tid: int, threads: int) -> int:
@@ -110,5 +89,5 @@ def clear(c: int, place: int, size: int) -> None:
     """Zeros over `size` bytes."""
     done = 0
     while done < size:
-        pl_copy(place + done, get(c, ZEROS), min(ZERO_BYTES, size - done))
-        done += ZERO_BYTES
+        native.copy(place + done, get(c, layout.ZEROS), min(layout.ZERO_BYTES, size - done))
+        done += layout.ZERO_BYTES

@@ -51,7 +51,7 @@ def latents(target: Target, rows: int, steps: int) -> str:
     return f.text()
 
 
-def latent_module(target: Target) -> str:
+def mla_module(target: Target) -> str:
     """IR of all these tiles and of the function that chooses one: by rows * 8 + steps."""
     most_rows, most_steps = target.latent_rows, target.latent_steps
     parts: list[str] = []

@@ -1,0 +1,87 @@
+"""The paged caches of a layer: keys and values, or latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planaria.errors import CapacityError, ConfigError
+from planaria.kernels.cpu import layout
+from planaria.kernels.cpu.memory import Region
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """[blocks][keys, values][kv head][block_size / 16][a chunk of 16 tokens].
+
+    A chunk of keys is a panel whose columns are tokens: [dim / pair][16][pair]; of values, dim / 16 panels whose K
+    runs over tokens: [dim / 16][16 / pair][16][pair].
+    """
+
+    memory: Region
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    block_bytes: int
+
+    def check(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Raises ValueError for an attention of other heads."""
+        if (self.num_kv_heads, self.head_dim) != (num_kv_heads, head_dim) or num_heads % num_kv_heads:
+            raise ValueError(
+                f"{num_heads} heads of {head_dim} over {num_kv_heads} do not fit a cache of {self.num_kv_heads} "
+                f"heads of {self.head_dim}"
+            )
+        if num_heads // num_kv_heads > layout.MAX_GROUP:
+            raise ValueError(f"more than {layout.MAX_GROUP} query heads share a key head")
+
+
+@dataclass(frozen=True)
+class PagedLatents:
+    """Rows of one layer, keys of all heads: [blocks][block_size / 16][a chunk of 16 tokens, as of keys]."""
+
+    memory: Region
+    block_size: int
+    width: int
+    block_bytes: int
+
+
+def paged(num_blocks: int, size: int) -> Region:
+    """Memory of blocks of `size` bytes. Raises CapacityError."""
+    try:
+        return Region(num_blocks * size)
+    except (OSError, ValueError, OverflowError) as error:
+        raise CapacityError(f"no memory for {num_blocks} KV blocks of {size} bytes in one layer: {error}") from None
+
+
+def kv_elements(block_size: int, num_kv_heads: int, head_dim: int) -> int:
+    """Of one block, keys and values. Raises ConfigError for what the kernels don't take."""
+    _chunks(block_size)
+    if not 16 <= head_dim <= MAX_HEAD_DIM or head_dim % 16:
+        raise ConfigError(
+            "--device", "cpu", f"its kernels take head sizes that are multiples of 16 up to 256, not {head_dim}"
+        )
+    return 2 * block_size * num_kv_heads * head_dim
+
+
+def latent_elements(block_size: int, width: int) -> int:
+    """As `kv_elements`, of latents."""
+    _chunks(block_size)
+    sixteens(width)
+    return block_size * width
+
+
+def sixteens(*sizes: int) -> None:
+    """Raises ConfigError unless all are multiples of 16."""
+    for size in sizes:
+        if size % 16:
+            raise ConfigError(
+                "--device", "cpu", f"its kernels take latents and heads of multiples of 16 columns, not {size}"
+            )
+
+
+def _chunks(block_size: int) -> None:
+    if block_size < 16 or block_size % 16:
+        raise ConfigError(
+            "--block-size", block_size, "the CPU kernels keep tokens in chunks of 16", "use a multiple of 16"
+        )

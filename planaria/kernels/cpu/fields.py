@@ -1,0 +1,171 @@
+"""The operations of a tape and the words of their rows, declared once: the recorder writes by these names, the
+interpreter's functions read by them (compiler.py puts the numbers in their place).
+
+Word CODE of a row is the operation's code; the attributes below are the numbers of its other words. A field is a
+number or an address; `ld...` are bytes from row to row, `rows` says which of Batch.counts holds the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+CODE = 0
+ROW_WORDS = 24
+
+
+class Operation(int):
+    """The address of a row. The attributes of its kinds are numbers of words; in compiled functions, the words."""
+
+    code: ClassVar[int]
+
+    @classmethod
+    def words(cls) -> dict[str, int]:
+        """The number of each field's word."""
+        found = {name: number for kind in reversed(cls.__mro__) for name, number in vars(kind).items()}
+        return {name: n for name, n in found.items() if isinstance(n, int) and name != "code"}
+
+
+class EmbedOp(Operation):
+    """Rows of a table of `rows` tokens, of which `first` is the first; others give zeros where it is `partial`.
+    scales: their offset in a panel; length: steps or blocks along K."""
+
+    code = 1
+    kind, w, stride, scales, length, out, ldo, tokens, rows, first, partial = range(1, 12)
+
+
+class NormOp(Operation):
+    """narrow: x is of the activation dtype."""
+
+    code = 2
+    x, ldx, weight, out, ldo, padded, count, eps, rows, narrow = range(1, 11)
+
+
+class LinearOp(Operation):
+    """stride: bytes of a panel. half: panels of one half of a fused gated activation (0: plain), `temp` its place in
+    scratch memory. attend: the row of the attention whose keys to ask for, or 0."""
+
+    code = 3
+    kind, w, stride, scales, length, x, ldx, out, ldo, mode, bias, rows, half, temp, panels, attend = range(1, 17)
+
+
+class RopeOp(Operation):
+    code = 4
+    x, ldx, out, ldo, cache, block_bytes, key_bytes, block_size, heads, kv_heads, dim = range(1, 12)
+    cos, sin, half, q_norm, k_norm, eps, slots, positions = range(12, 20)
+
+
+class AttendOp(Operation):
+    """groups: key heads. chunk_bytes: from one chunk of 16 tokens to the next, group_bytes: from one group to the next.
+    keys_are_values: their first columns, `value_dim` of them."""
+
+    code = 5
+    q, ldq, out, ldo, cache, block_bytes, chunk_bytes, block_size, heads, groups, dim, scale, window = range(1, 14)
+    seq_start, seq_len, seq_row, table, ld_table, group_bytes, value_dim, keys_are_values = range(14, 22)
+
+
+class SiluOp(Operation):
+    code = 6
+    x, ldx, out, ldo, half, padded, rows = range(1, 8)
+
+
+class TakeOp(Operation):
+    code = 7
+    x, ld, out, index = range(1, 5)
+
+
+class ReduceOp(Operation):
+    """target (+)= the sum of the ranks' parts, which may be the target unless they are added. ld: bytes of a row."""
+
+    code = 8
+    port, part, target, ld, rows, add = range(1, 7)
+
+
+class MeetOp(Operation):
+    """Nobody leaves before all have come."""
+
+    code = 9
+    port = 1
+
+
+class SendOp(Operation):
+    """Waits where the ring is full."""
+
+    code = 10
+    port, peer, address, size = range(1, 5)
+
+
+class ReceiveOp(SendOp):
+    code = 11
+
+
+class ByHeadOp(Operation):
+    """A product head by head: x_head, out_head: bytes of a head; panels: of a head. rotated: columns to rotate, which
+    are x_tail and out_tail bytes into a head."""
+
+    code = 20
+    w, stride, length, panels, x, ldx, x_head, out, ldo, out_head, heads, rotated, x_tail, out_tail = range(1, 15)
+    cos, sin, half, positions = range(15, 19)
+
+
+class MlaStoreOp(Operation):
+    """rank: columns of the latent."""
+
+    code = 21
+    x, ldx, cache, block_bytes, block_size, rank, rotated, norm, eps, cos, sin, half, slots, positions = range(1, 15)
+
+
+class RouteOp(Operation):
+    """scoring: kind of scores. correction: 0 for none. sum2: a group is worth its best two. table: slots of each
+    expert, rows of ld_table words: how many there are, then their numbers. load: 0 where it isn't counted."""
+
+    code = 32
+    logits, ldl, slots, weights, k, experts, scoring, correction, groups, top_groups, sum2 = range(1, 12)
+    renormalize, scaling, table, ld_table, positions, load = range(12, 18)
+
+
+class SortOp(Operation):
+    """held: how many slots from `first` on are this rank's. starts: first row of each slot, places: row of each choice,
+    out: rows of x by slot."""
+
+    code = 33
+    slots, k, rows, first, held, starts, places, x, ldx, out = range(1, 11)
+
+
+class GroupedOp(LinearOp):
+    """A LinearOp for each slot's rows: table: addresses of the slots' weights, held: how many slots, starts: first row
+    of each."""
+
+    code = 34
+    table, held, starts = LinearOp.w, LinearOp.rows, LinearOp.attend
+
+
+class CombineOp(Operation):
+    """places: row of y of each choice; add: to the target."""
+
+    code = 35
+    y, ldy, places, weights, k, target, ldt, rows, add = range(1, 10)
+
+
+class GateOp(Operation):
+    code = 36
+    x, ldx, logits, ldl, out, ldo, padded, rows = range(1, 9)
+
+
+class SquaresOp(Operation):
+    """Sums of squares of two parts of a row: `first` columns, then `last` columns `second` bytes into it."""
+
+    code = 37
+    x, ldx, out, ldo, first, second, last, rows = range(1, 9)
+
+
+class RescaleOp(Operation):
+    """Both parts normalised; whole_first, whole_last: columns that the sums are over."""
+
+    code = 38
+    x, ldx, sums, lds, first, second, last, rows, whole_first, whole_last, first_weight, last_weight, eps = range(1, 14)
+
+
+class ExchangeOp(Operation):
+    """Never run: the recording is cut there (exchange.py). Its fields are the buffers read and written, in order."""
+
+    code = 48

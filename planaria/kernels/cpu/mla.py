@@ -1,0 +1,71 @@
+"""Latent attention's own operations: into the cache, and head by head into the latent's space and back.
+
+Written like program.py, and part of the interpreter's program. Attention itself is program.attend_tile.
+"""
+
+from __future__ import annotations
+
+from planaria.kernels.cpu import layout, native
+from planaria.kernels.cpu.fields import ByHeadOp, MlaStoreOp
+from planaria.kernels.cpu.micro import STORE_ACT
+from planaria.kernels.cpu.native import atomic_add, get, get32, put
+from planaria.kernels.cpu.threads import clear, whole_chunks
+
+
+def op_mla_store(c: int, row: MlaStoreOp, first: int, last: int, mine: int) -> None:
+    n, slots = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.slots
+    rank, rotated, size = row.rank, row.rotated, row.block_size
+    width = (rank + rotated) * native.item()
+    key = mine + layout.BIG
+    temp = key + width
+    last = whole_chunks(slots, last, n)
+    for t in range(whole_chunks(slots, first, n), last):
+        x = row.x + t * row.ldx
+        turn = get32(row.positions, t) * row.half * 4
+        native.rotate(x, key, temp, 0, 0, 0, rank, row.norm, row.eps)
+        x, tail = x + rank * native.item(), key + rank * native.item()
+        native.rotate(x, tail, temp, row.cos + turn, row.sin + turn, row.half, rotated, 0, 0)
+        slot = get(slots, t)
+        offset = slot % size
+        place = row.cache + (slot // size) * row.block_bytes + (offset >> 4) * 16 * width
+        if offset & 15 == 0:  # keys are values here: what an earlier owner left must not meet a weight of 0 as a NaN
+            clear(c, place, 16 * width)
+        native.store_key(key, place + (offset & 15) * 4, width >> 2)
+
+
+def op_by_head(c: int, row: ByHeadOp, ticket: int, mine: int) -> None:
+    n, heads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.heads
+    units = heads * ((n + layout.ROW_BLOCK - 1) // layout.ROW_BLOCK)
+    unit = atomic_add(ticket, 0, 1)
+    while unit < units:
+        h, first = unit % heads, unit // heads * layout.ROW_BLOCK
+        count = min(n - first, layout.ROW_BLOCK)
+        x = row.x + first * row.ldx + h * row.x_head
+        out = row.out + first * row.ldo + h * row.out_head
+        head_product(c, row, mine, h, x, out, count)
+        if row.rotated:
+            for t in range(count):
+                turn = get32(row.positions, first + t) * row.half * 4
+                native.rotate(
+                    x + t * row.ldx + row.x_tail, out + t * row.ldo + row.out_tail, mine + layout.BIG,
+                    row.cos + turn, row.sin + turn, row.half, row.rotated, 0, 0,
+                )  # fmt: skip
+        unit = atomic_add(ticket, 0, 1)
+
+
+def head_product(c: int, row: ByHeadOp, mine: int, h: int, x: int, out: int, count: int) -> None:
+    """`count` rows x the panels of head h."""
+    panel, end, stride = 0, row.panels, row.stride
+    w = row.w + h * end * stride
+    while panel < end:
+        panels = native.tile_panels() if count > layout.STREAM_ROWS and end - panel >= native.tile_panels() else 1
+        for v in range(panels):
+            put(mine + layout.POINTERS, v, w + (panel + v) * stride)
+        for r in range(0, count, native.tile_rows()):
+            rows = min(native.tile_rows(), count - r)
+            native.tile(
+                rows * 4 + panels, x + r * row.ldx, row.ldx, mine + layout.POINTERS, row.length,
+                out + r * row.ldo + panel * 16 * native.item(), row.ldo, STORE_ACT,
+                get(c, layout.ZEROS), get(c, layout.ZEROS),
+            )  # fmt: skip
+        panel += panels

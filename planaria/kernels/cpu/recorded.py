@@ -1,0 +1,273 @@
+"""`RecordedOps`: what a forward function is given. Each operation appends to the tape of a `Recorder`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from planaria.kernels.cpu import experts as mixture
+from planaria.kernels.cpu import layout, mla_rows
+from planaria.kernels.cpu.caches import PagedKV, PagedLatents
+from planaria.kernels.cpu.fields import (
+    AttendOp,
+    EmbedOp,
+    GateOp,
+    LinearOp,
+    NormOp,
+    RescaleOp,
+    RopeOp,
+    SiluOp,
+    SquaresOp,
+    TakeOp,
+)
+from planaria.kernels.cpu.micro import ADD_RESIDUAL, STORE_ACT, STORE_F32
+from planaria.kernels.cpu.pack import Packed, up
+from planaria.kernels.cpu.recorder import Recorder, float_bits
+from planaria.kernels.cpu.tape import Act, Buffer
+from planaria.kernels.ops import Slots
+from planaria.models.config import MoEConfig
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A norm's weight, float32, padded with zeros to 16."""
+
+    values: npt.NDArray[np.float32]
+    length: int
+
+    @property
+    def address(self) -> int:
+        return int(self.values.ctypes.data)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """cos, sin float32 [positions, half]."""
+
+    cos: npt.NDArray[np.float32]
+    sin: npt.NDArray[np.float32]
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Of an operation that rotates."""
+        return {"cos": self.cos.ctypes.data, "sin": self.sin.ctypes.data, "half": self.cos.shape[1]}
+
+
+class RecordedOps:
+    """See `planaria.kernels.ops.Operations`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.spread = recorder, recorder.lanes is not None
+        self.batch, self.target = recorder.batch, recorder.target
+
+    def embed(self, table: Packed, vocab: range | None = None) -> Act:
+        whole = self.recorder.tp.size == 1 or vocab is None
+        out = self.recorder.new(layout.ROWS_TOKENS, table.columns, "float32")
+        self.recorder.own(table)
+        self.recorder.add(
+            EmbedOp, kind=table.kind, w=table.address, stride=table.stride, scales=table.scales, length=table.length,
+            out=out.buffer, ldo=out.ld, tokens=self.batch.tokens.ctypes.data, rows=table.rows,
+            first=0 if whole or vocab is None else vocab.start, partial=int(not whole),
+        )  # fmt: skip
+        return out if whole else self.recorder.reduce(out, out)
+
+    def hidden(self, columns: int) -> Act:
+        array = self.batch.make_hidden(columns)
+        return self.recorder.outside(array.view(np.uint8), layout.ROWS_TOKENS, columns, int(array.strides[0]))
+
+    def rms_norm(self, x: Act, weight: Vector, eps: float) -> Act:
+        narrow = x.dtype != "float32"
+        if narrow:
+            self.recorder.expect(x, "rms_norm")
+            self.recorder.wants(layout.BIG + 4 * up(x.columns, 16))
+        if weight.length != x.columns:
+            raise ValueError(f"rms_norm: a weight of {weight.length} for {x.columns} columns")
+        out = self.recorder.new(x.rows, x.columns)
+        self.recorder.own(weight)
+        self.recorder.add(
+            NormOp, x=x.buffer, ldx=x.ld, weight=weight.address, out=out.buffer, ldo=out.ld,
+            padded=up(x.columns, 16), count=x.columns, eps=float_bits(eps), rows=x.rows, narrow=int(narrow),
+        )  # fmt: skip
+        return out
+
+    def linear(self, x: Act, weight: Packed, residual: Act | None = None, *, reduce: bool = False) -> Act:
+        """x W^T + bias; added to `residual` in float32, unrounded, where one is given."""
+        if residual is None:
+            return self._linear(x, weight, self.recorder.new(x.rows, weight.rows), STORE_ACT)
+        self.recorder.expect(residual, "the residual of linear", "float32")
+        if residual.columns != weight.rows or residual.rows != x.rows:
+            raise ValueError(f"linear: a residual of {residual.columns} columns for {weight.rows} outputs")
+        if not reduce or self.recorder.tp.size == 1:
+            return self._linear(x, weight, residual, ADD_RESIDUAL)
+        return self.recorder.reduce(self.scores(x, weight), residual)
+
+    def scores(self, x: Act, weight: Packed) -> Act:
+        return self._linear(x, weight, self.recorder.new(x.rows, weight.rows, "float32"), STORE_F32)
+
+    def logits(self, x: Act, weight: Packed, vocab: range | None = None, size: int | None = None) -> Act:
+        if self.recorder.tp.size == 1 or vocab is None or size is None:
+            return self.scores(x, weight)
+        part, whole = self.recorder.gathered(x.rows, vocab, size)
+        return self.recorder.gather(self._linear(x, weight, part, STORE_F32), whole, vocab)
+
+    def _linear(self, x: Act, w: Packed, out: Act, mode: int) -> Act:
+        self.recorder.expect(x, "linear")
+        if x.columns != w.columns:
+            raise ValueError(f"linear: {x.columns} columns into a weight with K = {w.columns}")
+        self.recorder.wants_product(w, self.batch.max_tokens)
+        self.recorder.add(
+            LinearOp, kind=w.kind, w=w.address, stride=w.stride, scales=w.scales, length=w.length, x=x.buffer,
+            ldx=x.ld, out=out.buffer, ldo=out.ld, mode=mode, bias=w.bias.ctypes.data, rows=x.rows, half=0,
+            temp=self.recorder.tile_bytes(w), panels=w.panels, attend=0,
+        )  # fmt: skip
+        return out
+
+    def rope_store(
+        self, qkv: Act, kv: PagedKV, rope: Rope, num_heads: int, num_kv_heads: int, head_dim: int,
+        q_norm: Vector | None = None, k_norm: Vector | None = None, eps: float = 0.0,
+    ) -> Act:  # fmt: skip
+        self.recorder.expect(qkv, "rope_store")
+        kv.check(num_heads, num_kv_heads, head_dim)
+        if qkv.columns != (num_heads + 2 * num_kv_heads) * head_dim:
+            raise ValueError(
+                f"rope_store: {qkv.columns} columns for {num_heads} + 2 * {num_kv_heads} heads of {head_dim}"
+            )
+        if 2 * rope.cos.shape[1] > head_dim:
+            raise ValueError(f"rope_store: {2 * rope.cos.shape[1]} rotated elements in a head of {head_dim}")
+        out = self.recorder.new(qkv.rows, num_heads * head_dim)
+        self.recorder.own(kv, rope, q_norm, k_norm)
+        self.recorder.add(
+            RopeOp, x=qkv.buffer, ldx=qkv.ld, out=out.buffer, ldo=out.ld, cache=kv.memory.address,
+            block_bytes=kv.block_bytes, key_bytes=kv.block_bytes // 2, block_size=kv.block_size, heads=num_heads,
+            kv_heads=num_kv_heads, dim=head_dim, q_norm=q_norm.address if q_norm else 0,
+            k_norm=k_norm.address if k_norm else 0, eps=float_bits(eps), slots=self.batch.slots.ctypes.data,
+            positions=self.batch.positions.ctypes.data, **rope.fields,
+        )  # fmt: skip
+        return out
+
+    def attend(
+        self, q: Act, kv: PagedKV, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
+        window: int | None = None,
+    ) -> Act:  # fmt: skip
+        self.recorder.expect(q, "attend")
+        kv.check(num_heads, num_kv_heads, head_dim)
+        both = 2 * 16 * head_dim * self.target.item  # of keys and of values
+        return self._attend(
+            q, kv, self.recorder.new(q.rows, q.columns), heads=num_heads, groups=num_kv_heads, dim=head_dim,
+            value_dim=head_dim, scale=scale, window=window, chunk_bytes=both, group_bytes=kv.block_size // 16 * both,
+        )  # fmt: skip
+
+    def mla_attend(self, q: Act, kv: PagedLatents, num_heads: int, rank: int, scale: float) -> Act:
+        self.recorder.expect(q, "mla_attend")
+        if q.columns != num_heads * kv.width or rank > kv.width:
+            raise ValueError(f"mla_attend: {q.columns} columns of {num_heads} heads for a cache of {kv.width}")
+        # All heads read the same rows. They are cut into groups, so that one sequence alone keeps all threads busy.
+        return self._attend(
+            q, kv, self.recorder.new(q.rows, num_heads * rank), heads=num_heads,
+            groups=mla_rows.groups(num_heads, self.recorder.most), dim=kv.width, value_dim=rank, scale=scale,
+            window=None, chunk_bytes=16 * kv.width * self.target.item, group_bytes=0,
+        )  # fmt: skip
+
+    def _attend(
+        self, q: Act, kv: PagedKV | PagedLatents, out: Act, *, heads: int, groups: int, dim: int, value_dim: int,
+        scale: float, window: int | None, chunk_bytes: int, group_bytes: int,
+    ) -> Act:  # fmt: skip
+        """Attention of `groups` groups of heads. chunk_bytes: of a chunk of 16 tokens of a group, up to the next;
+        group_bytes: from the chunks of one group to those of the next, 0 where they read the same, whose first columns
+        are the values."""
+        batch, item = self.batch, self.target.item
+        rows = max(layout.QUERY_ROWS, heads // groups)
+        self.recorder.wants(layout.BIG + rows * (dim * item + value_dim * 4 + layout.KEY_TILE * (item + 4)))
+        self.recorder.own(kv)
+        self.recorder.add(
+            AttendOp, q=q.buffer, ldq=q.ld, out=out.buffer, ldo=out.ld, cache=kv.memory.address,
+            block_bytes=kv.block_bytes, chunk_bytes=chunk_bytes, block_size=kv.block_size, heads=heads, groups=groups,
+            dim=dim, scale=float_bits(scale), window=window or 0, seq_start=batch.seq_start.ctypes.data,
+            seq_len=batch.seq_len.ctypes.data, seq_row=batch.seq_row.ctypes.data,
+            table=batch.block_table.ctypes.data, ld_table=batch.block_table.strides[0], group_bytes=group_bytes,
+            value_dim=value_dim, keys_are_values=int(group_bytes == 0),
+        )  # fmt: skip
+        return out
+
+    def by_head(self, x: Act, weight: Packed, num_heads: int, rope: Rope | None = None) -> Act:
+        """The weight is not quantised; its K and N / num_heads are multiples of 16."""
+        self.recorder.own(rope)
+        tables = {"cos": 0, "sin": 0, "half": 0} if rope is None else rope.fields
+        return mla_rows.by_head(self.recorder, x, weight, num_heads, tables)
+
+    def mla_store(self, x: Act, kv: PagedLatents, norm: Vector, eps: float, rope: Rope) -> None:
+        self.recorder.own(norm, rope)
+        mla_rows.store(self.recorder, x, kv, (norm.address, norm.length), eps, rope.fields)
+
+    def silu_mul(self, gate_up: Act) -> Act:
+        self.recorder.expect(gate_up, "silu_mul")
+        if gate_up.columns % 2:
+            raise ValueError(f"silu_mul: {gate_up.columns} columns are not two halves")
+        half = gate_up.columns // 2
+        out = self.recorder.new(gate_up.rows, half)
+        self.recorder.add(
+            SiluOp, x=gate_up.buffer, ldx=gate_up.ld, out=out.buffer, ldo=out.ld, half=half, padded=up(half, 16),
+            rows=gate_up.rows,
+        )  # fmt: skip
+        return out
+
+    def wide_norm(
+        self, qkv: Act, widths: tuple[int, int], whole: tuple[int, int], q_norm: Vector, k_norm: Vector, eps: float, *,
+        counts_keys: bool = True,
+    ) -> Act:  # fmt: skip
+        """In place."""
+        self.recorder.expect(qkv, "wide_norm")
+        q, k = widths
+        if q % 16 or k % 16:
+            raise ValueError(f"wide_norm: {q} and {k} columns are not multiples of 16")
+        self.recorder.own(q_norm, k_norm)
+        sums = self.recorder.new(qkv.rows, 2, "float32")
+        row: dict[str, int | Buffer] = {
+            "x": qkv.buffer, "ldx": qkv.ld, "first": q, "second": q * self.target.item, "rows": qkv.rows,
+        }  # fmt: skip
+        self.recorder.add(SquaresOp, out=sums.buffer, ldo=sums.ld, last=k if counts_keys else 0, **row)
+        if self.recorder.tp.size > 1:
+            self.recorder.reduce(sums, sums)
+        self.recorder.add(
+            RescaleOp, sums=sums.buffer, lds=sums.ld, last=k, whole_first=whole[0], whole_last=whole[1],
+            first_weight=q_norm.address, last_weight=k_norm.address, eps=float_bits(eps), **row,
+        )  # fmt: skip
+        return qkv
+
+    def gate_rows(self, x: Act, logit: Act) -> Act:
+        self.recorder.expect(x, "gate_rows")
+        self.recorder.expect(logit, "the gate of gate_rows", "float32")
+        out = self.recorder.new(x.rows, x.columns)
+        self.recorder.add(
+            GateOp, x=x.buffer, ldx=x.ld, logits=logit.buffer, ldl=logit.ld, out=out.buffer, ldo=out.ld,
+            padded=up(x.columns, 16), rows=x.rows,
+        )  # fmt: skip
+        return out
+
+    def route(
+        self, logits: Act, rule: MoEConfig, slots: Slots, correction: Vector | None = None
+    ) -> mixture.RoutingBuffers:  # fmt: skip
+        self.recorder.own(correction)
+        return mixture.route(self.recorder, logits, rule, slots, correction.address if correction else 0)
+
+    def experts(
+        self, x: Act, routing: mixture.RoutingBuffers, weights: mixture.ExpertTable, slots: Slots,
+        residual: Act | None = None, *, reduce: bool = False,
+    ) -> Act:  # fmt: skip
+        return mixture.experts(self.recorder, x, routing, weights, slots.held, residual, reduce)
+
+    def dispatch(self, x: Act, routing: mixture.RoutingBuffers) -> tuple[Act, mixture.RoutingBuffers]:
+        return mixture.dispatch(self.recorder, x, routing)
+
+    def combine(self, y: Act, residual: Act) -> Act:
+        return mixture.combine(self.recorder, y, residual)
+
+    def take(self, x: Act) -> Act:
+        if x.rows != layout.ROWS_TOKENS:
+            raise ValueError("take: these rows were taken already")
+        out = self.recorder.new(layout.ROWS_SAMPLES, x.columns, x.dtype)
+        index = self.batch.sample_index.ctypes.data
+        self.recorder.add(TakeOp, x=x.buffer, ld=x.ld, out=out.buffer, index=index)
+        return out

@@ -1,0 +1,135 @@
+"""What a recording is made with: a tape, its buffers, the scratch memory that its operations want."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, cast
+
+import numpy.typing as npt
+
+from planaria.kernels.cpu import exchange, layout
+from planaria.kernels.cpu.fields import MeetOp, Operation, ReduceOp
+from planaria.kernels.cpu.micro import DENSE
+from planaria.kernels.cpu.pack import Packed, up
+from planaria.kernels.cpu.tape import Act, Between, Buffer, Tape, buffer
+from planaria.kernels.cpu.target import Target
+from planaria.kernels.ops import Batch
+from planaria.mesh.all2all import All2All
+from planaria.mesh.comm import Comm, NativeComm
+
+
+class Recorder:
+    """One forward pass while it is recorded. tp, lanes: the ranks that have the other parts, and the way to those of
+    other lanes. most: threads that the recording must have scratch memory for."""
+
+    def __init__(self, batch: Batch, target: Target, tp: Comm, lanes: All2All | None, most: int) -> None:
+        self.batch, self.target, self.tp, self.lanes, self.most = batch, target, tp, lanes, most
+        self.native_tp = cast(NativeComm, tp) if tp.port else None
+        self.tape = Tape()
+        self.owners: list[object] = [batch]  # what the tape names by address
+        self.external: dict[int, npt.NDArray[Any]] = {}  # memory of buffers that are not the recording's, by address
+        self.scratch, self.shared = layout.BIG, 0  # bytes: of a thread, of all
+        self.open = True
+
+    def check(self) -> None:
+        """Raises RuntimeError when the recording has ended."""
+        if not self.open:
+            raise RuntimeError("an operation was called outside compile(); pass the forward function to it")
+
+    def add(self, op: type[Operation], **fields: int | Buffer) -> None:
+        self.check()
+        self.tape.add(op, **fields)
+
+    def cut(self, buffers: list[Buffer], between: Between) -> None:
+        self.check()
+        self.tape.cut(buffers, between)
+
+    def own(self, *things: object) -> None:
+        """Keep them as long as the recording."""
+        self.owners += things
+
+    def wants(self, scratch: int, shared: int = 0) -> None:
+        """Bytes of scratch memory of each thread, and of what all share."""
+        self.scratch, self.shared = max(self.scratch, scratch), max(self.shared, shared)
+
+    def rows(self, kind: int) -> int:
+        """How many there can be of a kind of rows."""
+        if kind == layout.ROWS_ALL:
+            assert self.lanes is not None
+            return self.batch.max_tokens * self.lanes.lanes
+        return self.batch.max_tokens if kind == layout.ROWS_TOKENS else self.batch.max_samples
+
+    def new(self, rows: int, columns: int, dtype: str | None = None) -> Act:
+        """An activation; dtype: default the kernels' own."""
+        self.check()
+        dtype = dtype or self.target.dtype
+        ld = up(columns, 16) * (4 if dtype == "float32" else 2)
+        return Act(buffer(self.rows(rows), ld), rows, columns, ld, dtype)
+
+    def outside(self, memory: npt.NDArray[Any], rows: int, columns: int, ld: int, first: int = 0) -> Act:
+        """A float32 activation in memory of others, `first` bytes into it."""
+        address = int(memory.ctypes.data)
+        self.external[address] = memory
+        return Act(Buffer(memory.nbytes, address=address + first), rows, columns, ld, "float32")
+
+    def expect(self, x: Act, what: str, dtype: str | None = None) -> None:
+        """Raises ValueError unless x is of a dtype, default the kernels' own."""
+        dtype = dtype or self.target.dtype
+        if x.dtype != dtype:
+            raise ValueError(f"{what}: {x.dtype} where {dtype} is wanted")
+
+    def reduce(self, part: Act, target: Act) -> Act:
+        """The sum of the ranks' parts, added to the target; where the part is the target, in its place."""
+        if self.native_tp is None:
+            self.cut([part.buffer, target.buffer], exchange.reducing(self.tp, part, target, self.batch.counts))
+        else:
+            self.add(
+                ReduceOp, port=self.tp.port, part=part.buffer, target=target.buffer, ld=part.ld, rows=part.rows,
+                add=int(part is not target),
+            )  # fmt: skip
+        return target
+
+    def gathered(self, rows: int, vocab: range, size: int) -> tuple[Act, Act]:
+        """Float32 columns `vocab` of `size`, for this rank's part, and the whole. What is between them is recorded by
+        `gather`."""
+        if vocab.start % 16:
+            raise ValueError(f"logits from token {vocab.start}, which is no multiple of 16")
+        if self.native_tp is None:
+            return self.new(rows, len(vocab), "float32"), self.new(rows, size, "float32")
+        # Each rank writes its columns of one array that all see. The reductions of the next step keep it as it is
+        # until rank 0, which takes part in them, is done with it.
+        ld = up(size, 16) * 4
+        memory = self.native_tp.window(self.rows(rows) * ld)
+        return (
+            self.outside(memory, rows, len(vocab), ld, 4 * vocab.start), self.outside(memory, rows, size, ld)
+        )  # fmt: skip
+
+    def gather(self, part: Act, whole: Act, vocab: range) -> Act:
+        """The whole, once all ranks have written their parts."""
+        if self.native_tp is None:
+            self.cut([part.buffer, whole.buffer], exchange.gathering(self.tp, part, whole, vocab, self.batch.counts))
+        else:
+            self.add(MeetOp, port=self.tp.port)
+        return whole
+
+    def product_bytes(self, w: Packed) -> int:
+        """Of a thread's scratch memory: its tiles, those of a fused activation, its rows if they are widened."""
+        fused = 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * self.target.item
+        rows = layout.ROW_BLOCK * w.length * 8 if self.target.widens and w.kind == DENSE else 0
+        return self.tile_bytes(w) + fused + rows
+
+    def tile_bytes(self, w: Packed) -> int:
+        """Scratch memory of a product's tiles, before that of a fused activation."""
+        if w.kind == DENSE:
+            return up(layout.BIG, 64)
+        return up(layout.FETCH + 8 * (layout.WIDE_ROWS // self.target.tile_rows) * w.length, 64)
+
+    def wants_product(self, w: Packed, rows: int) -> None:
+        """Scratch memory of a product with this weight."""
+        self.own(w)
+        self.wants(self.product_bytes(w), rows * w.length * 4 if w.kind != DENSE else 0)
+
+
+def float_bits(value: float) -> int:
+    """float32 bits as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])

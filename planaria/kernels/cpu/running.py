@@ -1,0 +1,89 @@
+"""Runs a recording: its memory, the control words of its pieces, and what Python does between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from planaria.kernels.cpu import layout
+from planaria.kernels.cpu.fields import ROW_WORDS
+from planaria.kernels.cpu.memory import Region
+from planaria.kernels.cpu.pack import up
+from planaria.kernels.cpu.recorder import Recorder
+from planaria.kernels.cpu.tape import Act, Buffer, View
+from planaria.kernels.cpu.team import Team
+
+Piece = tuple[dict[int, int], Callable[[], None] | None]  # control words of a part of the tape, what follows it
+
+
+def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int) -> Callable[[], torch.Tensor]:
+    """See `Ops.compile`. team: those that run it when it is called. zeros: address of ZERO_BYTES of them."""
+    tape, batch, lanes = recorder.tape, recorder.batch, recorder.lanes
+    tape.fuse(result.buffer)
+    memory = Region(max(tape.place(result.buffer), 1))
+    rows = tape.encode(memory)
+    scratch_bytes = up(recorder.scratch, 4096)
+    scratch = Region(scratch_bytes * recorder.most)
+    shared = Region(max(recorder.shared, 1))
+    tickets = Region(max(len(rows), 1) * layout.TICKET_BYTES, huge=False)
+    words = {
+        layout.TAPE: int(rows.ctypes.data), layout.OPS: len(rows), layout.SCRATCH: scratch.address,
+        layout.SCRATCH_BYTES: scratch_bytes, layout.TICKETS: tickets.address, layout.SHARED: shared.address,
+        layout.COUNTS: int(batch.counts.ctypes.data), layout.ZEROS: zeros,
+    }  # fmt: skip
+    view = _views(recorder, memory)
+    out = view(result.buffer, result.ld, result.rows, result.dtype)[:, : result.columns]
+    pieces = _pieces(recorder, words, view)
+    owners = (memory, scratch, shared, tickets, rows, recorder.external, *recorder.owners)
+    counts, native_tp = batch.counts, recorder.native_tp
+
+    def run() -> torch.Tensor:
+        tokens, sequences, samples, _ = counts.tolist()
+        if tokens > batch.max_tokens or sequences > batch.max_seqs or samples > batch.max_samples:
+            raise ValueError(
+                f"a step of {tokens} tokens, {sequences} sequences, {samples} samples; this recording takes "
+                f"{batch.max_tokens}, {batch.max_seqs}, {batch.max_samples}"
+            )
+        if lanes is not None:
+            counts[layout.ROWS_ALL] = lanes.begin(tokens)
+        for part, after in pieces:
+            team().run(part, owners)
+            if after is not None:
+                after()
+        if native_tp is not None:
+            native_tp.check()
+        return out[: samples if result.rows == layout.ROWS_SAMPLES else tokens]
+
+    return run
+
+
+def _views(recorder: Recorder, memory: Region) -> View:
+    external, most = recorder.external, recorder.rows
+
+    def view(buffer: Buffer, ld: int, rows: int, dtype: str = "float32") -> torch.Tensor:
+        kind, item = (np.float32, 4) if dtype == "float32" else (np.int16, 2)
+        if buffer.address:
+            array = external[buffer.address].reshape(-1)[: most(rows) * ld].view(kind).reshape(most(rows), ld // item)
+        else:
+            array = memory.array(buffer.offset, kind, (most(rows), ld // item))
+        values = torch.from_numpy(array)
+        return values.view(torch.bfloat16) if dtype == "bfloat16" else values
+
+    return view
+
+
+def _pieces(recorder: Recorder, words: dict[int, int], view: View) -> list[Piece]:
+    """The recording in one piece, or cut where Python must reach the other ranks."""
+    rows, pieces, start = recorder.tape.rows, list[Piece](), 0
+    for end, row in enumerate([*rows, None]):
+        if row is not None and row.between is None:
+            continue
+        place = {
+            layout.TAPE: words[layout.TAPE] + start * ROW_WORDS * 8, layout.OPS: end - start,
+            layout.TICKETS: words[layout.TICKETS] + start * layout.TICKET_BYTES,
+        }  # fmt: skip
+        pieces.append((words | place, row.between(view) if row is not None and row.between is not None else None))
+        start = end + 1
+    return pieces
