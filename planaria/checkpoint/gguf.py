@@ -19,11 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from planaria.checkpoint.cache import cached_folder, recall, remember
+from planaria.cache import cached_folder, keep_file, kept_file
 from planaria.checkpoint.gguf_convert import convert_config, convert_generation_config, convert_tensors
 from planaria.checkpoint.gguf_file import GGUFHeader, read_header
 from planaria.checkpoint.gguf_tokenizer import convert_tokenizer, convert_tokenizer_config
 from planaria.checkpoint.spec import Checkpoint
+from planaria.env import cache_dir
 from planaria.errors import ModelError
 
 CHECKPOINT = "checkpoint.json"
@@ -47,10 +48,11 @@ def read_gguf(name: str, path: Path) -> Checkpoint:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, struct.error) as e:
             raise ModelError(f"{parts[0]}: damaged GGUF metadata ({e!r}); get the file again") from None
 
-    key = recall("gguf-seen", memo)
-    if key is None or not re.fullmatch("[0-9a-f]{64}", key):
+    seen = cache_dir() / "gguf-seen" / memo
+    key = kept_file(seen).decode()
+    if not key:
         key = _content(parts, read())
-        remember("gguf-seen", memo, key)
+        keep_file(seen, key.encode())
     folder = cached_folder("gguf", key, fill)
     try:
         kept = _kept(folder)

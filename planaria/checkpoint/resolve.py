@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from planaria.checkpoint.cache import kept_folder
+from planaria.cache import kept_folder
 from planaria.checkpoint.folder import read_folder, read_json
 from planaria.checkpoint.gguf import read_gguf, split_parts
 from planaria.checkpoint.spec import Checkpoint, TensorInfo

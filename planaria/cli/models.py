@@ -13,8 +13,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from planaria.cache import cached_folder
 from planaria.checkpoint import resolve_checkpoint
-from planaria.checkpoint.cache import cached_folder
 from planaria.checkpoint.resolve import ALIASES, PACKAGES, packaged_file
 from planaria.cli.look import console as said
 from planaria.errors import ModelError

@@ -1,19 +1,12 @@
-"""Compiles the sampler's kernels, once, keeps the object code, and calls it.
-
-Numba is only needed where the cache is empty: loading what is there takes milliseconds and little memory. The cache
-is one file, named by a hash of the kernels' sources, the compiler's versions and the CPU; it is written beside and
-renamed, so that a reader sees all of it or none, and begins with a checksum, for damaged code would end the process.
-Where nothing can be written, nothing is kept.
+"""Compiles the sampler's kernels, once, and calls them. Numba is only needed where the cache is empty: loading what is
+there (objects.py) takes milliseconds and little memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from importlib.metadata import version
@@ -22,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from planaria import cache, env
+from planaria.kernels.objects import Machine, ensure, object_file
 
 BLOCK = 128  # logits that are looked at, or not, together
 GRAIN = 16  # buckets per power of two
@@ -61,16 +57,11 @@ class Scratch:
         self.addresses = self.tops + [a.ctypes.data for a in arrays]
 
 
-class Library:
+class SamplingKernels:
     """The compiled functions, for contiguous logits in main memory [S, size]. They run without the interpreter lock."""
 
     def __init__(self, code: bytes) -> None:
-        binding, machine = _machine()
-        empty = binding.parse_assembly("")
-        empty.triple = machine.triple
-        self._engine = binding.create_mcjit_compiler(empty, machine)
-        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
+        self._engine = Machine().load(code)
         number: dict[str, type[Any]] = {"n": ctypes.c_int64, "x": ctypes.c_float}
         self._functions: dict[str, Callable[..., None]] = {}
         for name, kinds in ENTRIES.items():
@@ -109,61 +100,27 @@ class Library:
 
 
 _lock = threading.Lock()
-_loaded: dict[Path, Library] = {}
+_loaded: dict[Path, SamplingKernels] = {}
 
 
-def load(cache_dir: Path | None = None, *, aside: bool = False) -> Library:
+def load(cache_dir: Path | None = None, *, aside: bool = False) -> SamplingKernels:
     """The library, loaded into this process once. `aside`: when it must be compiled, do it in a process of its own,
     which takes neither this one's interpreter lock nor its memory."""
-    folder = cache_dir or default_cache()
+    folder = cache_dir or env.cache_dir() / "kernels"
     with _lock:
         if folder not in _loaded:
-            if aside and sys.executable and not _read(cache_file(folder)):
+            path = cache_file(folder)
+            if aside and sys.executable and not cache.kept_file(path):
                 command = [sys.executable, "-m", "planaria.kernels.sampling_library", str(folder)]
                 subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-            _loaded[folder] = Library(ensure(folder))
+            _loaded[folder] = SamplingKernels(ensure(path, compile_object))
         return _loaded[folder]
 
 
-def default_cache() -> Path:
-    """Where kernels are kept unless told otherwise."""
-    return Path(os.path.expanduser("~/.cache/planaria"))
-
-
-def _machine() -> tuple[Any, Any]:
-    """llvmlite's binding and a target machine for this CPU."""
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    return binding, binding.Target.from_triple(binding.get_process_triple()).create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3,
-        reloc="default", codemodel="jitdefault", jit=True,
-    )  # fmt: skip
-
-
-def cache_file(cache_dir: Path) -> Path:
+def cache_file(folder: Path) -> Path:
     """Where the object code for these sources, this compiler and this CPU is or would be."""
-    binding, _ = _machine()
-    digest = hashlib.sha256()
-    for name in ("sampling_library", "cpu_sampling"):
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
-    for fact in (
-        version("llvmlite"), version("numba"), binding.get_process_triple(), binding.get_host_cpu_name(),
-        binding.get_host_cpu_features().flatten(),
-    ):  # fmt: skip
-        digest.update(fact.encode() + b"\0")
-    return cache_dir / f"sampling-{digest.hexdigest()[:24]}.o"
-
-
-def ensure(cache_dir: Path) -> bytes:
-    """The object code, from the cache or compiled and put there."""
-    path = cache_file(cache_dir)
-    data = _read(path)
-    if not data:
-        data = compile_object()
-        _write(path, data)
-    return data
+    sources = [Path(__file__).parent / f"{name}.py" for name in ("sampling_library", "cpu_sampling")]
+    return object_file(folder, "sampling", sources, (version("numba"), *Machine().facts))
 
 
 def compile_object() -> bytes:
@@ -176,12 +133,11 @@ def compile_object() -> bytes:
     pointees = {"f": types.float32, "d": types.float64, "i": types.int32, "q": types.int64, "Q": types.uint64}
     pointer: Any = types.CPointer
     kinds |= {letter: pointer(pointee) for letter, pointee in pointees.items()}
-    binding, machine = _machine()
-    module = None
+    machine, module = Machine(), None
     for name, arguments in ENTRIES.items():
         signature = types.void(*[kinds[kind] for kind in arguments.split()])
         compiled = cfunc(signature, error_model="numpy")(cpu_sampling.FUNCTIONS[name])
-        part = binding.parse_assembly(compiled.inspect_llvm().replace(compiled.native_name, f"planaria_{name}"))
+        part = machine.binding.parse_assembly(compiled.inspect_llvm().replace(compiled.native_name, f"planaria_{name}"))
         if module is None:
             module = part
         else:
@@ -190,37 +146,12 @@ def compile_object() -> bytes:
     for function in module.functions:  # alone with their callers, functions turn out to raise nothing
         if not function.is_declaration and not function.name.startswith("planaria_"):
             function.linkage = "internal"
-    module.verify()
-    builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
-    builder.getModulePassManager().run(module, builder)
+    code = machine.emit(module)
     missing = [f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")]
     if missing:  # loading would end the process
         raise RuntimeError(f"the sampling kernels need {', '.join(missing)} from outside")
-    return bytes(machine.emit_object(module))
-
-
-def _read(path: Path) -> bytes:
-    """What `_write` wrote; empty when it isn't there or damaged."""
-    try:
-        kept = path.read_bytes()
-    except OSError:
-        return b""
-    return kept[32:] if hashlib.sha256(kept[32:]).digest() == kept[:32] else b""
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".sampling-")
-    except OSError:
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(data).digest() + data)
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
+    return code
 
 
 if __name__ == "__main__":
-    ensure(Path(sys.argv[1]))
+    ensure(cache_file(Path(sys.argv[1])), compile_object)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planaria.kernels.sampling_library import BANNED, BROKEN, Library, Scratch, load
+from planaria.kernels.sampling_library import BANNED, BROKEN, SamplingKernels, Scratch, load
 from planaria.protocol import Fresh
 from planaria.types import TokenLogprobs
 from planaria.worker import sampling
@@ -314,7 +314,7 @@ class _Kernels:
     `tables`: scales, top_k, top_p, limits, seeds and positions by row, as `sample_lines` reads them.
     """
 
-    def __init__(self, vocab_size: int, threads: int, library: Library, tables: list[npt.NDArray[Any]]) -> None:
+    def __init__(self, vocab_size: int, threads: int, library: SamplingKernels, tables: list[npt.NDArray[Any]]) -> None:
         self._library = library
         self._scratch = [Scratch(vocab_size) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None

@@ -589,7 +589,7 @@ def entry(p: int, n: int) -> None:
 def test_the_compiler_agrees_with_python() -> None:
     from llvmlite import binding
 
-    build._initialise()
+    build.initialise()
     module = Module(PROGRAM, {"TEN": 10, "Numbered": Numbered}, {}, "entry", "small")
     parsed = binding.parse_assembly(module.text())
     parsed.verify()

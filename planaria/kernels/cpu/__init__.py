@@ -1,8 +1,9 @@
 """The CPU back end: `CpuOps` records a model's forward pass as a tape; native kernels on a team of threads run it.
 
-ops.py and tape.py record · program.py runs the tape (integer Python, compiled by compiler.py) · micro.py and
-vector.py are its kernels (LLVM IR, written through emit.py) · build.py compiles and caches them · team.py owns the
-threads · pack.py and memory.py own the weights.
+ops.py and recorded.py record, with what recorder.py and tape.py keep · fields.py declares the operations of a tape ·
+program.py runs one (integer Python, compiled by compiler.py) · micro.py and vector.py are its kernels (LLVM IR, written
+through emit.py) · build.py compiles and loads them · running.py and team.py run recordings, on threads · pack.py,
+caches.py and memory.py own weights and caches.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["CpuOps"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `warm` compiles kernels without torch."""
+    """Import on first use: kernels are compiled without torch."""
     if name == "CpuOps":
         from planaria.kernels.cpu.ops import CpuOps
 

@@ -1,23 +1,20 @@
-"""Compiles the kernels with LLVM (llvmlite, which Numba brings), once, and keeps the object code.
-
-The cache is one file per flavour, named by a hash of these sources, the compiler's versions and the CPU. It is
-written beside and renamed, so a reader sees all of it or none. Where nothing can be written, nothing is kept.
+"""Compiles the kernels and the interpreter of a tape for a target, once, and loads them. The object code is kept
+(objects.py) under a hash of these sources, the compiler's versions and the CPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import tempfile
 import threading
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from planaria import env
+from planaria.kernels import objects
 from planaria.kernels.cpu.target import ISAS, Target
+from planaria.kernels.objects import Machine, initialise, object_file
 
 PROGRAM = ("collective", "threads", "products", "grouped", "mla", "program")  # the interpreter, in reading order
 SOURCES = (
@@ -25,64 +22,26 @@ SOURCES = (
     "target", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
-DIGEST = 32  # bytes of the checksum in front of a kept object
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
 _lock = threading.Lock()
 _loaded: dict[Target, tuple[Entry, Any]] = {}
 
 
-def default_cache() -> Path:
-    """Where kernels are kept unless told otherwise."""
-    return Path(os.path.expanduser("~/.cache/planaria"))
-
-
-def _initialise() -> Any:
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    return binding
-
-
-def _c_function(name: str) -> int:
-    """Address of a function of the C library."""
-    return int(ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0)
-
-
 def host_isa() -> str:
     """The highest of ISAS that this CPU and operating system offer."""
-    has = _initialise().get_host_cpu_features()
+    has = initialise().get_host_cpu_features()
     wide = all(has.get(name) for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq"))
     if wide and has.get("avx512bf16"):
         return "avx512_bf16"
     return "avx512" if wide else "generic"
 
 
-def _machine(target: Target) -> tuple[Any, str]:
-    """An LLVM target machine, and what identifies it."""
-    binding = _initialise()
-    cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
-    if target.isa != host_isa() and cpu and "x86" in binding.get_process_triple():
-        cpu, features = {"avx512": "x86-64-v4", "generic": "x86-64-v3"}[target.isa], ""
-    machine = binding.Target.from_triple(binding.get_process_triple()).create_target_machine(
-        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
-    )
-    return machine, f"{cpu} {features}"
-
-
-def key(target: Target) -> str:
-    """Hash of all that the object code depends on."""
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
-    digest.update(version("llvmlite").encode())
-    digest.update(f"{target} {_machine(target)[1]}".encode())
-    return digest.hexdigest()[:24]
-
-
-def cache_file(target: Target, folder: Path) -> Path:
-    return folder / f"kernels-{key(target)}.o"
+def _machine(target: Target) -> Machine:
+    cpu = ""
+    if target.isa != host_isa() and "x86" in initialise().get_process_triple():
+        cpu = {"avx512": "x86-64-v4", "generic": "x86-64-v3"}[target.isa]
+    return Machine(cpu)
 
 
 def _program() -> str:
@@ -111,59 +70,24 @@ def compile_object(target: Target) -> bytes:
     from planaria.kernels.cpu.mla_values import mla_module
     from planaria.kernels.cpu.vector import vector_module
 
-    binding = _initialise()
-    machine, _ = _machine(target)
+    machine = _machine(target)
     parts = [matrix_module(target), vector_module(target), expert_module(target), mla_module(target), _program()]
-    text = "\n".join([DECLARATIONS, *parts])
-    module = binding.parse_assembly(text)
-    module.triple, module.data_layout = binding.get_process_triple(), str(machine.target_data)
-    module.verify()
-    builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
-    builder.getModulePassManager().run(module, builder)
-    return bytes(machine.emit_object(module))
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".kernels-")
-    except OSError:
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
+    return machine.emit(machine.binding.parse_assembly("\n".join([DECLARATIONS, *parts])))
 
 
 def ensure(target: Target, cache_dir: Path | None = None) -> bytes:
     """The object code, from the cache or compiled and put there."""
-    path = cache_file(target, cache_dir or default_cache())
-    try:
-        kept = path.read_bytes()
-    except OSError:
-        kept = b""
-    seal, data = kept[:DIGEST], kept[DIGEST:]
-    if not data or hashlib.sha256(data).digest() != seal:  # none, or damaged: machine code is not run on trust
-        data = compile_object(target)
-        _write(path, hashlib.sha256(data).digest() + data)
-    return data
+    sources = [Path(__file__).parent / f"{name}.py" for name in SOURCES]
+    facts = (str(target), *_machine(target).facts)
+    path = object_file(cache_dir or env.cache_dir() / "kernels", "kernels", sources, facts)
+    return objects.ensure(path, lambda: compile_object(target))
 
 
 def load(target: Target, cache_dir: Path | None = None) -> Entry:
     """The entry of the interpreter for a target, loaded into this process once."""
     with _lock:
         if target not in _loaded:
-            binding = _initialise()
-            data = ensure(target, cache_dir)
-            for name in EXTERNAL:
-                binding.add_symbol(name, _c_function(name))
-            empty = binding.parse_assembly("")
-            empty.triple = binding.get_process_triple()
-            engine = binding.create_mcjit_compiler(empty, _machine(target)[0])
-            engine.add_object_file(binding.ObjectFileRef.from_data(data))
-            engine.finalize_object()
+            engine = _machine(target).load(ensure(target, cache_dir), EXTERNAL)
             address = engine.get_function_address("planaria_run")
             entry = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(address)
             _loaded[target] = entry, engine

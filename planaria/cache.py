@@ -1,12 +1,13 @@
-"""Folders of converted files, kept by content. A folder appears complete, by one rename, or not at all.
+"""What was converted or compiled, kept in files and folders named by content. Each appears complete, by one rename, or
+not at all, and what was damaged afterwards (a file's checksum, a folder's manifest doesn't agree) is made again.
 
-Two processes may fill the same key at once: the first rename wins and the other's work is thrown away. A folder
-that was damaged afterwards (its manifest doesn't agree) is replaced.
+Two processes may fill the same key at once: of folders the first rename wins and the other's work is thrown away.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from planaria import env
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+SEAL_BYTES = 32  # of the checksum in front of a kept file's data
 
 
 def cached_folder(kind: str, key: str, fill: Callable[[Path], None]) -> Path:
@@ -65,25 +67,30 @@ def kept_folder(kind: str, key: str) -> Path | None:
     return folder if _whole(folder) else None
 
 
-def recall(kind: str, key: str) -> str | None:
-    """The text remembered under a key, or None."""
+def kept_file(path: Path) -> bytes:
+    """What `keep_file` put there; empty when there is nothing, or it is damaged."""
     try:
-        return (env.cache_dir() / kind / key).read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
+        sealed = path.read_bytes()
+    except OSError:
+        return b""
+    seal, data = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
+    return data if hashlib.sha256(data).digest() == seal else b""
 
 
-def remember(kind: str, key: str, text: str) -> None:
-    """Keep a text under a key. Best effort: where the cache can't be written nothing is kept."""
-    folder = env.cache_dir() / kind
+def keep_file(path: Path, data: bytes) -> None:
+    """Keep data in a file, which appears complete or not at all. Best effort: where the cache can't be written nothing
+    is kept."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".", dir=folder)
-        with os.fdopen(handle, "w") as f:
-            f.write(text)
-        os.replace(name, folder / key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".", dir=path.parent)
     except OSError:
         return
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(data).digest() + data)
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
 
 
 def _whole(folder: Path) -> bool:

@@ -1,0 +1,81 @@
+"""Object code by LLVM (llvmlite, which Numba brings): compiled once, kept in the cache by its content, loaded.
+
+A file's name has a hash of all that the code depends on, and what is read back is checked: machine code is not run on
+trust.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from planaria import cache
+
+
+def initialise() -> Any:
+    """llvmlite's binding, ready for this machine."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding
+
+
+class Machine:
+    """What code is made for: this host's CPU, or another by LLVM's name. `facts`: what tells it from others."""
+
+    def __init__(self, cpu: str = "", features: str = "") -> None:
+        self.binding = initialise()
+        if not cpu:
+            cpu, features = self.binding.get_host_cpu_name(), self.binding.get_host_cpu_features().flatten()
+        self.triple = self.binding.get_process_triple()
+        self._machine = self.binding.Target.from_triple(self.triple).create_target_machine(
+            cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
+        )
+        self.facts = (version("llvmlite"), self.triple, cpu, features)
+
+    def emit(self, module: Any) -> bytes:
+        """Object code of a parsed module."""
+        module.triple, module.data_layout = self.triple, str(self._machine.target_data)
+        module.verify()
+        builder = self.binding.create_pass_builder(
+            self._machine, self.binding.create_pipeline_tuning_options(speed_level=2)
+        )
+        builder.getModulePassManager().run(module, builder)
+        return bytes(self._machine.emit_object(module))
+
+    def load(self, code: bytes, external: Iterable[str] = ()) -> Any:
+        """An engine with the code in this process, to be asked for addresses and held as long as they are used.
+        external: functions of the C library that it calls."""
+        for name in external:
+            address = ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value
+            self.binding.add_symbol(name, address or 0)
+        empty = self.binding.parse_assembly("")
+        empty.triple = self.triple
+        engine = self.binding.create_mcjit_compiler(empty, self._machine)
+        engine.add_object_file(self.binding.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        return engine
+
+
+def object_file(folder: Path, kind: str, sources: Iterable[Path], facts: Iterable[str]) -> Path:
+    """Where the object code of these sources is or would be."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.read_bytes())
+    for fact in facts:
+        digest.update(fact.encode() + b"\0")
+    return folder / f"{kind}-{digest.hexdigest()[:24]}.o"
+
+
+def ensure(path: Path, compile: Callable[[], bytes]) -> bytes:
+    """The object code, from the cache or compiled and put there."""
+    code = cache.kept_file(path)
+    if not code:
+        code = compile()
+        cache.keep_file(path, code)
+    return code
