@@ -25,7 +25,7 @@ def initialise() -> Any:
     return binding
 
 
-class Machine:
+class CodeMachine:
     """What code is made for: this host's CPU, or another by LLVM's name. `facts`: what tells it from others."""
 
     def __init__(self, cpu: str = "", features: str = "") -> None:

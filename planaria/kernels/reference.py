@@ -41,7 +41,7 @@ class Linear:
 
 
 @dataclass
-class Cache:
+class SlotKV:
     """keys, values [slots, kv_heads, head_dim]; slot = block * block_size + offset."""
 
     keys: Tensor
@@ -50,7 +50,7 @@ class Cache:
 
 
 @dataclass
-class LatentCache:
+class SlotLatents:
     """rows [slots, width], keys of all heads; the first columns are the values."""
 
     rows: Tensor
@@ -58,7 +58,7 @@ class LatentCache:
 
 
 @dataclass
-class Group:
+class SequenceGroup:
     """Sequences with the same number of new tokens: attended together.
 
     rows int64 [B, Q]: their tokens. slots int64 [B, L]: their cache, padded to the longest with the first.
@@ -77,7 +77,7 @@ class Group:
         return seen if window is None else seen & (key > query - window)
 
 
-class Step:
+class StepTensors:
     """One step's inputs on the device: the batch's arrays cut to its counts."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Step:
         self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
         self._lengths = batch.seq_len[:sequences].astype(np.int64)
         self._tables = batch.block_table[batch.seq_row[:sequences]].astype(np.int64)
-        self._groups: dict[int, list[Group]] = {}
+        self._groups: dict[int, list[SequenceGroup]] = {}
         self._masks: dict[tuple[int, int | None], list[Tensor]] = {}
 
     @property
@@ -105,7 +105,7 @@ class Step:
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
-    def groups(self, block_size: int, window: int | None) -> list[tuple[Group, Tensor]]:
+    def groups(self, block_size: int, window: int | None) -> list[tuple[SequenceGroup, Tensor]]:
         """The step's sequences by number of new tokens, with masks. Made once a step, used by all layers."""
         groups = self._groups.get(block_size)
         if groups is None:
@@ -117,7 +117,7 @@ class Step:
             masks = self._masks[block_size, window] = [group.mask(window) for group in groups]
         return list(zip(groups, masks, strict=True))
 
-    def _group(self, members: npt.NDArray[np.bool_], count: int, block_size: int) -> Group:
+    def _group(self, members: npt.NDArray[np.bool_], count: int, block_size: int) -> SequenceGroup:
         lengths, tables = self._lengths[members], self._tables[members]
         key = np.arange(lengths.max())
         slots = tables[:, key // block_size] * block_size + key % block_size
@@ -125,7 +125,7 @@ class Step:
         new = np.arange(count)
         rows = self._starts[:-1][members][:, None] + new
         positions = (lengths - count)[:, None] + new
-        return Group(self._put(rows), self._put(slots), self._put(positions))
+        return SequenceGroup(self._put(rows), self._put(slots), self._put(positions))
 
 
 class TorchOps:
@@ -136,7 +136,7 @@ class TorchOps:
         self.device = torch.device(device)
         self.tp: Comm = tp or Solo()
         self.dtype: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-        self._step: Step | None = None
+        self._step: StepTensors | None = None
         self._triton = self.device.type == "cuda" and triton_experts.available()  # grouped products of experts
         self.lanes: All2All | None = None
         self.spread = False
@@ -145,7 +145,7 @@ class TorchOps:
         self.tp, self.lanes, self.spread = tp, lanes, lanes is not None
 
     @property
-    def step(self) -> Step:
+    def step(self) -> StepTensors:
         if self._step is None:
             raise RuntimeError(
                 "an operation was called outside a step; pass the forward function to compile()"
@@ -164,17 +164,17 @@ class TorchOps:
     def rope_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return self._keep(cos, torch.float32), self._keep(sin, torch.float32)
 
-    def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> Cache:
+    def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> SlotKV:
         shape = (num_blocks * block_size, num_kv_heads, head_dim)
         keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        return Cache(keys, values, block_size)
+        return SlotKV(keys, values, block_size)
 
     def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
 
-    def mla_layer(self, num_blocks: int, block_size: int, width: int) -> LatentCache:
+    def mla_layer(self, num_blocks: int, block_size: int, width: int) -> SlotLatents:
         rows = torch.zeros(num_blocks * block_size, width, dtype=self.dtype, device=self.device)
-        return LatentCache(rows, block_size)
+        return SlotLatents(rows, block_size)
 
     def mla_block_bytes(self, block_size: int, width: int) -> int:
         return block_size * width * self.dtype.itemsize
@@ -212,7 +212,7 @@ class TorchOps:
         return y if residual is None else residual.add_(y)
 
     def rope_store(
-        self, qkv: Tensor, kv: Cache, rope: tuple[Tensor, Tensor],
+        self, qkv: Tensor, kv: SlotKV, rope: tuple[Tensor, Tensor],
         num_heads: int, num_kv_heads: int, head_dim: int,
         q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     ) -> Tensor:  # fmt: skip
@@ -234,7 +234,7 @@ class TorchOps:
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1).to(self.dtype)
 
     def attend(
-        self, q: Tensor, kv: Cache, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
+        self, q: Tensor, kv: SlotKV, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
         window: int | None = None,
     ) -> Tensor:  # fmt: skip
         q = q.view(-1, num_heads, head_dim)
@@ -261,13 +261,13 @@ class TorchOps:
         return out.flatten(1)
 
     def mla_store(
-        self, x: Tensor, kv: LatentCache, norm: Tensor, eps: float, rope: tuple[Tensor, Tensor]
+        self, x: Tensor, kv: SlotLatents, norm: Tensor, eps: float, rope: tuple[Tensor, Tensor]
     ) -> None:
         latent, rotated = x[:, : len(norm)], x[:, len(norm) :]
         cos, sin = (table[self.step.positions] for table in rope)
         kv.rows[self.step.slots] = torch.cat([self.rms_norm(latent, norm, eps), self._rotate(rotated, cos, sin)], -1)
 
-    def mla_attend(self, q: Tensor, kv: LatentCache, num_heads: int, rank: int, scale: float) -> Tensor:
+    def mla_attend(self, q: Tensor, kv: SlotLatents, num_heads: int, rank: int, scale: float) -> Tensor:
         q = q.view(-1, num_heads, q.shape[1] // num_heads)
         out = q.new_empty(len(q), num_heads, rank)
         for group, mask in self.step.groups(kv.block_size, None):
@@ -378,7 +378,7 @@ class TorchOps:
         def run() -> Tensor:
             if own.lanes is not None:
                 batch.counts[3] = own.lanes.begin(int(batch.counts[0]))
-            own._step = Step(batch, own.device)
+            own._step = StepTensors(batch, own.device)
             return forward(own)
 
         return run

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria import cache, env
-from planaria.kernels.objects import Machine, ensure, object_file
+from planaria.kernels.objects import CodeMachine, ensure, object_file
 
 BLOCK = 128  # logits that are looked at, or not, together
 GRAIN = 16  # buckets per power of two
@@ -61,7 +61,7 @@ class SamplingKernels:
     """The compiled functions, for contiguous logits in main memory [S, size]. They run without the interpreter lock."""
 
     def __init__(self, code: bytes) -> None:
-        self._engine = Machine().load(code)
+        self._engine = CodeMachine().load(code)
         number: dict[str, type[Any]] = {"n": ctypes.c_int64, "x": ctypes.c_float}
         self._functions: dict[str, Callable[..., None]] = {}
         for name, kinds in ENTRIES.items():
@@ -120,7 +120,7 @@ def load(cache_dir: Path | None = None, *, aside: bool = False) -> SamplingKerne
 def cache_file(folder: Path) -> Path:
     """Where the object code for these sources, this compiler and this CPU is or would be."""
     sources = [Path(__file__).parent / f"{name}.py" for name in ("sampling_library", "cpu_sampling")]
-    return object_file(folder, "sampling", sources, (version("numba"), *Machine().facts))
+    return object_file(folder, "sampling", sources, (version("numba"), *CodeMachine().facts))
 
 
 def compile_object() -> bytes:
@@ -133,7 +133,7 @@ def compile_object() -> bytes:
     pointees = {"f": types.float32, "d": types.float64, "i": types.int32, "q": types.int64, "Q": types.uint64}
     pointer: Any = types.CPointer
     kinds |= {letter: pointer(pointee) for letter, pointee in pointees.items()}
-    machine, module = Machine(), None
+    machine, module = CodeMachine(), None
     for name, arguments in ENTRIES.items():
         signature = types.void(*[kinds[kind] for kind in arguments.split()])
         compiled = cfunc(signature, error_model="numpy")(cpu_sampling.FUNCTIONS[name])

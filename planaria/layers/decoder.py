@@ -14,7 +14,7 @@ import numpy.typing as npt
 from planaria.kernels.ops import Act, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.mla import LatentAttention
 from planaria.layers.moe import MoE
-from planaria.layers.weights import Part, WeightLoader
+from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard, scaled
 
@@ -56,14 +56,14 @@ class Attention:
         self.rope, self.eps, self.scale, self.window = rope, c.norm_eps, dim**-0.5, c.window(layer)
         self.qkv: Weight = load.linear(
             [
-                Part(f"{name}.q_proj", c.num_heads * dim, queries),
-                Part(f"{name}.k_proj", c.num_kv_heads * dim, keys),
-                Part(f"{name}.v_proj", c.num_kv_heads * dim, keys),
+                TensorPart(f"{name}.q_proj", c.num_heads * dim, queries),
+                TensorPart(f"{name}.k_proj", c.num_kv_heads * dim, keys),
+                TensorPart(f"{name}.v_proj", c.num_kv_heads * dim, keys),
             ],
             range(c.hidden_size), c.hidden_size, bias=c.attention_bias,
         )  # fmt: skip
         self.output: Weight = load.linear(
-            [Part(f"{name}.o_proj", c.hidden_size, range(c.hidden_size))],
+            [TensorPart(f"{name}.o_proj", c.hidden_size, range(c.hidden_size))],
             queries, c.num_heads * dim, bias=c.output_bias and shard.leads,
         )  # fmt: skip
         self.q_norm = load.vector(f"{name}.q_norm.weight", dim) if c.qk_norm else None
@@ -93,8 +93,8 @@ class MLP:
 
     def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard) -> None:
         name, columns, hidden = f"model.layers.{layer}.mlp", shard.mlp_columns, range(c.hidden_size)
-        gate, up = (Part(f"{name}.{part}_proj", c.intermediate_size, columns) for part in ("gate", "up"))
-        down = Part(f"{name}.down_proj", c.hidden_size, hidden)
+        gate, up = (TensorPart(f"{name}.{part}_proj", c.intermediate_size, columns) for part in ("gate", "up"))
+        down = TensorPart(f"{name}.down_proj", c.hidden_size, hidden)
         self.gate_up: Weight = load.linear([gate, up], hidden, c.hidden_size, bias=c.mlp_bias)
         self.down: Weight = load.linear([down], columns, c.intermediate_size, bias=c.mlp_bias and shard.leads)
 

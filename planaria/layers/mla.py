@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from planaria.kernels.ops import Act, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.rope import softmax_factor
-from planaria.layers.weights import Part, WeightLoader
+from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard, scaled
 
@@ -50,20 +50,20 @@ class LatentAttention:
         hidden, q_rank = (range(c.hidden_size), c.hidden_size), m.q_lora_rank
         self.q_down: Weight = None
         if q_rank is None:
-            self.q: Weight = load.linear([Part(f"{name}.q_proj", *queries)], *hidden, bias=False)
+            self.q: Weight = load.linear([TensorPart(f"{name}.q_proj", *queries)], *hidden, bias=False)
         else:
-            down = Part(f"{name}.q_a_proj", q_rank, range(q_rank))
+            down = TensorPart(f"{name}.q_a_proj", q_rank, range(q_rank))
             self.q_down = load.linear([down], *hidden, bias=c.attention_bias)
             self.q_norm = load.vector(f"{name}.q_a_layernorm.weight", q_rank)
-            self.q = load.linear([Part(f"{name}.q_b_proj", *queries)], range(q_rank), q_rank, bias=False)
-        latent = Part(f"{name}.kv_a_proj_with_mqa", m.width, range(m.width), order(m.kv_lora_rank))
+            self.q = load.linear([TensorPart(f"{name}.q_b_proj", *queries)], range(q_rank), q_rank, bias=False)
+        latent = TensorPart(f"{name}.kv_a_proj_with_mqa", m.width, range(m.width), order(m.kv_lora_rank))
         self.latent: Weight = load.linear([latent], *hidden, bias=c.attention_bias)
         self.norm = load.vector(f"{name}.kv_a_layernorm.weight", m.kv_lora_rank)
         self.keys, self.values = load.keys_and_values(
             f"{name}.kv_b_proj", shard.heads, c.num_heads, m.qk_nope_head_dim, m.v_head_dim, m.kv_lora_rank
         )
         self.output: Weight = load.linear(
-            [Part(f"{name}.o_proj", c.hidden_size, hidden[0])],
+            [TensorPart(f"{name}.o_proj", c.hidden_size, hidden[0])],
             scaled(shard.heads, m.v_head_dim), c.num_heads * m.v_head_dim, bias=c.output_bias and shard.leads,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from planaria.kernels.ops import Act, Operations, Ops, Slots, Weight, replicas_of
-from planaria.layers.weights import Part, WeightLoader
+from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
 
@@ -23,8 +23,8 @@ class SharedExperts:
     def __init__(self, c: ModelConfig, block: str, load: WeightLoader, shard: Shard) -> None:
         assert c.moe is not None
         name, size, hidden = f"{block}.{c.moe.shared_name}", c.moe.shared_intermediate_size, range(c.hidden_size)
-        gate, up = (Part(f"{name}.{part}_proj", size, shard.shared_columns) for part in ("gate", "up"))
-        down = Part(f"{name}.down_proj", c.hidden_size, hidden)
+        gate, up = (TensorPart(f"{name}.{part}_proj", size, shard.shared_columns) for part in ("gate", "up"))
+        down = TensorPart(f"{name}.down_proj", c.hidden_size, hidden)
         self.gate_up: Weight = load.linear([gate, up], hidden, c.hidden_size, bias=False)
         self.down: Weight = load.linear([down], shard.shared_columns, size, bias=False)
         self.gate = load.plain(f"{block}.shared_expert_gate", 1, c.hidden_size) if c.moe.shared_gate else None
@@ -65,10 +65,10 @@ class MoE:
             if expert in self.held:
                 continue
             name = f"{block}.experts.{expert}"
-            both = [Part(f"{name}.{part}", size, columns) for part in (gate, up)]
+            both = [TensorPart(f"{name}.{part}", size, columns) for part in (gate, up)]
             self.held[expert] = (
                 load.linear(both, hidden, width, bias=False),
-                load.linear([Part(f"{name}.{down}", width, hidden)], columns, size, bias=False),
+                load.linear([TensorPart(f"{name}.{down}", width, hidden)], columns, size, bias=False),
             )
 
     def place(self, ops: Ops, experts: Sequence[int], held: range) -> None:

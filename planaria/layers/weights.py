@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A tensor [size, K] of the checkpoint, of which a rank wants `rows` (of its first dimension), in `order` (places
     among them) where one is given."""
 
@@ -86,7 +86,7 @@ class WeightLoader:
         self._finish([name])
         return packed
 
-    def linear(self, parts: Sequence[Part], columns: range, size: int, *, bias: bool) -> Weight:
+    def linear(self, parts: Sequence[TensorPart], columns: range, size: int, *, bias: bool) -> Weight:
         """`columns` (of `size`) of the parts' rows, one below the other, with the parts' biases."""
         for part in parts:
             self._expect(f"{part.name}.weight", (part.size, size), len(part.rows) * len(columns))
@@ -106,7 +106,7 @@ class WeightLoader:
         self._expect(f"{name}.weight", (rows, columns), rows * columns)
         if self._ops is None:
             return None
-        weight = self._matrix(Part(name, rows, range(rows)), range(columns), columns, "none")
+        weight = self._matrix(TensorPart(name, rows, range(rows)), range(columns), columns, "none")
         return self._pack([f"{name}.weight"], weight)
 
     def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
@@ -115,7 +115,7 @@ class WeightLoader:
 
     def table(self, name: str, rows: range, size: int, width: int) -> Weight:
         """The embedding or the output head: `rows` of [size, width]."""
-        part = Part(name, size, rows)
+        part = TensorPart(name, size, rows)
         self._expect(f"{name}.weight", (size, width), len(rows) * width)
         if self._ops is None:
             return None
@@ -165,14 +165,14 @@ class WeightLoader:
         assert isinstance(values, Tensor)
         return values
 
-    def _matrix(self, part: Part, columns: range, size: int, kind: str) -> Tensor | Quantized:
+    def _matrix(self, part: TensorPart, columns: range, size: int, kind: str) -> Tensor | Quantized:
         """One tensor's part as `kind` wants it; one whose K is no multiple of a block stays plain."""
         weight = self._columns(part, columns, size, kind)
         if isinstance(weight, Quantized):
             return Quantized(weight.kind, ordered(weight.data, part.order), weight.shape)
         return ordered(weight, part.order)
 
-    def _columns(self, part: Part, columns: range, size: int, kind: str) -> Tensor | Quantized:
+    def _columns(self, part: TensorPart, columns: range, size: int, kind: str) -> Tensor | Quantized:
         blocks = range(columns.start // BLOCK * BLOCK, min(size, -(-columns.stop // BLOCK) * BLOCK))
         weight = self._source.get(f"{part.name}.weight", rows=cut(part.rows, part.size), cols=cut(blocks, size))
         if blocks != columns:  # heads of a size that cuts through a block of a packed weight

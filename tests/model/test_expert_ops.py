@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,18 +38,24 @@ def routed(rule: MoEConfig, table: torch.Tensor, bias: torch.Tensor | None, batc
     reference, native = TorchOps("cpu"), CpuOps("float32", 2)
     found: list[Any] = []
 
-    def forward(ops: Any) -> Any:
-        correction = None if bias is None else ops.vector(bias)
-        routing = ops.route(ops.embed(ops.pack(table)), rule, slots, correction)
-        found.append(routing)
-        if ops is reference:
-            return routing.weights
-        return cpu.Act(routing.weights, 0, rule.top_k, 4 * rule.top_k, "float32")
+    def forward(ops: Any, form: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """form: what of a routing is the result."""
+        correction, logits = None if bias is None else ops.vector(bias), ops.pack(table)
 
-    weights = [run(ops, forward, batch) for ops in (reference, native)]
-    chosen = native.compile(
-        lambda ops: cpu.Act(forward(ops) and found[-1].slots, 0, rule.top_k, 4 * rule.top_k, "float32"), batch
-    )()
+        def of(o: Any) -> Any:
+            found.append(o.route(o.embed(logits), rule, slots, correction))
+            return form(found[-1])
+
+        return of
+
+    def act(buffer: Any) -> Any:
+        return cpu.Act(buffer, 0, rule.top_k, 4 * rule.top_k, "float32")
+
+    weights = [
+        run(reference, forward(reference, lambda routing: routing.weights), batch),
+        run(native, forward(native, lambda routing: act(routing.weights)), batch),
+    ]
+    chosen = native.compile(forward(native, lambda routing: act(routing.slots)), batch)()
     native.close()
     return [(found[0].slots, weights[0]), (chosen.clone().view(torch.int32).long(), weights[1]), load]
 

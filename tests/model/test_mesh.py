@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 from planaria.kernels.cpu.build import load, target_for
 from planaria.kernels.cpu.shared import RING, SLOT, SharedComm
 from planaria.kernels.ops import Batch
-from planaria.kernels.reference import Step
+from planaria.kernels.reference import StepTensors
 from planaria.mesh.boot import Opening, axes, create_segments, open_mesh
 from planaria.mesh.comm import CollectiveAborted, Comm, Solo
 from planaria.mesh.gloo import GlooComm, join_store, leave_store, open_store
@@ -412,7 +412,7 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
         if comm.rank == 1:
             stage.drew(0, [1], [77])
             assert batch.hidden is None
-            return Step(batch, torch.device("cpu")).hidden
+            return StepTensors(batch, torch.device("cpu")).hidden
         stage.drew(0, [1], None)
         last = np.zeros(2, np.int32)
         stage.take_tokens(0, last)

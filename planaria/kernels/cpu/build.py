@@ -14,7 +14,7 @@ from typing import Any
 from planaria import env
 from planaria.kernels import objects
 from planaria.kernels.cpu.target import ISAS, Target
-from planaria.kernels.objects import Machine, initialise, object_file
+from planaria.kernels.objects import CodeMachine, initialise, object_file
 
 PROGRAM = ("collective", "threads", "products", "grouped", "mla", "program")  # the interpreter, in reading order
 SOURCES = (
@@ -37,11 +37,11 @@ def host_isa() -> str:
     return "avx512" if wide else "generic"
 
 
-def _machine(target: Target) -> Machine:
+def _machine(target: Target) -> CodeMachine:
     cpu = ""
     if target.isa != host_isa() and "x86" in initialise().get_process_triple():
         cpu = {"avx512": "x86-64-v4", "generic": "x86-64-v3"}[target.isa]
-    return Machine(cpu)
+    return CodeMachine(cpu)
 
 
 def _program() -> str:

@@ -6,7 +6,7 @@ Rule: each works on one row and adds in one order, so that a row's result depend
 from __future__ import annotations
 
 from planaria.kernels.cpu.emit import F32, Function, literal
-from planaria.kernels.cpu.micro import Act
+from planaria.kernels.cpu.micro import Elements
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.cpu.vector import LOWEST, below, exp, inverse_rms, lanes, total
 
@@ -121,7 +121,7 @@ def combine() -> str:
 
 def gate(target: Target) -> str:
     """out = x * sigmoid(the first element of `logit`, float32)."""
-    f, act = Function("pl_gate", ("x", "logit", "out", "padded")), Act(target)
+    f, act = Function("pl_gate", ("x", "logit", "out", "padded")), Elements(target)
     x, out = f.ptr("%x"), f.ptr("%out")
     e = exp(f, f.op(f"fneg {F32} {f.splat('float', f.load('float', f.ptr('%logit'), 4))}"))
     factor = f.vec("fdiv", f.const_f32(1.0), f.vec("fadd", e, f.const_f32(1.0)))
@@ -138,7 +138,7 @@ def gate(target: Target) -> str:
 
 def squares(target: Target) -> str:
     """out = the sum of squares of `count` elements (a multiple of 16), one float32."""
-    f, act = Function("pl_squares", ("x", "count", "out")), Act(target)
+    f, act = Function("pl_squares", ("x", "count", "out")), Elements(target)
     x = f.ptr("%x")
 
     def body(i: str, acc: list[str]) -> list[str]:
@@ -153,7 +153,7 @@ def squares(target: Target) -> str:
 
 def rescale(target: Target) -> str:
     """x[0:count] in place: RMS-normalised by a sum of squares over `whole` elements, times the weight."""
-    f, act = Function("pl_rescale", ("x", "sum", "weight", "count", "whole", "eps")), Act(target)
+    f, act = Function("pl_rescale", ("x", "sum", "weight", "count", "whole", "eps")), Elements(target)
     x, weight = f.ptr("%x"), f.ptr("%weight")
     first = f.op(f"insertelement {F32} zeroinitializer, float {f.load('float', f.ptr('%sum'), 4)}, i64 0")
     scale = inverse_rms(f, first, "%whole", f.float_of("%eps"))

@@ -111,7 +111,7 @@ class Dot:
             f.store(I32, both, pointer, 64)
 
 
-class Act:
+class Elements:
     """Loads and stores of 16 activation elements as float32."""
 
     def __init__(self, target: Target) -> None:
@@ -180,7 +180,7 @@ def dispatcher(name: str, args: Sequence[str], selector: str, cases: dict[int, s
 
 def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str, mode: str, bias: str) -> None:
     """Add the bias to acc[rows][panels] and write it in one of three ways."""
-    act = Act(target)
+    act = Elements(target)
     bias_at = f.ptr(bias)
     shifts = [f.load(F32, f.at(bias_at, 64 * v), 4) for v in range(len(acc[0]))]
     total = [[f.vec("fadd", a, b) for a, b in zip(row, shifts, strict=True)] for row in acc]

@@ -10,7 +10,7 @@ The rule of micro.py holds: chunks in ascending order, then the tree, whatever t
 from __future__ import annotations
 
 from planaria.kernels.cpu.emit import F32, I32, Function
-from planaria.kernels.cpu.micro import VALUE_ARGS, Act, Dot, constant, dispatcher
+from planaria.kernels.cpu.micro import VALUE_ARGS, Dot, Elements, constant, dispatcher
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.cpu.vector import total
 
@@ -18,7 +18,7 @@ from planaria.kernels.cpu.vector import total
 def latents(target: Target, rows: int, steps: int) -> str:
     """out = out * a + (p . v) * b, as `micro.values`, for the columns of `steps` steps from byte `first` of each chunk
     on. `vp` holds the address of each chunk of keys; p is in the activation dtype, out in float32."""
-    f, act, dot = Function(f"pl_latents_{rows}_{steps}", VALUE_ARGS), Act(target), Dot(target)
+    f, act, dot = Function(f"pl_latents_{rows}_{steps}", VALUE_ARGS), Elements(target), Dot(target)
     table, p0 = f.ptr("%vp"), f.ptr("%p")
     ps = [p0 if r == 0 else f.at(p0, f.mul("%ldp", r)) for r in range(rows)]
     columns = steps * target.pair

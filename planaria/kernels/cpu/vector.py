@@ -6,7 +6,7 @@ Rows are padded to 16 elements; the padding of every buffer is 0 and stays 0.
 from __future__ import annotations
 
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
-from planaria.kernels.cpu.micro import DENSE, Q4_0, Q4_1, Q8_0, Act, dispatcher
+from planaria.kernels.cpu.micro import DENSE, Q4_0, Q4_1, Q8_0, Elements, dispatcher
 from planaria.kernels.cpu.native import X86
 from planaria.kernels.cpu.target import Target
 
@@ -61,7 +61,7 @@ def inverse_rms(f: Function, squares: str, count: str, eps: str) -> str:
 
 
 def norm(target: Target) -> str:
-    f, act = Function("pl_norm", ("x", "weight", "out", "padded", "count", "eps")), Act(target)
+    f, act = Function("pl_norm", ("x", "weight", "out", "padded", "count", "eps")), Elements(target)
     x, weight, out, eps = f.ptr("%x"), f.ptr("%weight"), f.ptr("%out"), f.float_of("%eps")
 
     def square(i: str, acc: list[str]) -> list[str]:
@@ -85,7 +85,7 @@ def norm(target: Target) -> str:
 
 def silu(target: Target) -> str:
     """out[0:padded] = silu(gate) * up for `count` elements, 0 after them."""
-    f, act = Function("pl_silu", ("gate", "up", "out", "count", "padded")), Act(target)
+    f, act = Function("pl_silu", ("gate", "up", "out", "count", "padded")), Elements(target)
     gate, up, out = f.ptr("%gate"), f.ptr("%up"), f.ptr("%out")
 
     def body(i: str, _: list[str]) -> list[str]:
@@ -110,7 +110,7 @@ def softmax(target: Target) -> str:
     tile's values are weighted against each other.
     """
     f = Function("pl_softmax", ("scores", "p", "padded", "lo", "hi", "scale", "state"))
-    act = Act(target)
+    act = Elements(target)
     s, p, state = f.ptr("%scores"), f.ptr("%p"), f.ptr("%state")
     factor = f.float_of("%scale")
     lowest = f.const_f32(LOWEST)
@@ -161,7 +161,7 @@ def softmax(target: Target) -> str:
 
 def divide(target: Target) -> str:
     """out = o / l, in the activation dtype."""
-    f, act = Function("pl_divide", ("o", "state", "out", "count")), Act(target)
+    f, act = Function("pl_divide", ("o", "state", "out", "count")), Elements(target)
     o, out = f.ptr("%o"), f.ptr("%out")
     l = f.load("float", f.at(f.ptr("%state"), 4), 4)
     inverse = f.splat("float", f.op(f"fdiv float {literal(1.0)}, {l}"))
@@ -179,7 +179,7 @@ def divide(target: Target) -> str:
 def rotate(target: Target) -> str:
     """One head: RMS norm where `weight` is not 0, then the first 2 * half elements rotated. temp: float32 [dim]."""
     f = Function("pl_rotate", ("src", "dst", "temp", "cos", "sin", "half", "dim", "weight", "eps"))
-    act = Act(target)
+    act = Elements(target)
     src, dst, temp, cos, sin = (f.ptr(f"%{a}") for a in ("src", "dst", "temp", "cos", "sin"))
 
     def widen(i: str, acc: list[str]) -> list[str]:
@@ -342,7 +342,7 @@ def embed_packed(kind: int) -> str:
 
 def block_sums(target: Target) -> str:
     """out[b] = sum of x over block b of 32."""
-    f, act = Function("pl_block_sums", ("x", "blocks", "out")), Act(target)
+    f, act = Function("pl_block_sums", ("x", "blocks", "out")), Elements(target)
     x, out = f.ptr("%x"), f.ptr("%out")
 
     def body(i: str, _: list[str]) -> list[str]:
@@ -364,7 +364,7 @@ def copy() -> str:
 
 
 def widen(target: Target) -> str:
-    f, act = Function("pl_widen", ("src", "dst", "count")), Act(target)
+    f, act = Function("pl_widen", ("src", "dst", "count")), Elements(target)
     src, dst = f.ptr("%src"), f.ptr("%dst")
 
     def body(i: str, _: list[str]) -> list[str]:
