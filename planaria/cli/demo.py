@@ -20,7 +20,6 @@ from planaria.cli.options import typed
 from planaria.errors import EngineDead
 
 QUESTION = "What is the capital of France, and what is it known for?"
-SEED = 0  # of the answer, whose temperature is the model's own
 START_LIMIT = 120.0  # seconds
 
 
@@ -50,7 +49,7 @@ def ask(address: str, model: str, question: str) -> tuple[int, float, float]:
     """Stream an answer to standard output. Returns (tokens, seconds to the first, seconds of the rest)."""
     body = {
         "model": model, "messages": [{"role": "user", "content": question}], "stream": True,
-        "seed": SEED, "max_tokens": 128, "stream_options": {"include_usage": True},
+        "seed": 0, "repetition_penalty": 1.1, "max_tokens": 128, "stream_options": {"include_usage": True},
     }  # fmt: skip
     since = time.perf_counter()
     first = last = 0.0
