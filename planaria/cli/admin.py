@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from planaria.env import admin_key
 from planaria.errors import ConfigError, PlanariaError, UserError
 from planaria.processes import titled_processes
 
@@ -40,7 +41,9 @@ class AdminAddress(NamedTuple):
     def call(
         self, method: str, path: str, key: str | None, body: dict[str, Any] | None = None, timeout: float = TIMEOUT
     ) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises PlanariaError when none comes, or the key isn't taken."""
+        """Status and body of the answer. key: None for $PLANARIA_ADMIN_KEY. Raises PlanariaError when no answer comes, or
+        the key isn't taken."""
+        key = key or admin_key()
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         if self.scheme == "https":
             context = ssl.create_default_context()

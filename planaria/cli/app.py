@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,30 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, a hub id, or the alias smollm2.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="For machines: JSON on standard output.")]
+LogLevel = Annotated[
+    str | None, typer.Option(help="debug, info, warning or error; default: $PLANARIA_LOG_LEVEL, else info.")
+]
+NoTokenizer = Annotated[
+    bool,
+    typer.Option("--skip-tokenizer-init", help="Token ids in and out, no text; of the server /v1/completions only."),
+]
+Url = Annotated[str | None, typer.Option(help="Of the server; default: the one of yours that runs on this machine.")]
+AdminKey = Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")]
+
+
+def body(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """What a command does: `run` of this module of `planaria.cli`, or the function named after a colon, which is given
+    the command's parameters by name."""
+    module, _, function = name.partition(":")
+
+    def of(declared: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(declared)
+        def command(**values: Any) -> None:
+            getattr(import_module(f"planaria.cli.{module}"), function or "run")(**values)
+
+        return command
+
+    return of
 
 
 def _version(value: bool) -> None:
@@ -47,26 +72,21 @@ def root(
 
 @app.command()
 @engine_command
+@body("serve")
 def serve(
     model: Model,
-    skip_tokenizer_init: Annotated[
-        bool, typer.Option("--skip-tokenizer-init", help="Token ids in and out, no text; /v1/completions only.")
-    ] = False,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error; default: $PLANARIA_LOG_LEVEL, else info.")
-    ] = None,
+    skip_tokenizer_init: NoTokenizer = False,
+    log_level: LogLevel = None,
     *,
     server: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Serve MODEL through the OpenAI API."""
-    from planaria.cli import serve as command
-
-    command.run(model, engine, skip_tokenizer_init=skip_tokenizer_init, log_level=log_level, **server)
 
 
 @app.command()
 @engine_command
+@body("generate")
 def generate(
     model: Model,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Text to complete; repeatable.")] = None,
@@ -89,31 +109,17 @@ def generate(
         int | None, typer.Option(help="With --json: log-probabilities, and so many of the likeliest tokens.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
-    skip_tokenizer_init: Annotated[
-        bool, typer.Option("--skip-tokenizer-init", help="Token ids in and out, no text.")
-    ] = False,
-    json: Json = False,
+    skip_tokenizer_init: NoTokenizer = False,
+    as_json: Json = False,
     *,
     engine: dict[str, Any],
 ) -> None:
     """Complete prompts and print the text (raw completion, no chat template)."""
-    from planaria.cli import generate as command
-    from planaria.types import SamplingParams
-
-    params = SamplingParams(
-        n=n, max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-        min_p=min_p, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, logprobs=logprobs,
-        detokenize=not skip_tokenizer_init,
-    )  # fmt: skip
-    command.run(
-        model, engine, prompts=prompt or [], token_ids=prompt_token_ids or [], prompt_file=prompt_file, params=params,
-        skip_tokenizer_init=skip_tokenizer_init, as_json=json,
-    )  # fmt: skip
 
 
 @app.command()
 @engine_command
+@body("batch")
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one a line, in OpenAI's batch format.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Their answers in the same order, once all are there.")],
@@ -121,9 +127,7 @@ def batch(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name(s) by which requests may call it; default: MODEL as typed.")
     ] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error; default: $PLANARIA_LOG_LEVEL, else info.")
-    ] = None,
+    log_level: LogLevel = None,
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -132,15 +136,11 @@ def batch(
     Killed at any moment, the same command goes on where it stopped; each request is answered once. What is answered so
     far is in OUT.journal. Exit code 1 if any request failed.
     """
-    from planaria.cli import batch as command
-
-    command.run(
-        source, output, model, engine, served_model_names=tuple(served_model_name or ()), log_level=log_level
-    )
 
 
 @app.command()
 @engine_command
+@body("chat")
 def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
@@ -151,33 +151,28 @@ def chat(
     engine: dict[str, Any],
 ) -> None:
     """Talk to MODEL in the terminal. An empty line or Ctrl-D ends it; Ctrl-C stops an answer."""
-    from planaria.cli import chat as command
-
-    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    command.run(model, engine, system=system, given=given)
 
 
 @models_app.callback(invoke_without_command=True)
-def models(context: typer.Context, json: Json = False) -> None:
+def models(context: typer.Context, as_json: Json = False) -> None:
     """List what can be named as MODEL here: aliases, models in the hub's cache, supported architectures."""
     from planaria.cli import models as command
 
     if context.invoked_subcommand is None:
-        command.run(as_json=json)
+        command.run(as_json=as_json)
 
 
 @models_app.command("fetch")
+@body("models:fetch")
 def models_fetch(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The alias smollm2 (92 MiB), or a hub id.")],
 ) -> None:
     """Get MODEL before it is needed."""
-    from planaria.cli import models as command
-
-    command.fetch(model)
 
 
 @app.command()
 @functools.partial(engine_command, agents=False)
+@body("plan")
 def plan(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Where given, its layers and heads are dealt, too.")
@@ -186,7 +181,7 @@ def plan(
         Path | None,
         typer.Option(help="A cluster as JSON; default: the Ray cluster that runs, else this machine."),
     ] = None,
-    json: Json = False,
+    as_json: Json = False,
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -195,44 +190,39 @@ def plan(
     Takes the options of `serve`. What doesn't fit is said with the numbers and the nearest layout that does; exit code
     2.
     """
-    from planaria.cli import plan as command
-
-    command.run(model, engine, cluster_file=cluster, as_json=json)
 
 
 @app.command()
+@body("ps")
 def ps(
     port: Annotated[
         int | None, typer.Option(help="Of one server on this machine; default: all of yours that run on it.")
     ] = None,
     url: Annotated[str | None, typer.Option(help="Of a server elsewhere.")] = None,
-    admin_key: Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")] = None,
-    json: Json = False,
+    admin_key: AdminKey = None,
+    as_json: Json = False,
 ) -> None:
     """List the processes of running servers.
 
     Server, engine and workers: where each is, what it does, the memory it holds.
     """
-    from planaria.cli import ps as command
-    from planaria.env import admin_key as admin_key_from_env
-
-    command.run(port=port, url=url, key=admin_key or admin_key_from_env(), as_json=json)
 
 
 @app.command()
+@body("scale")
 def scale(
     dp: Annotated[int | None, typer.Option("--dp", "--data-parallel-size", help="Engines, or lanes, to have.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", "--tensor-parallel-size", help="Of each engine.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", "--pipeline-parallel-size", help="Of each engine.")] = None,
-    url: Annotated[str | None, typer.Option(help="Of the server; default: the one that runs on this machine.")] = None,
+    url: Url = None,
     id: Annotated[
         str | None, typer.Option("--id", help="Of the change: given again, it is not done twice; default: drawn.")
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that requests may stay in engines that leave, before they are moved.")
     ] = 120.0,
-    admin_key: Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")] = None,
-    json: Json = False,
+    admin_key: AdminKey = None,
+    as_json: Json = False,
 ) -> None:
     """Change the number of engines behind a running server (--dp), or the layout of each (--tp, --pp).
 
@@ -241,45 +231,27 @@ def scale(
     No request fails: an engine that leaves gets no new ones, and what it has finishes or goes on in another; engines
     that change their layout go on with what they have.
     """
-    from planaria.cli import scale as command
-    from planaria.env import admin_key as admin_key_from_env
-    from planaria.errors import ConfigError
-
-    layout = tp is not None or pp is not None
-    if layout == (dp is not None):
-        raise ConfigError("--dp", dp, "and a layout (--tp, --pp) are two changes", "give one of them at a time")
-    key = admin_key or admin_key_from_env()
-    if layout:
-        tp, pp = (1 if degree is None else degree for degree in (tp, pp))
-        command.run_layout(tp=tp, pp=pp, url=url, key=key, as_json=json)
-    else:
-        command.run(size=dp or 0, url=url, id=id, drain_timeout=drain_timeout, key=key, as_json=json)
 
 
 @app.command()
+@body("experts")
 def experts(
-    url: Annotated[str | None, typer.Option(help="Of the server; default: the one that runs on this machine.")] = None,
+    url: Url = None,
     saved: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="What --json printed, in place of a server.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a .png, .svg or .pdf file.")] = None,
-    admin_key: Annotated[str | None, typer.Option(help="The server's admin key. Also $PLANARIA_ADMIN_KEY.")] = None,
-    json: Json = False,
+    admin_key: AdminKey = None,
+    as_json: Json = False,
 ) -> None:
     """Show where a server's experts are and how even their load is, by layer."""
-    from planaria.cli import experts as command
-    from planaria.env import admin_key as admin_key_from_env
-
-    command.run(url=url, key=admin_key or admin_key_from_env(), saved=saved, plot=plot, as_json=json)
 
 
 @app.command()
 @engine_command
+@body("demo")
 def demo(model: Model = "smollm2", *, engine: dict[str, Any]) -> None:
     """Start a server, ask it a question through the OpenAI API, print the answer and its speed, stop the server."""
-    from planaria.cli import demo as command
-
-    command.run(model, engine, began=time.perf_counter())
 
 
 InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens of a request.")]
@@ -289,42 +261,37 @@ Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; medians are print
 
 @bench_app.command("latency")
 @engine_command
+@body("bench:latency")
 def bench_latency(
     model: Model,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
     repeat: Repeat = 3,
-    json: Json = False,
+    as_json: Json = False,
     *,
     engine: dict[str, Any],
 ) -> None:
     """One stream: time to first token and tokens per second."""
-    from planaria.cli import bench
-
-    bench.latency(model, engine, input_len=input_len, output_len=output_len, repeat=repeat, as_json=json)
 
 
 @bench_app.command("throughput")
 @engine_command
+@body("bench:throughput")
 def bench_throughput(
     model: Model,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all at once.")] = 32,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
     repeat: Repeat = 3,
-    json: Json = False,
+    as_json: Json = False,
     *,
     engine: dict[str, Any],
 ) -> None:
     """Many requests at once, in process: output tokens per second."""
-    from planaria.cli import bench
-
-    bench.throughput(
-        model, engine, num_prompts=num_prompts, input_len=input_len, output_len=output_len, repeat=repeat, as_json=json
-    )  # fmt: skip
 
 
 @bench_app.command("serve")
+@body("bench_serve")
 def bench_serve(
     base_url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model name; default: the server's first.")] = None,
@@ -348,14 +315,6 @@ def bench_serve(
     seconds: Annotated[float | None, typer.Option(min=1e-6, help="Send for so long at most.")] = None,
     details: Annotated[Path | None, typer.Option(help="Write a line of JSON for each request here.")] = None,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    json: Json = False,
+    as_json: Json = False,
 ) -> None:
     """A running OpenAI server: request rate, token rate, time to first token, time between tokens."""
-    from planaria.cli import bench_serve as command
-
-    command.run(
-        base_url, model=model, api_key=api_key, num_prompts=num_prompts, concurrency=concurrency,
-        request_rate=request_rate, input_len=input_len, output_len=output_len, trace=trace, speed_up=speed_up,
-        length_scale=length_scale, max_requests=max_requests, seconds=seconds, details=details, seed=seed,
-        as_json=json,
-    )  # fmt: skip

@@ -26,7 +26,7 @@ from planaria.server.inputs import draw_seed
 
 
 def run(
-    source: Path, output: Path, model: str | None, engine: dict[str, Any], *, served_model_names: tuple[str, ...],
+    source: Path, output: Path, model: str | None, engine: dict[str, Any], served_model_name: list[str] | None,
     log_level: str | None,
 ) -> None:  # fmt: skip
     """Exit code: 0 when every request was answered with 200, 1 if any failed or the engine gave up, 2 for a refused
@@ -47,11 +47,11 @@ def run(
     try:
         left = [item for item in good if item.line not in answers.done]
         if left:
-            config = resolve(engine_options(name, engine, served_model_name=(*served_model_names, name)[0]))
+            config = resolve(engine_options(name, engine, served_model_name=(served_model_name or [name])[0]))
             refuse_outer_launcher(config.parallel, "planaria batch")
             refuse_api_servers(config.parallel, "planaria batch")
             settings = ServerConfig(
-                served_model_names=served_model_names or (name,), model_path=str(config.checkpoint["path"]),
+                served_model_names=tuple(served_model_name or [name]), model_path=str(config.checkpoint["path"]),
                 eos_ids=config.model.eos_ids,
         sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
             )  # fmt: skip

@@ -35,7 +35,7 @@ async def answer(llm: Any, messages: list[dict[str, Any]], params: SamplingParam
     return text
 
 
-def run(model: str, engine: dict[str, Any], *, system: str | None, given: dict[str, Any]) -> None:
+def run(model: str, engine: dict[str, Any], *, system: str | None, **given: Any) -> None:
     """given: sampling parameters, None where the model's own are wanted."""
     given = {"max_tokens": None, **{name: value for name, value in given.items() if value is not None}}
     SamplingParams(**given).verify()

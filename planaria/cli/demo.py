@@ -76,7 +76,8 @@ def ask(address: str, model: str, question: str) -> tuple[int, float, float]:
     return tokens, first, last - first
 
 
-def run(model: str, engine: dict[str, Any], *, began: float) -> None:
+def run(model: str, engine: dict[str, Any]) -> None:
+    began = time.perf_counter()
     if model in ALIASES:
         have(model)
     process, address = start(model, engine)

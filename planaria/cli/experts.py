@@ -42,13 +42,16 @@ class ExpertReport(msgspec.Struct):
     engines: list[EngineLoad]
 
 
-def run(*, url: str | None, key: str | None, saved: Path | None, plot: Path | None, as_json: bool) -> None:
+def run(url: str | None, admin_key: str | None, saved: Path | None, plot: Path | None, as_json: bool) -> None:
     """saved: what `--json` printed, in place of a server. Raises UserError where there is nothing to show."""
     if plot is not None:
         from planaria.cli.experts_plot import check
 
         check(plot)
-    content, answer = _read(saved) if saved is not None else server_at(url).get("/admin/experts", key, ExpertReport)
+    if saved is not None:
+        content, answer = _read(saved)
+    else:
+        content, answer = server_at(url).get("/admin/experts", admin_key, ExpertReport)
     if as_json:
         sys.stdout.write(content.decode() + "\n")
     engines = [engine for engine in answer.engines if engine.layers]

@@ -37,17 +37,19 @@ def read_prompts(path: Path | None) -> list[str]:
 
 
 def run(
-    model: str, engine: dict[str, Any], *, prompts: list[str], token_ids: list[str], prompt_file: Path | None,
-    params: SamplingParams, skip_tokenizer_init: bool, as_json: bool,
+    model: str, engine: dict[str, Any], prompt: list[str] | None, prompt_token_ids: list[str] | None,
+    prompt_file: Path | None, skip_tokenizer_init: bool, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Exit code 1 when a request ended with an error.
 
     Under an outer launcher every process comes here; the one with RANK 0 prints.
     """
-    batch: list[str | list[int]] = [*prompts, *read_prompts(prompt_file), *(parse_ids(ids) for ids in token_ids)]
+    params = SamplingParams(detokenize=not skip_tokenizer_init, **sampling)
+    texts = [*(prompt or ()), *read_prompts(prompt_file)]
+    batch: list[str | list[int]] = [*texts, *map(parse_ids, prompt_token_ids or ())]
     if not batch:
         raise ConfigError("--prompt", "", "none was given", "use --prompt TEXT, --prompt-token-ids or --prompt-file")
-    if skip_tokenizer_init and (prompts or prompt_file):
+    if skip_tokenizer_init and texts:
         raise ConfigError(
             "--skip-tokenizer-init", "", "there is no tokenizer for --prompt", "give --prompt-token-ids 1,2,3"
         )

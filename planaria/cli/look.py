@@ -101,8 +101,8 @@ def size(count: float) -> str:
     return f"{count:.1f}T"
 
 
-def summary(facts: EngineFacts, seconds: dict[str, float] | None = None) -> Table:
-    """The start-up summary: what runs, how much fits, where the time went."""
+def summary(facts: EngineFacts, seconds: dict[str, float] | None = None, defaults: str = "") -> Table:
+    """The start-up summary: what runs, how much fits, where the time went. defaults: of requests that say nothing."""
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", style="dim")
     table.add_column()
@@ -114,6 +114,8 @@ def summary(facts: EngineFacts, seconds: dict[str, float] | None = None) -> Tabl
     tokens = facts.num_blocks * facts.block_size
     table.add_row("kv cache", f"{tokens:,} tokens in {facts.num_blocks:,} blocks of {facts.block_size}")
     table.add_row("executor", f"{facts.executor} ({facts.layout})")
+    if defaults:
+        table.add_row("defaults", f"{defaults} (--generation-config)")
     parts = {**facts.seconds, **(seconds or {})}
     total = parts.pop("total", None)
     parts.pop("engine", None)

@@ -122,11 +122,11 @@ class Question(msgspec.Struct, frozen=True):
         return None
 
 
-def run(model: str | None, engine: dict[str, Any], *, cluster_file: Path | None, as_json: bool) -> None:
+def run(model: str | None, engine: dict[str, Any], cluster: Path | None, as_json: bool) -> None:
     """Raises UserError; exits with 2 where there is no such placement."""
     gc.disable()  # many small values, all of which stay
     try:
-        _run(model, engine, cluster_file, as_json)
+        _run(model, engine, cluster, as_json)
     finally:
         gc.enable()
 

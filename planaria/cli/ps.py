@@ -13,7 +13,7 @@ from planaria.cli.admin import AdminAddress, local_servers, running_servers, ser
 from planaria.errors import PlanariaError
 
 
-def run(*, port: int | None, url: str | None, key: str | None, as_json: bool) -> None:
+def run(port: int | None, url: str | None, admin_key: str | None, as_json: bool) -> None:
     """Raises PlanariaError when there is no server, or none that answers; of several, one that doesn't is named."""
     if url is not None:
         servers = [server_of(url)]
@@ -26,7 +26,7 @@ def run(*, port: int | None, url: str | None, key: str | None, as_json: bool) ->
     failures: list[PlanariaError] = []
     for server in servers:
         try:
-            found = server.get("/admin/processes", key, dict[str, list[dict[str, Any]]])[1]
+            found = server.get("/admin/processes", admin_key, dict[str, list[dict[str, Any]]])[1]
             rows += [{"port": server.port, **process} for process in found["processes"]]
         except PlanariaError as e:
             failures.append(e)

@@ -13,19 +13,33 @@ import msgspec
 
 from planaria.cli.admin import AdminAddress, server_at
 from planaria.cli.look import console
-from planaria.errors import PlanariaError, UserError
+from planaria.errors import ConfigError, PlanariaError, UserError
 
 LOOK = 0.25  # seconds between looks at how far it is
 LONGEST = 3600.0  # seconds for the engines to come up, beside the time that requests get
 
 
 def run(
-    *, size: int, url: str | None, id: str | None, drain_timeout: float, key: str | None, as_json: bool
+    dp: int | None, tp: int | None, pp: int | None, url: str | None, id: str | None, drain_timeout: float,
+    admin_key: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Have `size` engines or lanes. Returns when it is committed. Raises UserError when it is refused, PlanariaError
-    when it was rolled back."""
+    """Have `dp` engines or lanes, or every engine's ranks in another layout. Returns when it is committed. Raises
+    UserError when it is refused, PlanariaError when it was rolled back."""
+    layout = tp is not None or pp is not None
+    if layout == (dp is not None):
+        raise ConfigError("--dp", dp, "and a layout (--tp, --pp) are two changes", "give one of them at a time")
     server = server_at(url)
-    id = id or uuid.uuid4().hex[:8]
+    if not layout:
+        _resize(server, dp or 0, id or uuid.uuid4().hex[:8], drain_timeout, admin_key, as_json)
+        return
+    degrees = (1 if degree is None else degree for degree in (tp, pp))
+    body = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), degrees, strict=True))
+    _show(server, *server.call("POST", "/admin/layout", admin_key, body, timeout=LONGEST), _reshaped, as_json)
+
+
+def _resize(
+    server: AdminAddress, size: int, id: str, drain_timeout: float, key: str | None, as_json: bool
+) -> None:  # fmt: skip
     answer: list[tuple[int, bytes] | PlanariaError] = []
     body = {"new_data_parallel_size": size, "drain_timeout": drain_timeout, "id": id}
 
@@ -48,13 +62,6 @@ def run(
     if isinstance(came, PlanariaError):
         raise came
     _show(server, *came, _resized, as_json)
-
-
-def run_layout(*, tp: int, pp: int, url: str | None, key: str | None, as_json: bool) -> None:
-    """Have every engine's ranks in another layout. Raises UserError when that can't be had."""
-    server = server_at(url)
-    body = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    _show(server, *server.call("POST", "/admin/layout", key, body, timeout=LONGEST), _reshaped, as_json)
 
 
 def _show(

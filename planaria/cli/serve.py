@@ -15,16 +15,14 @@ import msgspec
 import typer
 
 from planaria.checkpoint import Checkpoint
-from planaria.checkpoint.generation import sampling_defaults
+from planaria.checkpoint.generation import said, sampling_defaults
 from planaria.cli.look import console, loading, summary
 from planaria.cli.options import engine_options
 from planaria.cli.plan import Planned
 from planaria.config.options import EngineConfig
 from planaria.config.parallel import refuse_outer_launcher
 from planaria.config.resolve import resolve
-from planaria.env import admin_key as admin_key_from_env
-from planaria.env import api_keys as api_keys_from_env
-from planaria.env import ray_settings
+from planaria.env import admin_key, api_keys, ray_settings
 from planaria.logs import setup_logging
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
@@ -36,16 +34,17 @@ logger = logging.getLogger("planaria.server")
 
 
 def run(
-    model: str, engine: dict[str, Any], *, skip_tokenizer_init: bool, log_level: str | None, **server: Any
+    model: str, engine: dict[str, Any], server: dict[str, Any], skip_tokenizer_init: bool, log_level: str | None
 ) -> None:  # fmt: skip
     """Exit code: see planaria.server.serve.serve; 2 for a refused option or model, 1 if it can't start."""
     started = time.monotonic()
     if log_level is not None:
         setup_logging(log_level)
     names = server["served_model_names"] or (model,)
-    server["served_model_names"] = names
-    server["api_keys"] = server["api_keys"] or api_keys_from_env()
-    server["admin_key"] = server["admin_key"] or admin_key_from_env()
+    server |= {
+        "served_model_names": names, "api_keys": server["api_keys"] or api_keys(),
+        "admin_key": server["admin_key"] or admin_key(),
+    }  # fmt: skip
     config = resolve(
         engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init)
     )
@@ -155,6 +154,7 @@ def _set_title(sock: socket.socket, config: EngineConfig, settings: ServerConfig
 
 def _announce(line: str, fleet: Fleet, started: float) -> None:
     assert fleet.facts is not None
-    console.print(summary(fleet.facts, {"total": time.monotonic() - started}))
+    defaults = said(fleet.config.checkpoint["generation_config"])
+    console.print(summary(fleet.facts, {"total": time.monotonic() - started}, defaults))
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

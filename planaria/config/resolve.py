@@ -7,7 +7,7 @@ import logging
 import msgspec
 
 from planaria.checkpoint import resolve_checkpoint
-from planaria.checkpoint.generation import generation_config, said, sampling_defaults
+from planaria.checkpoint.generation import generation_config, sampling_defaults
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_map, expert_shapes, resolve_experts
 from planaria.config.machine import check_module, cuda_available, look, usable_cores
@@ -120,8 +120,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
     generation = generation_config(options.generation_config, checkpoint.generation_config)
     checkpoint = msgspec.structs.replace(checkpoint, generation_config=generation)
     sampling_defaults(generation)
-    if words := said(generation):
-        logger.info(f"requests that say nothing get the model's own: {words} (--generation-config vllm: none)")
     model = model_config(checkpoint.config, checkpoint.generation_config)
     max_model_len = options.max_model_len or model.max_position
     if max_model_len > model.max_position:

@@ -27,7 +27,7 @@ def saved(tmp_path: Path, *engines: dict[str, Any]) -> Path:
 
 
 def show(path: Path, plot: Path | None = None, as_json: bool = False) -> None:
-    experts.run(url=None, key=None, saved=path, plot=plot, as_json=as_json)
+    experts.run(url=None, admin_key=None, saved=path, plot=plot, as_json=as_json)
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_the_admin_key_is_needed_where_there_is_one() -> None:
 def test_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "titled_processes", lambda: iter([(1, "worker", {"rank": "0"}), (2, "server", {})]))
     with pytest.raises(PlanariaError, match=r"^no Planaria server of yours runs on this machine: give --url$"):
-        ps.run(port=None, url=None, key=None, as_json=False)
+        ps.run(port=None, url=None, admin_key=None, as_json=False)
 
 
 @pytest.fixture
@@ -151,9 +151,9 @@ def test_the_key_goes_to_no_other_users_process(
         monkeypatch.setattr(processes.os, "geteuid", lambda: user + 1)
         assert list(processes.titled_processes()) == []
         for ask in (
-            lambda: ps.run(port=None, url=None, key="secret", as_json=True),
-            lambda: scale.run_layout(tp=1, pp=1, url=None, key="secret", as_json=True),
-            lambda: experts.run(url=None, key="secret", saved=None, plot=None, as_json=True),
+            lambda: ps.run(port=None, url=None, admin_key="secret", as_json=True),
+            lambda: scale.run(None, 1, 1, None, None, 1.0, "secret", True),
+            lambda: experts.run(url=None, admin_key="secret", saved=None, plot=None, as_json=True),
         ):
             with pytest.raises(PlanariaError, match="no Planaria server of yours runs"):
                 ask()
@@ -167,7 +167,7 @@ def test_the_key_leaves_the_machine_only_for_an_address_that_was_given(
     facts = {"port": "8000", "host": "192.0.2.1", "scheme": "https"}
     monkeypatch.setattr(admin, "titled_processes", lambda: iter([(1, "server", facts)]))
     monkeypatch.setattr(admin.http.client, "HTTPSConnection", None)
-    for ask in (lambda: ps.run(port=None, url=None, key="k", as_json=True), lambda: admin.server_at(None)):
+    for ask in (lambda: ps.run(port=None, url=None, admin_key="k", as_json=True), lambda: admin.server_at(None)):
         with pytest.raises(PlanariaError, match=r"not on the loopback.*: give --url https://192\.0\.2\.1:8000$"):
             ask()
     assert admin.server_of("https://192.0.2.1:8000") == admin.AdminAddress(8000, "192.0.2.1", "https")
@@ -189,7 +189,7 @@ def test_one_of_two_servers_does_not_answer(
         taken.bind(("127.0.0.1", 0))
         ports = [str(taken.getsockname()[1]), port_of(server)]
         monkeypatch.setattr(admin, "titled_processes", lambda: iter([(1, "server", {"port": port}) for port in ports]))
-        ps.run(port=None, url=None, key=None, as_json=True)
+        ps.run(port=None, url=None, admin_key=None, as_json=True)
     out, err = capsys.readouterr()
     assert {row["port"] for row in json.loads(out)} == {int(ports[1])}
     assert err.startswith(f"planaria: no server answers at 127.0.0.1 port {ports[0]}")
