@@ -41,8 +41,8 @@ class AdminAddress(NamedTuple):
     def call(
         self, method: str, path: str, key: str | None, body: dict[str, Any] | None = None, timeout: float = TIMEOUT
     ) -> tuple[int, bytes]:
-        """Status and body of the answer. key: None for $PLANARIA_ADMIN_KEY. Raises PlanariaError when no answer comes, or
-        the key isn't taken."""
+        """Status and body of the answer. key: None for $PLANARIA_ADMIN_KEY. Raises PlanariaError when no answer
+        comes, or the key isn't taken."""
         key = key or admin_key()
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         if self.scheme == "https":

@@ -26,7 +26,9 @@ def run(
     """Have `dp` engines or lanes, or every engine's ranks in another layout. Returns when it is committed. Raises
     UserError when it is refused, PlanariaError when it was rolled back."""
     layout = tp is not None or pp is not None
-    if layout == (dp is not None):
+    if not layout and dp is None:
+        raise ConfigError("--dp", "''", "nothing to change was given", "give --dp, or --tp and --pp")
+    if layout and dp is not None:
         raise ConfigError("--dp", dp, "and a layout (--tp, --pp) are two changes", "give one of them at a time")
     server = server_at(url)
     if not layout:
