@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import select
 import socket
 import sys
 
@@ -106,3 +107,11 @@ def resident_bytes(pid: int) -> int:
             return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def readable(fd: int, seconds: float = 0.0) -> bool:
+    """Is there something to read, or has the other end (of a pidfd: the process) gone? Waits for so long at most.
+    Whatever the descriptor's number: select() takes none above 1023."""
+    waiting = select.poll()
+    waiting.register(fd, select.POLLIN)
+    return bool(waiting.poll(max(0, int(seconds * 1000))))

@@ -36,23 +36,37 @@ KV_SHARE = 0.5  # of available memory, where no size is given on a CPU
 KV_CPU_LIMIT = 2 << 30
 
 
-def kv_blocks(
-    facts: list[Facts], cache: CacheConfig, scheduler: SchedulerConfig, *, cpu: bool, share: float = 1.0,
-    sharers: int = 1,
-) -> int:  # fmt: skip
-    """How many blocks every rank can hold; sharers: engines that take from the same memory. Raises CapacityError when
-    one request of full length wouldn't fit."""
-    block = max(f.block_bytes for f in facts)
-    available = min(f.available_bytes for f in facts)
-    if cache.memory is not None:
-        if cache.memory > available:
+class Memory(msgspec.Struct, frozen=True):
+    """What KV memory may be taken from. cpu: ranks of a node, and `sharers` engines, take from the same; `ranks_at`:
+    for each rank, how many of the engine's ranks take from its memory, itself counted, none given: 1. `before`: bytes
+    of KV that each rank had in this layout, 0 if it is new, None in the first epoch: an engine that has served goes on
+    with what there is, and with what it chose once as long as that fits. `share`: of what would fit."""
+
+    cpu: bool
+    ranks_at: tuple[int, ...] = ()
+    sharers: int = 1
+    before: int | None = None
+    share: float = 1.0
+
+    def budget(self, facts: Sequence[Facts], asked: int | None) -> int:
+        """Bytes for each rank; asked: by the user. Raises CapacityError."""
+        each = self.ranks_at or (1,) * len(facts)
+        available, ranks = min((max(0, f.available_bytes) // n, n) for f, n in zip(facts, each, strict=True))
+        if asked is None:
+            chosen = min(int(available * KV_SHARE / self.sharers), KV_CPU_LIMIT) if self.cpu else available
+            return max(chosen, self.before) if self.before is not None and self.before <= available else chosen
+        if asked > available and self.before is None:
+            among = f", for each of {ranks} ranks" if ranks > 1 else ""
             raise CapacityError(
-                f"--kv-cache-memory asks for {cache.memory / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are free; "
-                "ask for less"
+                f"--kv-cache-memory asks for {asked / 2**30:.2f} GiB{among}, {available * ranks / 2**30:.2f} GiB are "
+                "free; ask for less"
             )
-        budget = cache.memory
-    else:
-        budget = min(int(available * KV_SHARE / sharers), KV_CPU_LIMIT) if cpu else available
+        return min(asked, available)
+
+
+def kv_blocks(facts: Sequence[Facts], cache: CacheConfig, scheduler: SchedulerConfig, memory: Memory) -> int:
+    """How many blocks every rank can hold. Raises CapacityError when one request of full length wouldn't fit."""
+    block, budget, share = max(f.block_bytes for f in facts), memory.budget(facts, cache.memory), memory.share
     needed = -(-scheduler.max_model_len // cache.block_size)
     blocks = max(int(budget * share) // block, min(needed, budget // block))
     if blocks < needed:
@@ -91,15 +105,14 @@ class BringUp:
     """
 
     def __init__(
-        self, cache: CacheConfig, scheduler: SchedulerConfig, layout: Layout, *, cpu: bool, epoch: int = 0,
-        apart: bool = False, share: float = 1.0, loading: int | None = None, sharers: int = 1,
-        placing: Placing | None = None,
+        self, cache: CacheConfig, scheduler: SchedulerConfig, layout: Layout, memory: Memory, *, epoch: int = 0,
+        apart: bool = False, loading: int | None = None, placing: Placing | None = None,
     ) -> None:  # fmt: skip
-        self.cache, self.scheduler, self.layout, self.cpu = cache, scheduler, layout, cpu
-        self.epoch, self.apart, self.share, self.loading, self.sharers = epoch, apart, share, loading, sharers
+        self.cache, self.scheduler, self.layout, self.memory = cache, scheduler, layout, memory
+        self.epoch, self.apart, self.loading = epoch, apart, loading
         self.state = "launched"
         self.members: tuple[Hello, ...] = ()
-        self.num_blocks = 0
+        self.num_blocks = self.kv_bytes = 0  # of KV on each rank
         self.weight_bytes = 0
         self.seconds: dict[str, float] = {}
         self.failure: Failed | None = None
@@ -158,11 +171,11 @@ class BringUp:
             case "probing":
                 facts = [reply for reply in replies if isinstance(reply, Facts)]
                 try:
-                    self.num_blocks = kv_blocks(
-                        facts, self.cache, self.scheduler, cpu=self.cpu, share=self.share, sharers=self.sharers
-                    )
+                    self.num_blocks = kv_blocks(facts, self.cache, self.scheduler, self.memory)
                 except CapacityError as e:
-                    return self._fail(Failed(0, "probe", str(e), "", "capacity"))
+                    least = min(facts, key=lambda found: found.available_bytes)
+                    return self._fail(Failed(least.rank, "probe", str(e), "", "capacity"))
+                self.kv_bytes = self.num_blocks * max(f.block_bytes for f in facts)
                 self.weight_bytes = sum(f.weight_bytes for f in facts)
                 self.state = "allocating"
                 return Allocate(self.num_blocks)

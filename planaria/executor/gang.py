@@ -9,6 +9,7 @@ that live keep their weights. Where nothing can take a place, fewer ranks go on 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from planaria.core.eplb.places import Placed, Placing
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
-from planaria.executor.bring_up import PHASES, BringUp
+from planaria.executor.bring_up import PHASES, BringUp, Memory
 from planaria.executor.health import LONGEST_LOOK, Health
 from planaria.executor.link.address import Inside
 from planaria.executor.link.faults import ConnectionLost, LinkError
@@ -101,6 +102,7 @@ class Gang:
         self.members: tuple[Hello, ...] = ()
         self.link: Link | None = None
         self.num_blocks = self.weight_bytes = 0
+        self.kv_bytes: dict[Layout, int] = {}  # of each rank, in the layouts that there were
         self.maps: tuple[ExpertMap, ...] = ()  # in force: where each layer's experts are, if they are dealt whole
         self.travel = Travel()  # of experts, when the ranks came up the last time
         self.sent: Placed | None = None  # by ranks that are about to leave
@@ -194,10 +196,9 @@ class Gang:
         self.launcher.run(boots_for(config, self.places, link))
         self.check()  # who ended while there was no link to wake
         bring_up = BringUp(
-            config.cache, config.scheduler, self.layout, cpu=config.device.device == "cpu", epoch=self.epoch,
-            apart=len({place.home for place in self.places}) > 1, share=self.kv_share,
-            loading=config.parallel.max_parallel_loading_workers, sharers=config.device.sharers,
-            placing=self.placing(self.layout),
+            config.cache, config.scheduler, self.layout, self._memory(), epoch=self.epoch,
+            apart=len({place.home for place in self.places}) > 1,
+            loading=config.parallel.max_parallel_loading_workers, placing=self.placing(self.layout),
         )  # fmt: skip
         command: Command | None = bring_up.start()
         while command is not None:
@@ -210,10 +211,19 @@ class Gang:
                     raise self.loss_of(failed)
                 raise Refusal(failed)
         phases.enter("ready")
+        self.kv_bytes[self.layout] = max(bring_up.kv_bytes, self.kv_bytes.get(self.layout, 0))
         self.members, self.num_blocks, self.weight_bytes = bring_up.members, bring_up.num_blocks, bring_up.weight_bytes
         self.seconds = bring_up.seconds | phases.seconds
         self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None
         self.came_up = True
+
+    def _memory(self) -> Memory:
+        """What ranks take KV from: their node's memory, or their accelerator's own."""
+        cpu = self.config.device.device == "cpu"
+        owners = [(place.home, () if cpu else place.devices) for place in self.places]
+        ranks_at, sharers = Counter(owners), self.config.device.sharers
+        before = self.kv_bytes.get(self.layout, 0) if self.came_up else None
+        return Memory(cpu, tuple(ranks_at[owner] for owner in owners), sharers, before, self.kv_share)
 
     def placing(self, layout: Layout) -> Placing | None:
         """Where whole experts may go in a layout."""
@@ -224,7 +234,7 @@ class Gang:
 
     def _may_pass(self, failed: Failed) -> bool:
         """A rank failed at what worked before: it may work again, with less memory if that was it."""
-        return failed.kind == "error" or (failed.kind == "capacity" and failed.phase == "allocate")
+        return failed.kind == "error" or (failed.kind == "capacity" and failed.phase in ("probe", "allocate"))
 
     def stepped(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step that was answered."""

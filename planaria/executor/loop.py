@@ -224,7 +224,7 @@ class EngineLoop:
         while True:
             loss = attempts.loss
             failed = Failed(loss.ranks[0] if loss.ranks else 0, loss.phase, loss.cause, loss.traceback, loss.kind)
-            if loss.kind == "capacity":
+            if loss.kind == "capacity" and loss.phase != "probe":  # which takes no more than is there
                 gang.kv_share *= LESS
             if attempts.counts and not self._may_go_on():
                 self._die(failed)

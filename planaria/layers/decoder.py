@@ -157,6 +157,11 @@ class Model:
         for layer in self.layers:
             layer.attention.make_kv(self._ops, num_blocks, block_size)
 
+    def drop_kv(self) -> None:
+        """Let the caches' memory go; there is no step until `make_kv`."""
+        for layer in self.layers:
+            layer.attention.kv = None
+
     def count_experts(self) -> npt.NDArray[np.int64]:
         """Zeros [layers with experts, experts], to which every later step adds the tokens that chose each expert. Call
         it before `Ops.compile`; a model without experts has no rows."""

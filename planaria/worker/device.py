@@ -48,6 +48,7 @@ def available_bytes(config: EngineConfig) -> int:
     if config.device.device == "cuda":
         import torch
 
+        torch.cuda.empty_cache()  # what torch keeps for later is free, too
         free, total = torch.cuda.mem_get_info()
         return int(free - 0.08 * total)
     return available_memory()

@@ -76,7 +76,6 @@ class Worker:
         self.micro_batches: MicroBatches | None = None
         self._opening = Opening()
         self.part: Part | None = None  # of the model, that is loaded
-        self.kv: tuple[int, int] | None = None  # its blocks, and tokens in a block
         self.prepared: dict[Part, tuple[Ops, Any]] = {}  # a spare's, until it knows which it is
         self.progress = progress or (lambda part, fraction: None)
         self.seconds: dict[str, float] = {}
@@ -176,6 +175,8 @@ class Worker:
     def _join(self, command: Join) -> Reply:
         """Leave the groups of before; say what this rank brings to those of the new epoch."""
         self._leave_groups()
+        if self.model is not None:
+            self.model.drop_kv()  # it counts for nothing, and how much there can be is asked when all have let go of it
         self._opening = Opening()
         self.layout = layout = command.layout
         place = self.boot.place
@@ -344,7 +345,7 @@ class Worker:
         if self.ops is not None:
             self.ops.close()
         self._end_micro_batches()
-        self.ops = self.model = self.runner = self.sampler = self.part = self.kv = self.experts = None
+        self.ops = self.model = self.runner = self.sampler = self.part = self.experts = None
 
     def _end_micro_batches(self) -> None:
         if self.micro_batches is not None:
@@ -368,10 +369,7 @@ class Worker:
             self.runner.stage.drain(self.runner.last)
         scheduler, size = self.config.scheduler, self.config.cache.block_size
         try:
-            if self.kv != (num_blocks, size):  # what a survivor's holds counts for nothing, but its memory is there
-                self.kv = None
-                self.model.make_kv(num_blocks, size)
-                self.kv = num_blocks, size
+            self.model.make_kv(num_blocks, size)
         except (RuntimeError, MemoryError) as e:
             raise CapacityError(f"no memory for {num_blocks} KV blocks of {size} tokens: {e}") from None
         batch = Batch(

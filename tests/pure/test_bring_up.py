@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from planaria.config.options import CacheConfig, SchedulerConfig
-from planaria.executor.bring_up import BringUp, differences
+from planaria.errors import CapacityError
+from planaria.executor.bring_up import KV_CPU_LIMIT, BringUp, Memory, differences, kv_blocks
 from planaria.protocol import Allocate, Command, Facts, Failed, Hello, Join, Load, Probe, Ready, Regroup, Reply
 from planaria.topology import Layout
 
@@ -13,7 +16,7 @@ SCHEDULER = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model
 
 def starting(tp: int = 2, pp: int = 1, loading: int | None = None, memory: int | None = None) -> BringUp:
     cache, layout = CacheConfig(block_size=16, memory=memory), Layout(tp=tp, pp=pp)
-    return BringUp(cache, SCHEDULER, layout, cpu=True, epoch=3, apart=True, loading=loading)
+    return BringUp(cache, SCHEDULER, layout, Memory(cpu=True), epoch=3, apart=True, loading=loading)
 
 
 def hello(rank: int, **more: dict[str, str]) -> Hello:
@@ -71,6 +74,43 @@ def test_too_little_memory_says_both_numbers() -> None:
     commands_of(found, 2)
     assert found.failure is not None and found.failure.kind == "capacity"
     assert "--max-model-len 64" in found.failure.message
+
+
+LONG = SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=64, max_model_len=64)
+MIB = 1 << 20
+
+
+def kv(available: list[int], memory: Memory, asked: int | None = None) -> int:
+    """Bytes of KV on each rank."""
+    facts = [Facts(rank, 1024, free, 10) for rank, free in enumerate(available)]
+    return 1024 * kv_blocks(facts, CacheConfig(block_size=16, memory=asked), LONG, memory)
+
+
+def test_ranks_of_a_node_take_from_the_same_memory() -> None:
+    one = kv([8 * MIB], Memory(True, (1,)))
+    assert kv([8 * MIB, 8 * MIB], Memory(True, (2, 2))) == one // 2
+    assert kv([8 * MIB, 8 * MIB], Memory(True, (1, 1))) == one, "on nodes of their own"
+    assert kv([8 * MIB] * 2 + [2 * MIB], Memory(True, (2, 2, 1))) == one // 4, "the poorest decides"
+    assert kv([3 * MIB] * 2, Memory(False, (1, 1))) == 3 * MIB, "each has its accelerator"
+    assert kv([3 * MIB] * 2, Memory(False, (2, 2))) == 3 * MIB // 2, "both use one"
+
+
+def test_a_size_that_is_given_is_there_for_every_rank_of_a_node() -> None:
+    assert kv([4 * MIB] * 2, Memory(True, (2, 2)), asked=2 * MIB) == 2 * MIB
+    with pytest.raises(CapacityError, match=r"0\.00 GiB, for each of 2 ranks, 0\.00 GiB are free"):
+        kv([4 * MIB] * 2, Memory(True, (2, 2)), asked=3 * MIB)
+
+
+def test_who_has_served_goes_on_with_what_there_is() -> None:
+    """And keeps what it chose, as long as that fits: other engines have taken their share meanwhile."""
+    again = Memory(True, (2, 2), before=2 * MIB)
+    assert kv([4 * MIB] * 2, again, asked=3 * MIB) == 2 * MIB, "less than was asked for is better than an end"
+    assert kv([4 * MIB] * 2, again) == 2 * MIB, "it would be 1 MiB if it were the first time"
+    assert kv([3 * MIB] * 2, again) == 3 * MIB // 4
+    assert kv([4 * MIB] * 2, Memory(True, (2, 2), before=0)) == MIB, "in another layout it is chosen anew"
+    assert KV_CPU_LIMIT > 4 * MIB
+    with pytest.raises(CapacityError):
+        kv([0], Memory(True, (1,), before=0))
 
 
 def test_ranks_that_differ_are_refused_by_name_and_field() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from planaria.config.options import CacheConfig
 from planaria.core.eplb.places import Placing, departing, placed
-from planaria.executor.bring_up import BringUp
+from planaria.executor.bring_up import BringUp, Memory
 from planaria.executor.departure import VERSION, Departure, leaving
 from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Command, Hello, Join, Load, PlaceExperts, Ready, Reply, SendExperts, StepPlan, StepResult
@@ -17,6 +17,7 @@ from tests.pure.test_bring_up import SCHEDULER, answers
 
 ONE, TWO = ExpertMap.linear(4, 1), ExpertMap.linear(4, 2)
 ALL, NONE = {0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}, dict[int, tuple[int, ...]]()
+MEMORY = Memory(cpu=True)
 
 
 def test_another_lane_takes_half_of_each_layer() -> None:
@@ -51,7 +52,7 @@ def test_those_that_leave_send_what_only_they_have() -> None:
 
 
 def test_a_gang_has_them_sent_before_it_looks_at_memory() -> None:
-    bring_up = BringUp(CacheConfig(), SCHEDULER, Layout(dp=2), cpu=True, placing=Placing(TWO, (0, 0), (ONE, ONE)))
+    bring_up = BringUp(CacheConfig(), SCHEDULER, Layout(dp=2), MEMORY, placing=Placing(TWO, (0, 0), (ONE, ONE)))
     commands: list[Command] = [bring_up.start()]
     command: Command | None = commands[0]
     while command is not None:
@@ -74,7 +75,7 @@ def test_a_gang_has_them_sent_before_it_looks_at_memory() -> None:
 def test_what_lay_aside_before_counts_where_ranks_that_left_had_sent_it(sent: int, told: Travel) -> None:
     """Else it is a rearrangement's, which counts for itself."""
     placing = Placing(TWO, (0, 0), (ONE, ONE), sent, sent)
-    bring_up = BringUp(CacheConfig(), SCHEDULER, Layout(dp=2), cpu=True, placing=placing)
+    bring_up = BringUp(CacheConfig(), SCHEDULER, Layout(dp=2), MEMORY, placing=placing)
     command: Command | None = bring_up.start()
     while command is not None:
         replies = answers(command, 2)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ import msgspec
 from planaria.config.machine import accelerator_ids, usable_cores
 from planaria.errors import CapacityError
 from planaria.executor.boot import Place, RankBoot, Room
-from planaria.node import home, node_name, process_state
+from planaria.node import home, node_name, process_state, readable
 from planaria.topology import Cluster, Infeasible, Layout, Node, shrink
 
 logger = logging.getLogger("planaria.engine")
@@ -282,7 +281,7 @@ class Rank:
     @property
     def prepared(self) -> bool:
         """As a spare: has it said that it is ready?"""
-        if not self._prepared and select.select([self._ready], [], [], 0)[0]:
+        if not self._prepared and readable(self._ready):
             self._prepared = bool(os.read(self._ready, 1))
         return self._prepared
 

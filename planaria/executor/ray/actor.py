@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import os
 import re
-import select
 import signal
 import threading
 import time
@@ -165,6 +164,8 @@ def born(pid: int) -> int:
 
 def end_processes(processes: list[tuple[int, int]]) -> list[bool]:
     """End processes of this node, each a pid and when it was born, from outside. For each: is it gone for certain?"""
+    from planaria.node import readable
+
     ending: dict[int, int] = {}
     for pid, started in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -178,7 +179,7 @@ def end_processes(processes: list[tuple[int, int]]) -> list[bool]:
     gone = []
     for pid, _ in processes:
         left = max(0.0, deadline - time.monotonic())
-        gone.append(pid not in ending or bool(select.select([ending[pid]], [], [], left)[0]))
+        gone.append(pid not in ending or readable(ending[pid], left))
     for pidfd in ending.values():
         os.close(pidfd)
     return gone

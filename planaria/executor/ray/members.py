@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,7 +26,7 @@ from planaria.executor.ray.actor import NodeAgent, Whereabouts, remote_class, re
 from planaria.executor.ray.cluster import Connection, bounded
 from planaria.executor.ray.seats import Seat
 from planaria.executor.ray.waiting import Waiting
-from planaria.node import home
+from planaria.node import home, readable
 
 logger = logging.getLogger("planaria.ray")
 
@@ -74,7 +73,7 @@ class Member:
         """Has its process ended, as far as that can be seen from here?"""
         if not self.here or self.pidfd < 0:
             return self.here
-        return bool(select.select([self.pidfd], [], [], timeout)[0])
+        return readable(self.pidfd, timeout)
 
     def forget(self) -> None:
         """It has been dealt with."""

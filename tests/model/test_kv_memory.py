@@ -1,0 +1,91 @@
+"""How much KV memory an engine has after a fault: what its ranks hold themselves is not gone."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+
+from planaria.layers.decoder import Model
+from planaria.worker.runner import Runner
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine, texts
+
+MIB = 1 << 20
+ONE: dict[str, Any] = {
+    "distributed_executor_backend": "uni", "threads": 1, "max_num_seqs": 64, "max_num_batched_tokens": 64,
+}  # fmt: skip
+
+
+class Node:
+    """Of `free` bytes beside weights. What is left is told as a kernel or an accelerator would: KV memory that somebody
+    still holds is taken. `shortages`: how often something else has it all."""
+
+    def __init__(self, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self.shortages = free, 0
+        self.held: list[tuple[Any, int]] = []  # layers' caches and their bytes
+        monkeypatch.setattr("planaria.worker.worker.available_bytes", lambda config: self.left())
+        make_kv = Model.make_kv
+
+        def noted(model: Model, num_blocks: int, block_size: int) -> None:
+            make_kv(model, num_blocks, block_size)
+            size = num_blocks * model.kv_block_bytes(block_size) // len(model.layers)
+            self.held += [(weakref.ref(layer.attention.kv.memory), size) for layer in model.layers]
+
+        monkeypatch.setattr(Model, "make_kv", noted)
+
+    def left(self) -> int:
+        if self.shortages and any(cache() is None for cache, _ in self.held):
+            self.shortages -= 1
+            return 0
+        return self.free - sum(size for cache, size in self.held if cache() is not None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("kv"), "llama", num_hidden_layers=4))
+
+
+def one_mistake(engine: Engine) -> tuple[int, int]:
+    """KV blocks before and after a step that failed."""
+    blocks, step = engine.loop.gang.num_blocks, Runner.step
+    mistakes = [RuntimeError("a passing mistake")]
+
+    def flawed(runner: Runner, *args: Any) -> Any:
+        if runner.step_number > 3 and mistakes:
+            raise mistakes.pop()
+        return step(runner, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "step", flawed)
+        (tokens,) = engine.run(texts(100, [(9, 12)]))
+    assert len(tokens) == 12 and not mistakes and engine.loop.gang.epoch > 0
+    return blocks, engine.loop.gang.num_blocks
+
+
+@pytest.mark.parametrize(("free", "asked"), [(3 * MIB, None), (3 * MIB, "2MiB")], ids=["auto", "given"])
+def test_it_is_what_it_was(model: str, monkeypatch: pytest.MonkeyPatch, free: int, asked: str | None) -> None:
+    Node(free, monkeypatch)
+    with Engine(model, kv_cache_memory=asked, **ONE) as engine:
+        before, after = one_mistake(engine)
+        assert engine.loop.gang.epoch == 1
+    assert after == before
+
+
+def test_an_accelerator_that_gives_all_it_has_can_give_it_again(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Node(3 * MIB, monkeypatch)
+    monkeypatch.setattr("planaria.executor.bring_up.KV_SHARE", 1.0)
+    with Engine(model, kv_cache_memory=None, **ONE) as engine:
+        before, after = one_mistake(engine)
+        assert engine.loop.gang.epoch == 1
+    assert after == before
+
+
+def test_no_memory_for_a_moment_is_not_the_end(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(3 * MIB, monkeypatch)
+    with Engine(model, kv_cache_memory="2MiB", **ONE) as engine:
+        node.shortages = 2
+        before, after = one_mistake(engine)
+        assert engine.loop.dead is None and engine.loop.gang.epoch == 3
+    assert after == before and not node.shortages

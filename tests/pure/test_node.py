@@ -1,0 +1,40 @@
+"""What a process asks of its node."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+
+from planaria.node import readable
+
+
+@pytest.fixture
+def high() -> int:
+    """A number of a descriptor that select() refuses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= 1100:
+        pytest.skip(f"this machine allows {hard} descriptors")
+    if soft != resource.RLIM_INFINITY and soft <= 1100:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1101, hard))
+    return 1100
+
+
+def test_whatever_its_number_a_descriptor_is_looked_at(high: int) -> None:
+    read, write = os.pipe()
+    os.dup2(read, high)
+    try:
+        assert not readable(high)
+        os.write(write, b"x")
+        assert readable(high, 5.0)
+    finally:
+        for fd in (read, write, high):
+            os.close(fd)
+
+
+def test_another_end_that_has_gone_is_something_to_read() -> None:
+    read, write = os.pipe()
+    os.close(write)
+    assert readable(read)
+    os.close(read)
