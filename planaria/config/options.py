@@ -223,7 +223,9 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         str, option("fcfs or priority.", "--scheduling-policy", choices=("fcfs", "priority"), hashed=True)
     ] = "fcfs"
     block_size: Annotated[int, option("Tokens in a KV block: a multiple of 16.", hashed=True)] = 16
-    kv_cache_memory: Annotated[int | str | None, option("Memory for keys and values of each rank, e.g. 2GiB.", hashed=True)] = None
+    kv_cache_memory: Annotated[
+        int | str | None, option("Memory for keys and values of each rank, e.g. 2GiB.", hashed=True)
+    ] = None
     enable_prefix_caching: Annotated[bool, option("Reuse what requests have in common.", hashed=True)] = True
     async_scheduling: Annotated[bool | None, option("Plan a step while one runs.", hashed=True)] = None
     seed: Annotated[int | None, option("Of requests that bring none; default: drawn.", hashed=False)] = None
