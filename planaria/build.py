@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from planaria.config.machine import load_class
 from planaria.config.options import EngineConfig
+from planaria.config.secret import deployment_secret
 from planaria.env import ray_settings
 from planaria.errors import ConfigError
-from planaria.executor.boot import Place
+from planaria.executor.boot import RankBoot
 from planaria.executor.launcher.inline import InlineLauncher
 from planaria.executor.launcher.process import ProcessLauncher
 from planaria.executor.link.choose import make_link
 from planaria.executor.link.direct import DirectLink
+from planaria.executor.link.keys import Keys
 from planaria.executor.loop import Emit, EngineLoop, Link
+from planaria.hosts.host import Place
 from planaria.node import home
 from planaria.topology.outer import OuterLauncher
 from planaria.wire import Progress
 
-WORKER = "planaria.worker.main"
+WORKER, ENGINE, PART = "planaria.worker.main", "planaria.engine_process", "planaria.node_part"  # what processes run
 
 
 def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> EngineLoop:
@@ -76,13 +81,30 @@ def _launcher(config: EngineConfig, again: bool) -> Any:
 
 def run_agent(config: EngineConfig) -> int:
     """Be a node's agent, for as long as there is an engine, or a server of several, on node 0. Returns an exit code."""
-    if config.parallel.data_parallel_size > 1:
-        from planaria.executor.engines_agent import engines_agent
+    from planaria.executor.agent import NodeAgent
+    from planaria.executor.launcher.nodes import what_must_agree
 
-        return engines_agent(config, "planaria.engine_process", "planaria.node_part").run()
-    from planaria.executor.agent import node_agent
+    def own(theirs: EngineConfig) -> EngineConfig:
+        """The same model, and the same secret, where they are here."""
+        parallel = msgspec.structs.replace(theirs.parallel, secret_file=config.parallel.secret_file)
+        return msgspec.structs.replace(theirs, checkpoint=config.checkpoint, parallel=parallel)
 
-    return node_agent(config, WORKER).run()
+    def rank(message: bytes) -> tuple[bytes, str]:
+        boot = RankBoot.decode(message)
+        checkpoint = msgspec.structs.replace(boot.config, checkpoint=config.checkpoint)
+        return msgspec.structs.replace(boot, config=checkpoint).encode(), f"rank {boot.rank}"
+
+    def engine(message: bytes) -> tuple[bytes, str]:
+        theirs, keys = msgspec.msgpack.decode(message, type=tuple[EngineConfig, Keys])
+        return msgspec.msgpack.encode((own(theirs), keys)), ""
+
+    def part(message: bytes) -> tuple[bytes, str]:
+        return msgspec.msgpack.encode(own(msgspec.msgpack.decode(message, type=EngineConfig))), ""
+
+    return NodeAgent(
+        config.parallel, {WORKER: rank, ENGINE: engine, PART: part}, deployment_secret(config.parallel),
+        what_must_agree(config), drains={ENGINE},
+    ).run()  # fmt: skip
 
 
 def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:

@@ -1,15 +1,16 @@
-"""An engine in a process of its own: `python -m planaria.engine_process ADDRESS [TELL] PARENT LEVEL [again]` (its
-parent's pid, the level of its log; again: another served before it), its configuration on standard input.
+"""An engine in a process of its own, with the arguments ADDRESS LEVEL [again] (the level of its log; again: another
+served before it); it is told its configuration.
 
 It binds nothing on a network where ADDRESS is an ipc:// path, in a folder only this user may enter. A tcp:// address is
-for a server on another node: TELL is the descriptor that it is written to when its port is known, and with the
-configuration come the keys of who may come. It ends when its parent says so or ends. A SIGTERM is told to the server,
+for a server on another node: it says the address when its port is known, and with the configuration come the keys of
+who may come. It ends when its parent says so or ends. A SIGTERM is told to the server,
 which takes what is open elsewhere and then says so; a terminal's Ctrl-C is the parent's alone.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -24,8 +25,9 @@ from planaria.engine_port import Port
 from planaria.errors import CapacityError, ModelError, PlanariaError, UserError
 from planaria.executor.link.keys import Keys
 from planaria.executor.link.tcp_socket import bracketed
+from planaria.hosts import child
 from planaria.logs import setup_logging
-from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
+from planaria.processes import leave_signals_to_parent, set_title
 from planaria.wire import Dead, FromEngine, Leaving, Recovery
 
 logger = logging.getLogger("planaria.engine")
@@ -35,16 +37,15 @@ LOOK_MS = 1000  # between looks at ranks while nothing is to be done
 
 def main() -> int:
     """Exit code 0 after Shutdown, 1 when the engine died or could not start."""
-    address, *tell, parent, level = (word for word in sys.argv[1:] if word != "again")
-    die_with_parent(int(parent))
+    address, level, *again = child.begin()
     setup_logging(level)
     leave_signals_to_parent()
-    given = sys.stdin.buffer.read()
-    if tell:
+    given = next(child.hear())
+    far = address.startswith("tcp:")
+    if far:
         config, keys = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Keys])
         port = Port(address, keys, config.parallel.heartbeat_timeout)
-        with open(int(tell[0]), "w") as known:
-            known.write(f"{port.address}\n")
+        child.say(port.address)
     else:
         config, port = msgspec.msgpack.decode(given, type=EngineConfig), Port(address)
     told = threading.Event()
@@ -54,9 +55,9 @@ def main() -> int:
         port.wake()
 
     signal.signal(signal.SIGTERM, on_sigterm)
-    shared = config.device.sharers > 1 or config.parallel.data_parallel_index
-    name = {"agent" if tell else "server": parent, **({"dp": config.parallel.data_parallel_index} if shared else {})}
-    return run_engine(config, port, told, again=sys.argv[-1] == "again", **name)
+    index = config.parallel.data_parallel_index
+    name = {"agent" if far else "server": os.getppid(), **({"dp": index} if config.device.sharers > 1 or index else {})}
+    return run_engine(config, port, told, again=bool(again), **name)
 
 
 class RemoteEngine:

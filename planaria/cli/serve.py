@@ -43,7 +43,7 @@ def run(
     names = server["served_model_names"] or (model,)
     server |= {
         "served_model_names": names, "api_keys": server["api_keys"] or api_keys(),
-        "admin_key": server["admin_key"] or admin_key(),
+        "admin_key": server["admin_key"] or admin_key(), "cors_origins": server["cors_origins"] or (),
     }  # fmt: skip
     config = resolve(
         engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from planaria.executor.boot import Place, RankBoot
+from planaria.executor.boot import RankBoot
 from planaria.executor.link.address import Address
+from planaria.hosts.host import Place
 from planaria.protocol import Command, Reply
 from planaria.topology import LaneGroup, Layout
 

@@ -12,25 +12,10 @@ from planaria.config.options import EngineConfig
 from planaria.errors import PlanariaError
 from planaria.executor.link.address import Address
 from planaria.executor.link.codec import BAD_BYTES
+from planaria.hosts.host import Place
 from planaria.logs import current_level
 
 SPARE = -1  # the rank of a process that waits to become one
-
-
-class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank came up, as its launcher saw it. home: see `planaria.node`; address: by which other nodes reach it;
-    cores: that its node gives to all its ranks together; devices: ids of the accelerators that are its own; host: the
-    launcher's own name of the node, where that is another; bundle: its index in the engine's placement group."""
-
-    rank: int
-    home: str
-    node: str
-    address: str = "127.0.0.1"
-    pid: int = 0
-    cores: int = 1
-    devices: tuple[int, ...] = ()
-    host: str = ""
-    bundle: int = -1
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):

@@ -19,7 +19,7 @@ from planaria.config.options import EngineConfig
 from planaria.core.eplb.places import Placed, Placing
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
 from planaria.executor.backend import Launcher, Link
-from planaria.executor.boot import SPARE, Place, RankBoot, boots_for
+from planaria.executor.boot import SPARE, RankBoot, boots_for
 from planaria.executor.bring_up import PHASES, BringUp, Memory
 from planaria.executor.health import LONGEST_LOOK, Health
 from planaria.executor.link.address import Inside
@@ -29,6 +29,7 @@ from planaria.executor.preflight import Needs, check_node, look
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.executor.reshape import placing
 from planaria.executor.startup import StartUp, parts_of
+from planaria.hosts.host import Place
 from planaria.node import home, node_name, process_state
 from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply, StepPlan, StepResult
 from planaria.topology import Infeasible, Layout

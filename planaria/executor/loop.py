@@ -21,7 +21,7 @@ from planaria.errors import CapacityError, EngineDead, PlanariaError, WorkersLos
 from planaria.executor.attempts import Attempts
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.balancing import Balancing
-from planaria.executor.boot import Place, boots_for
+from planaria.executor.boot import boots_for
 from planaria.executor.gang import Gang, Refusal, System, failure
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
@@ -32,6 +32,7 @@ from planaria.executor.reply_ledger import Ticket
 from planaria.executor.status import Reports, facts_of, places_of
 from planaria.executor.told import kind_of, layout_name, told
 from planaria.executor.wishes import Wishes
+from planaria.hosts.host import Place
 from planaria.protocol import Call, Command, Failed, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason, Request

@@ -17,8 +17,9 @@ from starlette.middleware import Middleware
 
 from planaria.checkpoint import Checkpoint
 from planaria.errors import ConfigError, PlanariaError
+from planaria.hosts import child
 from planaria.logs import setup_logging
-from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
+from planaria.processes import leave_signals_to_parent, set_title
 from planaria.server.attached import AttachedFleet
 from planaria.server.channel import Channel
 from planaria.server.counts import counts_of
@@ -89,16 +90,15 @@ class ApiServer:
 
 def main() -> int:
     """Exit code 0 when it was told to stop."""
-    listen, channel, parent, level = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    die_with_parent(parent)
+    listen, channel, level = child.begin()
     setup_logging(level)
     leave_signals_to_parent()
-    boot = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Boot)
-    set_title("api", server=parent, api=boot.config.parallel.api_process_rank)
+    boot = msgspec.msgpack.decode(next(child.hear()), type=Boot)
+    set_title("api", server=os.getppid(), api=boot.config.parallel.api_process_rank)
 
     async def run() -> int:
-        opened = await Channel.open(socket.socket(fileno=channel), msgspec.msgpack.Decoder(FromRoot))
-        return await ApiServer(boot, opened).run(socket.socket(fileno=listen))
+        opened = await Channel.open(socket.socket(fileno=int(channel)), msgspec.msgpack.Decoder(FromRoot))
+        return await ApiServer(boot, opened).run(socket.socket(fileno=int(listen)))
 
     return asyncio.run(run())
 

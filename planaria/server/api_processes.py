@@ -10,10 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 
@@ -22,12 +19,15 @@ import msgspec
 from planaria.config.data_parallel import as_api_process
 from planaria.config.options import EngineConfig
 from planaria.executor.reformations import Reformations
+from planaria.hosts.host import Child, Entry
+from planaria.hosts.local import HERE, LocalHost
+from planaria.hosts.pool import BackOff
 from planaria.logs import current_level
 from planaria.node import node_name, process_state, resident_bytes
 from planaria.server.channel import Channel
 from planaria.server.config import ServerConfig
 from planaria.server.counts import added
-from planaria.server.engine_client import LOOK, STOPPED
+from planaria.server.engine_client import LOOK, STOPPED, Ending
 from planaria.server.inputs import child_seed
 from planaria.server.root_messages import Boot, Counts, Done, Order, Serving, State, Stop, ToRoot, Unable
 from planaria.wire import ProcessInfo
@@ -46,7 +46,8 @@ class ApiProcess:
 
     def __init__(self, number: int, rank: int) -> None:
         self.number, self.rank = number, rank
-        self.process: asyncio.subprocess.Process
+        self.child: Child
+        self.end = Ending()
         self.channel: Channel[ToRoot]
         self.serving = asyncio.Event()
         self.orders: dict[int, asyncio.Future[Done]] = {}
@@ -55,12 +56,10 @@ class ApiProcess:
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return self.child.place.pid
 
     def kill(self) -> None:
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # asyncio's own way would take the exit code from who waits for it
+        self.child.kill()
 
 
 class ApiProcesses:
@@ -90,18 +89,23 @@ class ApiProcesses:
         ours, theirs = socket.socketpair()
         fds = self.sock.fileno(), theirs.fileno()
         api = ApiProcess(number, rank)
-        with theirs:
-            api.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "planaria.server.api_process", *map(str, fds), str(os.getpid()), current_level(),
-                stdin=asyncio.subprocess.PIPE, pass_fds=fds,
-            )  # fmt: skip
         seed = self.settings.seed
         settings = msgspec.structs.replace(self.settings, seed=None if seed is None else child_seed(seed, number))
-        assert api.process.stdin is not None
         config = msgspec.structs.replace(self.config, parallel=parallel)
-        api.process.stdin.write(msgspec.msgpack.encode(Boot(config, settings, self.tokenizer, number)))
-        api.process.stdin.close()
-        api.channel = await Channel.open(ours, _decoder)
+        boot = msgspec.msgpack.encode(Boot(config, settings, self.tokenizer, number))
+        entry = Entry("planaria.server.api_process", (*map(str, fds), current_level()))
+        try:
+            with theirs:
+                api.child = LocalHost(devices=()).spawn((HERE, rank), entry, boot, api.end.news, fds)
+        except OSError:
+            ours.close()
+            raise
+        try:
+            api.channel = await Channel.open(ours, _decoder)
+        except BaseException:
+            api.kill()
+            ours.close()
+            raise
         api.channel.send(self.state)
         self.all[number] = api
         task = asyncio.create_task(self._attend(api))
@@ -130,9 +134,9 @@ class ApiProcesses:
             logger.exception("API process %d said what can't be", api.pid)
         if not self.stopping:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(api.process.wait(), ENDING)
+                await asyncio.wait_for(api.end.wait(), ENDING)
             api.kill()  # without its channel it is nothing
-        code = await api.process.wait()
+        await api.end.wait()
         watching.cancel()
         del self.all[api.number]
         for waiting in api.orders.values():
@@ -142,21 +146,25 @@ class ApiProcesses:
         self.lost(api)
         await api.channel.close()
         if not self.stopping:
-            await self._replace(api, code)
+            await self._replace(api)
         self.changed.set()
 
-    async def _replace(self, api: ApiProcess, code: int) -> None:
+    async def _replace(self, api: ApiProcess) -> None:
         if self.failure:
             return
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how, pauses = api.child.ended, BackOff()
         if not self._limit.allowed(time.monotonic(), api.serving.is_set()):
             self.failure = f"API processes end again and again before they serve; the last one {how}"
             return
         logger.warning("API process %d (%d) %s: its requests are cancelled, another is started", api.rank, api.pid, how)
-        try:
-            await self._start(api.rank)
-        except OSError as e:
-            self.failure = f"no API process can be started: {e}"
+        while not self.stopping:
+            try:
+                await self._start(api.rank)
+                return
+            except OSError as e:  # there may be descriptors, or memory, in a while
+                logger.warning("no API process can be started: %s; trying again in %.0f s", e, pauses.pause)
+            await asyncio.sleep(pauses.pause)
+            pauses.failed(0.0)
 
     async def _watch(self, api: ApiProcess) -> None:
         """A stopped one answers nobody, nor does one that hangs."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,14 +20,16 @@ import zmq
 import zmq.asyncio
 
 from planaria.config.options import EngineConfig
-from planaria.env import environment, visible_devices
 from planaria.executor.link.keys import Keys
+from planaria.hosts.host import Child, Entry
+from planaria.hosts.local import HERE, LocalHost
 from planaria.logs import current_level
 from planaria.node import process_state
 from planaria.wire import Dead, FromEngine, Shutdown, ToEngine
 
 logger = logging.getLogger("planaria.server")
 
+ENGINE = "planaria.engine_process"  # what an engine's process runs
 LAST_WORDS = 0.5  # seconds a message of an ended process may still take
 EXIT_TIMEOUT = 10.0  # seconds an engine gets to end by itself
 LOOK = 0.25  # seconds between looks at a process that is not known to have ended
@@ -162,31 +162,46 @@ class EngineHandle:
             self._context.term()
 
 
+class Ending:
+    """A process's end, for who waits for it in this event loop."""
+
+    def __init__(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+
+    def news(self, child: Child) -> None:
+        """Of its host."""
+        if child.ended:
+            with contextlib.suppress(RuntimeError):  # the event loop has been closed
+                self._loop.call_soon_threadsafe(self._over.set)
+
+    async def wait(self) -> None:
+        await self._over.wait()
+
+
 class EngineProcess(EngineHandle):
     """A process of this machine, its socket in a folder that only this user may enter."""
 
     def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
         super().__init__(config, hear)
-        self.process: asyncio.subprocess.Process | None = None
+        self.child: Child | None = None
+        self._end = Ending()
         self._folder = ""
 
-    @property
-    def pid(self) -> int:  # type: ignore[override]
-        return self.process.pid if self.process is not None else 0
-
     async def start(self) -> None:
-        """Start the process and begin to listen."""
+        """Start the process and begin to listen. Raises OSError, with nothing left of it."""
         self._folder = tempfile.mkdtemp(prefix="planaria-", dir=self.shared_in)  # mode 0700
-        address = f"ipc://{self._folder}/engine"
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "planaria.engine_process", address, str(os.getpid()), current_level(),
-            *(["again"] if self.again else []), stdin=asyncio.subprocess.PIPE,
-            env={**environment(), **visible_devices(self.config.device.devices)},
-        )  # fmt: skip
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.msgpack.encode(self.config))
-        self.process.stdin.close()
-        await self._connect(address)
+        try:
+            address = f"ipc://{self._folder}/engine"
+            args = (address, current_level(), *(["again"] if self.again else []))
+            entry = Entry(ENGINE, args, self.config.device.devices)
+            boot = msgspec.msgpack.encode(self.config)
+            self.child = LocalHost(devices=()).spawn((HERE, 0), entry, boot, self._end.news)
+            self.pid = self.child.place.pid
+            await self._connect(address)
+        except BaseException:
+            self.kill()
+            self._close()
+            raise
 
     def connected(self) -> None:
         """Both ends are, so nothing needs the socket's name: a kill leaves no folder behind."""
@@ -194,15 +209,14 @@ class EngineProcess(EngineHandle):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _wait(self) -> tuple[str, bool]:
-        assert self.process is not None
-        code = await self.process.wait()
-        return (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"), code > 0
+        assert self.child is not None
+        await self._end.wait()
+        return self.child.ended, self.child.code > 0
 
     def kill(self) -> None:
         """Also a stopped one."""
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+        if self.child is not None:
+            self.child.kill()
 
     def _close(self) -> None:
         super()._close()

@@ -1,4 +1,4 @@
-"""The nodes of a fleet without Ray, as its server has them: which of them are here, and what is said to each.
+"""The nodes of a fleet without Ray, as its server has them: which of them are here, and what runs on each.
 
 Rule: a fleet starts as a whole, when all nodes are here. A node that goes takes its engines with it; they wait for it,
 and come up there again.
@@ -6,26 +6,20 @@ and come up there again.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import msgspec
 
 from planaria.config.options import EngineConfig
 from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError
-from planaria.executor import engine_messages as messages
-from planaria.executor.engine_messages import EngineEnded, LeavePart, Leaves, Listening, TakePart
-from planaria.executor.launcher.callers import Caller, Callers
-from planaria.executor.launcher.nodes import JOIN_TIMEOUT, fleet_placement, what_must_agree
-from planaria.executor.link.faults import LinkError
+from planaria.executor.launcher.nodes import JOIN_TIMEOUT, NodesHost, fleet_placement, what_must_agree
+from planaria.executor.launcher.peers import NodeChild, NodePeer
 from planaria.executor.link.keys import Keys
-from planaria.executor.node_messages import AllEnded, End
-from planaria.node import node_name, resolve_host
+from planaria.hosts.host import Entry, News
+from planaria.logs import current_level
+from planaria.node import node_name
 from planaria.server.engine_client import EngineHandle, EngineProcess
 from planaria.topology import Cluster, Packing
 from planaria.topology.table import CameUp, differences, rows
@@ -33,50 +27,7 @@ from planaria.wire import FromEngine
 
 logger = logging.getLogger("planaria.server")
 
-
-class Host(Caller):
-    """leaving: it was told to end. on_news: hears what is said of its engines' processes, by number, and with None that
-    it came or went; called from the thread."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.leaving = False
-        self.on_news: dict[int, Callable[[Listening | EngineEnded | None], None]] = {}
-
-    @property
-    def takes_engines(self) -> bool:
-        return self.here is not None and not self.leaving
-
-
-class _Hosts(Callers[Host]):
-    def __init__(self, count: int, same: dict[str, str], parts: Callable[[Host], list[TakePart]]) -> None:
-        super().__init__([Host(number + 1) for number in range(count)], same, messages.encode, messages.decode)
-        self.parts = parts
-
-    def came(self, agent: Host) -> None:
-        agent.leaving = False
-        for part in self.parts(agent):
-            self.post(agent, part)
-        self._tell(agent)
-
-    def heard(self, agent: Host, message: Any) -> None:
-        match message:
-            case AllEnded():
-                agent.all_ended = True
-            case Leaves():
-                agent.leaving = True
-                logger.info("%s was told to end: its engines are taken off it", agent)
-            case Listening() | EngineEnded():
-                if (on_news := agent.on_news.get(message.number)) is not None:
-                    on_news(message)
-
-    def went(self, agent: Host, why: str) -> None:
-        with self.changed:
-            self._tell(agent)
-
-    def _tell(self, agent: Host) -> None:
-        for on_news in list(agent.on_news.values()):
-            on_news(None)
+PART = "planaria.node_part"  # what a node's part of an engine of several nodes runs
 
 
 class NodeHosts:
@@ -89,19 +40,15 @@ class NodeHosts:
         self.nodes = nodes
         self._table = rows(Packing.of(fleet_placement(config.parallel)), Cluster((), ""))
         self._parts: dict[int, EngineConfig] = {}  # of engines of several nodes, by engine
-        self._numbers = itertools.count(1)
-        self._hosts = _Hosts(nodes.nodes - 1, what_must_agree(config), self._parts_of)
-        self._keys = Keys.derive(deployment_secret(config.parallel), nodes.nodes - 1, messages.PURPOSE)
+        self._running: dict[tuple[int, int], NodeChild] = {}  # by engine and node
+        self.watchers: list[Callable[[NodePeer], None]] = []  # hear of nodes that come and go; from a thread
+        self._host = NodesHost(config.parallel, deployment_secret(config.parallel), what_must_agree(config))
+        self.peers = self._host.peers
+        self.peers.on_change = self._changed
 
     def open(self, size: int) -> None:
         """Wait for all nodes. Raises CapacityError, RanksDiffer."""
-        parallel = self.config.parallel
-        address, port = resolve_host(parallel.master_addr), parallel.master_port
-        try:
-            self._hosts.listen(address, port, self._keys, parallel.heartbeat_timeout)
-        except LinkError as e:
-            raise CapacityError(f"{e}; choose another --master-addr or --master-port, on every node") from None
-        self._hosts.await_all(f"{parallel.master_addr} port {port}", JOIN_TIMEOUT)
+        self._host.open(JOIN_TIMEOUT)
 
     def grow(self, engines: Iterable[int]) -> None:
         """Raises CapacityError."""
@@ -112,32 +59,30 @@ class NodeHosts:
                 "start with a larger --data-parallel-size"
             )
         if away := [engine for engine in engines if not self.room(engine)]:
-            host = self._hosts.all[self.nodes.of(away[0])[0] - 1]
-            raise CapacityError(f"engine {away[0]} has its place on {host}, which is not here")
+            peer = self.peers.all[self.nodes.of(away[0])[0] - 1]
+            raise CapacityError(f"engine {away[0]} has its place on {peer}, which is not here")
 
     def room(self, engine: int) -> bool:
         """Is its node here?"""
         leader = self.nodes.of(engine)[0]
-        return not leader or self._hosts.all[leader - 1].takes_engines
+        return not leader or self.peers.all[leader - 1].takes_processes
 
     def release(self, engine: int) -> None:
-        with self._hosts.changed:
-            if self._parts.pop(engine, None) is not None:
-                for host in self._followers(engine):
-                    self._hosts.post(host, LeavePart(engine))
+        with self.peers.changed:
+            self._parts.pop(engine, None)
+            for peer in self._followers(engine):
+                if (child := self._running.pop((engine, peer.number), None)) is not None:
+                    child.kill()
 
     def close(self) -> None:
         """End what is left on other nodes, and their agents. Idempotent."""
-        with self._hosts.changed:
-            self._hosts.closing = True
-            self._hosts.changed.notify_all()
-            for host in self._hosts.here():
-                self._hosts.post(host, End(kill=False))
-        self._hosts.close()
+        with self.peers.changed:
+            self._parts = {}
+        self._host.close()
 
     def differences(self, engine: int, places: Sequence[CameUp]) -> list[str]:
         """See planaria.server.placed.Plan."""
-        names = {"0": node_name()} | {str(host.number): host.here.node for host in self._hosts.here() if host.here}
+        names = {"0": node_name()} | {str(peer.number): peer.here.node for peer in self.peers.here() if peer.here}
         own = [row._replace(node=names.get(row.node, row.node)) for row in self._table if row.dp == engine]
         if len(own) != len(places):
             return []  # it has another layout now
@@ -154,7 +99,7 @@ class NodeHosts:
         index = config.parallel.data_parallel_index
         leader = self.nodes.of(index)[0]
         if leader:
-            return NodeEngine(self, self._hosts.all[leader - 1], config, hear)
+            return NodeEngine(self, self.peers.all[leader - 1], config, hear)
         self.share(index, config)
         return EngineProcess(config, hear)
 
@@ -162,40 +107,53 @@ class NodeHosts:
         """An engine of several nodes begins: the others are to take part, as soon as they are here. config: as its own
         process has it."""
         if config.parallel.nnodes > 1:
-            with self._hosts.changed:
-                self._parts[engine] = config
-                for host in self._followers(engine):
-                    self._hosts.post(host, self._part(engine, host))
+            with self.peers.changed:
+                before, self._parts[engine] = self._parts.get(engine), config
+                for peer in self._followers(engine):
+                    child = self._running.get((engine, peer.number))
+                    if before != config and child is not None:
+                        child.kill()
+                    if before != config or child is None or child.ended:
+                        self._take_part(engine, peer)
 
-    def post(self, host: Host, message: Any) -> None:
-        self._hosts.post(host, message)
-
-    def register(self, host: Host, loop: asyncio.AbstractEventLoop, hear: Callable[[Any], None]) -> int:
-        """A number for a process there. hear: gets what is said of it, and None when the node comes or goes."""
-        number = next(self._numbers)
-
-        def tell(news: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has been closed
-                loop.call_soon_threadsafe(hear, news)
-
-        with self._hosts.changed:
-            host.on_news[number] = tell
-        return number
-
-    def forget(self, host: Host, number: int) -> None:
-        with self._hosts.changed:
-            host.on_news.pop(number, None)
+    def spawn(
+        self, peer: NodePeer, engine: int, module: str, args: Sequence[str], config: EngineConfig, news: News,
+        keys: Keys | None = None,
+    ) -> NodeChild:  # fmt: skip
+        """An engine, or a node's part of one, in its own seat there. keys: who may come to it. Raises OSError."""
+        seat, ranks, here = self.nodes.seat(engine), config.parallel.local_world_size, peer.here
+        devices = here.accelerators[seat * ranks : (seat + 1) * ranks] if here and config.device.device != "cpu" else ()
+        config = msgspec.structs.replace(config, device=msgspec.structs.replace(config.device, devices=devices))
+        boot = msgspec.msgpack.encode(config if keys is None else (config, keys))
+        return self.peers.spawn(peer, (str(peer.number), seat), Entry(module, tuple(args), devices), boot, news)
 
     # -- inside
 
-    def _followers(self, engine: int) -> list[Host]:
-        return [self._hosts.all[node - 1] for node in self.nodes.of(engine)[1:]]
+    def _followers(self, engine: int) -> list[NodePeer]:
+        return [self.peers.all[node - 1] for node in self.nodes.of(engine)[1:]]
 
-    def _parts_of(self, host: Host) -> list[TakePart]:
-        return [self._part(engine, host) for engine in self._parts if host in self._followers(engine)]
+    def _changed(self, peer: NodePeer) -> None:
+        with self.peers.changed:
+            for engine in self._parts if peer.takes_processes else ():
+                child = self._running.get((engine, peer.number))
+                if peer in self._followers(engine) and (child is None or child.ended):
+                    self._take_part(engine, peer)
+        for hears in list(self.watchers):
+            hears(peer)
 
-    def _part(self, engine: int, host: Host) -> TakePart:
+    def _take_part(self, engine: int, peer: NodePeer) -> None:
+        """Its ranks are started there when the engine, on another node, asks for them."""
+        if not peer.takes_processes:
+            return
         config = self._parts[engine]
-        rank = host.number - self.nodes.of(engine)[0]
+        rank = peer.number - self.nodes.of(engine)[0]
         config = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, node_rank=rank))
-        return TakePart(engine, self.nodes.seat(engine), msgspec.msgpack.encode(config))
+
+        def news(child: NodeChild) -> None:
+            with self.peers.changed:
+                if child.ended and child.code < 0 and self._running.get((engine, peer.number)) is child:
+                    logger.warning("%s: its part of engine %d %s", peer, engine, child.ended)
+                    if engine in self._parts:
+                        self._take_part(engine, peer)
+
+        self._running[engine, peer.number] = self.spawn(peer, engine, PART, (current_level(),), config, news)

@@ -42,20 +42,44 @@ _PREFIX = "planaria-root-"
 
 @contextlib.contextmanager
 def names() -> Iterator[str]:
-    """A folder for engines' sockets, which only this user may enter; those of roots that were killed are removed."""
+    """A folder for engines' sockets, which only this user may enter; those of roots that were killed are removed. It is
+    locked itself as long as its root lives; nothing in one is opened, whatever somebody may have put there."""
     for entry in os.scandir(tempfile.gettempdir()):
         if entry.name.startswith(_PREFIX):
-            with contextlib.suppress(OSError):  # another user's, or its root is alive
-                with open(os.path.join(entry.path, "lock"), "rb") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry.path, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700
+            with contextlib.suppress(OSError):  # another user's, no folder, or its root is alive
+                lock = _locked(entry.path, fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.geteuid():
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                os.close(lock)
+    folder, lock = _own_folder()
     try:
-        with open(os.path.join(folder, "lock"), "xb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _own_folder() -> tuple[str, int]:
+    """And its lock. Another root that starts may have found it before it was locked, and removed it."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700
+        with contextlib.suppress(FileNotFoundError):
+            lock = _locked(folder)
+            if os.path.exists(folder) and os.path.samestat(os.lstat(folder), os.fstat(lock)):
+                return folder, lock
+            os.close(lock)
+
+
+def _locked(folder: str, how: int = 0) -> int:
+    """A descriptor that holds the lock. Raises OSError where there is no such folder, or, with LOCK_NB, while another
+    process has it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | how)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 async def serve_from_root(

@@ -1,9 +1,7 @@
 """A rank's life, in whatever process a launcher gave it: in each epoch it opens its end of the link and answers every
 command. What it has loaded stays from one epoch to the next.
 
-As a process of its own: `python -m planaria.worker.main PARENT READY`, encoded RankBoots on standard input, each after
-its length in 8 bytes; a spare that is prepared writes a byte to the descriptor READY. Standard input stays open as
-long as the parent lives: its end is the rank's.
+As a process of its own it is told encoded RankBoots; a spare that is prepared says so. Its parent's end is the rank's.
 """
 
 from __future__ import annotations
@@ -20,9 +18,10 @@ from typing import Any
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.executor.link.address import ShmAddress, open_port
 from planaria.executor.link.faults import ConnectionLost, LinkError, Port
+from planaria.hosts import child
 from planaria.logs import setup_logging
 from planaria.node import Gone
-from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
+from planaria.processes import leave_signals_to_parent, set_title
 from planaria.protocol import Exit, Join
 from planaria.worker.worker import make_rank
 
@@ -112,32 +111,19 @@ def _pulse(port: Port, ended: threading.Event) -> None:
 
 
 def _listen(life: Life) -> None:
-    """Boots from standard input; its end is the parent's death, where that one's signal doesn't come (it is bound to
-    one thread, and to Linux). Not through sys.stdin, whose lock would be held when the interpreter ends."""
-    while (size := _read(8)) and (data := _read(int.from_bytes(size, "little"))):
+    """Boots; their end is the parent's death, where that one's signal doesn't come (it is bound to one thread, and to
+    Linux)."""
+    for data in child.hear():
         boot = RankBoot.decode(data)
         setup_logging(boot.log_level)
         life.boot(boot)
     os._exit(1)
 
 
-def _read(size: int) -> bytes:
-    """So many bytes; fewer, or none, at the end."""
-    data = b""
-    while len(data) < size and (more := os.read(0, size - len(data))):
-        data += more
-    return data if len(data) == size else b""
-
-
 def main() -> int:
-    die_with_parent(int(sys.argv[1]))
+    child.begin()
     leave_signals_to_parent()
-    ready = int(sys.argv[2])
-
-    def prepared() -> None:
-        os.write(ready, b"1")
-
-    life = Life(prepared=prepared)
+    life = Life(prepared=lambda: child.say("ready"))
     threading.Thread(target=_listen, args=(life,), name="planaria-boots", daemon=True).start()
     return life.run()
 

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from planaria.config.options import EngineConfig
-from planaria.executor.boot import Place, RankBoot
+from planaria.executor.boot import RankBoot
 from planaria.executor.link.address import Inside
+from planaria.hosts.host import Place
 from planaria.node import home
 from planaria.protocol import Command, Hello, Join, Ready, Regroup, Reply
 from planaria.topology import Layout

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from planaria.config import EngineConfig
-from planaria.executor.boot import Place, RankBoot
+from planaria.executor.boot import RankBoot
 from planaria.executor.launcher.inline import InlineLauncher
-from planaria.executor.launcher.process import ProcessLauncher, Rank
+from planaria.executor.launcher.process import ProcessLauncher
+from planaria.hosts.host import Child, Place
 from planaria.protocol import Allocate, Command, Reply, StepPlan, StepResult
 from planaria.worker.guard import guard
 from planaria.worker.null import NullRank
@@ -51,11 +52,14 @@ class ShortLauncher(ProcessLauncher):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__("planaria.worker.main", range(config.parallel.world_size))
+        spawn = self.host.spawn
 
-    def _start(self, slot: int) -> Rank:
-        if os.path.exists(os.environ["TEST_NO_DEVICE"]):
-            raise OSError(errno.EAGAIN, "no device, as asked")
-        return super()._start(slot)
+        def short(*what: Any) -> Child:
+            if os.path.exists(os.environ["TEST_NO_DEVICE"]):
+                raise OSError(errno.EAGAIN, "no device, as asked")
+            return spawn(*what)
+
+        self.host.spawn = short  # type: ignore[method-assign]
 
 
 class OwnLauncher(InlineLauncher):

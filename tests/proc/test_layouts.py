@@ -30,7 +30,7 @@ def missing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def try_now(watched: Watched) -> None:
     """What was tried in vain is tried again after ever more seconds: how many depends on how slow all this is."""
     launcher: Any = watched.llm._loop.gang.launcher
-    launcher._try_at = 0.0
+    launcher.pool.tries.at = 0.0
 
 
 TP, PP = "tensor_parallel_size", "pipeline_parallel_size"

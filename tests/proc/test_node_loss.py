@@ -17,8 +17,9 @@ import pytest
 
 from planaria.errors import CapacityError
 from planaria.executor.agent import NodeAgent
-from planaria.executor.launcher.nodes import placed, placement_of
-from planaria.executor.launcher.process import ProcessLauncher
+from planaria.executor.launcher.nodes import placement_of
+from planaria.hosts.host import Place
+from planaria.hosts.pool import placed
 from planaria.topology import Infeasible, Layout, Placement
 from tests.faults.streams import enter_network
 from tests.proc import networks
@@ -133,7 +134,7 @@ def test_spares_take_ranks_on_their_own_node_and_then_on_another() -> None:
     try:
         wait_until("both have a spare", lambda: spares_of(nodes.other) and watched.llm._loop.gang.launcher.spare_pids())
         (theirs,), (ours,) = spares_of(nodes.other), watched.llm._loop.gang.launcher.spare_pids()
-        wait_until("theirs is ready", lambda: watched.llm._loop.gang.launcher.agents.all[0].room.ready == 2)
+        wait_until("theirs is ready", lambda: watched.llm._loop.gang.launcher.pool.rooms()["1"].ready == 2)
         assert watched.run(60, lambda: os.kill(watched.pids[1], signal.SIGKILL)) == watched.expected
         assert watched.pids[1] == theirs
         assert watched.run(60, nodes.other.process.kill) == watched.expected
@@ -209,20 +210,22 @@ def test_an_agent_that_no_driver_comes_back_to_ends() -> None:
     """After the time that it waits for one; told that another follows, it waits as long."""
     port = free_port()
     nodes = launcher(port, EQUAL)
-    starting = threading.Thread(target=lambda: (nodes.start(), setattr(nodes, "followed", True), nodes.kill()))
+    started: list[Place] = []
+
+    def start() -> None:
+        started.extend(nodes.start())
+        nodes.followed = True
+        nodes.kill()
+
+    starting = threading.Thread(target=start)
     starting.start()
-    local: list[ProcessLauncher] = []
-
-    def make_local(ranks: object, address: str) -> ProcessLauncher:
-        local.append(ProcessLauncher("planaria.worker.main", ranks, address))  # type: ignore[arg-type]
-        return local[-1]
-
     parallel = msgspec.structs.replace(parallel_of(port), node_rank=1)
-    node = NodeAgent(parallel, make_local, lambda boot: boot, SECRET, EQUAL, join_timeout=1.0)
+    fits = {"planaria.worker.main": lambda boot: (boot, "rank")}
+    node = NodeAgent(parallel, fits, SECRET, EQUAL, join_timeout=1.0)
     with pytest.raises(CapacityError, match=r"no node 0 at 127\.0\.0\.1 port"):
         node.run()
     starting.join()
-    assert len(local) == 1 and not local[0].processes
+    assert started and not node.children and not any(alive(place.pid) for place in started)
 
 
 # -- two networks

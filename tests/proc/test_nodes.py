@@ -23,9 +23,7 @@ from planaria import LLM, SamplingParams
 from planaria.config.options import ParallelConfig
 from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, ConfigError, EngineDead, RanksDiffer
-from planaria.executor.boot import Room
 from planaria.executor.launcher.nodes import NodesLauncher, placement_of
-from planaria.executor.launcher.process import ProcessLauncher
 from planaria.executor.node_messages import Here
 from planaria.topology import Layout
 from tests.proc import networks
@@ -277,10 +275,7 @@ def parallel_of(port: int, nnodes: int = 2) -> ParallelConfig:
 
 
 def launcher(port: int, same: dict[str, str], *, timeout: float = 60.0, secret: bytes = SECRET) -> NodesLauncher:
-    def local(ranks: object, address: str) -> ProcessLauncher:
-        return ProcessLauncher("planaria.worker.main", ranks, address)  # type: ignore[arg-type]
-
-    return NodesLauncher(parallel_of(port), local, secret, same, join_timeout=timeout)
+    return NodesLauncher(parallel_of(port), "planaria.worker.main", secret, same, join_timeout=timeout)
 
 
 def same_as(port: int) -> dict[str, str]:
@@ -342,11 +337,10 @@ def test_ranks_are_dealt_evenly() -> None:
 
 def test_room_for_ranks_is_no_promise_where_one_ended_on_the_way() -> None:
     nodes = launcher(free_port(), {})
-    (agent,) = nodes.agents.all
-    assert not nodes.room_for(Layout(pp=2))
-    agent.here, agent.room = Here(1, "other", "127.0.0.1", 1, {}), Room(1, 1, 0)
+    (peer,) = nodes.host.peers.all
+    peer.here = Here(1, "other", "127.0.0.1", 1, {})
     assert nodes.room_for(Layout(pp=2))
-    agent.room = Room(1, 1, 0, failing=True)
+    nodes.pool._back_off("1").failed(time.monotonic())
     assert not nodes.room_for(Layout(pp=2))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import os
 import signal
@@ -147,6 +148,22 @@ def test_survivors_keep_their_weights_and_read_no_file(two: Watched, monkeypatch
     assert new.calls > 100 * (after.calls - before.calls)  # which a rank that begins can't do without
 
 
+@on_tp
+def test_a_rank_that_is_stopped_while_another_dies_keeps_nobody_waiting(two: Watched) -> None:
+    """Both are told of the next epoch, which is more than the pipe to one that reads nothing takes."""
+    before, launcher = two.pids, two.llm._loop.gang.launcher
+    two.heard.clear()
+    for child in launcher.pool.ranks.values():  # type: ignore[attr-defined]
+        fcntl.fcntl(child.stdin, fcntl.F_SETPIPE_SZ, 4096)
+
+    def harm() -> None:
+        os.kill(before[1], signal.SIGSTOP)
+        os.kill(before[0], signal.SIGKILL)
+
+    assert two.run(100, harm) == two.expected
+    assert not {*before} & {*two.pids} and not any(map(alive, before))
+
+
 @on_pp
 def test_a_rank_that_dies_while_idle_is_replaced(two: Watched) -> None:
     before = two.pids
@@ -210,26 +227,27 @@ def test_a_spare_takes_over_and_another_is_made(monkeypatch: pytest.MonkeyPatch)
     watched = Watched(tensor_parallel_size=2, spare_workers=1)
     try:
         launcher: Any = watched.llm._loop.gang.launcher
-        (spare,) = launcher.spares
+        (spare,) = launcher.pool.spares
         before = watched.pids
         watched.llm._loop.handle(Report())
-        assert [(p.role, p.pid) for p in watched.processes[-1].processes if p.role == "spare"] == [("spare", spare.pid)]
+        listed = [(p.role, p.pid) for p in watched.processes[-1].processes if p.role == "spare"]
+        assert listed == [("spare", spare.place.pid)]
         loop, others = watched.llm._loop, list[tuple[bool, int]]()
         hear = loop.emit
 
         def listen(message: FromEngine) -> None:
             if isinstance(message, Recovery) and message.seconds:
-                others.append(("replay" in message.seconds, len(launcher.spares)))
+                others.append(("replay" in message.seconds, len(launcher.pool.spares)))
             hear(message)
 
         loop.emit = listen
         assert watched.run(100, lambda: os.kill(before[1], signal.SIGKILL)) == watched.expected
         assert others == [(False, 0), (True, 0)], "the cores were not left to the replay"
-        assert watched.pids == [before[0], spare.pid]
-        assert [other.pid for other in launcher.spares] not in ([], [spare.pid])
+        assert watched.pids == [before[0], spare.place.pid]
+        assert [other.place.pid for other in launcher.pool.spares] not in ([], [spare.place.pid])
     finally:
         watched.llm.close()
-    assert not alive(launcher.spares[0].pid if launcher.spares else spare.pid)
+    assert not alive((launcher.pool.spares[0] if launcher.pool.spares else spare).place.pid)
 
 
 def test_losses_that_lead_nowhere_end_the_engine() -> None:

@@ -12,8 +12,8 @@ import pytest
 from planaria.config.options import CacheConfig, DeviceConfig, EngineConfig, EPLBConfig, ParallelConfig, SchedulerConfig
 from planaria.core.eplb.balance import ASK
 from planaria.executor.balancing import Balancing
-from planaria.executor.boot import Place
 from planaria.executor.reply_ledger import Ticket
+from planaria.hosts.host import Place
 from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
 from planaria.protocol import Command, Done, Failed, PlaceExperts, Ready, Reply, SendExperts, StepPlan, StepResult
 from planaria.topology import Layout

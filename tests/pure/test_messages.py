@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from planaria.errors import PlanariaError
 from planaria.executor import node_messages as nodes
-from planaria.executor.boot import Place, RankBoot, Room
+from planaria.executor.boot import RankBoot
 from planaria.executor.link import circle
 from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import CodecError, decode_command, decode_reply, encode_command, encode_reply
 from planaria.executor.link.keys import Invitation, Pair
+from planaria.hosts.host import Entry, Place
 from planaria.protocol import Hello, Join, Regroup
 from planaria.topology import Layout
 
@@ -58,17 +59,15 @@ def test_invitation(invitation: Invitation) -> None:
     assert Invitation.decode(invitation.encode()) == invitation
 
 
-@given(places)
-def test_agents_messages(place: Place) -> None:
-    room = Room(3, 2, 1)
+def test_agents_messages() -> None:
     for said in (
-        nodes.Here(1, "node", "10.0.0.1", 7, {"a": "b"}), nodes.Started((place,), room), nodes.Ended(3, "how"),
-        nodes.AllEnded(), nodes.Trouble("why"), nodes.Prepared(room),
+        nodes.Here(1, "node", "10.0.0.1", 7, {"a": "b"}, (3, 1), "home", 8), nodes.ChildNews(3, 7, "up", "how", -9),
+        nodes.AllEnded(), nodes.Trouble("why"), nodes.Leaves(),
     ):  # fmt: skip
         assert nodes.decode(nodes.encode_from_agent(0, said), 0) == said
     for told in (
-        nodes.Welcome(), nodes.Arrange((1,), (1, 2), 2), nodes.Prepare(1, 2, b"boot"), nodes.GiveUp((1,)),
-        nodes.Run((b"boot",)), nodes.End(True), nodes.Refused("why"),
+        nodes.Welcome(), nodes.Spawn(1, 2, Entry("module", ("a",), (3,)), b"boot"), nodes.Tell(1, b"boot"),
+        nodes.Spawn(1, 2, Entry("module"), None), nodes.Kill(1), nodes.End(True), nodes.NodeRefused("why"),
     ):  # fmt: skip
         assert nodes.decode_to_agent(nodes.encode(told)) == told
 
@@ -146,8 +145,8 @@ GOOD: dict[str, list[bytes]] = {
     "reply": [encode_reply(Hello(0, 1, "home", "node", "10.0.0.1", {"a": "b"}, {}, {"tp": (1, 2)}, ("10.0.0.1", 1)))],
     "invitation": [Invitation("tcp://10.0.0.1:1", "key", Pair("public", "secret"), 1, 0, 1).encode()],
     "boot": [boot()],
-    "agent said": [nodes.encode_from_agent(0, nodes.Started((Place(1, "home", "node"),), Room(1, 1, 1)))],
-    "agent told": [nodes.encode(nodes.Run((b"boot",)))],
+    "agent said": [nodes.encode_from_agent(0, nodes.ChildNews(1, 2, "said", "ended", 3))],
+    "agent told": [nodes.encode(nodes.Spawn(1, 2, Entry("module"), b"boot"))],
     "round": [circle.encode(circle.Round(1.5, (circle.Part("step 1", b"hash", b"reply"),)))],
 }
 

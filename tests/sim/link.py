@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from planaria.executor.boot import Place
 from planaria.executor.link.address import Address, Inside
 from planaria.executor.link.faults import ConnectionLost, LinkClosed, LinkError, MessageLost
+from planaria.hosts.host import Place
 from planaria.protocol import Command, Failed, Hello, LaneResult, Reply, StepPlan
 from tests.sim.gate import Gate
 from tests.sim.process import Process, tokens_of

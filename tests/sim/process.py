@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from planaria.executor.boot import SPARE, RankBoot
+from planaria.hosts.host import Place, Slot
+from planaria.node import home
 from planaria.protocol import (
     Allocate,
     Call,
@@ -53,8 +55,11 @@ class Died(Exception):
 class Process:
     """`harm`: what was done to it, and when the engine could first have acted on it; None: it is well."""
 
-    def __init__(self, sim: Simulation, pid: int, device: Device) -> None:
-        self.sim, self.world, self.pid, self.device = sim, sim.world, pid, device
+    code = -9
+
+    def __init__(self, sim: Simulation, pid: int, device: Device, slot: Slot) -> None:
+        self.sim, self.world, self.pid, self.device, self.slot = sim, sim.world, pid, device, slot
+        self.place = Place(-1, home(), f"node{device.node}", pid=pid)
         self.rank = SPARE
         self.alive, self.ended = True, ""  # ended: how, once the watcher knows
         self.for_good = False  # that it is stopped
@@ -123,10 +128,22 @@ class Process:
         self.prepared = layout
         self.experts.read_ahead(layout)
 
+    # -- as a Child
+
     @property
-    def ready(self) -> bool:
-        """As a spare: is it there, and prepared?"""
-        return self.prepared is not None and not self.ended
+    def said(self) -> str:
+        return "ready" if self.prepared is not None else ""
+
+    @property
+    def leaving(self) -> bool:
+        return self.device.going
+
+    def tell(self, boot: Any) -> None:
+        """As a spare."""
+        self.boot(boot, None)
+
+    def kill(self) -> None:
+        self.end("was killed by its launcher")
 
     def _attach(self, link: SimLink) -> None:
         if link.over:

@@ -14,6 +14,7 @@ import msgspec
 
 from planaria.core.engine import EngineCore
 from planaria.executor.told import layout_name
+from planaria.hosts.host import how_it_ended
 from planaria.protocol import StepPlan, StepResult
 from planaria.server.engine_client import EngineProcess
 from planaria.topology import Layout
@@ -60,10 +61,19 @@ class SimEngineProcess(EngineProcess):
         socket = SimSocket(self.sim)
         self.remote = socket.remote = Remote(self.sim, self.config, socket)
         self.sim.started(self.remote)
-        self.process, self._socket, self._context = self.remote, socket, socket  # type: ignore[assignment]
+        self.pid, self._socket, self._context = self.remote.pid, socket, socket  # type: ignore[assignment]
         self._listener = asyncio.create_task(self._listen())
 
     def connected(self) -> None: ...
+
+    async def _wait(self) -> tuple[str, bool]:
+        assert self.remote is not None
+        code = await self.remote.wait()
+        return how_it_ended(code), code > 0
+
+    def kill(self) -> None:
+        if self.remote is not None and self.remote.returncode is None:
+            self.remote.kill()
 
 
 class SimSocket:

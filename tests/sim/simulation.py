@@ -27,10 +27,10 @@ from typing import Any
 
 from planaria.core.engine import EngineCore
 from planaria.errors import PlanariaError
-from planaria.executor.boot import Place
 from planaria.executor.gang import System
 from planaria.executor.loop import EngineLoop
 from planaria.executor.replay import is_replayed
+from planaria.hosts.host import Place
 from planaria.topology import Layout
 from planaria.topology.experts import Maps
 from planaria.wire import (
@@ -86,7 +86,7 @@ class Simulation:
         self.client, self.travel = Client(self.world, scenario.asked), Travel(self)
         config = scenario.config
         self.counts["several lanes"] += config.parallel.lanes > 1
-        self.launcher = SimLauncher(self, scenario.nodes, config.parallel.world_size, config.faults.spare_workers)
+        self.launcher = SimLauncher(self, scenario.nodes, config.parallel.layout, config.faults.spare_workers)
         self.link: SimLink | None = None
         self.links: list[SimLink] = []
         self.loop = EngineLoop(config, self.launcher, self._link_for, self._hear, self.world.clock, SimSystem(self))

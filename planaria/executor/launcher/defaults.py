@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planaria.errors import CapacityError
-from planaria.executor.boot import Place, RankBoot
+from planaria.executor.boot import RankBoot
+from planaria.hosts.host import Place
 from planaria.topology import Layout
 
 

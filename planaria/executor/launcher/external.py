@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from planaria.config.machine import accelerator_ids, usable_cores
-from planaria.executor.boot import Place, RankBoot
+from planaria.executor.boot import RankBoot
 from planaria.executor.launcher.defaults import Defaults
 from planaria.executor.launcher.inline import Handler
 from planaria.executor.link.circle import Circle
+from planaria.hosts.host import Place
 from planaria.node import home, node_name, own_address, resolve_host
 from planaria.topology.outer import OuterLauncher
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from planaria.config.machine import usable_cores
-from planaria.executor.boot import Place, RankBoot
+from planaria.executor.boot import RankBoot
 from planaria.executor.launcher.defaults import Defaults
+from planaria.hosts.host import Place
 from planaria.node import home, node_name
 from planaria.protocol import Command, Reply
 from planaria.topology import Infeasible, Layout

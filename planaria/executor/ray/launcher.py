@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from planaria.config.options import ParallelConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError
-from planaria.executor.boot import Place, RankBoot
-from planaria.executor.launcher.process import LONGEST_TRY, TRY_AGAIN
+from planaria.executor.boot import RankBoot
 from planaria.executor.ray.alone import Alone
 from planaria.executor.ray.cluster import Connection, connect
 from planaria.executor.ray.groups import Group
@@ -27,6 +26,8 @@ from planaria.executor.ray.recruits import Recruits
 from planaria.executor.ray.seats import Seat, Seats
 from planaria.executor.ray.waiting import Waiting
 from planaria.executor.ray.watch import Watcher
+from planaria.hosts.host import Place
+from planaria.hosts.pool import LONGEST_TRY, TRY_AGAIN
 from planaria.topology import Cluster, Infeasible, LaneGroup, Layout, Node, shrink
 from planaria.wire import Placed
 

@@ -20,12 +20,13 @@ import msgspec
 from planaria.config.options import ParallelConfig
 from planaria.env import RaySettings, environment
 from planaria.errors import CapacityError
-from planaria.executor.boot import Place, RankBoot
+from planaria.executor.boot import RankBoot
 from planaria.executor.ray import environment as env
 from planaria.executor.ray.actor import NodeAgent, Whereabouts, remote_class, report
 from planaria.executor.ray.cluster import Connection, bounded
 from planaria.executor.ray.seats import Seat
 from planaria.executor.ray.waiting import Waiting
+from planaria.hosts.host import Place
 from planaria.node import home, readable
 
 logger = logging.getLogger("planaria.ray")

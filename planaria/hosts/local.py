@@ -1,0 +1,252 @@
+"""Processes of this machine. One thread of this process starts all of them, writes to them and watches them.
+
+It starts them because the kernel ends a process with the thread that started it. Nobody who decides anything ever waits
+for a process to read: what it is told waits here, for as long as `TAKE_TIMEOUT` allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+from planaria.config.machine import accelerator_ids, usable_cores
+from planaria.env import environment, visible_devices
+from planaria.hosts.child import framed
+from planaria.hosts.host import Child, Entry, News, Place, Slot, how_it_ended
+from planaria.node import home, node_name, process_state
+from planaria.topology import Cluster, Node
+
+logger = logging.getLogger("planaria.hosts")
+
+TAKE_TIMEOUT = 60.0  # seconds without a byte taken after which a process that was told something counts as lost
+START_TIMEOUT = 60.0
+LOOK = 1.0  # seconds between looks for those, while something waits
+SAID_LIMIT = 4096  # bytes of a first line
+HERE = "0"  # this machine's name among the nodes
+
+
+class LocalChild:
+    """See Child."""
+
+    leaving = False
+
+    def __init__(self, slot: Slot, place: Place, process: subprocess.Popen[bytes], says: int, news: News) -> None:
+        self.slot, self.place, self.process, self.news = slot, place, process, news
+        self.ended = self.said = self.why = ""
+        self.code = 0
+        assert process.stdin is not None
+        self.stdin, self.says = process.stdin.fileno(), says
+        self.untold: deque[memoryview] = deque()
+        self.taken = 0.0  # when it last took something, of what waits
+        self.exit = os.pidfd_open(process.pid)
+        os.set_blocking(self.stdin, False)
+        os.set_blocking(says, False)
+
+    @property
+    def stopped(self) -> bool:
+        return process_state(self.place.pid) in ("T", "t")
+
+    def tell(self, message: bytes) -> None:
+        keeper().ask(functools.partial(keeper().tell, self, framed(message)))
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+class _Keeper(threading.Thread):
+    """The thread. What begins without "ask" is for it alone."""
+
+    def __init__(self) -> None:
+        super().__init__(name="planaria-children", daemon=True)
+        self.changed = threading.Condition()  # a child has ended
+        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ, self._rung)
+        self._waiting: set[LocalChild] = set()  # for them to take what they were told
+        self.start()
+
+    def ask(self, act: Callable[[], None]) -> None:
+        """Any thread."""
+        self._asked.put(act)
+        os.eventfd_write(self._bell, 1)
+
+    def run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(LOOK if self._waiting else None):
+                try:
+                    key.data()
+                except Exception:
+                    logger.exception("a process could not be seen to")
+            for child in [child for child in self._waiting if time.monotonic() - child.taken >= TAKE_TIMEOUT]:
+                child.why = f"took nothing of what it was told in {TAKE_TIMEOUT:.0f} s: killed"
+                self._forget(child)
+                child.kill()
+
+    def _rung(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        while not self._asked.empty():
+            self._asked.get()()
+
+    def spawn(
+        self, into: Future[LocalChild], slot: Slot, place: Place, entry: Entry, fds: Sequence[int], news: News
+    ) -> None:
+        try:
+            into.set_result(self._spawn(slot, place, entry, fds, news))
+        except BaseException as e:
+            into.set_exception(e)
+
+    def _spawn(self, slot: Slot, place: Place, entry: Entry, fds: Sequence[int], news: News) -> LocalChild:
+        hears, says = os.pipe()
+        process: subprocess.Popen[bytes] | None = None
+        try:
+            command = [sys.executable, "-m", entry.module, str(os.getpid()), str(says), *entry.args]
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, bufsize=0, pass_fds=(says, *fds),
+                env={**environment(), **visible_devices(entry.visible)},
+            )  # fmt: skip
+            at = Place(-1, place.home, place.node, place.address, process.pid, place.cores, place.devices)
+            child = LocalChild(slot, at, process, hears, news)
+        except BaseException:
+            os.close(hears)
+            if process is not None:  # it runs already
+                process.kill()
+                process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
+            raise
+        finally:
+            os.close(says)
+        self._selector.register(child.exit, selectors.EVENT_READ, functools.partial(self._exited, child))
+        self._selector.register(hears, selectors.EVENT_READ, functools.partial(self._hear, child))
+        return child
+
+    def tell(self, child: LocalChild, data: bytes) -> None:
+        if child.ended or child.why:
+            return
+        if not child.untold:
+            child.taken = time.monotonic()
+            self._waiting.add(child)
+            self._selector.register(child.stdin, selectors.EVENT_WRITE, functools.partial(self._write, child))
+        child.untold.append(memoryview(data))
+        self._write(child)
+
+    def _write(self, child: LocalChild) -> None:
+        try:
+            while child.untold:
+                count = os.write(child.stdin, child.untold[0])
+                child.taken = time.monotonic()
+                left = child.untold.popleft()[count:]
+                if left:
+                    child.untold.appendleft(left)
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended
+            child.untold.clear()
+        self._forget(child)
+
+    def _forget(self, child: LocalChild) -> None:
+        """It is told nothing more."""
+        child.untold.clear()
+        if child in self._waiting:
+            self._waiting.remove(child)
+            self._selector.unregister(child.stdin)
+
+    def _hear(self, child: LocalChild) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(child.says, SAID_LIMIT)
+            if not data:
+                self._selector.unregister(child.says)
+            elif not child.said:
+                child.said = data.decode(errors="replace").partition("\n")[0]
+                self._news(child)
+
+    def _news(self, child: LocalChild) -> None:
+        try:
+            child.news(child)
+        except Exception:
+            logger.exception("news of process %d could not be used", child.place.pid)
+
+    def _exited(self, child: LocalChild) -> None:
+        code = child.process.wait()
+        self._selector.unregister(child.exit)
+        self._forget(child)
+        with contextlib.suppress(KeyError):
+            self._hear(child)  # its last word
+            self._selector.unregister(child.says)
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+        os.close(child.says)
+        os.close(child.exit)
+        with self.changed:
+            child.code, child.ended = code, child.why or how_it_ended(code)
+            self.changed.notify_all()
+        self._news(child)
+
+
+@functools.cache
+def keeper() -> _Keeper:
+    return _Keeper()
+
+
+class LocalHost:
+    """See Host. devices: accelerators' ids, None: all that this process may use; room: slots, where they don't count
+    them; elastic: then there are more when more are needed; address: by which other nodes reach this one."""
+
+    def __init__(
+        self, *, devices: Sequence[int] | None = None, room: int = 0, elastic: bool = True, address: str = "127.0.0.1"
+    ) -> None:
+        self.devices = list(accelerator_ids() if devices is None else devices)
+        self.elastic = elastic and not self.devices
+        self.room, self.address = max(room, len(self.devices)), address
+
+    def slots(self) -> Cluster:
+        return Cluster((Node.of(HERE, self.room),), HERE)
+
+    def need(self, processes: int, spares: int) -> None:
+        if self.elastic:
+            self.room = max(self.room, processes + spares)
+
+    def spawn(
+        self, slot: Slot, entry: Entry, boot: bytes | None, news: News, fds: Sequence[int] = ()
+    ) -> LocalChild:
+        """fds: descriptors that it inherits."""
+        devices = tuple(self.devices[slot[1] : slot[1] + 1])
+        place = Place(-1, home(), node_name(), self.address, 0, usable_cores(), devices)
+        into: Future[LocalChild] = Future()
+        keeper().ask(functools.partial(keeper().spawn, into, slot, place, entry, fds, news))
+        child = into.result()
+        if boot is not None:
+            child.tell(boot)
+        return child
+
+    def await_starts(self, children: Iterable[Child], timeout: float) -> None:
+        """They are."""
+
+    def await_ends(self, children: Iterable[Child], timeout: float) -> list[Child]:
+        children = list(children)
+        with keeper().changed:
+            keeper().changed.wait_for(lambda: all(child.ended for child in children), timeout)
+        return [child for child in children if not child.ended]
+
+    def absent(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is kept besides."""

@@ -1,0 +1,25 @@
+"""A process for tests of hosts: `python -m tests.proc.kept PARENT SAYS HOW`."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+from planaria.hosts import child
+
+
+def main() -> None:
+    (how,) = child.begin()
+    if how == "deaf":
+        child.say("up")
+        threading.Event().wait(60)
+    elif how == "ends":
+        child.say("last word")
+    else:
+        heard = child.hear()
+        child.say(" ".join(hashlib.sha256(next(heard)).hexdigest() for _ in range(int(how))))
+        next(heard, None)
+
+
+if __name__ == "__main__":
+    main()

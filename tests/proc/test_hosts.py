@@ -1,0 +1,97 @@
+"""Processes of this machine, as a host keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+from typing import Any
+
+import psutil
+import pytest
+
+from planaria.hosts import local
+from planaria.hosts.host import Entry
+from planaria.hosts.local import HERE, LocalChild, LocalHost
+from tests.proc.servers import PATIENCE, wait_until
+
+BIG = [bytes([number]) * (1 << 20) for number in range(3)]  # each more than a pipe takes
+
+
+def start(how: str, *, boot: bytes | None = None) -> LocalChild:
+    return LocalHost(devices=()).spawn((HERE, 0), Entry("tests.proc.kept", (how,)), boot, lambda child: None)
+
+
+def end(*children: LocalChild) -> None:
+    for child in children:
+        child.kill()
+    assert not LocalHost().await_ends(children, PATIENCE)
+
+
+def test_who_is_told_more_than_a_pipe_takes_gets_all_of_it_and_nobody_waits() -> None:
+    """The first of them is stopped all the while."""
+    stopped, well = start("3"), start("3")
+    os.kill(stopped.place.pid, signal.SIGSTOP)
+    for message in BIG:
+        stopped.tell(message)
+        well.tell(message)
+    digests = " ".join(hashlib.sha256(message).hexdigest() for message in BIG)
+    wait_until("the one that is well has read", lambda: well.said == digests)
+    assert stopped.stopped and not stopped.said and not stopped.ended
+    os.kill(stopped.place.pid, signal.SIGCONT)
+    wait_until("it goes on", lambda: stopped.said == digests)
+    end(stopped, well)
+    assert stopped.ended == "was killed by signal 9" and stopped.code == -9
+
+
+def test_who_takes_nothing_of_what_it_is_told_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf, quiet = start("deaf"), start("deaf")
+    wait_until("both are up", lambda: bool(deaf.said and quiet.said))
+    monkeypatch.setattr(local, "TAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr(local, "LOOK", 0.05)
+    for message in BIG:
+        deaf.tell(message)
+    assert not LocalHost().await_ends([deaf], PATIENCE)
+    assert "took nothing of what it was told" in deaf.ended and deaf.code == -9
+    assert not quiet.ended, "nobody told it anything"
+    end(quiet)
+
+
+def test_the_last_word_is_heard_before_the_end() -> None:
+    heard: list[tuple[str, str]] = []
+    done = threading.Event()
+
+    def news(child: Any) -> None:
+        heard.append((child.said, child.ended))
+        if child.ended:
+            done.set()
+
+    LocalHost(devices=()).spawn((HERE, 0), Entry("tests.proc.kept", ("ends",)), None, news)
+    assert done.wait(PATIENCE)
+    assert heard[0][0] == "last word" and heard[-1] == ("last word", "ended with exit code 0")
+
+
+def test_it_lives_longer_than_the_thread_that_asked_for_it() -> None:
+    started: list[LocalChild] = []
+    thread = threading.Thread(target=lambda: started.append(start("1")))
+    thread.start()
+    thread.join()
+    started[0].tell(b"still there?")
+    wait_until("it answers", lambda: bool(started[0].said))
+    end(*started)
+
+
+def test_half_a_start_leaves_no_process_and_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    end(start("1"))
+    before, fds = psutil.Process().children(), len(os.listdir("/proc/self/fd"))
+
+    def none_left(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as short:
+        short.setattr(os, "pidfd_open", none_left)
+        with pytest.raises(OSError, match="Too many open files"):
+            start("1")
+    assert psutil.Process().children() == before and len(os.listdir("/proc/self/fd")) == fds
+    end(start("1"))
