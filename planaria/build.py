@@ -41,7 +41,7 @@ def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> Engi
     def link_for(places: list[Place], epoch: int) -> Link:
         link: Link = make_link(
             [place.home == home() for place in places], host=launcher.address, heartbeat=parallel.heartbeat_timeout,
-            epoch=epoch,
+            epoch=epoch, chunk=parallel.link_chunk_bytes,
         )
         if parallel.ray_link == "compiled-graph" and launcher.graph:
             from planaria.executor.link.ray_graph import RayGraphLink

@@ -127,6 +127,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     store: tuple[str, int] | None = None
     door: int = 0
     experts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    digest: str = ""  # of the configuration, joined with the layout in force; `hashes` tell by which field two differ
 
 
 class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):

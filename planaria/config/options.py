@@ -84,7 +84,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     disable_nccl_for_dp_synchronization: Annotated[
         bool | None,
-        option("Engines that meet in collectives use gloo; default: where steps are planned ahead.", hashed=True),
+        option("Refused: no engines here meet in collectives to tell each other of steps.", hashed=False),
     ] = None
     ray_dp_pack_strategy: Annotated[
         str | None,
@@ -177,6 +177,13 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     worker_extension_cls: Annotated[
         str, option("package.module.Class whose methods join the worker's, for collective_rpc.", hashed=False)
     ] = ""
+    link_chunk_bytes: Annotated[
+        int | None,
+        option(
+            "Bytes of a piece of a message between an engine and its ranks; default: 64 KiB in shared memory, 256 KiB "
+            "over TCP.", least=4096, most=1 << 24, rule="must be from 4096 to 16777216", hashed=False,
+        ),
+    ] = None
     heartbeat_timeout: Annotated[
         float,
         option(
@@ -352,7 +359,6 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     data_parallel_start_rank: int = 0
     data_parallel_index: Annotated[int, UNHASHED] = 0
     engine_nodes: Annotated[EngineNodes | None, UNHASHED] = None  # of several engines on nodes without Ray
-    disable_nccl_for_dp_synchronization: bool = False  # of replicas that meet in collectives; dense ones don't
     ray_dp_pack_strategy: str = "strict"  # see planaria.topology.packing
     lanes: Annotated[int, UNHASHED] = 1  # of an engine: its data-parallel ranks, which share the model's experts
     api_process_rank: Annotated[int, UNHASHED] = 0  # which of these server processes this is; -1: it is an engine's

@@ -44,7 +44,6 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
         "distributed_executor_backend": backend,
         "ray_runtime_env": _runtime_env(options.ray_runtime_env),
         "placement_group_local_ranks": _list(_LOCAL_RANKS, options.placement_group_local_ranks, _LOCAL_RANKS_FIX),
-        "disable_nccl_for_dp_synchronization": False,  # see `_synchronization`
         "outer": machine.outer,
         **engines,
         **expert_fields(options),
@@ -57,8 +56,8 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
         _outer(config, machine.outer)
     if options.data_parallel_size == 1:
         _spmd(machine.data_parallel, options.enable_expert_parallel)
-    config, notes = _synchronization(config, options, device)
-    return _all_reduce(config, device, notes + _crowded(config, machine, device))
+    _refuse_synchronization(config, options)
+    return _all_reduce(config, device, _crowded(config, machine, device))
 
 
 def _with_lanes(config: ParallelConfig) -> ParallelConfig:
@@ -328,21 +327,17 @@ def _spmd(replica: SpmdDataParallel | None, experts: bool) -> None:
         )  # fmt: skip
 
 
-def _synchronization(
-    config: ParallelConfig, options: EngineOptions, device: str
-) -> tuple[ParallelConfig, list[Note]]:
-    """What carries the words of replicas that meet in collectives; None: gloo where steps are planned ahead."""
-    asked, option = options.disable_nccl_for_dp_synchronization, "--disable-nccl-for-dp-synchronization"
-    notes: list[Note] = []
-    if asked is not None:
-        if config.data_parallel_size * config.lanes == 1:
-            raise ConfigError(option, asked, "there is one engine", "leave it out, or give --data-parallel-size")
+def _refuse_synchronization(config: ParallelConfig, options: EngineOptions) -> None:
+    """Nobody meets in collectives to tell each other of steps, so there is nothing to choose. Raises ConfigError."""
+    asked = options.disable_nccl_for_dp_synchronization
+    if asked is None:
+        return
+    why = "there is one engine"
+    if config.lanes > 1:
         why = "lanes are told of each step by their one engine"
-        if config.lanes == 1:
-            why = "engines that share no experts never meet"
-        notes.append((logging.WARNING, f"{option} changes nothing: {why}"))
-    gloo = _ahead(config, options.async_scheduling, device) if asked is None else asked
-    return msgspec.structs.replace(config, disable_nccl_for_dp_synchronization=gloo), notes
+    elif config.data_parallel_size > 1:
+        why = "engines that share no experts never meet"
+    raise ConfigError("--disable-nccl-for-dp-synchronization", asked, f"has nothing to act on: {why}", "leave it out")
 
 
 def _crowded(config: ParallelConfig, machine: Machine, device: str) -> list[Note]:

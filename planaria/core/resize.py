@@ -16,6 +16,7 @@ from planaria.errors import PlanariaError
 
 PREPARING, COMMITTED, ROLLED_BACK = "preparing", "committed", "rolled back"
 KEPT = 16  # transactions that are remembered
+MOST = 4096  # engines, or lanes, of one server
 
 
 class Refused(PlanariaError):
@@ -76,6 +77,8 @@ class Resizes:
                 return known, False
         if size < 1:
             raise Refused(f"{size} {self.unit}s can't serve: ask for 1 or more, or stop the server")
+        if size > MOST:
+            raise Refused(f"{size} {self.unit}s are more than a server can have: ask for {MOST} at most")
         if self.current is not None:
             now = self.current
             what = f"resize {now.id} from {now.before} to {now.after} {self.unit}s is under way ({now.phase})"

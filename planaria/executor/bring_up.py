@@ -86,9 +86,11 @@ PHASES = {
 
 
 def differences(members: Sequence[Hello]) -> str:
-    """What rank 0 and the first rank that differs from it don't agree on; empty if all agree. P24."""
+    """What rank 0 and the first rank that differs from it don't agree on; empty if all agree."""
     first = members[0]
     for other in members[1:]:
+        if (first.digest, first.versions) == (other.digest, other.versions):
+            continue
         for what, mine, theirs in (
             ("configuration", first.hashes, other.hashes), ("version of", first.versions, other.versions),
         ):  # fmt: skip
@@ -96,6 +98,7 @@ def differences(members: Sequence[Hello]) -> str:
                 if mine.get(name) != theirs.get(name):
                     values = f"{theirs.get(name, 'nothing')}, rank 0 has {mine.get(name, 'nothing')}"
                     return f"rank {other.rank} on {other.node} differs in {what} {name}: it has {values}"
+        return f"rank {other.rank} on {other.node} differs in the layout it was told, or in what it takes for equal"
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from planaria.config.digest import compared, hash_fields
+from planaria.config.digest import compared, compute_hash, hash_fields
 from planaria.executor.boot import RankBoot
 from planaria.protocol import (
     Allocate,
@@ -51,8 +51,9 @@ class NullRank:
             case Join():
                 place, config, self.layout = self.boot.place, self.boot.config, command.layout
                 return Hello(
-                    self.rank, os.getpid(), place.home, place.node, place.address, compared(config), hash_fields(config)
-                )
+                    self.rank, os.getpid(), place.home, place.node, place.address, compared(config),
+                    hash_fields(config), digest=compute_hash(config, str(command.layout)),
+                )  # fmt: skip
             case Probe():
                 return Facts(self.rank, 1, 1 << 20, 0)
             case Regroup() | Load() | SendExperts() | PlaceExperts() | Allocate():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.config.digest import compared, hash_fields
+from planaria.config.digest import compared, compute_hash, hash_fields
 from planaria.env import cache_dir, visible_cuda_devices
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
@@ -193,7 +193,7 @@ class Worker:
         return Hello(
             self.rank, os.getpid(), place.home, place.node, place.address, compared(self.config),
             hash_fields(self.config), self._segments, store, self._door.port if self._door is not None else 0,
-            self._held(),
+            self._held(), compute_hash(self.config, str(layout)),
         )  # fmt: skip
 
     def _held(self) -> tuple[tuple[int, tuple[int, ...]], ...]:

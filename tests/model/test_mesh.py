@@ -443,3 +443,16 @@ def _axis(rank: int, size: int) -> Comm:
     solo = Solo()
     solo.rank, solo.size = rank, size
     return solo
+
+
+def test_a_segment_never_becomes_shorter() -> None:
+    """Whoever fences one that another makes longer at that moment: what is mapped beyond a file's end is a SIGBUS."""
+    fd = create_segment()
+    fence_segment(fd)
+    assert os.fstat(fd).st_size == 8
+    os.ftruncate(fd, 1 << 20)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 4096)
+    fence_segment(fd)
+    assert os.fstat(fd).st_size == 1 << 20
+    os.close(fd)

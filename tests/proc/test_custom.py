@@ -90,6 +90,18 @@ def test_a_timeout_leaves_the_call_running(two: LLM, tmp_path: Path) -> None:
     assert [answer[0] for answer in two.collective_rpc("where")] == [0, 1]
 
 
+def test_a_timeout_on_a_rank_of_this_process(tmp_path: Path) -> None:
+    path = tmp_path / "go"
+    with LLM(
+        "smollm2", distributed_executor_backend="uni", worker_extension_cls=f"{HERE}.Extension", **OPTIONS
+    ) as llm:
+        with pytest.raises(TimeoutError, match="wait_for was not done"):
+            llm.collective_rpc("wait_for", timeout=0.05, args=(str(path),))
+        path.touch()
+        assert len(llm.generate(["Hello"], GREEDY)[0].outputs[0].token_ids) == 8, "after the call, and not beside it"
+        assert llm.collective_rpc("fail_on", timeout=60, args=(2,)) == ["fine"]
+
+
 @pytest.mark.parametrize(
     ("method", "args", "says"),
     [

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from planaria.executor.link.address import ShmAddress, TcpAddress, open_port
+from planaria.executor.link.choose import make_link
 from planaria.executor.link.codec import CodecError
 from planaria.executor.link.direct import DirectLink
 from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, MessageLost, PeerLags
@@ -102,6 +103,18 @@ def test_sizes_from_10_bytes_to_64_megabytes(kind: str, num_ranks: int) -> None:
         for size in (0, 10, 65_505, 64 << 20):
             for value in ranks.ask("make", size).values():
                 assert value == bytes(size)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_the_size_of_a_chunk_is_an_option(kind: str) -> None:
+    with Ranks(kind, 2, chunk_bytes=1 << 13) as ranks:
+        for size in (10, 1 << 13, 1 << 20):
+            data = os.urandom(size)
+            assert ranks.ask("check", data) == {r: [size, zlib.crc32(data)] for r in range(2)}
+        assert set(ranks.ask("make", 1 << 20).values()) == {bytes(1 << 20)}
+    link = make_link([kind == "shm"], chunk=1 << 13)
+    assert (link.segment.ring()[2] if kind == "shm" else link.chunk_bytes) == 1 << 13
+    link.close()
 
 
 @kinds

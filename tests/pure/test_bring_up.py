@@ -19,8 +19,9 @@ def starting(tp: int = 2, pp: int = 1, loading: int | None = None, memory: int |
     return BringUp(cache, SCHEDULER, layout, Memory(cpu=True), epoch=3, apart=True, loading=loading)
 
 
-def hello(rank: int, **more: dict[str, str]) -> Hello:
-    return Hello(rank, 100 + rank, "home", f"node{rank}", "127.0.0.1", **more)
+def hello(rank: int, layout: str = "tp=2", **more: dict[str, str]) -> Hello:
+    digest = f"{layout} {more.get('hashes')}"
+    return Hello(rank, 100 + rank, "home", f"node{rank}", "127.0.0.1", digest=digest, **more)
 
 
 def answers(command: Command, ranks: int, available: list[int] | None = None) -> list[Reply]:
@@ -120,6 +121,8 @@ def test_ranks_that_differ_are_refused_by_name_and_field() -> None:
     assert "rank 1 on node1 differs in configuration model.hidden_size" in differences([alike[0], other])
     older = hello(1, hashes={"model.hidden_size": "a"}, versions={"torch": "2.12.0"})
     assert "version of torch: it has 2.12.0, rank 0 has 2.13.0" in differences([alike[0], older])
+    elsewhere = hello(1, "tp=1", hashes={"model.hidden_size": "a"}, versions={"torch": "2.13.0"})
+    assert "rank 1 on node1 differs in the layout" in differences([alike[0], elsewhere])
     found = starting()
     found.start()
     assert found.on_done([alike[0], other]) is None

@@ -85,6 +85,7 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
     ("port", LAPTOP, "cpu", {"master_port": 0}, "--master-port 0", "1 to 65535"),
     ("address", LAPTOP, "cpu", {"master_addr": ""}, "--master-addr ''", "--node-rank 0"),
     ("heartbeat", LAPTOP, "cpu", {"heartbeat_timeout": 0.5}, "--heartbeat-timeout 0.5", "at least 2 seconds"),
+    ("a tiny chunk", LAPTOP, "cpu", {"link_chunk_bytes": 10}, "--link-chunk-bytes 10", "4096 to 16777216"),
     ("heartbeat is nan", LAPTOP, "cpu", {"heartbeat_timeout": float("nan")}, "--heartbeat-timeout nan", "at least 2"),
     ("uneven nodes", LAPTOP, "cpu", {"tensor_parallel_size": 3, "nnodes": 2}, "--nnodes 2", "a multiple of 2"),
     ("nodes on Ray", LAPTOP, "cpu", {**TP2, **RAY, "nnodes": 2}, "--nnodes 2", "Ray knows its nodes"),
@@ -183,6 +184,8 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
     ("strict with none", LAPTOP, "cpu", {**DP4, **DP_RAY, "data_parallel_size_local": 0}, "size-local 0", "fill"),
     ("too few for engines", BOX, "cuda", {**DP4, **TP2}, "with 4 engines need 8 accelerators", "ray"),
     ("synchronisation of one", LAPTOP, "cpu", {"disable_nccl_for_dp_synchronization": True}, "one engine", "leave it"),
+    ("synchronisation of several", LAPTOP, "cpu", {**DP4, "disable_nccl_for_dp_synchronization": False}, "never meet",
+     "leave it"),
     ("replica's rank", replica(2, rank=2), "cpu", {}, "$PLANARIA_DP_RANK 2", "count from 0"),
     ("replica's local rank", replica(2, rank_local=2), "cpu", {}, "$PLANARIA_DP_RANK_LOCAL 2", "count from 0"),
     ("dense replicas", replica(2), "cpu", {}, "$PLANARIA_DP_SIZE 2: without --enable-expert", "unset it"),
@@ -295,13 +298,11 @@ def test_engines_over_nodes_in_other_words() -> None:
     assert resolved(**DP4, **DP_RAY, data_parallel_address="10.0.0.2").data_parallel_address == "10.0.0.2"
 
 
-def test_what_engines_synchronise_over() -> None:
-    assert not resolved(**DP4).disable_nccl_for_dp_synchronization  # uni doesn't plan ahead on a CPU
-    assert resolved(**DP4, async_scheduling=True).disable_nccl_for_dp_synchronization
-    assert not resolved(**DP4, **MP, async_scheduling=False).disable_nccl_for_dp_synchronization
-    assert not resolved(**DP4, **MP, disable_nccl_for_dp_synchronization=False).disable_nccl_for_dp_synchronization
-    lines = [line for _, line in notes(LAPTOP, **DP4, disable_nccl_for_dp_synchronization=True)]
-    assert any("changes nothing" in line for line in lines)
+def test_the_choice_of_the_all_reduce_is_not_batch_invariance_s() -> None:
+    """Shared memory adds in rank order: the plain collective would cost time and change no bit."""
+    for invariant in (False, True):
+        config = resolved(**MP, **TP2, batch_invariant=invariant)
+        assert not config.disable_custom_all_reduce
 
 
 def test_the_environments_replicas_are_read_only_without_the_option() -> None:
@@ -349,6 +350,7 @@ FLAGS: dict[str, tuple[list[str], Any]] = {
     "data_parallel_rpc_port": (["--data-parallel-rpc-port", "4321"], 4321),
     "headless": (["--headless"], True),
     "disable_nccl_for_dp_synchronization": (["--disable-nccl-for-dp-synchronization"], True),
+    "link_chunk_bytes": (["--link-chunk-bytes", "8192"], 8192),
     "ray_dp_pack_strategy": (["--ray-dp-pack-strategy", "fill"], "fill"),
     "api_server_count": (["--api-server-count", "2"], 2),
     "ray_link": (["--ray-link", "compiled-graph"], "compiled-graph"),

@@ -57,6 +57,11 @@ def test_nobody_left_is_refused(size: int) -> None:
     assert not refused.value.busy
 
 
+def test_more_than_a_server_can_have_is_refused_at_once() -> None:
+    with pytest.raises(Refused, match="more than a server can have: ask for 4096 at most"):
+        Resizes().ask("a", 2**31, [0], [0])
+
+
 def test_the_size_there_is_changes_nothing() -> None:
     resize, new = Resizes().ask("a", 2, [0, 1], [0, 1])
     assert not new and resize.state == COMMITTED and resize.phases == {}

@@ -1,18 +1,21 @@
 """Direct calls to ranks of this process: no serialisation.
 
 With `threaded` the rank runs in a thread of its own, so that the next step is planned while one runs; without, a
-command is carried out inside `send`.
+command is carried out inside `send`, except a Call, which has a thread for itself: who waits for its answer may stop
+waiting. What is sent meanwhile waits until it has ended, and is carried out inside `receive`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 from planaria.executor.launcher.inline import Handler
 from planaria.executor.link.address import Address, Inside
-from planaria.protocol import Command, Reply
+from planaria.protocol import Call, Command, Reply
 
 Answer = tuple[int, int, Reply]  # rank, ticket number, reply
 
@@ -27,6 +30,8 @@ class DirectLink:
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.inboxes: list[queue.SimpleQueue[tuple[int, Command] | None]] = []
         self.threads: list[threading.Thread] = []
+        self._calling = self._called = False  # a Call is on its way, in a thread of its own; has been since a step
+        self._waiting: deque[tuple[int, Command]] = deque()  # until it has ended
 
     def address_of(self, rank: int) -> Address:
         return Inside()
@@ -57,12 +62,40 @@ class DirectLink:
         if self.inboxes:
             for inbox in self.inboxes:
                 inbox.put((number, command))
+        elif self._calling or self._waiting:
+            self._waiting.append((number, command))
+        else:
+            self._begin(number, command)
+
+    def _begin(self, number: int, command: Command) -> None:
+        if isinstance(command, Call):
+            self._calling = self._called = True
+            self.threads = [threading.Thread(target=self._call, args=(number, command), name="call", daemon=True)]
+            self.threads[0].start()
             return
+        if self._called:  # with how many threads to compute may be another matter now
+            self._called = False
+            self._take_thread()
         for rank, handler in enumerate(self.ranks):
             self.answers.put((rank, number, handler.handle(command)))
 
+    def _take_thread(self) -> None:
+        """The calling thread is the one in which ranks with a model compute."""
+        for handler in self.ranks:
+            with contextlib.suppress(Exception):  # what is wrong shows in the answer to the next command
+                getattr(handler, "take_thread", lambda: None)()
+
+    def _call(self, number: int, command: Call) -> None:
+        self._take_thread()
+        answers = [(rank, number, handler.handle(command)) for rank, handler in enumerate(self.ranks)]
+        self._calling = False
+        for answer in answers:
+            self.answers.put(answer)
+
     def receive(self, timeout: float | None) -> Answer | None:
         """The next answer, or None after `timeout` seconds."""
+        while self._waiting and not self._calling:
+            self._begin(*self._waiting.popleft())
         try:
             return self.answers.get(timeout=timeout) if timeout != 0 else self.answers.get_nowait()
         except queue.Empty:
@@ -75,7 +108,7 @@ class DirectLink:
         """Nothing waits for anyone else's end here."""
 
     def close(self) -> None:
-        """End the threads, if any. Idempotent."""
+        """End the threads, if any, and wait for a Call that is on its way. Idempotent."""
         for inbox in self.inboxes:
             inbox.put(None)
         for thread in self.threads:

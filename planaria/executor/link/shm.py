@@ -55,6 +55,7 @@ from planaria.node import Shared
 from planaria.protocol import Command, Failed, Reply
 
 SLOTS = 16
+SLOT_BYTES = 1 << 16
 ALIVE_CHECK = 0.5  # seconds between looks at the peers' locks while waiting
 ROOM_CHECK = 0.05  # the same while waiting for room; also the longest delay of a fence there
 _NAP = futex.Limit(ALIVE_CHECK).pointer
@@ -98,16 +99,15 @@ class ShmLink:
 
     @classmethod
     def create(
-        cls, num_ranks: int, *, ring_bytes: int = 1 << 20, reply_bytes: int = 1 << 20, epoch: int = 0,
-        send_timeout: float = 30.0,
-    ) -> ShmLink:  # fmt: skip
-        """Sizes are of one ring; memory is taken as it is used. Raises LinkError where futexes can't be had."""
+        cls, num_ranks: int, *, chunk_bytes: int = SLOT_BYTES, epoch: int = 0, send_timeout: float = 30.0
+    ) -> ShmLink:
+        """chunk_bytes: of a ring's slot; memory is taken as it is used. Raises LinkError where futexes can't be had."""
         if missing := futex.available():
             raise LinkError(f"shared memory can't be used for links: {missing}; use the tcp link")
         if not 1 <= num_ranks <= MAX_RANKS:
             raise LinkError(f"a shared-memory link has 1 to {MAX_RANKS} ranks, not {num_ranks}")
-        slot, reply_slot = (max(4096, size // SLOTS // 4096 * 4096) for size in (ring_bytes, reply_bytes))
-        segment = Segment.create(num_ranks, (SLOTS, slot), (SLOTS, reply_slot), epoch)
+        ring = SLOTS, max(4096, chunk_bytes // 4096 * 4096)
+        segment = Segment.create(num_ranks, ring, ring, epoch)
         return cls(segment, send_timeout=send_timeout)
 
     def address_of(self, rank: int) -> ShmAddress:

@@ -10,6 +10,7 @@ Rule: writing the fence word ends every wait on the segment, on all its ranks, w
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -107,10 +108,10 @@ class SharedComm:
         return np.frombuffer(mapped, np.uint8)
 
     def _map(self, size: int) -> None:
-        """Make the file at least so long. Members do it at the same time and never make it shorter: a length written by
-        one is at most overwritten by the same or a greater one, because they ask in the same order."""
+        """Make the file at least so long. Members do it at the same time; it is sealed, so nobody makes it shorter."""
         if os.fstat(self._fd).st_size < size:
-            os.ftruncate(self._fd, size)
+            with contextlib.suppress(PermissionError):  # another has made it longer meanwhile
+                os.ftruncate(self._fd, size)
 
     def window(self, size: int) -> npt.NDArray[np.uint8]:
         """Memory of `size` bytes or more that all ranks see. All call it together."""
