@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from planaria.cli.traces import Arrival
+from planaria.cli.traces import TracedRequest
 from planaria.core.router import Router
 from planaria.wire import EngineStats
 
@@ -247,7 +247,7 @@ def day(at: float) -> float:
     return 1.0 - 0.5 * math.cos(2 * math.pi * at / 86_400)
 
 
-def repeated(arrivals: list[Arrival], hours: float, rate: float) -> Iterator[Request]:
+def repeated(arrivals: list[TracedRequest], hours: float, rate: float) -> Iterator[Request]:
     """A trace again and again, at `rate` requests a second on the mean and with the rate of the day."""
     own = len(arrivals) / arrivals[-1].at
     at = before = 0.0
@@ -279,7 +279,7 @@ def bursts(hours: float, rate: float, seed: int = 0) -> Iterator[Request]:
         yield Request(at, _unshared(number, prompt), min(1000, max(1, round(source.lognormvariate(5.0, 0.8)))))
 
 
-def shared(arrivals: list[Arrival], block_len: int, speed_up: float) -> Iterator[Request]:
+def shared(arrivals: list[TracedRequest], block_len: int, speed_up: float) -> Iterator[Request]:
     """A trace with prefixes: tokens of a block are its id."""
     for arrival in arrivals:
         tokens: list[int] = []

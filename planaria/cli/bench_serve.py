@@ -13,14 +13,14 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from planaria.cli.bench import percentile, show, spread
 from planaria.cli.look import console, generating
-from planaria.cli.traces import Arrival, Prompts, Trace, read_trace
+from planaria.cli.traces import Prompts, Trace, TracedRequest, read_trace
 from planaria.errors import EngineDead
 
 SILENCE_LIMIT = 600.0  # seconds without a byte after which a request counts as failed
@@ -28,15 +28,8 @@ IDS = (100, 30_000)  # token ids of prompts: in every usual vocabulary, and not 
 FAILED = ("abort", "error")  # finish reasons
 
 
-class Planned(NamedTuple):
-    """A request: seconds after the start, and its body as JSON."""
-
-    at: float
-    body: bytes
-
-
 @dataclass
-class Sample:
+class ClientTiming:
     """One request as the client saw it. Seconds; `late`: after its planned time."""
 
     late: float = 0.0
@@ -63,7 +56,7 @@ def run(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     name = model or served_model(base_url, headers)
     prompts = Prompts(work.block_len, seed, *IDS)
-    planned = [Planned(a.at, body(name, prompts.tokens(a), a.output_len)) for a in work.arrivals]
+    planned = [(a.at, body(name, prompts.tokens(a), a.output_len)) for a in work.arrivals]
     with generating(len(planned), show=not as_json) as progress:
         samples, took = asyncio.run(drive(base_url, headers, planned, concurrency, progress))
     if details is not None:
@@ -80,7 +73,7 @@ def made_up(count: int, rate: float, input_len: int, output_len: int, seed: int)
     """`rate` requests a second (Poisson), or (0) all at once."""
     source = random.Random(seed)
     gaps = (source.expovariate(rate) if rate else 0.0 for _ in range(count - 1))
-    return Trace([Arrival(at, input_len, output_len) for at in itertools.accumulate(gaps, initial=0.0)], 1)
+    return Trace([TracedRequest(at, input_len, output_len) for at in itertools.accumulate(gaps, initial=0.0)], 1)
 
 
 def replayed(trace: Trace, speed_up: float, length_scale: float, seconds: float | None) -> Trace:
@@ -112,8 +105,8 @@ def body(model: str, prompt: list[int], output_len: int) -> bytes:
 
 
 async def drive(
-    base_url: str, headers: dict[str, str], planned: list[Planned], concurrency: int | None, progress: Any
-) -> tuple[list[Sample], float]:
+    base_url: str, headers: dict[str, str], planned: list[tuple[float, bytes]], concurrency: int | None, progress: Any
+) -> tuple[list[ClientTiming], float]:
     """Samples in the order of `planned`, and seconds in all. `concurrency`: most open at a time; None: any number."""
     import httpx2
 
@@ -122,12 +115,12 @@ async def drive(
     headers = {**headers, "Content-Type": "application/json"}
     done = 0
 
-    async def one(client: Any, request: Planned) -> Sample:
+    async def one(client: Any, at: float, content: bytes) -> ClientTiming:
         nonlocal done
-        sample = Sample()
-        sample.late = time.perf_counter() - since - request.at
+        sample = ClientTiming()
+        sample.late = time.perf_counter() - since - at
         async with gate:
-            await _ask(client, f"{base_url}/v1/completions", request.body, sample)
+            await ask(client, f"{base_url}/v1/completions", content, sample)
         done += 1
         progress(done, sample.tokens)
         return sample
@@ -135,16 +128,18 @@ async def drive(
     async with httpx2.AsyncClient(headers=headers, timeout=SILENCE_LIMIT, limits=limits) as client:
         tasks = []
         since = time.perf_counter()
-        for request in planned:
-            wait = since + request.at - time.perf_counter()
+        for at, content in planned:
+            wait = since + at - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(one(client, request)))
+            tasks.append(asyncio.create_task(one(client, at, content)))
         return list(await asyncio.gather(*tasks)), time.perf_counter() - since
 
 
-async def _ask(client: Any, url: str, content: bytes, sample: Sample) -> None:
-    """One request, into `sample`."""
+async def ask(
+    client: Any, url: str, content: bytes, sample: ClientTiming, on_text: Callable[[str], object] = lambda text: None
+) -> None:
+    """One streaming request, into `sample`; its text to `on_text` as it comes."""
     last = since = time.perf_counter()
     ended = False
     try:
@@ -168,8 +163,10 @@ async def _ask(client: Any, url: str, content: bytes, sample: Sample) -> None:
                     else:
                         sample.gaps.append(now - last)
                     last = now
-                    if event["choices"][0].get("finish_reason") in FAILED:
-                        sample.error = f"ended with {event['choices'][0]['finish_reason']}"
+                    choice = event["choices"][0]
+                    on_text(choice.get("text") or choice.get("delta", {}).get("content") or "")
+                    if choice.get("finish_reason") in FAILED:
+                        sample.error = f"ended with {choice['finish_reason']}"
                 if event.get("usage"):
                     sample.tokens = event["usage"]["completion_tokens"]
         if not ended and sample.error is None:
@@ -197,7 +194,7 @@ async def _lines(answer: Any) -> AsyncIterator[bytes]:
             yield line.rstrip(b"\r")
 
 
-def figures(arrivals: list[Arrival], samples: list[Sample], took: float) -> dict[str, Any]:
+def figures(arrivals: list[TracedRequest], samples: list[ClientTiming], took: float) -> dict[str, Any]:
     """What is shown. `tpot`: a request's seconds per token after its first; `inter_token`: every gap between pieces."""
     good = [(a, s) for a, s in zip(arrivals, samples, strict=True) if s.error is None]
     failed = [{"request": i, "error": s.error} for i, s in enumerate(samples) if s.error is not None]
@@ -227,7 +224,7 @@ def _with_tail(values: list[float], digits: int = 1) -> dict[str, float]:
     }
 
 
-def write_details(path: Path, arrivals: list[Arrival], samples: list[Sample]) -> None:
+def write_details(path: Path, arrivals: list[TracedRequest], samples: list[ClientTiming]) -> None:
     """A line of JSON for each request."""
     with path.open("w", encoding="utf-8") as file:
         for arrival, sample in zip(arrivals, samples, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import httpx2
 
 from planaria.checkpoint.resolve import ALIASES
+from planaria.cli.bench_serve import ClientTiming, ask
 from planaria.cli.look import console
 from planaria.cli.models import have
 from planaria.cli.options import typed
@@ -33,8 +35,7 @@ def start(model: str, engine: dict[str, Any]) -> tuple[subprocess.Popen[str], st
     limit.start()
     try:
         for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            _write(line)
             if " at http" in line:
                 return process, line.split(" at ", 1)[1].split()[0]
     finally:
@@ -45,35 +46,24 @@ def start(model: str, engine: dict[str, Any]) -> tuple[subprocess.Popen[str], st
     raise EngineDead(f"the server ended with exit code {code} before it was ready")
 
 
-def ask(address: str, model: str, question: str) -> tuple[int, float, float]:
-    """Stream an answer to standard output. Returns (tokens, seconds to the first, seconds of the rest)."""
+async def answer(address: str, model: str) -> ClientTiming:
+    """To the question, on standard output as it comes."""
     body = {
-        "model": model, "messages": [{"role": "user", "content": question}], "stream": True,
-        "seed": 0, "repetition_penalty": 1.1, "max_tokens": 128, "stream_options": {"include_usage": True},
+        "model": model, "messages": [{"role": "user", "content": QUESTION}], "stream": True, "seed": 0,
+        "repetition_penalty": 1.1, "max_tokens": 128, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    since = time.perf_counter()
-    first = last = 0.0
-    tokens = 0
-    with httpx2.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=120) as answer:
-        if answer.status_code != 200:
-            raise EngineDead(f"the server answered {answer.status_code}: {answer.read().decode(errors='replace')}")
-        for line in answer.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            if event.get("error"):
-                raise EngineDead(event["error"]["message"])
-            for choice in event["choices"]:
-                text = choice["delta"].get("content") or ""
-                if text and not first:
-                    first = time.perf_counter() - since
-                sys.stdout.write(text)
-                sys.stdout.flush()
-            if event.get("usage"):
-                tokens = event["usage"]["completion_tokens"]
-            last = time.perf_counter() - since
-    sys.stdout.write("\n")
-    return tokens, first, last - first
+    timing = ClientTiming()
+    async with httpx2.AsyncClient(timeout=120) as client:
+        await ask(client, f"{address}/v1/chat/completions", json.dumps(body).encode(), timing, _write)
+    _write("\n")
+    if timing.error is not None:
+        raise EngineDead(timing.error)
+    return timing
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def run(model: str, engine: dict[str, Any]) -> None:
@@ -83,11 +73,13 @@ def run(model: str, engine: dict[str, Any]) -> None:
     process, address = start(model, engine)
     try:
         console.print(f"\n[bold]{QUESTION}[/bold]")
-        tokens, first, rest = ask(address, model, QUESTION)
+        timing = asyncio.run(answer(address, model))
+        rest = timing.seconds - timing.ttft
         console.print(
-            f"\n{tokens} tokens: the first after {first * 1000:.0f} ms, then {(tokens - 1) / rest:,.1f} tokens/s; "
-            f"{time.perf_counter() - began - rest:.1f} s from start to the first token"
-        )
+            f"\n{timing.tokens} tokens: the first after {timing.ttft * 1000:.0f} ms, then "
+            f"{(timing.tokens - 1) / rest:,.1f} tokens/s; {time.perf_counter() - began - rest:.1f} s from start to the "
+            "first token", soft_wrap=True,
+        )  # fmt: skip
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=60)

@@ -31,7 +31,7 @@ PACKED = {"q8_0": 34 / 32, "q4_1": 20 / 32}  # bytes of a weight
 ANY = 1 << 30  # of what this machine has: the placement counts, with better words
 
 
-class TooLarge(CapacityError):
+class RankTooLarge(CapacityError):
     """A rank needs more memory than its device has."""
 
 
@@ -56,7 +56,7 @@ class Demand(msgspec.Struct, frozen=True):
         return lambda at: lanes[at.dp % parallel.lanes][at.pp * layout.tp + at.tp]
 
 
-class Question(msgspec.Struct, frozen=True):
+class PlanCase(msgspec.Struct, frozen=True):
     """What is placed on what. source: of the cluster, for people. given: a placement that isn't ours to choose."""
 
     parallel: ParallelConfig
@@ -77,7 +77,7 @@ class Question(msgspec.Struct, frozen=True):
         return rows(packing, self.cluster, self.parallel.replicas.start)
 
     def answer(self, layout: Layout, strategy: str | None, local: int | None) -> Packing:
-        """Raises ConfigError, Infeasible, TooLarge."""
+        """Raises ConfigError, Infeasible, RankTooLarge."""
         if self.given is not None:
             packing = self.given
         elif strategy is not None:
@@ -107,7 +107,7 @@ class Question(msgspec.Struct, frozen=True):
             there = memory.get((slot.node, slot.device), 0)
             need = needs(slot.coords)
             if 0 < there < need.total:
-                raise TooLarge(
+                raise RankTooLarge(
                     f"rank {slot.rank} needs {need}, and device {slot.device} of {slot.node} has {mib(there)}: give "
                     "more ranks (-tp, -pp), a lower --max-model-len, or --quantization q8_0"
                 )
@@ -138,7 +138,7 @@ def _run(model: str | None, engine: dict[str, Any], cluster_file: Path | None, a
         question = _of_model(options, question)
     try:
         packing = question.answer(question.layout, question.strategy, question.parallel.data_parallel_size_local)
-    except (Infeasible, TooLarge, UserError) as e:
+    except (Infeasible, RankTooLarge, UserError) as e:
         print(f"planaria: {e}", file=sys.stderr)
         nearest = _nearest(question, e)
         if as_json:
@@ -157,7 +157,7 @@ def _run(model: str | None, engine: dict[str, Any], cluster_file: Path | None, a
 # -- what there is
 
 
-def _from_file(options: EngineOptions, path: Path) -> Question:
+def _from_file(options: EngineOptions, path: Path) -> PlanCase:
     """Ray places engines and ranks on nodes of which this one may be none."""
     from planaria.config.cluster_file import read_cluster
 
@@ -167,10 +167,10 @@ def _from_file(options: EngineOptions, path: Path) -> Question:
         raise ConfigError("--cluster", path, rule, "leave --distributed-executor-backend out, or use ray")
     parallel = _parallel(_on_ray(options), Machine(cores=ANY, accelerators=ANY, ray_installed=True), "cuda")[0]
     cluster = read_cluster(path).headed_by(parallel.data_parallel_address)
-    return Question(parallel, cluster, str(path), _strategy(_on_ray(options)))
+    return PlanCase(parallel, cluster, str(path), _strategy(_on_ray(options)))
 
 
-def _from_here(options: EngineOptions) -> Question:
+def _from_here(options: EngineOptions) -> PlanCase:
     """The Ray cluster that runs, unless ranks are to be started without Ray; else this machine."""
     machine = msgspec.structs.replace(look(options.distributed_executor_backend), accelerators=ANY)
     device = "cuda" if options.device == "cuda" or (options.device == "auto" and cuda_available()) else "cpu"
@@ -183,16 +183,16 @@ def _from_here(options: EngineOptions) -> Question:
     return msgspec.structs.replace(without_ray(parallel, device), strategy=_strategy(options), notes=notes)
 
 
-def without_ray(parallel: ParallelConfig, device: str) -> Question:
+def without_ray(parallel: ParallelConfig, device: str) -> PlanCase:
     """On this machine, or on the nodes of the same command."""
     if not parallel.over_nodes:
-        return Question(parallel, _this_machine(parallel, device), "this machine", device=device)
+        return PlanCase(parallel, _this_machine(parallel, device), "this machine", device=device)
     from planaria.executor.launcher.nodes import fleet_placement
 
     share = parallel.local_world_size * (parallel.engine_nodes.local if parallel.engine_nodes is not None else 1)
     nodes = [Node.of(str(number), share) for number in range(parallel.nnodes)]
     given = Packing.of(fleet_placement(parallel))
-    return Question(parallel, Cluster(tuple(nodes), "0"), f"{len(nodes)} nodes", given=given, device=device)
+    return PlanCase(parallel, Cluster(tuple(nodes), "0"), f"{len(nodes)} nodes", given=given, device=device)
 
 
 def _this_machine(parallel: ParallelConfig, device: str) -> Cluster:
@@ -208,7 +208,7 @@ def _this_machine(parallel: ParallelConfig, device: str) -> Cluster:
     return Cluster((Node(node_name(), tuple(devices), ("127.0.0.1",)),), node_name())
 
 
-def _from_ray(options: EngineOptions, machine: Machine, device: str) -> Question | None:
+def _from_ray(options: EngineOptions, machine: Machine, device: str) -> PlanCase | None:
     """None where no cluster runs."""
     from planaria.env import ray_settings
     from planaria.executor.ray.cluster import join
@@ -236,7 +236,7 @@ def _from_ray(options: EngineOptions, machine: Machine, device: str) -> Question
             layout = msgspec.structs.replace(layout, dp=parallel.lanes)
             given = Packing.of(obtain(connection, names[0], layout, resource, now, "").placement)
         source = connection.source(resource, names)
-        return Question(parallel, cluster, source, strategy, given, notes, device=device)
+        return PlanCase(parallel, cluster, source, strategy, given, notes, device=device)
     finally:
         connection.close()
 
@@ -264,7 +264,7 @@ def _warnings(notes: Sequence[tuple[int, str]]) -> tuple[str, ...]:
     return tuple(line for level, line in notes if level >= logging.WARNING)
 
 
-def _of_model(options: EngineOptions, question: Question) -> Question:
+def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
     """With what `serve` would warn of, and what ranks need. Raises ConfigError where the model's heads, layers or
     experts can't be dealt, ModelError."""
     from planaria.checkpoint.resolve import shape_of
@@ -301,7 +301,7 @@ class Planned:
         question, packing, self.table = self._answer(parallel)
         self.text = said(question.source, packing, question.cluster, parallel.replicas.start)
 
-    def _answer(self, parallel: ParallelConfig) -> tuple[Question, Packing, list[Row]]:
+    def _answer(self, parallel: ParallelConfig) -> tuple[PlanCase, Packing, list[Row]]:
         question = without_ray(parallel, self.device)
         packing = question.answer(question.layout, None, None)
         return question, packing, question.rows(packing)
@@ -329,8 +329,8 @@ class Planned:
 # -- what is said
 
 
-def _nearest(question: Question, error: PlanariaError) -> Packing | None:
-    if isinstance(error, TooLarge):
+def _nearest(question: PlanCase, error: PlanariaError) -> Packing | None:
+    if isinstance(error, RankTooLarge):
         return question.larger()
     if isinstance(error, DoesNotFit) and error.instead is not None:
         return question.answer(*error.instead)
@@ -339,7 +339,7 @@ def _nearest(question: Question, error: PlanariaError) -> Packing | None:
     return None
 
 
-def _flags(packing: Packing, question: Question) -> str:
+def _flags(packing: Packing, question: PlanCase) -> str:
     """What to type for it."""
     layout = packing.layout
     degrees = (("-tp", layout.tp), ("-pp", layout.pp), ("-dp", layout.dp))
@@ -351,7 +351,7 @@ def _flags(packing: Packing, question: Question) -> str:
     return " ".join(words)
 
 
-def _print(packing: Packing, question: Question) -> None:
+def _print(packing: Packing, question: PlanCase) -> None:
     out = [*lines(question.rows(packing)), *remarks(packing, question.cluster), *question.remarks(packing.layout)]
     sys.stdout.write("\n".join(out) + "\n")
 
@@ -360,7 +360,7 @@ def _degrees(layout: Layout) -> dict[str, int]:
     return {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
 
 
-def _as_json(packing: Packing, question: Question) -> dict[str, Any]:
+def _as_json(packing: Packing, question: PlanCase) -> dict[str, Any]:
     table = question.rows(packing)
     memory, demand = question.memory(), question.demand
     of = demand.needs(packing.layout) if demand is not None else None
@@ -388,7 +388,7 @@ def _as_json(packing: Packing, question: Question) -> dict[str, Any]:
     }
 
 
-def _refusal(question: Question, error: PlanariaError, nearest: Packing | None) -> dict[str, Any]:
+def _refusal(question: PlanCase, error: PlanariaError, nearest: Packing | None) -> dict[str, Any]:
     return {
         "feasible": False,
         "source": question.source,

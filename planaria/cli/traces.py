@@ -24,7 +24,7 @@ COLUMNS = {"timestamp": "TIMESTAMP", "contexttokens": "ContextTokens", "generate
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Arrival(NamedTuple):
+class TracedRequest(NamedTuple):
     """A request. `at`: seconds after the first one. `blocks`: ids of its input's blocks, if they are known."""
 
     at: float
@@ -36,7 +36,7 @@ class Arrival(NamedTuple):
 class Trace(NamedTuple):
     """Arrivals in order. `block_len`: tokens in a block; the last one of an input may have fewer."""
 
-    arrivals: list[Arrival]
+    arrivals: list[TracedRequest]
     block_len: int
 
     def scaled(self, lengths: float) -> Trace:
@@ -90,7 +90,7 @@ def _bad(path: Path, line: int, rule: str) -> ConfigError:
     return ConfigError(OPTION, path, f"line {line}: {rule}")
 
 
-def _from_json(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Arrival]]:
+def _from_json(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:
     decoder = msgspec.json.Decoder(_Line)
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -99,10 +99,10 @@ def _from_json(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Arrival]
             row = decoder.decode(line)
         except msgspec.MsgspecError as e:
             raise _bad(path, number, str(e)) from None
-        yield number, Arrival(row.timestamp / 1000, row.input_length, row.output_length, tuple(row.hash_ids))
+        yield number, TracedRequest(row.timestamp / 1000, row.input_length, row.output_length, tuple(row.hash_ids))
 
 
-def _from_csv(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Arrival]]:
+def _from_csv(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:
     reader = csv.reader(lines)
     try:
         first = next(reader, None)
@@ -128,7 +128,7 @@ def _from_csv(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Arrival]]
                     raise _bad(path, reader.line_num, f"{text[:40]!r} is no number of tokens")
                 lengths.append(int(text))
             at = _seconds(path, reader.line_num, row[time].strip())
-            yield reader.line_num, Arrival(at, lengths[0], lengths[1])
+            yield reader.line_num, TracedRequest(at, lengths[0], lengths[1])
     except csv.Error as e:
         raise _bad(path, reader.line_num, str(e)) from None
 
@@ -147,7 +147,7 @@ def _seconds(path: Path, line: int, text: str) -> float:
     raise _bad(path, line, f"{text[:40]!r} is neither a date and time nor seconds")
 
 
-def _block_len(path: Path, found: list[tuple[int, Arrival]]) -> int:
+def _block_len(path: Path, found: list[tuple[int, TracedRequest]]) -> int:
     """Tokens in a block, such that every input has as many blocks as ids; 1 where there are no ids.
 
     The file doesn't say it. Several lengths may do: then the smallest power of two, else the smallest.
@@ -171,7 +171,7 @@ class Prompts:
         self.block_len, self.seed, self.ids = block_len, seed, range(lowest, highest)
         self._own = Random(seed)
 
-    def tokens(self, arrival: Arrival) -> list[int]:
+    def tokens(self, arrival: TracedRequest) -> list[int]:
         """`arrival.input_len` ids: those of its blocks, or (without any) random ones."""
         if not arrival.blocks:
             return self._own.choices(self.ids, k=arrival.input_len)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planaria.cli.bench_serve import made_up, replayed
-from planaria.cli.traces import Arrival, Prompts, Trace, read_trace
+from planaria.cli.traces import Prompts, Trace, TracedRequest, read_trace
 from planaria.errors import ConfigError
 
 DATA = Path(os.environ.get("PLANARIA_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -24,12 +24,12 @@ def written(folder: Path, text: str) -> Path:
 
 def test_csv(tmp_path: Path) -> None:
     text = HEAD + "2023-11-16 23:59:59.5000000,374,44\r\n2023-11-17 00:00:01.7500000,10,1\r\n\n"
-    assert read_trace(written(tmp_path, text)).arrivals == [Arrival(0.0, 374, 44), Arrival(2.25, 10, 1)]
+    assert read_trace(written(tmp_path, text)).arrivals == [TracedRequest(0.0, 374, 44), TracedRequest(2.25, 10, 1)]
 
 
 def test_csv_with_seconds_and_other_columns(tmp_path: Path) -> None:
     text = "generated tokens,user,Timestamp,context_tokens\n5,ann,12.5,100\n6,bob,10,200\n"
-    assert read_trace(written(tmp_path, text)).arrivals == [Arrival(0.0, 200, 6), Arrival(2.5, 100, 5)]
+    assert read_trace(written(tmp_path, text)).arrivals == [TracedRequest(0.0, 200, 6), TracedRequest(2.5, 100, 5)]
 
 
 def lines(*rows: tuple[float, int, int, list[int]]) -> str:
@@ -40,13 +40,13 @@ def lines(*rows: tuple[float, int, int, list[int]]) -> str:
 def test_json_lines(tmp_path: Path) -> None:
     text = lines((1000, 1500, 7, [3, 4, 5]), (2500, 513, 8, [3, 9]))
     trace = read_trace(written(tmp_path, text))
-    assert trace == Trace([Arrival(0.0, 1500, 7, (3, 4, 5)), Arrival(1.5, 513, 8, (3, 9))], 512)
+    assert trace == Trace([TracedRequest(0.0, 1500, 7, (3, 4, 5)), TracedRequest(1.5, 513, 8, (3, 9))], 512)
     assert read_trace(tmp_path / "trace", 1).arrivals == trace.arrivals[:1]
 
 
 def test_json_lines_without_hashes(tmp_path: Path) -> None:
     text = '{"timestamp": 0, "input_length": 5, "output_length": 6}\n'
-    assert read_trace(written(tmp_path, text)) == Trace([Arrival(0.0, 5, 6)], 1)
+    assert read_trace(written(tmp_path, text)) == Trace([TracedRequest(0.0, 5, 6)], 1)
 
 
 def test_a_block_length_that_is_no_power_of_two(tmp_path: Path) -> None:
@@ -86,24 +86,25 @@ def test_no_file_and_no_text(tmp_path: Path) -> None:
 
 def test_equal_blocks_are_equal_tokens() -> None:
     prompts = Prompts(8, 0, 100, 30_000)
-    a, b, c = (prompts.tokens(Arrival(0.0, 20, 1, blocks)) for blocks in ((1, 2, 3), (1, 2, 4), (5, 2, 3)))
+    a, b, c = (prompts.tokens(TracedRequest(0.0, 20, 1, blocks)) for blocks in ((1, 2, 3), (1, 2, 4), (5, 2, 3)))
     assert len(a) == 20 and a[:16] == b[:16] and a[16:] != b[16:]
     assert a[:8] != c[:8] and a[8:] == c[8:]
-    assert a == Prompts(8, 0, 100, 30_000).tokens(Arrival(0.0, 20, 1, (1, 2, 3)))
-    assert a != Prompts(8, 1, 100, 30_000).tokens(Arrival(0.0, 20, 1, (1, 2, 3)))
+    assert a == Prompts(8, 0, 100, 30_000).tokens(TracedRequest(0.0, 20, 1, (1, 2, 3)))
+    assert a != Prompts(8, 1, 100, 30_000).tokens(TracedRequest(0.0, 20, 1, (1, 2, 3)))
     assert all(100 <= token < 30_000 for token in a + b + c)
 
 
 def test_prompts_without_blocks_share_nothing() -> None:
     prompts = Prompts(1, 0, 100, 30_000)
-    a, b = prompts.tokens(Arrival(0.0, 20, 1)), prompts.tokens(Arrival(0.0, 20, 1))
+    a, b = prompts.tokens(TracedRequest(0.0, 20, 1)), prompts.tokens(TracedRequest(0.0, 20, 1))
     assert len(a) == len(b) == 20 and a != b
 
 
 def test_speed_length_and_end_of_a_replay() -> None:
-    trace = Trace([Arrival(0.0, 1000, 100, (1, 2)), Arrival(10.0, 900, 1, (1, 3)), Arrival(20.0, 5, 5)], 512)
+    requests = [(0.0, 1000, 100, (1, 2)), (10.0, 900, 1, (1, 3)), (20.0, 5, 5)]
+    trace = Trace([TracedRequest(*request) for request in requests], 512)
     fast = replayed(trace, 10.0, 0.1, 1.5)
-    assert fast == Trace([Arrival(0.0, 100, 10, (1, 2)), Arrival(1.0, 90, 1, (1, 3))], 51)
+    assert fast == Trace([TracedRequest(0.0, 100, 10, (1, 2)), TracedRequest(1.0, 90, 1, (1, 3))], 51)
     assert len(Prompts(51, 0, 1, 9).tokens(fast.arrivals[0])) == 100
 
 

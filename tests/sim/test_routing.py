@@ -21,7 +21,7 @@ from benchmarks.fleet_simulation import (
     repeated,
     simulate,
 )
-from planaria.cli.traces import Arrival
+from planaria.cli.traces import TracedRequest
 from planaria.wire import EngineStats
 
 HOURS, RATE, ENGINES = 3.0, 1.5, 4  # from midnight, when it is quietest, into the morning
@@ -118,7 +118,8 @@ def test_one_that_drains_is_soon_empty_and_one_that_comes_has_its_share() -> Non
 
 
 def test_a_trace_is_repeated_at_the_rate_of_the_day() -> None:
-    requests = list(repeated([Arrival(0.0, 10, 1), Arrival(1.0, 20, 2), Arrival(9.0, 30, 3)], 24.0, 0.1))
+    day = [TracedRequest(*request) for request in ((0.0, 10, 1), (1.0, 20, 2), (9.0, 30, 3))]
+    requests = list(repeated(day, 24.0, 0.1))
     assert len(requests) == pytest.approx(0.1 * 86_400, rel=0.02)
     by_quarter = [sum(1 for r in requests if quarter <= r.at / 21_600 < quarter + 1) for quarter in range(4)]
     assert by_quarter[1] > 1.5 * by_quarter[0] and by_quarter[2] > 1.5 * by_quarter[3]
