@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-import sys
 import time
 from typing import Any
 
 from rich.table import Table
 
-from planaria.cli.look import console, generating, loading, summary
+from planaria.cli.look import console, generating, started, write_json
 from planaria.types import SamplingParams
 
 
@@ -30,7 +28,7 @@ def percentile(values: list[float], q: float) -> float:
 
 def show(title: str, result: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(result) + "\n")
+        write_json(result)
         return
     table = Table(title=title, box=None, title_justify="left")
     table.add_column("")
@@ -56,24 +54,12 @@ def random_prompt(source: random.Random, length: int, vocab_size: int) -> list[i
     return [source.randrange(min(100, vocab_size - 1), vocab_size) for _ in range(length)]
 
 
-def engine_for(model: str, engine: dict[str, Any], as_json: bool) -> Any:
-    """A loaded LLM without prefix hits between repetitions (prompts differ), its summary printed."""
-    began = time.perf_counter()
-    from planaria.llm import LLM
-
-    with loading() as progress:
-        llm = LLM(model, on_progress=progress, skip_tokenizer_init=True, **engine)
-    if not as_json:
-        console.print(summary(llm.facts, {"total": time.perf_counter() - began}))
-    return llm
-
-
 def latency(
     model: str, engine: dict[str, Any], *, input_len: int, output_len: int, repeat: int, as_json: bool
 ) -> None:
     """Time to first token and decode rate of one stream."""
     source = random.Random(engine["seed"] or 0)
-    with engine_for(model, engine, as_json) as llm:
+    with started("LLM", model, show=not as_json, skip_tokenizer_init=True, **engine) as llm:
         vocab = llm.facts.vocab_size
         llm.generate([random_prompt(source, input_len, vocab)], params(8))
         first, rate = [], []
@@ -102,7 +88,7 @@ def throughput(
 ) -> None:
     """Output tokens per second with `num_prompts` requests admitted together."""
     source = random.Random(engine["seed"] or 0)
-    with engine_for(model, engine, as_json) as llm:
+    with started("LLM", model, show=not as_json, skip_tokenizer_init=True, **engine) as llm:
         vocab = llm.facts.vocab_size
         llm.generate([random_prompt(source, 16, vocab)], params(2))
         rates = []

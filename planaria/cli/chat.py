@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.cli.look import console, loading, summary
+from planaria.cli.look import console, started
 from planaria.errors import RequestError
 from planaria.types import SamplingParams
 
@@ -39,39 +39,35 @@ def run(model: str, engine: dict[str, Any], *, system: str | None, **given: Any)
     """given: sampling parameters, None where the model's own are wanted."""
     given = {"max_tokens": None, **{name: value for name, value in given.items() if value is not None}}
     SamplingParams(**given).verify()
-    began = time.perf_counter()
-    from planaria.llm import AsyncLLM
-
-    with loading() as progress:
-        llm = AsyncLLM(model, on_progress=progress, **engine)
-    console.print(summary(llm.facts, {"total": time.perf_counter() - began}))
-    params = msgspec.structs.replace(llm.get_default_sampling_params(), **given)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    with started("AsyncLLM", model, **engine) as llm:
+        _converse(llm, messages, msgspec.structs.replace(llm.get_default_sampling_params(), **given))
+
+
+def _converse(llm: Any, messages: list[dict[str, Any]], params: SamplingParams) -> None:
+    """Until there is nothing more to answer."""
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives `input` a line that can be edited)
         console.print("An empty line or Ctrl-D ends it; Ctrl-C stops an answer.", style="dim")
-    try:
-        while True:
-            try:
-                line = input("> ") if interactive else sys.stdin.readline().rstrip("\n")
-            except EOFError:
-                break
-            if not line.strip():
-                break
-            messages.append({"role": "user", "content": line})
-            try:
-                text = asyncio.run(answer(llm, messages, params))
-            except KeyboardInterrupt:
-                messages.pop()
-                continue
-            except RequestError as e:  # such as a conversation that has grown too long
-                if not interactive:
-                    raise
-                messages.pop()
-                console.print(f"error: {e}", markup=False)
-                continue
-            messages.append({"role": "assistant", "content": text})
-    finally:
-        llm.close()
+    while True:
+        try:
+            line = input("> ") if interactive else sys.stdin.readline().rstrip("\n")
+        except EOFError:
+            break
+        if not line.strip():
+            break
+        messages.append({"role": "user", "content": line})
+        try:
+            text = asyncio.run(answer(llm, messages, params))
+        except KeyboardInterrupt:
+            messages.pop()
+            continue
+        except RequestError as e:  # such as a conversation that has grown too long
+            if not interactive:
+                raise
+            messages.pop()
+            console.print(f"error: {e}", markup=False)
+            continue
+        messages.append({"role": "assistant", "content": text})

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from planaria.cli.admin import server_at
+from planaria.cli.look import show_table
 from planaria.errors import UserError
 
 NONE = (
@@ -93,10 +93,9 @@ def _show(engines: list[EngineLoad]) -> None:
                 str(engine.engine), str(layer.layer), f"{sum(layer.load):,}", f"{over_mean(layer.load):.2f}",
                 f"{over_mean(layer.rank_loads):.2f}", f"{layer.balancedness:.3f}",
             )  # fmt: skip
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     for engine in engines:
-        console.print(line_of(engine), soft_wrap=True)
-    console.print(table)
+        print(line_of(engine))
+    show_table(table)
 
 
 def line_of(engine: EngineLoad) -> str:

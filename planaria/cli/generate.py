@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import typer
 
-from planaria.cli.look import console, generating, loading, summary
+from planaria.cli.look import console, generating, started, write_json
 from planaria.env import outer_launcher
 from planaria.errors import ConfigError
 from planaria.types import SamplingParams
@@ -54,20 +53,13 @@ def run(
             "--skip-tokenizer-init", "", "there is no tokenizer for --prompt", "give --prompt-token-ids 1,2,3"
         )
     params.verify()
-    began = time.perf_counter()
-    from planaria.llm import LLM
-
     outer = outer_launcher() if engine["distributed_executor_backend"] == "external_launcher" else None
     prints = outer is None or outer.rank == 0
-    with loading(show=prints) as progress:
-        llm = LLM(model, on_progress=progress, skip_tokenizer_init=skip_tokenizer_init, **engine)
-    facts = llm.facts
-    if prints and not as_json:
-        console.print(summary(facts, {"total": time.perf_counter() - began}))
-    since = time.perf_counter()
-    with llm:
-        with generating(len(batch), show=prints and not as_json) as progress_tokens:
-            outputs = llm.generate(batch, params, on_tokens=progress_tokens)
+    shown = prints and not as_json
+    with started("LLM", model, bar=prints, show=shown, skip_tokenizer_init=skip_tokenizer_init, **engine) as llm:
+        facts, since = llm.facts, time.perf_counter()
+        with generating(len(batch), show=shown) as progress:
+            outputs = llm.generate(batch, params, on_tokens=progress)
         seconds = time.perf_counter() - since
     failed = any(choice.finish_reason == "error" for output in outputs for choice in output.outputs)
     count = 0
@@ -88,7 +80,7 @@ def run(
                     ]  # fmt: skip
                 if choice.error:
                     line["error"] = choice.error
-                sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+                write_json(line)
                 continue
             if isinstance(output.prompt, str):
                 console.print(output.prompt, style="dim", end="", markup=False, soft_wrap=True)
@@ -98,7 +90,7 @@ def run(
             sys.stdout.flush()
             if choice.error:
                 console.print(f"error: {choice.error}", markup=False)
-    if prints and not as_json:
+    if shown:
         console.print(f"{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tok/s", style="dim")
     if failed:
         raise typer.Exit(1)

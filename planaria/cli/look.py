@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -13,6 +16,30 @@ from rich.table import Table
 from planaria.wire import EngineFacts, Phase, StartUpNews
 
 console = Console(stderr=True, highlight=False)
+
+
+def write_json(value: Any) -> None:
+    """A line on standard output."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def show_table(table: Table) -> None:
+    """On standard output; wide enough for whoever reads it by program."""
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@contextlib.contextmanager
+def started(kind: str, model: str, *, bar: bool = True, show: bool = True, **options: Any) -> Iterator[Any]:
+    """A loaded `LLM` or `AsyncLLM`, closed at the end of the block. bar: of its progress; show: its summary."""
+    began = time.perf_counter()
+    from planaria import llm as module  # imports torch
+
+    with loading(show=bar) as progress:
+        llm = getattr(module, kind)(model, on_progress=progress, **options)
+    with contextlib.closing(llm):
+        if show:
+            console.print(summary(llm.facts, {"total": time.perf_counter() - began}))
+        yield llm
 
 
 MOST_LINES = 16  # ranks that get a line of their own

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from planaria.cache import cached_folder
 from planaria.checkpoint import resolve_checkpoint
 from planaria.checkpoint.resolve import ALIASES, PACKAGES, packaged_file
 from planaria.cli.look import console as said
+from planaria.cli.look import write_json
 from planaria.errors import ModelError
 from planaria.models import SUPPORTED, model_config
 
@@ -85,7 +85,7 @@ def _hub() -> list[dict[str, Any]]:
 def run(*, as_json: bool) -> None:
     rows = [*map(_alias, ALIASES), *_hub()]
     if as_json:
-        sys.stdout.write(msgspec.json.encode({"models": rows, "architectures": list(SUPPORTED)}).decode() + "\n")
+        write_json({"models": rows, "architectures": list(SUPPORTED)})
         return
     console = Console(highlight=False)
     table = Table("MODEL", "kind", "ready", "note", box=None)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import typer
 
+from planaria.cli.look import write_json
 from planaria.cli.options import engine_options
 from planaria.config.experts import expert_map
 from planaria.config.machine import Machine, accelerator_ids, cuda_available, look, usable_cores
@@ -142,13 +143,13 @@ def _run(model: str | None, engine: dict[str, Any], cluster_file: Path | None, a
         print(f"planaria: {e}", file=sys.stderr)
         nearest = _nearest(question, e)
         if as_json:
-            _write_json(_refusal(question, e, nearest))
+            write_json(_refusal(question, e, nearest))
         elif nearest is not None:
             print(f"would fit: {_flags(nearest, question)}")
             _print(nearest, question)
         raise typer.Exit(2) from None
     if as_json:
-        _write_json(_as_json(packing, question))
+        write_json(_as_json(packing, question))
     else:
         first = question.parallel.replicas.start
         print(said(question.source, packing, question.cluster, first, question.remarks(packing.layout)))
@@ -401,7 +402,3 @@ def _refusal(question: PlanCase, error: PlanariaError, nearest: Packing | None) 
             "options": _flags(nearest, question),
         },
     }  # fmt: skip
-
-
-def _write_json(value: dict[str, Any]) -> None:
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from planaria.cli.admin import AdminAddress, local_servers, running_servers, server_of
+from planaria.cli.look import show_table, write_json
 from planaria.errors import PlanariaError
 
 
@@ -37,7 +36,7 @@ def run(port: int | None, url: str | None, admin_key: str | None, as_json: bool)
     for failure in failures:
         print(f"planaria: {failure}", file=sys.stderr)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
+        write_json(rows)
         return
     table = Table("PORT", "ROLE", "RANK", "COORDINATES", "PID", "NODE", "EPOCH", "STATE", "RESIDENT", box=None)
     for row in rows:
@@ -46,7 +45,7 @@ def run(port: int | None, url: str | None, admin_key: str | None, as_json: bool)
             " ".join(f"{axis}={number}" for axis, number in row["coordinates"].items()) or "-",
             str(row["pid"]), row["node"], _text(row["epoch"]), row["state"], f"{row['resident'] / 2**20:,.0f} MiB",
         )  # fmt: skip
-    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+    show_table(table)
 
 
 def _text(number: int | None) -> str:
