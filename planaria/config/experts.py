@@ -86,7 +86,6 @@ def resolve_experts(
 ) -> tuple[ParallelConfig, list[Note]]:
     """For a model with experts of these shapes, or a dense one (None). libraries: modules that can be imported where
     ranks run; None: who knows. Raises ConfigError."""
-    config = msgspec.structs.replace(config, is_moe_model=shapes is not None)
     _needs(config, shapes)
     if config.enable_eplb and options.batch_invariant:
         rule = "moves experts to other ranks with their load, and a token's sum is taken rank by rank"

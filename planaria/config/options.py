@@ -362,7 +362,6 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     ray_dp_pack_strategy: str = "strict"  # see planaria.topology.packing
     lanes: Annotated[int, UNHASHED] = 1  # of an engine: its data-parallel ranks, which share the model's experts
     api_process_rank: Annotated[int, UNHASHED] = 0  # which of these server processes this is; -1: it is an engine's
-    is_moe_model: bool = False  # found from the model
     eplb_config: EPLBConfig = EPLBConfig()  # type: ignore[assignment]
     all2all_backend: str = "allgather_reducescatter"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -11,13 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.config.digest import compared, compute_hash, hash_fields
 from planaria.env import cache_dir, visible_cuda_devices
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
-from planaria.executor.preflight import Door, doors_of_others, reach, unreachable
-from planaria.mesh.boot import Opening, create_segments, open_mesh
-from planaria.mesh.edges import EdgeComm
 from planaria.mesh.mesh import Mesh
 from planaria.node import resident_bytes
 from planaria.protocol import (
@@ -27,7 +22,6 @@ from planaria.protocol import (
     Done,
     Exit,
     Facts,
-    Hello,
     Join,
     Load,
     PlaceExperts,
@@ -40,23 +34,22 @@ from planaria.protocol import (
     StepResult,
 )
 from planaria.topology.experts import Maps, Move
+from planaria.topology.layout import Layout
 from planaria.worker.classes import call, make
-from planaria.worker.device import available_bytes, make_ops, own_device, shared_memory
+from planaria.worker.device import available_bytes, make_ops, own_device
+from planaria.worker.groups import Groups
 from planaria.worker.guard import guard
 from planaria.worker.null import NullRank
 from planaria.worker.parts import Part, configured, of_any_lane, part_of, read_lacking, read_part, to_read
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
-    from planaria.mesh.all2all import All2All
     from planaria.worker.experts import Experts
     from planaria.worker.micro_batches import MicroBatches
     from planaria.worker.runner import Runner
     from planaria.worker.sampler import Follower, Sampler
 
 logger = logging.getLogger("planaria.worker")
-
-REACH_TIMEOUT = 10.0  # seconds to connect to every rank elsewhere
 
 Progress = Callable[[str, float], None]
 
@@ -70,11 +63,8 @@ class Worker:
 
     def __init__(self, boot: RankBoot, progress: Progress | None = None) -> None:
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
-        self.layout = self.config.parallel.layout
-        self.mesh = Mesh(self.rank)
-        self.exchanges: list[All2All] = []  # of tokens, with the ranks of other lanes; one for each micro-batch
+        self.groups = Groups(boot)
         self.micro_batches: MicroBatches | None = None
-        self._opening = Opening()
         self.part: Part | None = None  # of the model, that is loaded
         self.prepared: dict[Part, tuple[Ops, Any]] = {}  # a spare's, until it knows which it is
         self.progress = progress or (lambda part, fraction: None)
@@ -84,9 +74,16 @@ class Worker:
         self.experts: Experts | None = None  # where they are dealt to ranks whole
         self.runner: Runner | None = None
         self.sampler: Sampler | Follower | None = None
-        self._segments: dict[str, tuple[int, int]] = {}  # that this rank made for its groups
-        self._door: Door | None = None  # for others to knock at, until they have met
-        self._store: Any = None  # that groups across nodes meet at, on rank 0
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its groups of the present epoch."""
+        return self.groups.mesh
+
+    @property
+    def layout(self) -> Layout:
+        """In force."""
+        return self.groups.layout
 
     def handle(self, command: Command) -> Reply:
         """Carry out a command; never raises."""
@@ -115,12 +112,12 @@ class Worker:
     def enter(self, boot: RankBoot) -> None:
         """Go on in another epoch, maybe as another rank. What is loaded stays."""
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
+        self.groups.boot = boot
         self.seconds = {}
 
     def abort(self, reason: str) -> None:
         """End what this rank waits for in its groups, or where it meets them. Any thread."""
-        self._opening.abort(reason)
-        self.mesh.abort(reason)
+        self.groups.abort(reason)
 
     def prepare(self) -> None:
         """As a spare: load every part that a rank of this layout may have."""
@@ -138,37 +135,6 @@ class Worker:
         """That this rank has in the present layout; `part` is what is loaded."""
         return part_of(self.rank, self.layout)
 
-    @property
-    def _whole_experts(self) -> bool:
-        """Are experts dealt to ranks whole? Then they travel."""
-        return self.config.model.moe is not None and self.config.parallel.enable_expert_parallel
-
-    @property
-    def _spreads(self) -> bool:
-        """Are experts dealt to the ranks of all lanes?"""
-        return self.layout.dp > 1 and self._whole_experts
-
-    @property
-    def _num_micro_batches(self) -> int:
-        """Only what is exchanged can be hidden."""
-        return self.config.parallel.num_micro_batches if self._spreads else 1
-
-    def _exchanges(self) -> list[All2All]:
-        """Called by all ranks of the expert group together."""
-        if not self._spreads:
-            return []
-        from planaria.mesh.all2all import make
-
-        parallel = self.config.with_layout(self.layout).parallel
-        name, dealt, row = parallel.all2all_backend, parallel.use_sequence_parallel_moe, self.config.model.hidden_size
-        tokens = self.config.scheduler.max_num_batched_tokens
-        most = [tokens] + [-(-tokens // self._num_micro_batches)] * len(self.mesh.further)
-        groups = self.mesh.ep, *self.mesh.further
-        return [
-            make(name, group, self.layout.tp, (limit, -(-row // 16) * 64), dealt=dealt)
-            for group, limit in zip(groups, most, strict=True)
-        ]
-
     def _timed(self, part: str, since: float) -> None:
         self.seconds[part] = time.perf_counter() - since
 
@@ -177,29 +143,13 @@ class Worker:
         self._leave_groups()
         if self.model is not None:
             self.model.drop_kv()  # it counts for nothing, and how much there can be is asked when all have let go of it
-        self._opening = Opening()
-        self.layout = layout = command.layout
-        place = self.boot.place
-        self._door = Door(place.address) if command.apart else None
-        self._segments = create_segments(
-            self.rank, layout, experts=self._whole_experts, micro_batches=self._num_micro_batches
-        )
-        store = None
-        if self.rank == 0 and layout.size > 1 and (command.apart or not self._shares_memory):
-            from planaria.mesh.gloo import open_store
-
-            self._store, port = open_store(place.address)
-            store = place.address, port
-        return Hello(
-            self.rank, os.getpid(), place.home, place.node, place.address, compared(self.config),
-            hash_fields(self.config), self._segments, store, self._door.port if self._door is not None else 0,
-            self._held(), compute_hash(self.config, str(layout)),
-        )  # fmt: skip
+        self.groups.layout = command.layout
+        return self.groups.bring(command, self._held())
 
     def _held(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Experts in this rank's memory that it will have in this epoch."""
         part = self._own_part
-        if not self._whole_experts or (part != self.part and part not in self.prepared):
+        if not self.groups.whole_experts or (part != self.part and part not in self.prepared):
             return ()
         if self.experts is not None and part == self.part:
             return self.experts.held()
@@ -210,39 +160,24 @@ class Worker:
 
         return Experts(ops, model, self.take_thread)
 
-    @property
-    def _shares_memory(self) -> bool:
-        """Where the nodes allow it."""
-        return self.config.device.device == "cpu" and not self.config.parallel.disable_custom_all_reduce
-
     def _regroup(self, command: Regroup) -> Reply:
         since = time.perf_counter()
         if self.config.device.device == "cuda":
             self.take_thread()  # groups on devices ask for the current one
-        own = command.members[self.rank]
-        failed = reach(doors_of_others(own, command.members), REACH_TIMEOUT)
-        if failed:
-            raise CapacityError(unreachable(own, command.members, failed))
-        self.mesh = open_mesh(
-            self.rank, command.layout, command.epoch, command.members, fast=self._shares_memory,
-            shared=lambda: shared_memory(self.config), lanes=self.boot.lanes, crowded=self.boot.crowded,
-            cuda=self.config.device.device == "cuda", deadline=command.deadline, opening=self._opening,
-            experts=self._whole_experts, micro_batches=self._num_micro_batches,
-        )  # fmt: skip
-        self._opening.check()
-        self.exchanges = self._exchanges()
+        self.groups.meet(command)
         if self.ops is not None:
             self.ops.use_threads(self.boot.threads)
             self._join_ops(self.ops)
         if self.experts is not None:
             self.experts.enter(self.mesh.experts)
         if self.config.parallel.ray_link == "compiled-graph" and self.mesh.pp.size > 1:
-            self.mesh = dataclasses.replace(self.mesh, pp=EdgeComm(self.mesh.pp))
+            self.groups.by_edges()
         self._timed("groups", since)
         return Ready(self.rank, self.seconds)
 
     def _join_ops(self, ops: Ops) -> None:
-        ops.join(self.mesh.tp, self.exchanges[0] if self.exchanges else None)
+        exchanges = self.groups.exchanges
+        ops.join(self.mesh.tp, exchanges[0] if exchanges else None)
 
     def use_threads(self, threads: int) -> None:
         """Compute with so many from now on. Between two steps, in the thread that carries them out."""
@@ -265,22 +200,11 @@ class Worker:
         if self.experts is not None:
             self.mesh.experts.abort("its epoch is over")
             self.experts.leave()
-        self.mesh.close()
+        self.groups.leave()
         self._end_micro_batches()
-        self.mesh, self.exchanges = Mesh(self.rank), []
-        self._store = None
-        self._close_door()
-        for fd, _ in self._segments.values():
-            os.close(fd)
-        self._segments = {}
-
-    def _close_door(self) -> None:
-        if self._door is not None:
-            self._door.close()
-            self._door = None
 
     def _load(self, command: Load) -> Reply:
-        self._close_door()  # every rank has answered Regroup, so has reached whom it must
+        self.groups.close_door()  # every rank has answered Regroup, so has reached whom it must
         if command.ranks and self.rank not in command.ranks:
             return Ready(self.rank)
         part, maps = self._own_part, command.maps or configured(self.config, self.layout)
@@ -380,8 +304,8 @@ class Worker:
             self.experts.count(self.config.parallel.enable_eplb and self.layout.coords(self.rank).tp == 0)
         self._end_micro_batches()
         made = make_forward(
-            self.ops, self.model.forward, batch, self.mesh, self.exchanges, self.config.parallel, self.take_thread,
-            cuda=self.config.device.device == "cuda",
+            self.ops, self.model.forward, batch, self.mesh, self.groups.exchanges, self.config.parallel,
+            self.take_thread, cuda=self.config.device.device == "cuda",
         )  # fmt: skip
         forward, self.micro_batches = made
         rows, model = scheduler.max_num_seqs, self.config.model
@@ -392,7 +316,7 @@ class Worker:
         else:
             self.sampler = Follower(rows, model.vocab_size)
         stage = Stage(batch, forward, self.mesh, model.hidden_size)
-        self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.exchanges))
+        self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges))
         self._timed("kv", since)
         return Ready(self.rank, self.seconds)
 

@@ -202,7 +202,7 @@ def test_ranks_with_parts(checkpoint: Any, tp: int, pp: int, whole: bool) -> Non
     name = "v2-query-latent-yarn-biases" if tp == 3 else "v2-groups"
     config = parallel.config_for(str(checkpoint(name)[0]))
     plenty = parallel.alone(config, parallel.requests(config.model.vocab_size))
-    given = msgspec.structs.replace(config.parallel, enable_expert_parallel=whole, is_moe_model=True)
+    given = msgspec.structs.replace(config.parallel, enable_expert_parallel=whole)
     with Ranks(msgspec.structs.replace(config, parallel=given), tp, pp) as ranks:
         parallel.start(ranks)
         wanted = parallel.requests(config.model.vocab_size)

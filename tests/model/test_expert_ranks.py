@@ -48,7 +48,7 @@ def test_ranks_agree_with_one(
     folders: dict[str, Path], family: str, given: dict[str, Any], layout: tuple[int, int]
 ) -> None:
     config = config_for(str(folders[family]))
-    parallel = msgspec.structs.replace(config.parallel, is_moe_model=True, **given)
+    parallel = msgspec.structs.replace(config.parallel, **given)
     with Ranks(msgspec.structs.replace(config, parallel=parallel), *layout) as ranks:
         start(ranks)
         found = together(ranks, config, requests(131), 1)

@@ -43,7 +43,7 @@ def balancing(gang: Gang, **eplb: Any) -> Balancing:
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64),
         device=DeviceConfig(device="cpu", dtype="float32", quantization="none", threads=1),
         parallel=ParallelConfig(
-            tensor_parallel_size=2, is_moe_model=True, enable_expert_parallel=True, enable_eplb=True,
+            tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True,
             eplb_config=EPLBConfig(**eplb),
         ),
     )  # fmt: skip

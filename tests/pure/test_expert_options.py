@@ -46,8 +46,7 @@ def resolved(
 
 def test_the_defaults_change_nothing() -> None:
     config, notes = resolved(shapes=None)
-    assert not config.is_moe_model and not notes
-    assert msgspec.structs.replace(resolved()[0], is_moe_model=False) == config
+    assert not notes and resolved()[0] == config
     assert (config.expert_parallel_size, config.num_micro_batches, config.all2all_backend) == (
         1, 1, "allgather_reducescatter",
     )  # fmt: skip
@@ -172,7 +171,7 @@ def test_round_robin_with_replicas_is_linear() -> None:
 
 def test_what_is_derived() -> None:
     both, _ = resolved(**EP, **TP2, **DP2)
-    assert both.expert_parallel_size == 4 and both.use_sequence_parallel_moe and both.is_moe_model
+    assert both.expert_parallel_size == 4 and both.use_sequence_parallel_moe
     assert resolved(**TP2, **DP2)[0].expert_parallel_size == 1
     for given in (EP | TP2, EP | DP2, TP2 | DP2):
         assert not resolved(**given)[0].use_sequence_parallel_moe

@@ -177,7 +177,7 @@ def draw_experts(chance: random.Random, config: EngineConfig) -> tuple[EngineCon
         log_balancedness=chance.random() < 0.2,
     )  # fmt: skip
     parallel = msgspec.structs.replace(
-        config.parallel, is_moe_model=True, enable_expert_parallel=True, enable_eplb=balanced, eplb_config=eplb,
+        config.parallel, enable_expert_parallel=True, enable_eplb=balanced, eplb_config=eplb,
         expert_placement_strategy=chance.choice(["linear", "round_robin"]),
     )  # fmt: skip
     model = msgspec.structs.replace(config.model, moe=moe)
