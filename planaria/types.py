@@ -8,8 +8,11 @@ loss of a worker) only moves the cursor.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, get_origin, get_type_hints
 
 import msgspec
 
@@ -29,22 +32,39 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+@dataclass(frozen=True)
+class Within:
+    """The bounds of a sampling parameter, said beside its field: checked by `verify`, and told in the API's schema."""
+
+    rule: str  # that a value must be ...
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def hold(self, value: float) -> bool:
+        return (
+            (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le) and (self.lt is None or value < self.lt)
+        )  # fmt: skip
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How to choose the next tokens of one request. Field meanings are those of the OpenAI API where it has them.
 
     Call `verify(vocab_size)` before use; it raises RequestError naming the field.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16  # None: up to the model's length
-    min_tokens: int = 0
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0 or -1: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    n: Annotated[int, Within(f"between 1 and {MAX_N}", ge=1, le=MAX_N)] = 1
+    max_tokens: Annotated[int | None, Within("at least 1", ge=1)] = 16  # None: up to the model's length
+    min_tokens: Annotated[int, Within("0 or more", ge=0)] = 0
+    temperature: Annotated[float, Within("between 0 and 100", ge=0.0, le=100.0)] = 1.0  # 0: greedy
+    top_k: Annotated[int, Within("-1 (off), 0 (off) or more", ge=-1)] = 0  # 0 or -1: off
+    top_p: Annotated[float, Within("in (0, 1]", gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Within("in [0, 1]", ge=0.0, le=1.0)] = 0.0
+    presence_penalty: Annotated[float, Within("in [-2, 2]", ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Within("in [-2, 2]", ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Within("in (0, 100]", gt=0.0, le=100.0)] = 1.0
     logit_bias: dict[int, float] | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # filled in by the front end from bad_words
@@ -52,9 +72,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    seed: Annotated[int | None, Within("a 64-bit integer", ge=-SEED_LIMIT, lt=SEED_LIMIT)] = None
+    logprobs: Annotated[int | None, Within(f"between 0 and {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, Within(f"between 0 and {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS)] = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -73,24 +93,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                     f"{param} must be {rule}, got {getattr(self, param)!r}", param=param, code="invalid_value"
                 )
 
-        for name in (
-            "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        ):  # fmt: skip
-            need(math.isfinite(getattr(self, name)), name, "a finite number")
-        need(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}")
-        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
-        need(self.min_tokens >= 0, "min_tokens", "0 or more")
+        for name, bounds in bounds_of(type(self)).items():
+            value = getattr(self, name)
+            if value is not None and not bounds.hold(value):
+                need(False, name, bounds.rule if math.isfinite(value) else "a finite number")
         need(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens", f"at most max_tokens ({self.max_tokens})",
         )  # fmt: skip
-        need(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
-        need(self.top_k >= -1, "top_k", "-1 (off), 0 (off) or more")
-        need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
-        need(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]")
-        need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]")
-        need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]")
-        need(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]")
         longest = max(map(len, self.stop), default=0)
         if longest > MAX_STOP_LENGTH:
             raise RequestError(
@@ -98,10 +108,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 param="stop", code="invalid_value",
             )  # fmt: skip
         need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} strings, none empty")
-        need(self.seed is None or -SEED_LIMIT <= self.seed < SEED_LIMIT, "seed", "a 64-bit integer")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}")
         need(all(self.bad_words), "bad_words", "a list of strings, none empty")
         for token, bias in (self.logit_bias or {}).items():
             need(math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "values in [-100, 100]")
@@ -115,6 +121,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+
+@functools.cache
+def bounds_of(params: type[SamplingParams]) -> dict[str, Within]:
+    """By field."""
+    hints = get_type_hints(params, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

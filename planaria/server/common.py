@@ -17,12 +17,9 @@ from planaria.types import SamplingParams, TokenLogprobs
 
 LOWEST = -9999.0  # said for log-probabilities JSON has no number for
 
-_SAME = (
-    "n", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "prompt_logprobs", "include_stop_str_in_output", "ignore_eos",
-    "skip_special_tokens",
-)  # fmt: skip
 _LISTS = ("bad_words", "stop_token_ids")
+_OWN = {"max_tokens", "logprobs", "stop", "logit_bias", *_LISTS}  # in a form of the API's own
+_SAME = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields.keys() - _OWN)
 
 M = TypeVar("M", bound=BaseModel)
 

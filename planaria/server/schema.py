@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 from planaria.errors import RequestError
 from planaria.server.messages import MAX_MESSAGES, ROLES
+from planaria.types import SamplingParams, bounds_of
 
 INT63 = 2**63
 MAX_LIST = 1024  # entries of stop_token_ids, logit_bias, bad_words
@@ -50,20 +51,29 @@ class ResponseFormat(Strict):
     type: str = Field(description="Only `text` is supported.", json_schema_extra={"enum": ["text"]})
 
 
+def sampled(name: str, **more: Any) -> Any:
+    """A parameter of sampling, within the bounds that SamplingParams has for it; left out, its default."""
+    bounds = bounds_of(SamplingParams)[name]
+    for word in ("ge", "gt", "le", "lt"):
+        if (limit := getattr(bounds, word)) is not None:
+            more[word] = int(limit)
+    return Field(None, **more)
+
+
 class GenerationRequest(Strict):
     """What completions and chat completions have in common. `null` always means the default."""
 
     model: str | None = Field(None, description="One of /v1/models; left out: the first of them.", examples=["smollm2"])
-    n: int | None = Field(None, ge=1, le=128, description="Choices for each prompt; 1 if left out.")
+    n: int | None = sampled("n", description="Choices for each prompt; 1 if left out.")
     max_tokens: Size | None = None
     min_tokens: Size | None = Field(None, description="Nothing ends a choice before it has so many tokens.")
-    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; default: the model's, else 1.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Left out, like top_k: the model's default.")
+    temperature: float | None = sampled("temperature", description="0 is greedy; default: the model's, else 1.")
+    top_p: float | None = sampled("top_p", description="Left out, like top_k: the model's default.")
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_p: float | None = sampled("min_p")
+    presence_penalty: float | None = sampled("presence_penalty")
+    frequency_penalty: float | None = sampled("frequency_penalty")
+    repetition_penalty: float | None = sampled("repetition_penalty")
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="From token ids (as strings) to a number added to the logit.", examples=[{"50": -100}]
     )
@@ -77,7 +87,7 @@ class GenerationRequest(Strict):
         None, ge=-INT63, lt=INT63,
         description="Makes sampling repeatable. Choice i > 0 uses a seed derived from it and i; drawn if left out.",
     )  # fmt: skip
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = sampled("prompt_logprobs")
     priority: int | None = Field(
         None, ge=-(2**31), lt=2**31, description="Lower runs first under the priority policy; 0 if left out."
     )
