@@ -2,6 +2,9 @@
 
 Several may come, at any time: each hears what an engine says of itself, and of its own sequences. One that has ended is
 named by another (`Gone`), since a socket doesn't tell.
+
+One that reads more slowly than the engine computes neither stops it nor fills its memory: what such a client has no
+room for waits here, the deltas of any number of steps as one for each sequence.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 
 import msgspec
 import zmq
@@ -19,7 +23,39 @@ from planaria.types import Delta
 from planaria.wire import Cancel, EngineFacts, FromEngine, Gone, Output, Recovery, Submit, ToEngine
 
 MAX_BATCH = 1024  # messages taken in between two steps
+ROOM = 64  # messages on their way to a client, at each end of the connection
+RETRY_MS = 5  # between attempts to send what waits, while there is nothing else to do
+LAST_WORDS = 1.0  # seconds that a client gets, at the end, to make room for what waits
 STATS_EVERY = 0.02  # seconds between two snapshots for a client that none of a step's deltas is for
+
+
+class _Steps:
+    """An Output of several steps: `stats` of the last one, a delta for each sequence and what follows its end."""
+
+    def __init__(self, output: Output) -> None:
+        self._deltas: list[Delta] = []
+        self._open: dict[str, Delta] = {}
+        self.take(output)
+
+    def take(self, output: Output) -> None:
+        """Another step."""
+        self._stats = output.stats
+        for delta in output.deltas:
+            known = self._open.get(delta.request_id)
+            if known is None or delta.index != known.index + len(known.tokens):
+                known = self._open[delta.request_id] = msgspec.structs.replace(delta, tokens=list(delta.tokens))
+                known.logprobs = list(delta.logprobs) if delta.logprobs is not None else None
+                self._deltas.append(known)
+            else:
+                known.tokens += delta.tokens
+                known.finish, known.stop_reason, known.error = delta.finish, delta.stop_reason, delta.error
+                if delta.logprobs is not None:
+                    known.logprobs = (known.logprobs or []) + delta.logprobs
+            if delta.finish is not None:
+                del self._open[delta.request_id]
+
+    def output(self) -> Output:
+        return Output(self._deltas, self._stats)
 
 
 class Port:
@@ -32,7 +68,8 @@ class Port:
         if keys is not None:
             guard(self.context, self.socket, keys)
             keep_alive(self.socket, heartbeat)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, ROOM)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what there is no room for would be dropped
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.bind(address)
@@ -44,6 +81,7 @@ class Port:
         self.encoder = msgspec.msgpack.Encoder()
         self.decoder = msgspec.msgpack.Decoder(ToEngine)
         self.clients: dict[bytes, float] = {}  # and when each last got a snapshot
+        self.waiting: dict[bytes, deque[bytes | _Steps | FromEngine]] = {}  # what a client had no room for; never empty
         self.gone: set[bytes] = set()
         self.heard = time.monotonic()  # when a client last said something
         self.owner: dict[str, bytes] = {}
@@ -66,6 +104,8 @@ class Port:
     def receive(self, timeout_ms: int) -> list[ToEngine]:
         """What has come in; waits up to `timeout_ms` (-1: for ever) for the first message, or a `wake`."""
         messages: list[ToEngine] = []
+        if self.waiting and self._retry():
+            timeout_ms = min(timeout_ms, RETRY_MS) if timeout_ms >= 0 else RETRY_MS
         if not self.poller.poll(timeout_ms):
             return messages
         with contextlib.suppress(BlockingIOError):
@@ -93,6 +133,7 @@ class Port:
     def _forget(self, client: bytes) -> list[ToEngine]:
         self.gone.add(client)
         self.clients.pop(client, None)
+        self.waiting.pop(client, None)
         return [Cancel(id) for id, owner in self.owner.items() if owner == client]
 
     def send(self, message: FromEngine) -> None:
@@ -130,8 +171,48 @@ class Port:
         os.eventfd_write(self.bell, 1)
 
     def _send(self, client: bytes, message: FromEngine) -> None:
-        self.socket.send_multipart([client, self.encoder.encode(message)])
+        """Never waits."""
+        waiting = self.waiting.get(client)
+        if waiting is None:
+            payload = self.encoder.encode(message)
+            if not self._sent(client, payload):
+                self.waiting[client] = deque([payload])
+        elif not isinstance(message, Output):
+            waiting.append(message)
+        elif isinstance(waiting[-1], _Steps):
+            waiting[-1].take(message)
+        else:
+            waiting.append(_Steps(message))
+
+    def _sent(self, client: bytes, payload: bytes) -> bool:
+        """False: there is no room for it yet."""
+        try:
+            self.socket.send_multipart([client, payload], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EHOSTUNREACH:  # one that has ended hears nothing more
+                raise
+        return True
+
+    def _retry(self) -> bool:
+        """Send what clients have room for now. Does anything still wait?"""
+        for client, waiting in list(self.waiting.items()):
+            while waiting:
+                first = waiting[0]
+                if not isinstance(first, bytes):
+                    message = first.output() if isinstance(first, _Steps) else first
+                    first = waiting[0] = self.encoder.encode(message)
+                if not self._sent(client, first):
+                    break
+                waiting.popleft()
+            else:
+                del self.waiting[client]
+        return bool(self.waiting)
 
     def close(self) -> None:
+        until = time.monotonic() + LAST_WORDS
+        while self.waiting and self._retry() and time.monotonic() < until:
+            time.sleep(RETRY_MS / 1000)
         self.socket.close()
         self.context.term()

@@ -34,6 +34,8 @@ LAST_WORDS = 0.5  # seconds a message of an ended process may still take
 EXIT_TIMEOUT = 10.0  # seconds an engine gets to end by itself
 LOOK = 0.25  # seconds between looks at a process that is not known to have ended
 STOPPED = 2.0  # seconds a process may be stopped (SIGSTOP) before it counts as lost
+ROOM = 64  # messages that wait here unread; more of them wait with the engine, which makes fewer of them
+SLICE = 0.002  # seconds of an engine's messages after which others have their turn in the event loop
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -77,7 +79,7 @@ class EngineHandle:
         """prepare: sets options of the socket."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0)):
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, ROOM), (zmq.LINGER, 0)):
             self._socket.setsockopt(option, value)
         prepare(self._socket)
         self._socket.connect(address)
@@ -101,13 +103,17 @@ class EngineHandle:
 
     async def _listen(self) -> None:
         assert self._socket is not None
+        until = 0.0
         try:
             while True:
-                message = self._decoder.decode(await self._socket.recv())
+                message = self._decoder.decode(await self._socket.recv())  # which doesn't wait while there are any
                 self.silent = 0.0
                 if isinstance(message, Dead) and not self._said.done():
                     self._said.set_result(message)
                 self.hear(message)
+                if time.monotonic() >= until:
+                    await asyncio.sleep(0)
+                    until = time.monotonic() + SLICE
         except Exception as e:
             logger.debug("what the engine said could not be used", exc_info=True)
             self.give_up(f"said what can't be: {e}")

@@ -3,6 +3,10 @@
 Deltas arrive in the event loop and become bytes (streaming) or are gathered (not streaming) right there; the
 request's task is woken only to write. Whatever way it ends (done, error, client gone, server stopping), `close`
 runs and the engine is told of every sequence that still runs.
+
+While a client doesn't read, its connection takes nothing more: what comes meanwhile waits as one piece for each choice,
+so it is no more than the text itself, and is written as one event when the client goes on. At `UNREAD` bytes the request
+ends with an error; a client that takes nothing at all is hung up on by the kernel (`serve.STUCK`).
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -23,6 +27,8 @@ from planaria.server.service import Service, logger
 from planaria.types import Delta, FinishReason
 
 DONE = b"data: [DONE]\n\n"
+UNREAD = 16 << 20  # bytes, about, of an answer that its client doesn't read
+_TOKEN, _LOGPROB = 40, 100  # bytes, about, of one in a piece
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -53,6 +59,9 @@ class Generation:
         self.service, self.info, self.streams, self.streaming = service, info, streams, stream
         self.writer: Writer
         self.buffer: list[bytes] = []
+        self.writing = False  # a write waits for the client to read
+        self._held: dict[int, Piece] = {}  # by choice, meanwhile
+        self._unread = 0  # bytes of it, about
         self.left = sum(len(s.sequences) for s in streams)  # choices not yet complete
         self.error: tuple[str, int, str] | None = None  # message, status, code
         self.gone = False  # the client is
@@ -108,12 +117,35 @@ class Generation:
                 aborted = piece.finish is FinishReason.ABORT
                 self.fail(piece.error, 503 if aborted else 500, "aborted" if aborted else "engine_error")
                 return
-        if self.streaming:
+        if self.writing:
+            self._hold(piece)
+        elif self.streaming:
             self.buffer.append(self.writer.event(piece))
         if piece.finish is not None:
             self.left -= 1
         if self.streaming or not self.left:
             self._wake()
+
+    def _hold(self, piece: Piece) -> None:
+        held = self._held.get(piece.choice)
+        if held is None:
+            self._held[piece.choice] = piece
+        else:
+            held.join(piece)
+        self._unread += len(piece.text) + _TOKEN * len(piece.tokens)
+        self._unread += sum(_LOGPROB * (1 + len(position.top)) for position in piece.logprobs or ())
+        if self._unread > UNREAD:
+            self._held.clear()
+            self.fail(f"the client left {UNREAD >> 20} MiB of the answer unread", 503, "client_too_slow")
+
+    async def write(self, send: Send, message: dict[str, Any]) -> None:
+        """Send a part of the answer; may wait for the client to read."""
+        self.writing = True
+        await send(message)
+        self.writing = False
+        if self._held:
+            self.buffer += [self.writer.event(piece) for piece in self._held.values()]
+            self._held, self._unread = {}, 0
 
     def fail(self, message: str, status: int, code: str) -> None:
         """End the request with an error; its client is told, the engine too."""
@@ -222,12 +254,12 @@ class Answer(Response):
     async def _stream(self, send: Send) -> None:
         generation = self.generation
         buffer = generation.buffer
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await generation.write(send, {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         while not generation.gone:
             if buffer:
                 chunk = buffer[0] if len(buffer) == 1 else b"".join(buffer)
                 buffer.clear()
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await generation.write(send, {"type": "http.response.body", "body": chunk, "more_body": True})
             elif generation.error is not None:
                 message, status, code = generation.error
                 event = msgspec.json.encode(error_body(message, status, None, code))

@@ -43,6 +43,16 @@ class Piece:
         self.error: str | None = None
         self.cancel = False
 
+    def join(self, later: Piece) -> None:
+        """Have this be both, as one step would have brought them."""
+        self.text += later.text
+        self.tokens += later.tokens
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+            self.offsets = (self.offsets or []) + (later.offsets or [])
+        self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
+        self.finish, self.stop_reason = later.finish, later.stop_reason
+
 
 class Sequence:
     """One choice: its tokens and text so far."""

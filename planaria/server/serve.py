@@ -29,6 +29,7 @@ logger = logging.getLogger("planaria.server")
 # Connections that may wait to be accepted. uvicorn's number is also how many are accepted at a time: 1 where several
 # processes accept, or the first to look would take all.
 BACKLOG = 2048
+STUCK = 60.0  # seconds in which a client takes nothing of what is sent to it, after which it is hung up on
 LAST_ANSWERS = 2.0  # seconds aborted requests get to be told
 ENGINE_LAST_WORDS = 1.0  # seconds after an engine's death for its answers to be written
 
@@ -45,6 +46,7 @@ def bind(config: ServerConfig) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STUCK * 1000))  # of what is accepted here
         sock.bind(address)
         sock.set_inheritable(False)
     except OSError as e:

@@ -9,6 +9,7 @@ sequence that was there at several deaths is run alone, and answered with an err
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -57,6 +58,7 @@ logger = logging.getLogger("planaria.server")
 
 REPORT_TIMEOUT = 2.0  # seconds an engine gets to say which processes there are; between two steps it looks
 COMING_UP = 3600.0  # seconds without a word while it loads, or while its ranks begin anew
+SHORTEST, LONGEST = 0.25, 30.0  # seconds between processes that don't come up
 MARGIN = 30.0  # seconds: an engine that looks after its ranks' steps says so before it is given up itself
 
 
@@ -102,6 +104,8 @@ class SupervisedEngine:
         self.on_purpose = False  # and not because of a fault
         self._ready = asyncio.Event()
         self._closing = False
+        self._left = asyncio.Event()  # by `close`
+        self._failed = 0  # processes in a row that did not come up
         self._restarting = False  # the process ends because `restart` was called
         self._reports: list[asyncio.Future[list[ProcessInfo]]] = []  # who waits for the next one
         self._loads: list[asyncio.Future[ExpertLoads]] = []  # who waits for the next ones
@@ -139,13 +143,16 @@ class SupervisedEngine:
         unborn: Ended | None = None
         try:
             while engine is None or self._goes_on(engine, unborn or await engine.ended(self._most_silent)):
+                await self._back_off()
+                if self._closing:
+                    return
                 self.engine = engine = self.make(self.config, self._hear)
                 engine.again, unborn = self.facts is not None, None
                 try:
                     await engine.start()
                 except CapacityError:
                     raise
-                except PlanariaError as e:
+                except (PlanariaError, OSError) as e:  # OSError: no descriptor, process or memory is left for now
                     unborn = Ended(f"did not come up: {e}")
                 if self._closing:  # meanwhile
                     engine.kill()
@@ -155,6 +162,12 @@ class SupervisedEngine:
         except Exception as e:
             logger.exception("no other engine could be started")
             self._die(Dead("error", f"no other engine could be started: {e}"))
+
+    async def _back_off(self) -> None:
+        """Wait before another process is started: the longer, the more of them did not come up."""
+        if self._failed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), min(LONGEST, SHORTEST * 2.0 ** (self._failed - 1)))
 
     def revive(self) -> None:
         """It was given up because there was no place for it, and now there is one."""
@@ -166,6 +179,7 @@ class SupervisedEngine:
     def _goes_on(self, engine: EngineHandle, ended: Ended) -> bool:
         """The engine has ended: shall there be another?"""
         self.up, was_up, regrouping = False, self.up, self._regrouping
+        self._failed = 0 if was_up or self._restarting else self._failed + 1
         for id in list(self._reshapes):
             self._on_reshaped(Reshaped(id, "", "the engine's process ended meanwhile"))
         self._regrouping, self.on_purpose, self._replay = False, False, None
@@ -298,6 +312,7 @@ class SupervisedEngine:
         if self._closing or self.engine is None:
             return
         self._closing = True
+        self._left.set()
         if self.up:
             self.engine.end()
         else:  # while it loads it hears nothing, and it has nobody to answer
@@ -421,9 +436,10 @@ class SupervisedEngine:
         """Raises Gap, which costs the engine its process."""
         match message:
             case Output():
-                if message.stats.step != self.stats.step or not len(self.journal):
+                stats = added(self._before, message.stats)
+                if stats.step != self.stats.step or not len(self.journal):
                     self.last_progress = time.monotonic()
-                self.stats = added(self._before, message.stats)
+                self.stats = stats
                 self.on_step()
                 for delta in message.deltas:
                     self._deliver(delta)
@@ -453,7 +469,9 @@ class SupervisedEngine:
             case Leaving():
                 self.on_leaving()
             case Dead():
-                if message.kind != "crash":
+                # One that has served may lack room only for a while: memory that ranks before it have not let go of.
+                passing = message.kind == "capacity" and self.facts is not None and not self.up
+                if message.kind != "crash" and not passing:
                     self._die(message)
 
     def _deliver(self, delta: Delta) -> None:

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from planaria.errors import ConfigError, EngineDead
+from planaria.server import generation, serve
 from planaria.server.config import ServerConfig
 from planaria.server.serve import bind, url_of
 from planaria.wire import EngineStats
@@ -133,6 +134,59 @@ async def test_a_slow_reader_holds_up_nobody(server):
     writer.transport.abort()
     await server.engine.until(lambda: not server.engine.open)
     del reader
+
+
+async def _unread(server, **fields):
+    """A connection whose answer of 10 MB nobody reads, and what the engine has to do for it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.sock.getsockname()[1])
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)
+    options = {"prompt": [5], "max_tokens": 400, "n": 64, "ignore_eos": True, "stream": True, "temperature": 0}
+    body = json.dumps({**options, **fields}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    writer.write(head + body)
+    await server.engine.until(lambda: len(server.engine.submitted) == 64)
+    return reader, writer
+
+
+async def test_what_a_client_leaves_unread_comes_as_fewer_events(server):
+    reader, writer = await _unread(server, logprobs=5)
+    await server.engine.until(lambda: not server.engine.open)
+    said = (await reader.read(-1)).decode()
+    events = [json.loads(event) for event in re.findall(r"data: (\{.*\})\n\n", said)]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert len(choices) < 64 * 400 * 0.8 and "data: [DONE]" in said
+    async with server.http() as http:
+        whole = await http.post("/v1/completions", json={"prompt": [5], "max_tokens": 400, "ignore_eos": True,
+                                                         "temperature": 0, "logprobs": 5, "seed": 1})  # fmt: skip
+    expected = whole.json()["choices"][0]
+    for index in range(64):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == expected["text"]
+        parts = [choice["logprobs"] for choice in mine if choice["logprobs"] is not None]
+        assert {key: [x for part in parts for x in part[key]] for key in parts[0]} == expected["logprobs"]
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
+    writer.close()
+
+
+async def test_a_client_that_leaves_too_much_unread_is_told_so(server, monkeypatch):
+    monkeypatch.setattr(generation, "UNREAD", 100_000)
+    reader, writer = await _unread(server, logprobs=5)
+    await server.engine.until(lambda: len(server.engine.cancelled) == 64)
+    said = await reader.read(-1)
+    assert b"client_too_slow" in said and b"data: [DONE]" in said
+    writer.close()
+
+
+async def test_a_client_that_takes_nothing_is_hung_up_on(start, monkeypatch):
+    monkeypatch.setattr(serve, "STUCK", 0.5)
+    async with start() as server:
+        server.engine.gate.clear()
+        _, writer = await _unread(server, max_tokens=500)
+        for _ in range(499):  # which is more than connections hold
+            server.engine.step()
+            await asyncio.sleep(0)
+        await server.engine.until(lambda: len(server.engine.cancelled) == 64)
+        writer.close()
 
 
 async def test_draining(server):

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from planaria.errors import CapacityError, EngineDead
 from planaria.server import supervisor as module
+from planaria.server.engine_client import EngineHandle
 from planaria.server.journal import Gap
 from planaria.types import Delta, FinishReason
-from planaria.wire import Cancel, Dead, Processes, ProcessInfo, Recovery, Shutdown
-from tests.api.scripted_process import Client
+from planaria.wire import Cancel, Dead, EngineStats, Output, Processes, ProcessInfo, Recovery, Shutdown
+from tests.api.scripted_process import Client, Config, ScriptedProcess
 
 ROW = ProcessInfo("engine", None, {}, 1, "here", 0, "idle", 1)
 
@@ -132,6 +134,71 @@ async def test_where_there_may_be_no_other_the_first_death_is_the_end() -> None:
     await client.fall()
     assert client.error("a") == client.supervisor.dead.message and len(client.processes) == 1  # type: ignore[union-attr]
     assert client.heard == []
+
+
+@pytest.mark.parametrize("how", ["no descriptors", "no room"])
+async def test_what_is_lacking_for_a_while_is_waited_for(
+    client: Client, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors and processes, which other users may have; memory that ranks before it have not let go of."""
+    waits: list[float] = []
+    monkeypatch.setattr(module, "SHORTEST", 0.01)
+    client.submit("a")
+    client.now.give("a")
+
+    async def start(process: ScriptedProcess) -> None:
+        waits.append(asyncio.get_running_loop().time())
+        if len(waits) < 4:
+            if how == "no descriptors":
+                raise OSError(24, "Too many open files")
+            process.hear(Dead("capacity", "no room"))
+            process.die("ended with exit code 1", Dead("capacity", "no room"))
+
+    monkeypatch.setattr(ScriptedProcess, "start", start)
+    client.now.die()
+    async with asyncio.timeout(60):
+        while len(waits) < 4:
+            await asyncio.sleep(0)
+    client.now.become_ready()
+    client.now.give("a", finish=FinishReason.STOP)
+    assert client.tokens("a") == [100, 101] and client.supervisor.dead is None
+    first, second, third = (after - before for before, after in zip(waits, waits[1:], strict=False))
+    assert 0.01 <= first and 0.02 <= second and 0.04 <= third  # the longer, the more did not come up
+
+
+async def test_what_is_lacking_for_ever_is_an_end(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(process: ScriptedProcess) -> None:
+        raise OSError(24, "Too many open files")
+
+    client.submit("a")
+    monkeypatch.setattr(ScriptedProcess, "start", start)
+    client.now.die()
+    async with asyncio.timeout(60):
+        while client.supervisor.dead is None:
+            await asyncio.sleep(0)
+    assert "Too many open files" in (client.error("a") or "") and len(client.processes) == 1 + 5
+
+
+async def test_closing_ends_the_wait_for_another_start(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHORTEST", 3600.0)
+    monkeypatch.setattr(module, "LONGEST", 3600.0)
+    await client.fall()
+    client.now.die()  # before it came up
+    await settle()
+    async with asyncio.timeout(60):
+        await client.supervisor.close()
+    assert len(client.processes) == 2
+
+
+async def test_a_successor_that_takes_no_step_makes_no_progress(client: Client) -> None:
+    """Its steps count on from those before it."""
+    client.submit("a")
+    client.now.give("a")
+    await client.replace()
+    client.now.give("a")
+    client.supervisor.last_progress = 0.0
+    client.now.hear(Output([], EngineStats(step=client.now.step)))
+    assert client.supervisor.last_progress == 0.0
 
 
 @pytest.mark.parametrize(("kind", "error"), [("capacity", CapacityError), ("error", EngineDead)])
@@ -271,3 +338,26 @@ async def test_a_silent_engine_is_said_to_be(client: Client, monkeypatch: Any) -
     monkeypatch.setattr(module, "process_state", lambda pid: "T")
     (row,) = await client.supervisor.report()
     assert row.state == "stopped"
+
+
+async def test_an_engine_that_is_always_ahead_leaves_others_their_turn() -> None:
+    """What has come is read at once; a reader that only read would never let go of the event loop."""
+    heard = 0
+
+    def hear(message: Any) -> None:
+        nonlocal heard
+        heard += 1
+
+    class Full:
+        async def recv(self) -> bytes:
+            if heard > 200_000:
+                raise RuntimeError("nobody else had a turn")
+            return said
+
+    said = msgspec.msgpack.encode(Output([], EngineStats()))
+    handle = EngineHandle(Config.of(), hear)  # type: ignore[arg-type]
+    handle._socket = Full()  # type: ignore[assignment]
+    listening = asyncio.create_task(handle._listen())
+    await asyncio.sleep(0.01)
+    assert 0 < heard < 200_000 and not listening.done()
+    listening.cancel()

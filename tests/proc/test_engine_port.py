@@ -20,8 +20,9 @@ from tests.api.fake_engine import facts
 class Client:
     """A front end's end."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, name: str) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, name: str, room: int = 1000) -> None:
         self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.RCVHWM, room)
         self.socket.setsockopt(zmq.ROUTING_ID, name.encode())
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
@@ -112,3 +113,38 @@ def test_of_one_that_has_ended_everything_is_cancelled(port: Port, context: zmq.
     heard = two.hears()
     assert isinstance(heard, Output) and [delta.request_id for delta in heard.deltas] == ["b"]
     assert list(port.owner) == ["c"]
+
+
+def test_a_client_that_reads_slowly_gets_fewer_and_larger_deltas(port: Port, context: zmq.Context[Any]) -> None:
+    slow, quick = Client(context, port.address, "slow", room=4), Client(context, port.address, "quick")
+    port.hello()
+    slow.send(submit("a"))
+    slow.send(submit("a2"))
+    quick.send(submit("b"))
+    received(port, 3)
+    steps, mine = 20_000, 0
+    for step in range(steps):
+        finish = FinishReason.STOP if step == steps - 1 else None
+        deltas = [Delta(id, step, [step], finish) for id in ("a", "a2")]
+        port.send(Output([*deltas, Delta("b", step, [step], finish)], EngineStats(step=step + 1, running=3)))
+        heard = quick.hears()  # the slow one is in nobody's way
+        assert isinstance(heard, Output)
+        mine += sum(len(delta.tokens) for delta in heard.deltas)
+        assert sum(map(len, port.waiting.values())) <= 2  # however many steps
+    port.send(Recovery(1, [0], "step", "lost"))  # what comes after them stays after them
+    got: dict[str, list[int]] = {"a": [], "a2": []}
+    messages = 0
+    while True:
+        port.receive(0)
+        heard = slow.hears()
+        if isinstance(heard, Recovery):
+            break
+        assert isinstance(heard, Output)
+        messages += 1
+        for delta in heard.deltas:
+            assert delta.index == len(got[delta.request_id])
+            got[delta.request_id] += delta.tokens
+        last = heard
+    assert mine == steps and got == {"a": list(range(steps)), "a2": list(range(steps))}
+    assert messages < steps / 2 and last.stats.step == steps and last.deltas[0].finish is FinishReason.STOP
+    assert not port.waiting

@@ -91,7 +91,7 @@ class Deployment:
     def can_start(self, index: int) -> bool:
         if self.strikes("start fails", None):
             if self.owners.get(index) is self.fleet.members[index]:  # which had one before
-                self.rules.lost += not self.remotes[index].told_to_end
+                self.rules.lost += 1
             return False
         return True
 
