@@ -4,9 +4,9 @@ Deltas arrive in the event loop and become bytes (streaming) or are gathered (no
 request's task is woken only to write. Whatever way it ends (done, error, client gone, server stopping), `close`
 runs and the engine is told of every sequence that still runs.
 
-While a client doesn't read, its connection takes nothing more: what comes meanwhile waits as one piece for each choice,
-so it is no more than the text itself, and is written as one event when the client goes on. At `UNREAD` bytes the request
-ends with an error; a client that takes nothing at all is hung up on by the kernel (`serve.STUCK`).
+While a client doesn't read, its connection takes nothing more: what comes meanwhile waits as one piece for each
+choice, so it is no more than the text itself, and is written as one event when the client goes on. At `UNREAD` bytes
+the request ends with an error; a client that takes nothing at all is hung up on by the kernel (`serve.STUCK`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a server remembers of its last minutes, a sample a second: for the dashboard. Bounded."""
+"""What a server remembers of its last minutes, a sample a second: for the dashboard. Bounded.
+
+Each count has one source, which is that of /metrics and /health: `Metrics` for tokens as clients see them, `FaultLog`
+for what was computed again.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from collections import deque
 
 import msgspec
 
+from planaria.server.faults import FaultLog
+from planaria.server.metrics import Metrics
 from planaria.wire import EngineStats
 
 KEPT = 900  # samples
@@ -30,11 +36,16 @@ class History:
         self.samples: deque[Sample] = deque(maxlen=KEPT)
         self._next = 0.0
 
-    def look(self, now: float, wall: float, stats: EngineStats) -> None:
-        """Called often; keeps one sample in EVERY seconds. now: monotonic, wall: time.time()."""
-        if now >= self._next:
-            self._next = now + EVERY
-            self.samples.append(Sample(
-                wall, stats.prompt_tokens, stats.generation_tokens, stats.replayed_tokens, stats.kv_usage,
-                stats.running, stats.waiting,
-            ))  # fmt: skip
+    def due(self, now: float) -> bool:
+        """Once in EVERY seconds. now: monotonic."""
+        if now < self._next:
+            return False
+        self._next = now + EVERY
+        return True
+
+    def keep(self, wall: float, stats: EngineStats, metrics: Metrics, faults: FaultLog) -> None:
+        """Another sample. wall: time.time()."""
+        self.samples.append(Sample(
+            wall, metrics.prompt_tokens, metrics.generation_tokens, faults.replayed_tokens, stats.kv_usage,
+            stats.running, stats.waiting,
+        ))  # fmt: skip

@@ -36,6 +36,7 @@ from planaria.wire import StartUpNews
 logger = logging.getLogger("planaria.server")
 
 TICK = 0.25  # seconds between looks at the engines
+FRESH = 0.1  # seconds that API processes' numbers stand for those of now
 MARGIN = 5.0  # seconds an API process gets to end after its last answer
 _PREFIX = "planaria-root-"
 
@@ -124,6 +125,7 @@ class Root:
         self.service: Service = self.app.state.service
         self.code = 0
         self._told = asyncio.Event()  # a signal has come
+        self._counting, self._counted = asyncio.Lock(), -FRESH
         self._answering: set[asyncio.Task[None]] = set()
         apis.hear = self._hear
         fleet.on_replayed = self._on_replayed
@@ -139,7 +141,9 @@ class Root:
             while not (self._told.is_set() or self._over(starting)):
                 pending = {told} if starting.done() else {told, starting}
                 await asyncio.wait(pending, timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
-                self.service.history.look(time.monotonic(), time.time(), self.fleet.stats)
+                if self.service.history.due(time.monotonic()):
+                    await self._count()
+                    self.service.sample()
             await self.apis.ended(
                 ENGINE_LAST_WORDS + MARGIN if self.code == 1
                 else self.service.config.shutdown_timeout + LAST_ANSWERS + MARGIN
@@ -202,9 +206,17 @@ class Root:
 
     async def _answer(self, api: ApiProcess, question: Question) -> None:
         """From the application that every server has; its numbers are those of all API processes."""
-        await self.apis.count()
-        put(self.apis.totals, self.service)
+        await self._count()
         api.channel.send(await answer(self.app, question))
+
+    async def _count(self) -> None:
+        """Have the service's numbers be those of all API processes, as they were `FRESH` seconds ago at most: whoever
+        asks for them, and however often, each process hears one question at a time."""
+        async with self._counting:
+            if time.monotonic() >= self._counted + FRESH:
+                await self.apis.count()
+                put(self.apis.totals, self.service)
+                self._counted = time.monotonic()
 
     def _on_replayed(self, message: Replayed) -> None:
         self.service.faults.replayed(message.engine, message.requests, message.tokens)

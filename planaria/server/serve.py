@@ -123,7 +123,8 @@ class Lifecycle:
     def look_at_engine(self) -> None:
         """Note what it does; if it is dead nothing will come any more, so say it to everyone and end."""
         service = self.service
-        service.history.look(time.monotonic(), time.time(), service.client.stats)
+        if service.history.due(time.monotonic()):
+            service.sample()
         dead = service.client.dead
         if dead is None or self.code == 1:
             return

@@ -133,6 +133,10 @@ class Service:
         """Run a long piece of text work beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
+    def sample(self) -> None:
+        """Remember how things are now."""
+        self.history.keep(time.time(), self.client.stats, self.metrics, self.faults)
+
     # -- what is open
 
     def enter(self) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from planaria.server import root_serve
 from planaria.server.config import ServerConfig
 from planaria.server.counts import added, counts_of, put
 from planaria.server.faults import FaultLog
 from planaria.server.root_messages import Counts
+from planaria.server.root_serve import Root
 from planaria.server.service import Service
 from planaria.types import FinishReason
 from planaria.wire import Recovery
@@ -53,3 +57,28 @@ def test_a_loss_costs_what_it_costs_all_of_them() -> None:
     last = faults.last_fault()
     assert last is not None and last["requests"] == 0
     assert faults.replayed_tokens == 50
+
+
+async def test_however_many_ask_each_process_hears_one_question_at_a_time(monkeypatch):
+    asked: list[int] = []
+    asking = 0
+
+    class Apis:
+        totals = added([Counts(requests=3)])
+
+        async def count(self) -> None:
+            nonlocal asking
+            asking += 1
+            asked.append(asking)
+            await asyncio.sleep(0)
+            asking -= 1
+
+    root = Root(FakeEngine(None), Apis(), ServerConfig())
+    monkeypatch.setattr(root_serve, "FRESH", 3600.0)
+    root._counted = -3600.0
+    await asyncio.gather(*(root._count() for _ in range(50)))
+    assert asked == [1] and root.service.elsewhere == 3
+    monkeypatch.setattr(root_serve, "FRESH", 0.0)
+    await asyncio.gather(*(root._count() for _ in range(3)))
+    assert asked == [1] * 4
+    root.service.close()

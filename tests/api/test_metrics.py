@@ -7,7 +7,9 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from planaria.server import history
 from planaria.server.metrics import Histogram
+from planaria.wire import EngineStats, Recovery
 
 C = "/v1/completions"
 
@@ -87,3 +89,22 @@ def test_histogram():
     for value in (0.5, 1.0, 1.5, 2.5, 100):
         h.observe(value)
     assert h.buckets() == [("1.0", 2), ("2.0", 3), ("+Inf", 5)] and h.total == 105.5
+
+
+async def test_the_dashboard_shows_the_same_numbers(server, monkeypatch):
+    """Also where an engine's own are others: what it computed for nobody, or computed again in another process."""
+    monkeypatch.setattr(history, "EVERY", 0.0)
+    async with server.http() as http:
+        await http.post(C, json={"prompt": [5] * 10, "n": 2, "max_tokens": 8, "ignore_eos": True})
+        server.engine.on_recovery(Recovery(0, [], "step", "killed", seconds={"total": 1.0}, tokens=14))
+        server.engine.stats = EngineStats(prompt_tokens=99, generation_tokens=99)
+        _, values = await scrape(http)
+        health = (await http.get("/health")).json()
+        async with asyncio.timeout(60):
+            sample: dict[str, float] = {}
+            while sample.get("replayed_tokens") != 14:
+                body = (await http.get("/admin/dashboard")).json()
+                sample = dict(zip(body["columns"], (body["samples"] or [[]])[-1], strict=False))
+    assert sample["generation_tokens"] == values["vllm:generation_tokens_total"] == 16
+    assert sample["prompt_tokens"] == values["vllm:prompt_tokens_total"] == 20
+    assert values["planaria:replayed_tokens_total"] == health["last_fault"]["replayed_tokens"] == 14
