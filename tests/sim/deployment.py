@@ -297,6 +297,14 @@ class Deployment:
             return found
 
         fleet.move, fleet.router.choose = moved, chosen  # type: ignore[method-assign]
+        remove = fleet.remove
+
+        async def removed(index: int) -> None:
+            # Perhaps one whose process's end was told, and that leaves before another has been started.
+            self.rules.left_out += index in fleet.members and fleet.members[index]._recovery is not None
+            await remove(index)
+
+        fleet.remove = removed  # type: ignore[method-assign]
         self.service = Service(fleet, None, ServerConfig())
         await fleet.start()
         await fleet.ready()
