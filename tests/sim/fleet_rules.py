@@ -131,7 +131,9 @@ class FleetRules:
     def _serves(self, remote: Remote) -> bool:
         """Is it still its engine's process, and one that somebody wants?"""
         engine = self.sim.fleet.members.get(remote.index)
-        return engine is not None and engine.dead is None and not engine._closing and self._current(engine) is remote
+        wanted = engine is not None and engine.dead is None and not engine._closing
+        # With a closed socket its end is known, and another is started, if not at once.
+        return wanted and self._current(engine) is remote and not remote.socket.closed  # type: ignore[arg-type]
 
     def _current(self, engine: SupervisedEngine) -> Remote | None:
         return getattr(engine.engine, "remote", None)
