@@ -13,8 +13,7 @@ import json
 import shutil
 from pathlib import Path
 
-from planaria.checkpoint.cache import cached_folder
-
+from planaria.cache import cached_folder
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
 
 VERSION = "1"  # of what is written

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+import zmq
 
 from planaria.config.options import EngineConfig
 from planaria.core.quarantine import Quarantine
@@ -152,7 +153,7 @@ class SupervisedEngine:
                     await engine.start()
                 except CapacityError:
                     raise
-                except (PlanariaError, OSError) as e:  # OSError: no descriptor, process or memory is left for now
+                except (PlanariaError, OSError, zmq.ZMQError) as e:  # no descriptor, process or memory for now
                     unborn = Ended(f"did not come up: {e}")
                 if self._closing:  # meanwhile
                     engine.kill()
