@@ -2,7 +2,8 @@
 
 Rules: the default run draws the same examples each time and lets none be too slow, so that a busy machine changes
 nothing; `--hypothesis-profile=search` draws others, and twenty times as many. The files that take longest come first,
-so that no worker of a parallel run ends with one of them (the Makefile has xdist keep this order).
+so that no worker of a parallel run ends with one of them (the Makefile has xdist keep this order). All of Ray's go to
+one worker: its files share a cluster, and no two of them run beside each other.
 Torch's threads sleep while they wait, here and in every process that a test starts: where there are more of them than
 cores they spent five sixths of all time in waiting loops.
 """
@@ -10,6 +11,7 @@ cores they spent five sixths of all time in waiting loops.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,17 +24,31 @@ settings.register_profile(
 settings.register_profile("search", settings.get_profile("planaria"), max_examples=1000, derandomize=False)
 settings.load_profile("planaria")
 
+RAY = "tests/ray/"
 LONGEST_FIRST = (
-    "model/test_exact.py", "sim/test_sim.py", "ray/test_losses.py", "proc/test_recovery.py", "ray/test_fault_matrix.py",
-    "model/test_parallel.py", "ray/test_fleet.py", "ray/test_fleet_networks.py", "proc/test_layouts.py",
-    "proc/test_nodes.py", "proc/test_expert_nodes.py", "proc/test_fault_matrix.py", "ray/test_ray.py",
-    "ray/test_networks.py", "proc/test_mp.py",
-    "ray/test_without_ray.py", "proc/test_node_loss.py", "proc/test_serve.py", "proc/test_engine_death.py",
+    "ray/test_ray.py", "ray/test_facts.py", "ray/test_fleet.py", "ray/test_lanes.py", "ray/test_fleet_networks.py",
+    "ray/test_losses.py", "ray/test_fault_matrix.py", "ray/test_without_ray.py", "ray/test_cluster.py",
+    "ray/test_devices.py", "model/test_exact.py", "sim/test_sim.py", "proc/test_recovery.py", "model/test_parallel.py",
+    "proc/test_layouts.py", "proc/test_nodes.py", "proc/test_expert_nodes.py", "proc/test_fault_matrix.py",
+    "proc/test_mp.py", "proc/test_node_loss.py", "proc/test_serve.py", "proc/test_engine_death.py",
     "proc/test_api_servers.py", "proc/test_security.py", "proc/test_invariant.py", "proc/test_fleet.py",
-    "proc/test_soak.py", "proc/test_external.py", "proc/test_every_prompt.py", "ray/test_cluster.py",
-    "proc/test_links.py", "model/test_models.py", "model/test_mesh.py", "proc/test_batch.py", "proc/test_ps.py",
+    "proc/test_soak.py", "proc/test_external.py", "proc/test_every_prompt.py", "proc/test_links.py",
+    "model/test_models.py", "model/test_mesh.py", "proc/test_batch.py", "proc/test_ps.py",
     "proc/test_expert_travel.py", "proc/test_balancing.py",
 )  # fmt: skip
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, but for Ray's files."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return RAY if nodeid.startswith(RAY) else str(super()._split_scope(nodeid))
+
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -112,10 +112,11 @@ class Extension:
 
 
 class Clients:
-    """How far those are who get the tokens that are drawn here. Nobody counts: they are as far as they can be."""
+    """How far those are who get the tokens that are drawn here. Nobody counts: they are as far as they can be. Who
+    counts from the beginning again, as the next run of streams does, has seen nothing of what was drawn before."""
 
     def __init__(self) -> None:
-        self.drawn = self._first = 0
+        self.drawn = self._first = self._last = 0
         self._counted = False
 
     def _behind(self) -> int:
@@ -124,8 +125,9 @@ class Clients:
         except OSError:
             self._counted = False
             return 0
-        if not self._counted:
+        if not self._counted or seen < self._last:
             self._counted, self._first, self.drawn = True, seen, 0
+        self._last = seen
         return self.drawn - (seen - self._first)
 
     def wait(self) -> None:

@@ -152,7 +152,10 @@ def cluster_environment() -> dict[str, str]:
 @contextlib.contextmanager
 def several_nodes(*slots: int, gpus: Sequence[int] = (), dashboard: bool = False) -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster` on this machine only, with a token of its own; so many slots on each node, and
-    accelerators that there aren't. dashboard: with Ray's, which answers questions about its state."""
+    accelerators that there aren't. One that is kept is ended before. dashboard: with Ray's, which answers questions
+    about its state."""
+    if not KEPT.opening:
+        KEPT.close()
     own = cluster_environment()
     os.environ |= own
     from ray._private import ray_constants, utils
@@ -218,6 +221,55 @@ def pids_in(space: str) -> list[int]:
     """Processes of one of the test's own namespaces."""
     found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=True).stdout
     return [int(pid) for pid in found.split()]
+
+
+class Kept:
+    """The cluster that this process is a part of, from one test file to the next that wants the same. `have` is a
+    context manager that opens it."""
+
+    def __init__(self) -> None:
+        self._stack, self._what, self.opening = contextlib.ExitStack(), "", False
+
+    def have(self, what: str, made: Callable[[], contextlib.AbstractContextManager[Any]]) -> Any:
+        """The cluster by this name, which is `made` unless it is there; another is ended."""
+        if what != self._what:
+            self.close()
+            self.opening = True
+            try:
+                self.cluster = self._stack.enter_context(made())
+            finally:
+                self.opening = False
+            self._what = what
+        return self.cluster
+
+    def close(self) -> None:
+        self._what = ""
+        self._stack.close()
+
+
+KEPT = Kept()
+
+
+@contextlib.contextmanager
+def started_here() -> Iterator[Any]:
+    """Ray as `connect` starts it: one node, four slots."""
+    from planaria.executor.ray.cluster import connect
+
+    connection = connect("local", 4)
+    try:
+        yield connection.ray
+    finally:
+        with ended():
+            connection.close()
+
+
+@contextlib.contextmanager
+def three_nodes() -> Iterator[Any]:
+    """Each with two slots, and a variable of its own, that a server says otherwise."""
+    os.environ["MALLOC_ARENA_MAX"] = "7"
+    with joined_nodes(2, 2, 2) as cluster:
+        del os.environ["MALLOC_ARENA_MAX"]
+        yield cluster
 
 
 class RayNodes:

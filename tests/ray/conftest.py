@@ -1,4 +1,4 @@
-"""Clusters that tests share: one of a single node, as Planaria starts it. Ended with the module that asked for it."""
+"""Clusters that test files share, see KEPT: one of a single node, as Planaria starts it, and one of three."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ray.clusters import ended
+from tests.ray.clusters import KEPT, started_here, three_nodes
 
 NEED_RAY = [
     "test_ray.py", "test_cluster.py", "test_networks.py", "test_losses.py", "test_without_ray.py", "test_fleet.py",
@@ -19,17 +19,22 @@ NEED_RAY = [
 collect_ignore = [] if importlib.util.find_spec("ray") else NEED_RAY
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[Any]:
-    """Ray as `connect` starts it, held open so that engines of the module reuse it."""
-    from planaria.executor.ray.cluster import connect
+@pytest.fixture(scope="session", autouse=True)
+def kept() -> Iterator[None]:
+    yield
+    KEPT.close()
 
-    connection = connect("local", 4)
-    try:
-        yield connection.ray
-    finally:
-        with ended():
-            connection.close()
+
+@pytest.fixture(scope="module")
+def local_ray() -> Any:
+    """Ray as `connect` starts it, held open so that engines reuse it."""
+    return KEPT.have("started here", started_here)
+
+
+@pytest.fixture(scope="module")
+def three() -> Any:
+    """Three nodes with two slots each. Who takes one away gives it back."""
+    return KEPT.have("three nodes", three_nodes)
 
 
 @pytest.fixture(scope="session")

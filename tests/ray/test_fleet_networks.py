@@ -1,4 +1,5 @@
-"""A fleet on Ray nodes with addresses of their own, in network namespaces: one is cut off, one is killed, one joins.
+"""Ranks and a fleet on Ray nodes with addresses of their own, in network namespaces: a pipeline across them; one is cut
+off, one is killed, one joins.
 
 Each node but the head finds its own address: its default route goes elsewhere. Requests stream all the time."""
 
@@ -6,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -19,10 +21,11 @@ import pytest
 
 from tests.faults.streams import enter_network, within
 from tests.proc.networks import Networks, several_networks
-from tests.proc.servers import PATIENT, Server, alive, needs_smollm2, wait_until
+from tests.proc.servers import PATIENT, Server, alive, needs_smollm2, planaria, wait_until
 from tests.proc.test_engine_death import HASH, STREAMS, Outcome
 from tests.proc.test_engine_death import run as run_streams
 from tests.ray.clusters import RayNodes
+from tests.ray.test_networks import ARGS, tokens
 
 pytestmark = needs_smollm2
 
@@ -87,6 +90,20 @@ class Deployment:
         wait_until(f"{count} engines", lambda: self.states == ["ready"] * count, PATIENCE)
 
 
+def test_a_pipeline_across_two_networks(networks: Networks, nodes: RayNodes) -> None:
+    """Before there is a fleet. Steps go through the graph, the rest over an encrypted link."""
+    expected = tokens(planaria(*ARGS).stdout)
+    run = subprocess.run(
+        [*networks.prefixes[0], sys.executable, "-m", "planaria", *ARGS, "-pp", "2",
+         "--distributed-executor-backend", "ray", "--ray-link", "compiled-graph"],
+        capture_output=True, text=True, env=nodes.env | {"RAY_ADDRESS": nodes.address}, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert tokens(run.stdout) == expected
+    first = json.loads(run.stdout.splitlines()[0])
+    assert first["executor"] == "ray" and first["link"] == "ray-graph+shm+tcp"
+
+
 @pytest.fixture(scope="module")
 def fleet(networks: Networks, nodes: RayNodes, apis: str) -> Iterator[Deployment]:
     args = [*HASH, "-dp", "2", "--data-parallel-backend", "ray", "--heartbeat-timeout", "5", "--api-server-count", apis]
@@ -129,6 +146,7 @@ def test_a_node_is_cut_off_and_another_joins(
     assert fleet.run() == expected
 
 
+@pytest.mark.long
 def test_an_engine_is_told_to_end(fleet: Deployment, nodes: RayNodes, expected: list[Outcome]) -> None:
     """SIGTERM to its process."""
     first, before = fleet.engines[1]["pid"], fleet.get("/health")["engine_restarts"]
@@ -203,6 +221,7 @@ def test_a_whole_node_is_told_to_end(fleet: Deployment, nodes: RayNodes, expecte
     assert fleet.run() == expected
 
 
+@pytest.mark.long
 def test_a_node_is_killed_and_no_other_has_room(
     fleet: Deployment, nodes: RayNodes, expected: list[Outcome]
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_lost_node_costs_a_smaller_layout_until_one_comes(cluster: Any, watche
     watched.run(expected)
 
 
+@pytest.mark.long
 def test_another_node_is_used_first(cluster: Any, watched: Watched, expected: Any) -> None:
     before, epoch = watched.pids, watched.epoch
     other, node = add_node(cluster), watched.node_of(cluster, 1)

@@ -65,19 +65,19 @@ def two_nodes(two_networks: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, 
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("link", ["compiled-graph", pytest.param("queue", marks=pytest.mark.long)])
-def test_a_pipeline_across_two_networks(two_nodes: tuple[tuple[str, ...], dict[str, str]], link: str) -> None:
+@pytest.mark.long
+def test_a_pipeline_across_two_networks(two_nodes: tuple[tuple[str, ...], dict[str, str]]) -> None:
+    """By the queue; through a graph: test_fleet_networks.py."""
     expected = tokens(planaria(*ARGS).stdout)
     prefix, env = two_nodes
     run = subprocess.run(
-        [*prefix, sys.executable, "-m", "planaria", *ARGS, "-pp", "2", "--distributed-executor-backend", "ray",
-         "--ray-link", link],
+        [*prefix, sys.executable, "-m", "planaria", *ARGS, "-pp", "2", "--distributed-executor-backend", "ray"],
         capture_output=True, text=True, env=env, timeout=300, check=False,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr
     assert tokens(run.stdout) == expected
     first = json.loads(run.stdout.splitlines()[0])
-    assert first["executor"] == "ray" and first["link"] == {"queue": "shm+tcp"}.get(link, "ray-graph+shm+tcp")
+    assert first["executor"] == "ray" and first["link"] == "shm+tcp"
 
 
 @pytest.mark.long

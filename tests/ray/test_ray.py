@@ -81,9 +81,11 @@ def strike(llm: LLM, victim: int, how: signal.Signals) -> float:
 @pytest.mark.parametrize(
     ("layout", "link", "end"),
     [
-        ("tp2", "queue", None), ("pp2", "queue", (0, signal.SIGKILL)), ("tp2pp2", "queue", (2, signal.SIGSTOP)),
-        ("tp2", "compiled-graph", (1, signal.SIGSTOP)), ("pp2", "compiled-graph", (1, signal.SIGKILL)),
-        ("tp2pp2", "compiled-graph", None),
+        ("pp2", "queue", (0, signal.SIGKILL)), ("tp2", "compiled-graph", (1, signal.SIGSTOP)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (
+            ("tp2", "queue", None), ("tp2pp2", "queue", (2, signal.SIGSTOP)),
+            ("pp2", "compiled-graph", (1, signal.SIGKILL)), ("tp2pp2", "compiled-graph", None),
+        )),
     ],
 )  # fmt: skip
 def test_the_same_answers_and_nothing_left(
@@ -110,13 +112,16 @@ def test_the_same_answers_and_nothing_left(
 
 @pytest.mark.parametrize(
     ("layout", "link", "victim", "how"),
-    [("tp2", "queue", 1, signal.SIGKILL), ("pp2", "queue", 0, signal.SIGSTOP),
-     ("tp2", "compiled-graph", 0, signal.SIGKILL)],
+    [
+        ("tp2", "compiled-graph", 0, signal.SIGKILL),
+        pytest.param("tp2", "queue", 1, signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("pp2", "queue", 0, signal.SIGSTOP, marks=pytest.mark.long),
+    ],
 )  # fmt: skip
 def test_an_actor_is_replaced_and_requests_go_on(
     local_ray: Any, small: Path, expected: Any, layout: str, link: str, victim: int, how: signal.Signals
 ) -> None:
-    """Survivors stay, but where they sit inside the loop of a compiled graph."""
+    """Survivors stay, but where they sit inside the loop of a compiled graph. By the queue: test_fault_matrix.py."""
     with LLM(str(small), **SMALL, **ray_options(layout, link)) as llm:
         before = [member.pid for member in llm._loop.gang.members]
         harmed: list[int] = []
