@@ -6,7 +6,7 @@ import pytest
 
 from planaria.env import RaySettings, ray_settings
 from planaria.errors import ConfigError
-from planaria.executor.ray.environment import Kind, kind, merge, offered, read_at_start
+from planaria.executor.ray.environment import Scope, kind, merge, offered, read_at_start
 from planaria.executor.ray.groups import check_bundles
 from planaria.executor.ray.names import actor_name
 from planaria.executor.ray.waiting import Waiting, report_times, too_small
@@ -86,16 +86,16 @@ def test_a_rank_on_the_drivers_node_can_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("CUDA_VISIBLE_DEVICES", Kind.COMPUTED), ("NCCL_SOCKET_IFNAME", Kind.NODE), ("PLANARIA_HOST_IP", Kind.NODE),
-        ("HF_HOME", Kind.NODE), ("PLANARIA_CACHE", Kind.NODE), ("UCX_NET_DEVICES", Kind.NODE),
-        ("NCCL_DEBUG", Kind.GLOBAL), ("HF_TOKEN", Kind.GLOBAL), ("OMP_NUM_THREADS", Kind.GLOBAL),
-        ("LD_PRELOAD", Kind.GLOBAL), ("PLANARIA_LOG_LEVEL", Kind.GLOBAL), ("PLANARIA_API_KEY", Kind.NEVER),
-        ("PLANARIA_ADMIN_KEY", Kind.NEVER), ("PLANARIA_SECRET", Kind.NEVER),
-        ("RAY_AUTH_TOKEN", Kind.NEVER), ("AWS_SECRET_ACCESS_KEY", Kind.NEVER), ("PATH", Kind.NEVER),
-        ("HOME", Kind.NEVER), ("PLANARIA_DP_RANK", Kind.NEVER),
+        ("CUDA_VISIBLE_DEVICES", Scope.COMPUTED), ("NCCL_SOCKET_IFNAME", Scope.NODE), ("PLANARIA_HOST_IP", Scope.NODE),
+        ("HF_HOME", Scope.NODE), ("PLANARIA_CACHE", Scope.NODE), ("UCX_NET_DEVICES", Scope.NODE),
+        ("NCCL_DEBUG", Scope.GLOBAL), ("HF_TOKEN", Scope.GLOBAL), ("OMP_NUM_THREADS", Scope.GLOBAL),
+        ("LD_PRELOAD", Scope.GLOBAL), ("PLANARIA_LOG_LEVEL", Scope.GLOBAL), ("PLANARIA_API_KEY", Scope.NEVER),
+        ("PLANARIA_ADMIN_KEY", Scope.NEVER), ("PLANARIA_SECRET", Scope.NEVER),
+        ("RAY_AUTH_TOKEN", Scope.NEVER), ("AWS_SECRET_ACCESS_KEY", Scope.NEVER), ("PATH", Scope.NEVER),
+        ("HOME", Scope.NEVER), ("PLANARIA_DP_RANK", Scope.NEVER),
     ],
 )  # fmt: skip
-def test_classes_of_variables(name: str, expected: Kind) -> None:
+def test_classes_of_variables(name: str, expected: Scope) -> None:
     assert kind(name) is expected
 
 

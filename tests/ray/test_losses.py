@@ -55,7 +55,7 @@ class Watched:
     def close(self) -> None:
         """Nothing of it is left."""
         pids = [*self.pids, *self.launcher.spare_pids()]
-        groups = {group.handle.id.hex() for group in self.launcher.seats.groups}
+        groups = {group.handle.id.hex() for group in self.launcher.staff.bundles.groups}
         self.llm.close()
         assert not any(alive(pid) for pid in pids)
         wait_until("no placement group of it is left", lambda: not groups & set(live_groups()))
@@ -170,8 +170,8 @@ def test_a_spare_becomes_the_rank(cluster: Any, small: Path, expected: Any) -> N
     node = add_node(cluster, 3)
     watched = Watched(small, spare_workers=1)
     try:
-        before, recruits = watched.pids, watched.launcher.recruits
-        wait_until("it is ready", lambda: any(map(recruits.ready, recruits.there())))
+        before, spares = watched.pids, watched.launcher.staff.spares
+        wait_until("it is ready", lambda: any(map(spares.ready, spares.there())))
         (spare,) = watched.launcher.spare_pids()
         watched.run(expected, lambda: os.kill(before[1], signal.SIGKILL))
         assert watched.pids == [before[0], spare]

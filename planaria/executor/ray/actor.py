@@ -185,13 +185,13 @@ def end_processes(processes: list[tuple[int, int]]) -> list[bool]:
     return gone
 
 
-class NodeAgent:
+class NodeReaper:
     """On a node that isn't the driver's, outside of the ranks: ends them by pid, also when they are stopped, also when
     the raylet is gone; then it stays for a while only."""
 
     def __init__(self) -> None:
         self._heard, self._parent = time.monotonic(), os.getppid()
-        threading.Thread(target=self._look, name="planaria-agent", daemon=True).start()
+        threading.Thread(target=self._look, name="planaria-reaper", daemon=True).start()
 
     def end(self, processes: list[tuple[int, int]]) -> list[bool]:
         """See `end_processes`; of none: a sign of life."""

@@ -17,7 +17,7 @@ from enum import Enum
 import msgspec
 
 
-class Kind(Enum):
+class Scope(Enum):
     COMPUTED = "computed"
     NODE = "node"
     GLOBAL = "global"
@@ -44,19 +44,19 @@ _GLOBAL = re.compile(
 _SECRET = re.compile(r".*(TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL).*")
 
 
-def kind(name: str) -> Kind:
+def kind(name: str) -> Scope:
     if name in COMPUTED:
-        return Kind.COMPUTED
+        return Scope.COMPUTED
     if _NODE.fullmatch(name):
-        return Kind.NODE
+        return Scope.NODE
     if not _NEVER.fullmatch(name) and _GLOBAL.fullmatch(name):
-        return Kind.GLOBAL
-    return Kind.NEVER
+        return Scope.GLOBAL
+    return Scope.NEVER
 
 
 def offered(driver: Mapping[str, str]) -> dict[str, str]:
     """The driver's global variables."""
-    return {name: value for name, value in sorted(driver.items()) if kind(name) is Kind.GLOBAL}
+    return {name: value for name, value in sorted(driver.items()) if kind(name) is Scope.GLOBAL}
 
 
 def read_at_start(offer: Mapping[str, str]) -> dict[str, str]:
@@ -84,11 +84,11 @@ def merge(own: Mapping[str, str], offer: Mapping[str, str], computed: Mapping[st
     """What a worker on a node with the environment `own` gets: changes by name, and where the node's own value won
     over a different one of the driver's, that."""
     changes = [
-        Change(name, Kind.COMPUTED.value, own.get(name), value)
+        Change(name, Scope.COMPUTED.value, own.get(name), value)
         for name, value in computed.items()
         if own.get(name) != value
     ]
     for name, value in offer.items():
         if name not in computed and own.get(name) != value:
-            changes.append(Change(name, Kind.GLOBAL.value, own.get(name), own.get(name, value)))
+            changes.append(Change(name, Scope.GLOBAL.value, own.get(name), own.get(name, value)))
     return sorted(changes, key=lambda change: change.name)

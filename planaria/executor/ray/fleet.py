@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from planaria.config.options import EngineConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError, ConfigError
+from planaria.executor.ray.bundles import DISTRUST
 from planaria.executor.ray.cluster import Connection, bounded, connect
 from planaria.executor.ray.given import GivenGroups
 from planaria.executor.ray.groups import on_nodes
-from planaria.executor.ray.seats import DISTRUST
 from planaria.executor.ray.waiting import Waiting
 from planaria.topology import Cluster, Device, Infeasible, Layout, Node
 from planaria.topology.packing import Packing, pack
@@ -36,7 +36,7 @@ SETTLE = 10.0  # seconds in which Ray learns that what a removed group had is fr
 LOOK = 0.25
 
 
-class Seat(NamedTuple):
+class EngineSeat(NamedTuple):
     """Where the engine itself sits: in this bundle of its group, None: in none; so many cores of it."""
 
     node: str
@@ -230,14 +230,14 @@ class RayHosts:
         slots = self.packing.engines[engine].slots
         return [slot.device if self.given is not None else slot.rank for slot in slots]
 
-    def seat(self, engine: int) -> Seat:
+    def seat(self, engine: int) -> EngineSeat:
         assert self.packing is not None
         placement = self.packing.engines[engine]
         node = placement.slots[0].node
         if self.given is None:
-            return Seat(node, placement.layout.size, self._connected.seat_cores(self.resource))
+            return EngineSeat(node, placement.layout.size, self._connected.seat_cores(self.resource))
         bundle, cores = self.given.seat(engine, node) or (None, 0.0)
-        return Seat(node, bundle, min(1.0, cores))
+        return EngineSeat(node, bundle, min(1.0, cores))
 
     def settings_of(self, engine: int, ranks: int) -> dict[str, str]:
         """Environment variables of its process. ranks: as many as it begins with."""

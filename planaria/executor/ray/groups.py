@@ -31,7 +31,7 @@ LOOK = 1.0  # seconds between looks at a cluster that is too small
 NODE_LABEL = "ray.io/node-id"
 
 
-class Group:
+class PlacedGroup:
     """A placement group and where in it each rank goes: rank i in bundle `bundles[i]` on node `nodes[i]`. owned: made
     here, and removed here; lent: made for the engine by somebody else; neither: the user's. others: of its bundles with
     a device and their nodes, those that no rank goes to."""
@@ -56,7 +56,7 @@ class Group:
 
 def obtain(
     connection: Connection, given: str | None, layout: Layout, resource: str, settings: RaySettings, name: str
-) -> Group:
+) -> PlacedGroup:
     """given: name or hexadecimal id of the user's group. Raises ConfigError for a rule broken, CapacityError when the
     cluster stays too small."""
     from ray.util import get_current_placement_group
@@ -108,7 +108,7 @@ def check_bundles(bundles: list[Bundle], layout: Layout, resource: str, fraction
 
 def _reuse(
     connection: Connection, handle: Any, called: str, layout: Layout, resource: str, settings: RaySettings
-) -> Group:
+) -> PlacedGroup:
     bundles = bundles_of(table_of(handle, called, layout, resource, settings.wait), resource)
     if settings.bundle_indices is not None:
         placement = place_at(bundles, layout, settings.bundle_indices)
@@ -118,10 +118,10 @@ def _reuse(
         placement = place(cluster, layout, span=True, driver_inside=settings.driver_inside)
     used = [slot.device for slot in placement.slots]
     others = [(bundle.index, bundle.node) for bundle in bundles if bundle.devices and bundle.index not in used]
-    return Group(handle, used, placement, owned=False, others=others)
+    return PlacedGroup(handle, used, placement, owned=False, others=others)
 
 
-def lane_group(lane: LaneGroup, layout: Layout, resource: str, settings: RaySettings) -> Group:
+def lane_group(lane: LaneGroup, layout: Layout, resource: str, settings: RaySettings) -> PlacedGroup:
     """layout: of one lane. Raises ConfigError for a rule broken, CapacityError when it stays without its nodes."""
     handle = find_group(lane.id)
     bundles = bundles_of(table_of(handle, lane.id, layout, resource, settings.wait), resource)
@@ -129,7 +129,7 @@ def lane_group(lane: LaneGroup, layout: Layout, resource: str, settings: RaySett
     placement = place_at(bundles, layout, lane.bundles[: layout.size])
     used = [slot.device for slot in placement.slots]
     others = [(bundle.index, bundle.node) for bundle in bundles if bundle.devices and bundle.index not in used]
-    return Group(handle, used, placement, owned=False, others=others, lent=lane.made)
+    return PlacedGroup(handle, used, placement, owned=False, others=others, lent=lane.made)
 
 
 def table_of(handle: Any, called: str, layout: Layout, resource: str, wait: float) -> dict[str, Any]:
@@ -158,13 +158,13 @@ def bundles_of(table: dict[str, Any], resource: str) -> list[Bundle]:
     ]
 
 
-def _create(connection: Connection, layout: Layout, resource: str, settings: RaySettings, name: str) -> Group:
+def _create(connection: Connection, layout: Layout, resource: str, settings: RaySettings, name: str) -> PlacedGroup:
     from ray.util import placement_group, remove_placement_group
 
     inside = settings.driver_inside
     demand: list[Any] = []  # a group without nodes, so that an autoscaler sees what is wanted
 
-    def placed() -> Group | str:
+    def placed() -> PlacedGroup | str:
         try:
             placement = place(connection.snapshot(resource), layout, span=True, driver_inside=inside)
         except Infeasible as now:
@@ -191,7 +191,7 @@ def _create(connection: Connection, layout: Layout, resource: str, settings: Ray
 
     began = time.monotonic()
     try:
-        group: Group | str = _wait(f"{layout.size} x {resource} on Ray", placed, settings.wait)
+        group: PlacedGroup | str = _wait(f"{layout.size} x {resource} on Ray", placed, settings.wait)
     finally:
         _drop(demand)
     if isinstance(group, str):
@@ -210,21 +210,21 @@ def on_nodes(bundles: Sequence[tuple[dict[str, float], str]], name: str) -> Any:
     )  # fmt: skip
 
 
-def _pinned(placement: Placement, resource: str, name: str) -> Group | None:
+def _pinned(placement: Placement, resource: str, name: str) -> PlacedGroup | None:
     """A group with a bundle for each rank on the node that was decided; None if there is no room for it any more."""
     from ray.util import remove_placement_group
 
     handle = on_nodes([({resource: 1.0}, slot.node) for slot in placement.slots], name)
     if handle.wait(LOOK):
-        return Group(handle, list(range(placement.layout.size)), placement, owned=True)
+        return PlacedGroup(handle, list(range(placement.layout.size)), placement, owned=True)
     remove_placement_group(handle)
     return None
 
 
-def single_bundles(resource: str, nodes: Sequence[str], names: Sequence[str]) -> list[Group] | None:
+def single_bundles(resource: str, nodes: Sequence[str], names: Sequence[str]) -> list[PlacedGroup] | None:
     """A group of one bundle on each of these nodes; None, and no group, if one of them has no room any more."""
     one = Layout()
-    made: list[Group] = []
+    made: list[PlacedGroup] = []
     for node, name in zip(nodes, names, strict=True):
         group = _pinned(Placement(one, [Slot(0, one.coords(0), node, 0)]), resource, name)
         if group is None:

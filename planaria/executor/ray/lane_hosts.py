@@ -18,7 +18,7 @@ from planaria.config.options import EngineConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError
 from planaria.executor.ray.cluster import Connection
-from planaria.executor.ray.fleet import LOOK, NO_PLACE, RayHosts, Seat
+from planaria.executor.ray.fleet import LOOK, NO_PLACE, EngineSeat, RayHosts
 from planaria.executor.ray.waiting import Waiting
 from planaria.topology import Infeasible, LaneGroup
 from planaria.topology.table import CameUp
@@ -113,7 +113,7 @@ class LaneHosts:
         """Is a node of the lane with which the engine sits gone?"""
         return not self.places.groups or self.places.stranded(self._there[0])
 
-    def seat(self, engine: int) -> Seat:
+    def seat(self, engine: int) -> EngineSeat:
         return self.places.seat(self._there[0])
 
     def seat_options(self, engine: int) -> dict[str, Any]:

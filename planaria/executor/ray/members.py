@@ -22,9 +22,9 @@ from planaria.env import RaySettings, environment
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
 from planaria.executor.ray import environment as env
-from planaria.executor.ray.actor import NodeAgent, Whereabouts, remote_class, report
+from planaria.executor.ray.actor import NodeReaper, Whereabouts, remote_class, report
+from planaria.executor.ray.bundles import HeldBundle
 from planaria.executor.ray.cluster import Connection, bounded
-from planaria.executor.ray.seats import Seat
 from planaria.executor.ray.waiting import Waiting
 from planaria.hosts.host import Place
 from planaria.node import home, readable
@@ -37,19 +37,19 @@ NSIGHT = {"t": "cuda,cudnn,cublas", "o": "'worker_process_%p'", "cuda-graph-trac
 
 
 class Missing(CapacityError):
-    """Some actors did not come up. members: those that did; seats: of the others."""
+    """Some actors did not come up. members: those that did; bundles: of the others."""
 
-    def __init__(self, why: str, members: list[Member], seats: list[Seat]) -> None:
+    def __init__(self, why: str, members: list[Member], bundles: list[HeldBundle]) -> None:
         super().__init__(why)
-        self.members, self.seats = members, seats
+        self.members, self.bundles = members, bundles
 
 
 class Member:
-    """An actor in its seat. run: reference of its life, None before that began; ready: of a spare, what ends when it
+    """An actor in its bundle. run: reference of its life, None before that began; ready: of a spare, what ends when it
     is prepared."""
 
-    def __init__(self, seat: Seat, actor: Any, at: Whereabouts) -> None:
-        self.seat, self.actor, self.at = seat, actor, at
+    def __init__(self, bundle: HeldBundle, actor: Any, at: Whereabouts) -> None:
+        self.bundle, self.actor, self.at = bundle, actor, at
         self.run: Any = None
         self.ready: Any = None
         self.ended = ""  # how, if it ended unasked
@@ -100,49 +100,49 @@ class Members:
         self.entry, self.instance = entry, instance
         self.offer = env.offered(environment())
         self._asked: dict[str, frozenset[str]] = {}  # node -> variables that it has set itself
-        self._agents: dict[str, Any] = {}  # home -> NodeAgent
+        self._reapers: dict[str, Any] = {}  # home -> NodeReaper
         self._unconfirmed: dict[str, list[tuple[int, int]]] = {}  # home -> processes that may still be there
         self._shown: set[str] = set()
-        self.here: dict[Seat, tuple[int, ...]] = {}  # of seats on the driver's machine, their accelerators
+        self.here: dict[HeldBundle, tuple[int, ...]] = {}  # of bundles on the driver's machine, their accelerators
 
     # -- making
 
-    def make(self, seats: Sequence[Seat], names: Sequence[str], limit: float) -> list[Member]:
-        """One actor in each seat. Raises Missing."""
+    def make(self, bundles: Sequence[HeldBundle], names: Sequence[str], limit: float) -> list[Member]:
+        """One actor in each bundle. Raises Missing."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray = self.connection.ray
         kind = remote_class(ray)
-        options = self._options([seat.node for seat in seats], limit)
+        options = self._options([bundle.node for bundle in bundles], limit)
         actors = [
             kind.options(
                 name=name,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    seat.group.handle, placement_group_bundle_index=seat.bundle,
+                    bundle.group.handle, placement_group_bundle_index=bundle.number,
                     placement_group_capture_child_tasks=False,
                 ),
                 **options,
             ).remote()
-            for seat, name in zip(seats, names, strict=True)
+            for bundle, name in zip(bundles, names, strict=True)
         ]  # fmt: skip
         asked = sorted({*self.offer, *env.COMPUTED})
         answers = self._all([actor.where.remote(self.resource, asked) for actor in actors], "ranks to come up", limit)
         members = [
-            None if isinstance(answer, str) else Member(seat, actor, msgspec.msgpack.decode(answer, type=Whereabouts))
-            for seat, actor, answer in zip(seats, actors, answers, strict=True)
+            None if isinstance(answer, str) else Member(bundle, actor, msgspec.msgpack.decode(answer, type=Whereabouts))
+            for bundle, actor, answer in zip(bundles, actors, answers, strict=True)
         ]
         why = next((answer for answer in answers if isinstance(answer, str)), "")
         for i, member in enumerate(members):
-            if member is not None and not self._alone(member):
+            if member is not None and not self._has_device(member):
                 self.end([member])
                 members[i], why = None, f"on {member.at.node} a process that had the device before can't be ended"
         made = [member for member in members if member is not None]
-        if len(made) < len(seats):
+        if len(made) < len(bundles):
             lost = [i for i, member in enumerate(members) if member is None]
             self.kill_actors([actors[i] for i in lost])
-            raise Missing(why, made, [seats[i] for i in lost])
-        self.here |= {member.seat: member.at.devices for member in made if member.here}
-        self._send_agents(made)
+            raise Missing(why, made, [bundles[i] for i in lost])
+        self.here |= {member.bundle: member.at.devices for member in made if member.here}
+        self._send_reapers(made)
         return made
 
     def _options(self, nodes: Collection[str], limit: float) -> dict[str, Any]:
@@ -230,19 +230,19 @@ class Members:
 
     # -- ending
 
-    def _send_agents(self, members: Sequence[Member]) -> None:
+    def _send_reapers(self, members: Sequence[Member]) -> None:
         """To machines where there are members and no agent yet."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         for member in members:
             at = member.at
-            if not member.here and at.home not in self._agents:
-                kind = self.connection.ray.remote(num_cpus=0, max_restarts=0)(NodeAgent)
+            if not member.here and at.home not in self._reapers:
+                kind = self.connection.ray.remote(num_cpus=0, max_restarts=0)(NodeReaper)
                 strategy = NodeAffinitySchedulingStrategy(at.ray_node, soft=False)
-                name = f"planaria-{self.instance}-agent-{at.ray_node[:8]}"
-                self._agents[at.home] = kind.options(name=name, scheduling_strategy=strategy).remote()
+                name = f"planaria-{self.instance}-reaper-{at.ray_node[:8]}"
+                self._reapers[at.home] = kind.options(name=name, scheduling_strategy=strategy).remote()
 
-    def _alone(self, member: Member) -> bool:
+    def _has_device(self, member: Member) -> bool:
         """End what may be left on this machine of earlier members."""
         old = self._unconfirmed.get(member.at.home)
         if not old:
@@ -267,10 +267,10 @@ class Members:
             if not member.here:
                 far.setdefault(member.at.home, []).append((member.at.pid, member.at.born))
         for at, processes in far.items():
-            agent = self._agents.get(at)
+            agent = self._reapers.get(at)
             gone = self._ask(agent, processes) if agent is not None else [False] * len(processes)
             if not all(gone):
-                self._agents.pop(at, None)  # another is sent with the next member there
+                self._reapers.pop(at, None)  # another is sent with the next member there
                 left = [each for each, is_gone in zip(processes, gone, strict=True) if not is_gone]
                 self._unconfirmed.setdefault(at, []).extend(left)
         self.kill_actors([member.actor for member in members])
@@ -293,8 +293,8 @@ class Members:
 
     def close(self) -> None:
         """End the agents."""
-        self.kill_actors(list(self._agents.values()))
-        self._agents = {}
+        self.kill_actors(list(self._reapers.values()))
+        self._reapers = {}
 
 
 def await_ends(members: Collection[Member], limits: Sequence[float], kill: Callable[[Member], None]) -> None:

@@ -13,24 +13,24 @@ from collections.abc import Callable, Mapping
 
 from planaria.errors import PlanariaError
 from planaria.executor.boot import RankBoot
+from planaria.executor.ray.bundles import BundlePool, HeldBundle
 from planaria.executor.ray.members import Member, Members, Missing
 from planaria.executor.ray.names import spare_name
-from planaria.executor.ray.seats import Seat, Seats
 from planaria.node import process_state
 from planaria.topology import Infeasible, Layout
 
 logger = logging.getLogger("planaria.ray")
 
 LOOK = 2.0  # seconds between looks for a place
-START_LIMIT = 60.0  # seconds for a recruit to come up
+START_LIMIT = 60.0  # seconds for a spare to come up
 JOIN = 3.0
 
 
-class Recruits:
+class Spares:
     """on_begin(member) is called when one has begun, so that its end is seen; whoever sees it calls `drop`."""
 
-    def __init__(self, members: Members, seats: Seats, on_begin: Callable[[Member], None]) -> None:
-        self.members, self.seats, self.on_begin = members, seats, on_begin
+    def __init__(self, members: Members, bundles: BundlePool, on_begin: Callable[[Member], None]) -> None:
+        self.members, self.bundles, self.on_begin = members, bundles, on_begin
         self._there: list[Member] = []
         self._wanted = 0
         self._boot: RankBoot | None = None
@@ -46,7 +46,7 @@ class Recruits:
         with self._lock:
             self._wanted, self._boot, self._layout, self._held = count, boot, layout, dict(held)
             if self._thread is None and count and not self._over:
-                self._thread = threading.Thread(target=self._recruit, name="planaria-ray-recruits", daemon=True)
+                self._thread = threading.Thread(target=self._keep_spares, name="planaria-ray-spares", daemon=True)
                 self._thread.start()
         self._wake.set()
 
@@ -86,7 +86,7 @@ class Recruits:
             there, self._there = self._there, []
         return there
 
-    def _recruit(self) -> None:
+    def _keep_spares(self) -> None:
         said = ""
         while not self._over:
             self._wake.clear()
@@ -123,25 +123,25 @@ class Recruits:
                 held[free] = member
         assert boot is not None
         try:
-            seat = self._seat(layout, {rank: member.seat for rank, member in held.items() if rank < layout.size})
+            bundle = self._bundle(layout, {rank: member.bundle for rank, member in held.items() if rank < layout.size})
         except Infeasible:  # not for all that are missing: anywhere, then
-            seat = self.seats.find(Layout(), {})[0]
+            bundle = self.bundles.find(Layout(), {})[0]
         self._made += 1
         try:
-            (member,) = self.members.make([seat], [spare_name(self.members.instance, self._made)], START_LIMIT)
+            (member,) = self.members.make([bundle], [spare_name(self.members.instance, self._made)], START_LIMIT)
         except Exception as e:
             if isinstance(e, Missing):
-                self.seats.distrust([seat.node])
-            self.seats.back([seat])
+                self.bundles.distrust([bundle.node])
+            self.bundles.back([bundle])
             raise
         self.members.begin(member, boot, held.values())
         with self._lock:
             self._there.append(member)
         self.on_begin(member)
 
-    def _seat(self, layout: Layout, held: dict[int, Seat]) -> Seat:
+    def _bundle(self, layout: Layout, held: dict[int, HeldBundle]) -> HeldBundle:
         """For the first rank that is missing, where it should be; else anywhere."""
         missing = next((rank for rank in range(layout.size) if rank not in held), None)
         if missing is None:
-            return self.seats.find(Layout(), {})[0]
-        return self.seats.find(layout, held, only=missing)[missing]
+            return self.bundles.find(Layout(), {})[0]
+        return self.bundles.find(layout, held, only=missing)[missing]

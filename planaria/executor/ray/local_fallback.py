@@ -16,7 +16,7 @@ from planaria.hosts.local import LocalHost
 from planaria.topology import Layout
 
 
-class Alone(PoolLauncher):
+class LocalFallback(PoolLauncher):
     """room: how many processes; devices: their accelerators, empty without any. on_exit as of any launcher."""
 
     def __init__(
