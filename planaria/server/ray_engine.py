@@ -80,8 +80,8 @@ class RayEngine(FarEngine):
             values |= hosts.settings_of(self.index, self.config.parallel.world_size)  # its layout may be another by now
             keys = Keys.generate(1)
             heartbeat = self.config.parallel.heartbeat_timeout
-            asked = self._actor.listen.remote(at.address, msgspec.msgpack.encode(listed(keys)), heartbeat, values)
-            address = self._answer(asked)
+            own = msgspec.msgpack.encode(listed(keys))
+            address = self._answer(self._actor.listen.remote(ENTRY, values, at.address, own, heartbeat))
             if address is None:
                 raise CapacityError(f"the node of engine {self.index} went away while it came up")
             self._run()
@@ -108,27 +108,24 @@ class RayEngine(FarEngine):
         from planaria.executor.ray.actor import report
 
         hosts = self.hosts
-        assert hosts.connection is not None
         where = NodeAffinitySchedulingStrategy(hosts.seat(self.index).node, soft=False)
-        ask = hosts.connection.ray.remote(num_cpus=0, max_retries=0)(report).options(scheduling_strategy=where)
+        ask = hosts.connected.ray.remote(num_cpus=0, max_retries=0)(report).options(scheduling_strategy=where)
         own = self._answer(ask.remote(sorted(offer)))
         return None if own is None else {name: value for name, value in offer.items() if name not in own}
 
     def _make_actor(self, variables: dict[str, str]) -> Any:
         """variables: that must be there before its process starts; the user's go over them."""
-        from planaria.executor.ray.engine_actor import remote_engine
+        from planaria.executor.ray.actor import remote_class
 
         hosts = self.hosts
-        assert hosts.connection is not None
-        given = hosts.connection.inherited(self.config.parallel.ray_runtime_env)
+        given = hosts.connected.inherited(self.config.parallel.ray_runtime_env)
         given["env_vars"] = variables | given.get("env_vars", {})
         options = {**hosts.seat_options(self.index), "runtime_env": given}
-        return remote_engine(hosts.connection.ray).options(**options).remote(ENTRY)
+        return remote_class(hosts.connected.ray).options(**options).remote(engine=True)
 
     def _answer(self, asked: Any) -> Any:
         """What the actor answers; None when its node is gone. Raises CapacityError after COME_UP seconds."""
-        assert self.hosts.connection is not None
-        ray, deadline = self.hosts.connection.ray, time.monotonic() + COME_UP
+        ray, deadline = self.hosts.connected.ray, time.monotonic() + COME_UP
         while time.monotonic() < deadline:
             if self._killed.is_set():
                 raise PlanariaError("it was told to end")
@@ -142,15 +139,14 @@ class RayEngine(FarEngine):
 
     def _run(self) -> None:
         hosts = self.hosts
-        assert hosts.connection is not None
         parallel = msgspec.structs.replace(
             self.config.parallel, distributed_executor_backend="ray", **hosts.fields_of(self.index)
         )
         device = msgspec.structs.replace(self.config.device, sharers=hosts.share(self.index))
         config = msgspec.structs.replace(self.config, parallel=parallel, device=device)
-        run = self._actor.run.remote(msgspec.msgpack.encode(config), current_level())
+        run = self._actor.serve.remote(msgspec.msgpack.encode(config), current_level())
         threading.Thread(
-            target=self._watch, args=(hosts.connection.ray, run), name="planaria-watch-engine", daemon=True
+            target=self._watch, args=(hosts.connected.ray, run), name="planaria-watch-engine", daemon=True
         ).start()
 
     def _watch(self, ray: Any, run: Any) -> None:

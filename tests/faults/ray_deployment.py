@@ -60,7 +60,7 @@ class RayDeployment(Deployment):
             for child in psutil.Process(pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     line = " ".join(child.cmdline())
-                    if "RankActor" in line or line.startswith("planaria: worker"):
+                    if "RayActor" in line or line.startswith("planaria: worker"):
                         return pid
         raise LookupError("no raylet but the engine's has an actor")
 

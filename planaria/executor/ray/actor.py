@@ -1,6 +1,6 @@
-"""The actor that a rank lives in. Light until `run`: it only says where it came up.
+"""The actor that a rank lives in, or an engine of a fleet. Light until it begins: it only says where it came up.
 
-`run` is carried out by a thread of its own concurrency group, so that the actor stays reachable: setting up a compiled
+A life is carried out by a thread of its own concurrency group, so that the actor stays reachable: setting up a compiled
 graph calls other methods. Everything that goes in and out is plain data or bytes that we encoded.
 """
 
@@ -17,10 +17,12 @@ from typing import Any
 
 import msgspec
 
-RANK_GROUP = "rank"  # concurrency group of `run`
+LIFE_GROUP = "life"  # concurrency group of `run` and `serve`
 READY_GROUP = "ready"  # of `ready`, which waits
 GONE = 2.0  # seconds that a killed process gets to be gone
-ALONE = 60.0  # seconds without a word after which an agent whose raylet is gone ends
+LOOK = 0.5  # seconds between looks at the raylet
+REAPER_ALONE = 60.0  # seconds without a word after which a reaper whose raylet is gone ends
+ENGINE_ALONE = 20.0  # the same of an engine
 
 
 class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
@@ -41,15 +43,18 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
     bundle: int = -1
 
 
-class RankActor:
-    """One rank, or a spare. Steps come by its link, or from a compiled graph's thread; never both at a time."""
+class RayActor:
+    """One rank, or a spare: `run`, and steps come by its link, or from a compiled graph's thread, never both at a time.
+    engine: one of a fleet: it is to `listen`, then to `serve`."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: bool = False) -> None:
         self.rank: Any = None  # what `run` made
         self.life: Any = None
         self.thread = 0  # that carries out the graph's steps
         self.parent = os.getppid()  # the raylet
         self._prepared = threading.Event()
+        if engine:
+            signal.signal(signal.SIGTERM, lambda number, frame: self.leave())  # Ray's own handler ends it in mid-step
 
     def where(self, resource: str, names: list[str]) -> bytes:
         """Encoded Whereabouts. names: variables to report."""
@@ -72,19 +77,40 @@ class RankActor:
 
     def run(self, entry: str, boot: bytes, environment: dict[str, str]) -> int:
         """Be the rank until it ends: `entry` (package.module:class) is made with what hears of the worker, and gets
-        this boot and those of later epochs. The environment is complete before anything large is imported."""
-        os.environ.update(environment)
-        with contextlib.suppress(OSError):  # Ray's workers are niced as batch work; a rank serves
-            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        this boot and those of later epochs."""
+        kind = _kind(entry, environment)
         from planaria.executor.boot import RankBoot
         from planaria.logs import setup_logging
 
         decoded = RankBoot.decode(boot)
         setup_logging(decoded.log_level)
-        module, _, kind = entry.partition(":")
-        self.life = getattr(importlib.import_module(module), kind)(self._made, self._prepared.set)
+        self.life = kind(self._made, self._prepared.set)
         self.life.boot(decoded)
-        code: int = self.life.run()
+        return self._over(self.life.run())
+
+    def listen(self, entry: str, environment: dict[str, str], host: str, keys: bytes, heartbeat: float) -> str:
+        """The address where front ends find the engine. entry: a class with `listen`, `run` and `leave`
+        (planaria.engine_process.RemoteEngine)."""
+        self.life = _kind(entry, environment)()
+        return str(self.life.listen(host, keys, heartbeat))
+
+    def serve(self, config: bytes, level: str) -> int:
+        """Be the engine until it ends; its exit code."""
+        threading.Thread(target=self._look, name="planaria-raylet", daemon=True).start()
+        return self._over(int(self.life.run(config, level)))
+
+    def leave(self) -> None:
+        """An engine is to end: its front end takes what is open elsewhere, and then says so."""
+        if self.life is not None:
+            self.life.leave()
+
+    def _look(self) -> None:
+        """While the raylet is there, it ends this process."""
+        while os.getppid() == self.parent or self.life.silent < ENGINE_ALONE:
+            time.sleep(LOOK)
+        os._exit(1)  # its front end has gone on without it
+
+    def _over(self, code: int) -> int:
         if os.getppid() != self.parent:  # the raylet is gone, and nobody else would end this process
             os._exit(code)
         return code
@@ -133,6 +159,15 @@ class RankActor:
         from planaria.executor.link.codec import answer, decode_command
 
         return answer(self.rank.rank, self.rank.handle(decode_command(plan)))
+
+
+def _kind(entry: str, environment: dict[str, str]) -> Any:
+    """The class at package.module:class. The environment is complete before anything large is imported."""
+    os.environ.update(environment)
+    with contextlib.suppress(OSError):  # Ray's workers are niced as batch work; ranks and engines serve
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    module, _, kind = entry.partition(":")
+    return getattr(importlib.import_module(module), kind)
 
 
 def reserved() -> tuple[str, int]:
@@ -199,16 +234,17 @@ class NodeReaper:
         return end_processes(processes)
 
     def _look(self) -> None:
-        while os.getppid() == self._parent or time.monotonic() - self._heard < ALONE:
+        while os.getppid() == self._parent or time.monotonic() - self._heard < REAPER_ALONE:
             time.sleep(1.0)
         os._exit(0)
 
 
 def remote_class(ray: Any) -> Any:
-    """RankActor for Ray: what waits in groups of their own, nodes of the graph with two outputs."""
-    ray.method(concurrency_group=RANK_GROUP)(RankActor.run)  # marks the function
-    ray.method(concurrency_group=READY_GROUP)(RankActor.ready)
-    for method in (RankActor.first_step, RankActor.step):
+    """RayActor for Ray: what waits in groups of their own, nodes of the graph with two outputs."""
+    for life in (RayActor.run, RayActor.serve):
+        ray.method(concurrency_group=LIFE_GROUP)(life)  # marks the function
+    ray.method(concurrency_group=READY_GROUP)(RayActor.ready)
+    for method in (RayActor.first_step, RayActor.step):
         ray.method(num_returns=2)(method)
-    groups = {RANK_GROUP: 1, READY_GROUP: 1}
-    return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups=groups)(RankActor)
+    groups = {LIFE_GROUP: 1, READY_GROUP: 1}
+    return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups=groups)(RayActor)

@@ -117,6 +117,8 @@ class Connection:
         def ask() -> Any:
             try:
                 return question()
+            except Exception as e:  # whatever Ray raises where its head goes away meanwhile
+                raise TimeoutError(f"Ray's head did not answer: {_first_line(e)}") from e
             finally:
                 self._asking.release()
 

@@ -13,12 +13,12 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from planaria.config.options import EngineConfig
 from planaria.env import RaySettings
-from planaria.errors import CapacityError, ConfigError
+from planaria.errors import CapacityError, ConfigError, PlanariaError
 from planaria.executor.ray.bundles import DISTRUST
 from planaria.executor.ray.cluster import Connection, bounded, connect
 from planaria.executor.ray.given import GivenGroups
@@ -94,7 +94,7 @@ class RayHosts:
         parallel, old = self.config.parallel, self.packing
         size = 1 + max([*wanted, len(old.engines) - 1 if old is not None else 0])
         if self.given is not None:
-            head = self._headed(self._connected.snapshot(self.resource)).head
+            head = self._headed(self.connected.snapshot(self.resource)).head
             wait = self.settings.wait if old is None else wait
             packing = self.given.pack(self.layout(size), wait, self.groups, head=head)
         else:
@@ -107,9 +107,9 @@ class RayHosts:
                 found = pack(cluster, layout, strategy, keep=old.only(there))
                 packing = old.with_places([*there, *wanted], found, self.layout(size))
             self._cluster_then = cluster
-        if self.settings.driver_inside and self._connected.node not in packing.nodes:
+        if self.settings.driver_inside and self.connected.node not in packing.nodes:
             raise Infeasible(
-                f"no engine would be on the driver's node {self._connected.node}, and it was asked to hold one",
+                f"no engine would be on the driver's node {self.connected.node}, and it was asked to hold one",
                 None, packing.layout.size, 0,
             )  # fmt: skip
         return packing
@@ -179,15 +179,14 @@ class RayHosts:
 
     def stranded(self, engine: int) -> bool:
         """Has it no group, or is a node of it gone, whether Ray has noticed or not?"""
-        assert self.packing is not None
-        if engine not in self.groups:
+        if self.packing is None or engine not in self.groups:
             return True
         return self._distrust({*self.packing.engines[engine].nodes, self.seat(engine).node})
 
     def _distrust(self, nodes: Collection[str]) -> bool:
         """Is one of these nodes given up by Ray, or its raylet taking no connection? Nothing is started there for a
         while."""
-        deaf = [node for node in nodes if not self._connected.raylet_answers(node)]
+        deaf = [node for node in nodes if not self.connected.raylet_answers(node)]
         self._dark |= dict.fromkeys(deaf, time.monotonic() + DISTRUST)
         return bool(deaf)
 
@@ -235,7 +234,7 @@ class RayHosts:
         placement = self.packing.engines[engine]
         node = placement.slots[0].node
         if self.given is None:
-            return EngineSeat(node, placement.layout.size, self._connected.seat_cores(self.resource))
+            return EngineSeat(node, placement.layout.size, self.connected.seat_cores(self.resource))
         bundle, cores = self.given.seat(engine, node) or (None, 0.0)
         return EngineSeat(node, bundle, min(1.0, cores))
 
@@ -284,8 +283,10 @@ class RayHosts:
     # -- groups
 
     @property
-    def _connected(self) -> Connection:
-        assert self.connection is not None
+    def connected(self) -> Connection:
+        """Raises PlanariaError: it has been closed."""
+        if self.connection is None:
+            raise PlanariaError("the server has left Ray: it is closing")
         return self.connection
 
     def _plan_when_settled(self, wanted: Sequence[int]) -> Packing:
@@ -312,30 +313,18 @@ class RayHosts:
         engines there are have, on nodes that are gone too: they don't move before they begin again. Ray knows with a
         delay what groups have taken."""
         dark = {node for node, until in self._dark.items() if time.monotonic() < until}
-        total = {node.id: len(node.devices) for node in self._connected.snapshot(self.resource, free=False).nodes}
-        snapshot = self._headed(self._connected.snapshot(self.resource, ranks=self.layout(1).size))
+        total = {node.id: len(node.devices) for node in self.connected.snapshot(self.resource, free=False).nodes}
+        snapshot = self._headed(self.connected.snapshot(self.resource, ranks=self.layout(1).size))
         own: dict[str, list[int]] = {}
-        for engine in self.groups:
-            assert self.packing is not None
-            for slot in self.packing.engines[engine].slots:
-                own.setdefault(slot.node, []).append(slot.device)
-        nodes = []
-        for node in snapshot.nodes:
-            if node.id in dark and node.id != snapshot.head:
-                continue
-            held = own.get(node.id, [])
-            others = (id for id in range(len(held) + len(node.devices)) if id not in held)
-            room = max(0, total.get(node.id, 0) - len(held)) if node.id not in dark else 0
-            free = [next(others) for _ in node.devices[:room]]
-            nodes.append(Node(node.id, tuple(Device(id) for id in sorted([*held, *free])), node.addresses))
-        there = {node.id for node in nodes}
-        nodes += [Node.of(id, sorted(held), "") for id, held in own.items() if id not in there]
-        return Cluster(tuple(nodes), snapshot.head)
+        engines = [self.packing.engines[engine] for engine in self.groups] if self.packing is not None else []
+        for slot in (slot for engine in engines for slot in engine.slots):
+            own.setdefault(slot.node, []).append(slot.device)
+        return beside(snapshot, total, own, dark)
 
     def _make(self, packing: Packing, engine: int) -> Any:
         if self.given is not None:
             return self.given.handles[engine]
-        cores = self._connected.seat_cores(self.resource)
+        cores = self.connected.seat_cores(self.resource)
         bundles = [
             ({self.resource: bundle.devices} if bundle.devices else {"CPU": cores}, bundle.node)
             for bundle in packing.bundles(engine)
@@ -350,3 +339,20 @@ class RayHosts:
 
         self._removed = time.monotonic()
         bounded("remove a placement group", functools.partial(remove_placement_group, group))
+
+
+def beside(free: Cluster, total: Mapping[str, int], own: Mapping[str, Sequence[int]], dark: Collection[str]) -> Cluster:
+    """Pure. What is free, less `dark` nodes, and what engines have of their `own`, on nodes that are gone too. total:
+    devices of each node."""
+    nodes = []
+    for node in free.nodes:
+        if node.id in dark and node.id != free.head:
+            continue
+        held = own.get(node.id, [])
+        others = (id for id in range(len(held) + len(node.devices)) if id not in held)
+        room = max(0, total.get(node.id, 0) - len(held)) if node.id not in dark else 0
+        found = [next(others) for _ in node.devices[:room]]
+        nodes.append(Node(node.id, tuple(Device(id) for id in sorted([*held, *found])), node.addresses))
+    there = {node.id for node in nodes}
+    nodes += [Node.of(id, sorted(held), "") for id, held in own.items() if id not in there]
+    return Cluster(tuple(nodes), free.head)

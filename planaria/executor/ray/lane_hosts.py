@@ -36,6 +36,10 @@ class LaneHosts:
         return self.places.connection
 
     @property
+    def connected(self) -> Connection:
+        return self.places.connected
+
+    @property
     def resource(self) -> str:
         return self.places.resource
 
