@@ -53,6 +53,8 @@ class RayActor:
         self.thread = 0  # that carries out the graph's steps
         self.parent = os.getppid()  # the raylet
         self._prepared = threading.Event()
+        self._early: list[Any] = []  # boots that came before there was a life to hear them
+        self._lock = threading.Lock()
         if engine:
             signal.signal(signal.SIGTERM, lambda number, frame: self.leave())  # Ray's own handler ends it in mid-step
 
@@ -84,8 +86,11 @@ class RayActor:
 
         decoded = RankBoot.decode(boot)
         setup_logging(decoded.log_level)
-        self.life = kind(self._made, self._prepared.set)
-        self.life.boot(decoded)
+        life = kind(self._made, self._prepared.set)
+        with self._lock:
+            for each in (decoded, *self._early):
+                life.boot(each)
+            self.life = life
         return self._over(self.life.run())
 
     def listen(self, entry: str, environment: dict[str, str], host: str, keys: bytes, heartbeat: float) -> str:
@@ -124,10 +129,15 @@ class RayActor:
         return end_processes(processes)
 
     def boot(self, boot: bytes) -> None:
-        """Another epoch begins."""
+        """Another epoch begins, maybe while `run` still imports what the first one needs."""
         from planaria.executor.boot import RankBoot
 
-        self.life.boot(RankBoot.decode(boot))
+        decoded = RankBoot.decode(boot)
+        with self._lock:
+            if self.life is None:
+                self._early.append(decoded)
+            else:
+                self.life.boot(decoded)
 
     def _made(self, rank: Any) -> None:
         self.rank = rank

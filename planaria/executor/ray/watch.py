@@ -62,7 +62,7 @@ class Watcher:
             except Exception as e:  # the connection to Ray is gone, in whatever way
                 for member in members:
                     self._tell(member, f"can't be watched: Ray is gone ({type(e).__name__})")
-                return
+                continue  # whoever comes later is watched, if Ray is back
             for member in members:
                 if member.run in ended:
                     self._tell(member, how_it_ended(self._ray, member.run))
