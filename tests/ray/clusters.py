@@ -277,6 +277,7 @@ class RayNodes:
     processes at once, or told to end as users do it. Only the head is told its own address."""
 
     def __init__(self, networks: Networks) -> None:
+        KEPT.close()  # it would be found by what runs here
         self.networks, self.env = networks, os.environ | cluster_environment()
         self.address = "10.93.0.1:6379"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # that end a node when one of its own has ended

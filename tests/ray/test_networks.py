@@ -14,7 +14,7 @@ import pytest
 
 from tests.proc.servers import needs_smollm2, planaria
 from tests.proc.test_nodes import two_networks  # noqa: F401  a fixture
-from tests.ray.clusters import cluster_environment, ray_node
+from tests.ray.clusters import KEPT, cluster_environment, ray_node
 
 pytestmark = needs_smollm2
 
@@ -47,6 +47,7 @@ def tokens(stdout: str) -> list[list[int]]:
 @pytest.fixture
 def two_nodes(two_networks: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:  # noqa: F811
     """How to run a command on the first node, and the environment that finds the cluster."""
+    KEPT.close()
     env = os.environ | cluster_environment()
     here, there = two_networks
     folders = [tempfile.mkdtemp(prefix="pr") for _ in range(2)]  # short: sockets' paths have a limit
