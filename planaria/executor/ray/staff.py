@@ -218,7 +218,7 @@ class Staff:
                     self.connection.ray.wait(runs, num_returns=len(runs), timeout=EXIT_TIMEOUT)
             self.members.kill_actors([member.actor for member in ranks])
         self.watcher.stop()
-        await_ends(ranks, (KILL_TIMEOUT, KILL_TIMEOUT), Member.kill)
+        await_ends(ranks, (KILL_TIMEOUT, EXIT_TIMEOUT), Member.kill)
         for member in [*spares, *ranks]:
             member.forget()
         self.ranks = {}
