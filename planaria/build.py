@@ -81,7 +81,7 @@ def _launcher(config: EngineConfig, again: bool) -> Any:
 
 def run_agent(config: EngineConfig) -> int:
     """Be a node's agent, for as long as there is an engine, or a server of several, on node 0. Returns an exit code."""
-    from planaria.executor.agent import NodeAgent
+    from planaria.executor.agent import Agent
     from planaria.executor.launcher.nodes import what_must_agree
 
     def own(theirs: EngineConfig) -> EngineConfig:
@@ -101,7 +101,7 @@ def run_agent(config: EngineConfig) -> int:
     def part(message: bytes) -> tuple[bytes, str]:
         return msgspec.msgpack.encode(own(msgspec.msgpack.decode(message, type=EngineConfig))), ""
 
-    return NodeAgent(
+    return Agent(
         config.parallel, {WORKER: rank, ENGINE: engine, PART: part}, deployment_secret(config.parallel),
         what_must_agree(config), drains={ENGINE},
     ).run()  # fmt: skip

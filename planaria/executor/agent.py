@@ -31,9 +31,9 @@ from planaria.executor.link.tcp_socket import CHUNK_BYTES, bracketed
 from planaria.executor.node_messages import (
     AllEnded,
     ChildNews,
-    End,
+    EndAll,
     Here,
-    Kill,
+    KillChild,
     Leaves,
     NodeRefused,
     Spawn,
@@ -65,7 +65,7 @@ class _Over(Exception):
     """The one that it worked for has ended, and no other will follow."""
 
 
-class NodeAgent:
+class Agent:
     """parallel: of this node; fits: by modules, that alone are started here; same: what must be equal on all nodes;
     drains: modules that are told to end before this does; join_timeout: seconds to wait for who is on the first node,
     at first and any later time."""
@@ -143,7 +143,7 @@ class NodeAgent:
             raise _Told(f"{self._asked}, and engines did not end in {DRAIN_TIMEOUT:.0f} s")
 
     def _leave(self, why: str = "it has ended") -> None:
-        """End all processes for certain, then the connection."""
+        """EndAll all processes for certain, then the connection."""
         self._end(0.0)
         self._say(Trouble(why))
         if self.port is not None:
@@ -245,10 +245,10 @@ class NodeAgent:
                 self._spawn(message)
             case Tell() if message.id in self.children:
                 self._tell(message.id, message.message)
-            case Kill() if message.id in self.children:
+            case KillChild() if message.id in self.children:
                 self._names.pop(message.id, None)
                 self.children[message.id][1].kill()
-            case End():
+            case EndAll():
                 self._followed = not message.last
                 self._end(EXIT_TIMEOUT)
                 self._say(AllEnded())

@@ -18,16 +18,6 @@ from planaria.logs import current_level
 SPARE = -1  # the rank of a process that waits to become one
 
 
-class Room(msgspec.Struct, frozen=True, array_like=True):
-    """For ranks on a node, counted in processes: all that it has; those that aren't given up; those where one runs as a
-    rank, or could at once. failing: one that was to get ready ended before it was, so that others had better wait."""
-
-    slots: int
-    good: int
-    ready: int
-    failing: bool = False
-
-
 class RankBoot(msgspec.Struct, frozen=True, array_like=True):
     """All that a rank needs. Holds secrets (in `link`): handed over by pipe or by a connection that is private.
 

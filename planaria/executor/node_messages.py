@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from planaria.executor.link.codec import BAD_BYTES, Bytes, CodecError, said
-from planaria.hosts.host import Entry
+from planaria.hosts.host import Program
 
 PURPOSE = "nodes"  # of the keys
 
@@ -45,7 +45,7 @@ class Leaves(msgspec.Struct, frozen=True, array_like=True, tag="leaves"):
 
 
 class AllEnded(msgspec.Struct, frozen=True, array_like=True, tag="all_ended"):
-    """Answer to End: no process is left."""
+    """Answer to EndAll: no process is left."""
 
 
 class Trouble(msgspec.Struct, frozen=True, array_like=True, tag="trouble"):
@@ -63,7 +63,7 @@ class Spawn(msgspec.Struct, frozen=True, array_like=True, tag="spawn"):
 
     id: int
     slot: int
-    entry: Entry
+    entry: Program
     boot: bytes | None
 
 
@@ -72,11 +72,11 @@ class Tell(msgspec.Struct, frozen=True, array_like=True, tag="tell"):
     message: bytes
 
 
-class Kill(msgspec.Struct, frozen=True, array_like=True, tag="kill"):
+class KillChild(msgspec.Struct, frozen=True, array_like=True, tag="kill"):
     id: int
 
 
-class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+class EndAll(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """See the ends of all processes: they end by themselves, or are killed when they take too long. last: so does the
     agent; else it waits for another who comes in place of this one."""
 
@@ -90,7 +90,7 @@ class NodeRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 FromAgent = Here | ChildNews | Leaves | AllEnded | Trouble
-ToAgent = Welcome | Spawn | Tell | Kill | End | NodeRefused
+ToAgent = Welcome | Spawn | Tell | KillChild | EndAll | NodeRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)

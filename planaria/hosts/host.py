@@ -33,7 +33,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     bundle: int = -1
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class Program(msgspec.Struct, frozen=True, array_like=True):
     """What runs in a process: a module, as `child` says. visible: accelerators that it sees; empty: all."""
 
     module: str
@@ -82,7 +82,7 @@ class Host(Protocol):
         enough from now on."""
         ...
 
-    def spawn(self, slot: Slot, entry: Entry, boot: bytes | None, news: News) -> Child:
+    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News) -> Child:
         """Start a process; `boot` is the first that it is told. Raises OSError: not now."""
         ...
 

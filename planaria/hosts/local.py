@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from planaria.config.machine import accelerator_ids, usable_cores
 from planaria.env import environment, visible_devices
 from planaria.hosts.child import framed
-from planaria.hosts.host import Child, Entry, News, Place, Slot, how_it_ended
+from planaria.hosts.host import Child, News, Place, Program, Slot, how_it_ended
 from planaria.node import home, node_name, process_state
 from planaria.topology import Cluster, Node
 
@@ -105,14 +105,14 @@ class _Keeper(threading.Thread):
             self._asked.get()()
 
     def spawn(
-        self, into: Future[LocalChild], slot: Slot, place: Place, entry: Entry, fds: Sequence[int], news: News
+        self, into: Future[LocalChild], slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News
     ) -> None:
         try:
             into.set_result(self._spawn(slot, place, entry, fds, news))
         except BaseException as e:
             into.set_exception(e)
 
-    def _spawn(self, slot: Slot, place: Place, entry: Entry, fds: Sequence[int], news: News) -> LocalChild:
+    def _spawn(self, slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News) -> LocalChild:
         hears, says = os.pipe()
         process: subprocess.Popen[bytes] | None = None
         try:
@@ -224,7 +224,7 @@ class LocalHost:
             self.room = max(self.room, processes + spares)
 
     def spawn(
-        self, slot: Slot, entry: Entry, boot: bytes | None, news: News, fds: Sequence[int] = ()
+        self, slot: Slot, entry: Program, boot: bytes | None, news: News, fds: Sequence[int] = ()
     ) -> LocalChild:
         """fds: descriptors that it inherits."""
         devices = tuple(self.devices[slot[1] : slot[1] + 1])

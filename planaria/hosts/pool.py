@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from planaria.hosts.host import Child, Entry, Host, News, Place, Slot
+from planaria.hosts.host import Child, Host, News, Place, Program, Slot
 from planaria.topology import Cluster, Infeasible, Layout, Node, Placement, place, shrink
 from planaria.topology import Slot as Seat
 
@@ -81,7 +81,7 @@ class Pool:
     """spares: that there should be on each node. news: see Host. longest: seconds between tries, at most."""
 
     def __init__(
-        self, host: Host, entry: Entry, clock: Callable[[], float], news: News, *, spares: int = 0,
+        self, host: Host, entry: Program, clock: Callable[[], float], news: News, *, spares: int = 0,
         longest: float = LONGEST_TRY,
     ) -> None:  # fmt: skip
         self.host, self.entry, self.clock, self.news, self.num_spares = host, entry, clock, news, spares

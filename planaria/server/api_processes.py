@@ -19,7 +19,7 @@ import msgspec
 from planaria.config.data_parallel import as_api_process
 from planaria.config.options import EngineConfig
 from planaria.executor.reformations import Reformations
-from planaria.hosts.host import Child, Entry
+from planaria.hosts.host import Child, Program
 from planaria.hosts.local import HERE, LocalHost
 from planaria.hosts.pool import BackOff
 from planaria.logs import current_level
@@ -93,7 +93,7 @@ class ApiProcesses:
         settings = msgspec.structs.replace(self.settings, seed=None if seed is None else child_seed(seed, number))
         config = msgspec.structs.replace(self.config, parallel=parallel)
         boot = msgspec.msgpack.encode(Boot(config, settings, self.tokenizer, number))
-        entry = Entry("planaria.server.api_process", (*map(str, fds), current_level()))
+        entry = Program("planaria.server.api_process", (*map(str, fds), current_level()))
         try:
             with theirs:
                 api.child = LocalHost(devices=()).spawn((HERE, rank), entry, boot, api.end.news, fds)

@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from planaria.config.options import EngineConfig
 from planaria.executor.link.keys import Keys
-from planaria.hosts.host import Child, Entry
+from planaria.hosts.host import Child, Program
 from planaria.hosts.local import HERE, LocalHost
 from planaria.logs import current_level
 from planaria.node import process_state
@@ -199,7 +199,7 @@ class EngineProcess(EngineHandle):
         try:
             address = f"ipc://{self._folder}/engine"
             args = (address, current_level(), *(["again"] if self.again else []))
-            entry = Entry(ENGINE, args, self.config.device.devices)
+            entry = Program(ENGINE, args, self.config.device.devices)
             boot = msgspec.msgpack.encode(self.config)
             self.child = LocalHost(devices=()).spawn((HERE, 0), entry, boot, self._end.news)
             self.pid = self.child.place.pid

@@ -17,7 +17,7 @@ from planaria.errors import CapacityError
 from planaria.executor.launcher.nodes import JOIN_TIMEOUT, NodesHost, fleet_placement, what_must_agree
 from planaria.executor.launcher.peers import NodeChild, NodePeer
 from planaria.executor.link.keys import Keys
-from planaria.hosts.host import Entry, News
+from planaria.hosts.host import News, Program
 from planaria.logs import current_level
 from planaria.node import node_name
 from planaria.server.engine_client import EngineHandle, EngineProcess
@@ -125,7 +125,7 @@ class NodeHosts:
         devices = here.accelerators[seat * ranks : (seat + 1) * ranks] if here and config.device.device != "cpu" else ()
         config = msgspec.structs.replace(config, device=msgspec.structs.replace(config.device, devices=devices))
         boot = msgspec.msgpack.encode(config if keys is None else (config, keys))
-        return self.peers.spawn(peer, (str(peer.number), seat), Entry(module, tuple(args), devices), boot, news)
+        return self.peers.spawn(peer, (str(peer.number), seat), Program(module, tuple(args), devices), boot, news)
 
     # -- inside
 

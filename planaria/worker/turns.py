@@ -35,7 +35,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Ended(Exception):
+class TurnsOver(Exception):
     """Another micro-batch has failed: what is left of this one is of no use."""
 
 
@@ -58,11 +58,11 @@ class Turns:
             self.streams.handed_on()
 
     def take(self, place: int) -> None:
-        """Wait for the turn of the micro-batch at this place. Raises Ended."""
+        """Wait for the turn of the micro-batch at this place. Raises TurnsOver."""
         with self._changed:
             self._changed.wait_for(lambda: self._next == place or self.error is not None)
             if self.error is not None:
-                raise Ended
+                raise TurnsOver
         if self.streams is not None:
             self.streams.taken()
         self._since = time.monotonic()

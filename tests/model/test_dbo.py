@@ -29,7 +29,7 @@ from planaria.mesh.mesh import Mesh
 from planaria.models import model_config
 from planaria.models.deal import deal
 from planaria.worker.micro_batches import MicroBatches, cut
-from planaria.worker.turns import COMPUTE, Ended, Turns
+from planaria.worker.turns import COMPUTE, Turns, TurnsOver
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint
 from tests.model.driver import Driver
 from tests.model.test_mesh import SOON, Group
@@ -360,7 +360,7 @@ def test_a_turn_that_will_not_come() -> None:
     turns.take(1)
     assert turns.fail(ValueError("first")) and not turns.fail(ValueError("second"))
     for place in (0, 2):
-        with pytest.raises(Ended):
+        with pytest.raises(TurnsOver):
             turns.take(place)
     assert str(turns.error) == "first"
     turns.begin()  # another step

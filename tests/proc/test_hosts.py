@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from planaria.hosts import local
-from planaria.hosts.host import Entry
+from planaria.hosts.host import Program
 from planaria.hosts.local import HERE, LocalChild, LocalHost
 from tests.proc.servers import PATIENCE, wait_until
 
@@ -20,7 +20,7 @@ BIG = [bytes([number]) * (1 << 20) for number in range(3)]  # each more than a p
 
 
 def start(how: str, *, boot: bytes | None = None) -> LocalChild:
-    return LocalHost(devices=()).spawn((HERE, 0), Entry("tests.proc.kept", (how,)), boot, lambda child: None)
+    return LocalHost(devices=()).spawn((HERE, 0), Program("tests.proc.kept", (how,)), boot, lambda child: None)
 
 
 def end(*children: LocalChild) -> None:
@@ -67,7 +67,7 @@ def test_the_last_word_is_heard_before_the_end() -> None:
         if child.ended:
             done.set()
 
-    LocalHost(devices=()).spawn((HERE, 0), Entry("tests.proc.kept", ("ends",)), None, news)
+    LocalHost(devices=()).spawn((HERE, 0), Program("tests.proc.kept", ("ends",)), None, news)
     assert done.wait(PATIENCE)
     assert heard[0][0] == "last word" and heard[-1] == ("last word", "ended with exit code 0")
 

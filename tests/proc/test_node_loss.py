@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from planaria.errors import CapacityError
-from planaria.executor.agent import NodeAgent
+from planaria.executor.agent import Agent
 from planaria.executor.launcher.nodes import placement_of
 from planaria.hosts.host import Place
 from planaria.hosts.pool import placed
@@ -221,7 +221,7 @@ def test_an_agent_that_no_driver_comes_back_to_ends() -> None:
     starting.start()
     parallel = msgspec.structs.replace(parallel_of(port), node_rank=1)
     fits = {"planaria.worker.main": lambda boot: (boot, "rank")}
-    node = NodeAgent(parallel, fits, SECRET, EQUAL, join_timeout=1.0)
+    node = Agent(parallel, fits, SECRET, EQUAL, join_timeout=1.0)
     with pytest.raises(CapacityError, match=r"no node 0 at 127\.0\.0\.1 port"):
         node.run()
     starting.join()

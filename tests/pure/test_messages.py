@@ -18,7 +18,7 @@ from planaria.executor.link import circle
 from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import CodecError, decode_command, decode_reply, encode_command, encode_reply
 from planaria.executor.link.keys import Invitation, Pair
-from planaria.hosts.host import Entry, Place
+from planaria.hosts.host import Place, Program
 from planaria.protocol import Hello, Join, Regroup
 from planaria.topology import Layout
 
@@ -66,8 +66,8 @@ def test_agents_messages() -> None:
     ):  # fmt: skip
         assert nodes.decode(nodes.encode_from_agent(0, said), 0) == said
     for told in (
-        nodes.Welcome(), nodes.Spawn(1, 2, Entry("module", ("a",), (3,)), b"boot"), nodes.Tell(1, b"boot"),
-        nodes.Spawn(1, 2, Entry("module"), None), nodes.Kill(1), nodes.End(True), nodes.NodeRefused("why"),
+        nodes.Welcome(), nodes.Spawn(1, 2, Program("module", ("a",), (3,)), b"boot"), nodes.Tell(1, b"boot"),
+        nodes.Spawn(1, 2, Program("module"), None), nodes.KillChild(1), nodes.EndAll(True), nodes.NodeRefused("why"),
     ):  # fmt: skip
         assert nodes.decode_to_agent(nodes.encode(told)) == told
 
@@ -146,7 +146,7 @@ GOOD: dict[str, list[bytes]] = {
     "invitation": [Invitation("tcp://10.0.0.1:1", "key", Pair("public", "secret"), 1, 0, 1).encode()],
     "boot": [boot()],
     "agent said": [nodes.encode_from_agent(0, nodes.ChildNews(1, 2, "said", "ended", 3))],
-    "agent told": [nodes.encode(nodes.Spawn(1, 2, Entry("module"), b"boot"))],
+    "agent told": [nodes.encode(nodes.Spawn(1, 2, Program("module"), b"boot"))],
     "round": [circle.encode(circle.Round(1.5, (circle.Part("step 1", b"hash", b"reply"),)))],
 }
 

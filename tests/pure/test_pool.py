@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planaria.hosts.host import Entry, News, Place, Slot
+from planaria.hosts.host import News, Place, Program, Slot
 from planaria.hosts.pool import TRY_AGAIN, Pool
 from planaria.topology import Cluster, Infeasible, Layout, Node
 
@@ -44,7 +44,7 @@ class FakeHost:
         if self.elastic:
             self.nodes = {node: max(count, processes) for node, count in self.nodes.items()}
 
-    def spawn(self, slot: Slot, entry: Entry, boot: bytes | None, news: News) -> Fake:
+    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News) -> Fake:
         if self.fails:
             self.fails -= 1
             raise OSError("no process can be started")
@@ -69,7 +69,7 @@ class Clocked:
     def __init__(self, ranks: int, *slots: int, spares: int = 0) -> None:
         self.now = 0.0
         self.host: Any = FakeHost(*slots)
-        self.pool = Pool(self.host, Entry("none"), lambda: self.now, lambda child: None, spares=spares)
+        self.pool = Pool(self.host, Program("none"), lambda: self.now, lambda child: None, spares=spares)
         self.pool.replace((), Layout(dp=ranks))
 
     def prepare(self, ranks: int) -> Layout | None:

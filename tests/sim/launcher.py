@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from planaria.errors import CapacityError
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.executor.launcher.process import PoolLauncher
-from planaria.hosts.host import Entry, News, Place, Slot
+from planaria.hosts.host import News, Place, Program, Slot
 from planaria.topology import Cluster, Infeasible, Layout, Node, shrink
 from tests.sim.process import NOTICED, Process
 
@@ -52,7 +52,7 @@ class SimHost:
 
     def need(self, processes: int, spares: int) -> None: ...
 
-    def spawn(self, slot: Slot, entry: Entry, boot: bytes | None, news: News) -> Process:
+    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News) -> Process:
         if self.sim.faults.strikes("launch fails", None):
             raise OSError(11, "Resource temporarily unavailable")
         device = self.devices[slot[1]]

@@ -16,7 +16,7 @@ from planaria.executor.launcher.peers import CONFIGURATION, NodeChild, NodePeers
 from planaria.executor.launcher.process import PoolLauncher
 from planaria.executor.link.keys import Keys
 from planaria.executor.node_messages import PURPOSE
-from planaria.hosts.host import Child, Entry, News, Place, Slot
+from planaria.hosts.host import Child, News, Place, Program, Slot
 from planaria.hosts.local import HERE, LocalChild, LocalHost
 from planaria.node import resolve_host
 from planaria.topology import Cluster, Infeasible, Layout, Node, Placement, place
@@ -99,7 +99,7 @@ class NodesHost:
         self.local.need(share, spares)
         self._room = max(self._room, share + spares)
 
-    def spawn(self, slot: Slot, entry: Entry, boot: bytes | None, news: News) -> Child:
+    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News) -> Child:
         if slot[0] == HERE:
             return self.local.spawn(slot, entry, boot, news)
         return self.peers.spawn(self.peers.all[int(slot[0]) - 1], slot, entry, boot, news)

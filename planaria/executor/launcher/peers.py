@@ -22,9 +22,9 @@ from planaria.executor.link.tcp import TcpLink
 from planaria.executor.node_messages import (
     AllEnded,
     ChildNews,
-    End,
+    EndAll,
     Here,
-    Kill,
+    KillChild,
     Leaves,
     NodeRefused,
     Spawn,
@@ -33,7 +33,7 @@ from planaria.executor.node_messages import (
     Welcome,
 )
 from planaria.executor.patience import Patience
-from planaria.hosts.host import Entry, News, Place, Slot
+from planaria.hosts.host import News, Place, Program, Slot
 
 logger = logging.getLogger("planaria.engine")
 
@@ -76,7 +76,7 @@ class NodeChild:
 
     def kill(self) -> None:
         if not self.ended:
-            self.peers.post(self.peer, Kill(self.id))
+            self.peers.post(self.peer, KillChild(self.id))
 
     def hear(self, now: ChildNews) -> None:
         self.place = msgspec.structs.replace(self.place, pid=now.pid)
@@ -152,7 +152,7 @@ class NodePeers:
 
     # -- processes there
 
-    def spawn(self, peer: NodePeer, slot: Slot, entry: Entry, boot: bytes | None, news: News) -> NodeChild:
+    def spawn(self, peer: NodePeer, slot: Slot, entry: Program, boot: bytes | None, news: News) -> NodeChild:
         """Raises OSError: it isn't here."""
         with self.changed:
             if (here := peer.here) is None:
@@ -194,7 +194,7 @@ class NodePeers:
         with self.changed:
             told = self.here()
             for peer in told:
-                self.post(peer, End(last))
+                self.post(peer, EndAll(last))
             self.changed.wait_for(lambda: all(peer.all_ended or peer.here is None for peer in told), END_TIMEOUT)
         for peer in told:
             if not peer.all_ended:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from planaria.executor.boot import SPARE, RankBoot
-from planaria.hosts.host import Child, Entry, Host, Place
+from planaria.hosts.host import Child, Host, Place, Program
 from planaria.hosts.local import LocalHost
 from planaria.hosts.pool import Pool
 from planaria.node import home
@@ -35,7 +35,7 @@ class PoolLauncher:
     ) -> None:  # fmt: skip
         self.host, self.layout, self.address = host, layout, address
         self.on_exit: Callable[[], None] = lambda: None
-        self.pool = Pool(host, Entry(module), clock, self._news, spares=spares)
+        self.pool = Pool(host, Program(module), clock, self._news, spares=spares)
         self._closing = False
 
     def start(self) -> list[Place]:
