@@ -1,7 +1,8 @@
-"""What each way to exchange tokens between the ranks of an expert group needs. Pure.
+"""The ways to exchange tokens between the ranks of an expert group, and what each needs. Pure.
 
-The first two of BACKENDS are this package's and run everywhere. The others are libraries for GPUs: each is refused
-here, by name, for the package or the device that is missing, or for shapes it has no kernels for.
+EXCHANGES is the registry: a way is an entry here and the class it names. Those without a library are this package's and
+run everywhere. The others are for GPUs: each is refused here, by name, for the package or the device that is missing,
+or for shapes it has no kernels for.
 """
 
 from __future__ import annotations
@@ -11,19 +12,43 @@ import msgspec
 from planaria.errors import ConfigError
 
 DEFAULT = "allgather_reducescatter"
-DEEPEP = ("deepep_high_throughput", "deepep_low_latency")
-BACKENDS = ("naive", DEFAULT, "pplx", *DEEPEP, "flashinfer_all2allv")
+PLAIN, ADAPTERS = "planaria.mesh.all2all.plain", "planaria.mesh.all2all.adapters"
 
-# The module that is imported, and what it is installed as.
-LIBRARIES = {
-    "pplx": ("pplx_kernels", "pplx-kernels"),
-    "deepep_high_throughput": ("deep_ep", "DeepEP"),
-    "deepep_low_latency": ("deep_ep", "DeepEP"),
-    "flashinfer_all2allv": ("flashinfer", "flashinfer-python"),
-}
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """made_by: "module:name" of what makes one, imported when one is made. library: the module it needs, package: what
+    that is installed as. deals: the tensor ranks of a lane can share the exchange of its tokens. whole_nodes: it takes
+    2 or 4 ranks, or all of each node. sizes: of hidden values, empty: any."""
+
+    made_by: str
+    library: str = ""
+    package: str = ""
+    deals: bool = False
+    by_eights: bool = False  # its ranks sit by eights on a node
+    whole_nodes: bool = False
+    most_experts: int | None = None  # of a token
+    sizes: tuple[int, ...] = ()
+
+
+EXCHANGES = {
+    "naive": Exchange(made_by=f"{PLAIN}:Naive", deals=True),
+    DEFAULT: Exchange(made_by="planaria.mesh.all2all.window:gathering", deals=True),
+    "pplx": Exchange(made_by=f"{ADAPTERS}:Pplx", library="pplx_kernels", package="pplx-kernels"),
+    "deepep_high_throughput": Exchange(
+        made_by=f"{ADAPTERS}:DeepEPHighThroughput", library="deep_ep", package="DeepEP", deals=True, by_eights=True,
+        whole_nodes=True, most_experts=32,
+    ),
+    "deepep_low_latency": Exchange(
+        made_by=f"{ADAPTERS}:DeepEPLowLatency", library="deep_ep", package="DeepEP", deals=True, by_eights=True,
+        most_experts=9, sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),
+    ),
+    "flashinfer_all2allv": Exchange(
+        made_by=f"{ADAPTERS}:FlashInfer", library="flashinfer", package="flashinfer-python"
+    ),
+}  # fmt: skip
+BACKENDS = tuple(EXCHANGES)
+LIBRARIES = tuple(sorted({way.library for way in EXCHANGES.values() if way.library}))  # modules
 NODE_RANKS = 8  # of a node, by DeepEP's kernels; an expert group over nodes takes all of each
-LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # sizes DeepEP's kernels are compiled for
-MOST_EXPERTS_PER_TOKEN = {"deepep_high_throughput": 32, "deepep_low_latency": 9}
 ALIGNED = 16  # bytes of a row of hidden values
 
 
@@ -39,18 +64,19 @@ class ExpertShapes(msgspec.Struct, frozen=True, kw_only=True):
 def check_library(name: str, device: str, libraries: tuple[str, ...] | None) -> None:
     """Raises ConfigError. libraries: modules that can be imported where ranks run, None: that isn't known here, and
     neither is the device."""
-    if name not in LIBRARIES or libraries is None:
+    way = EXCHANGES[name]
+    if not way.library or libraries is None:
         return
-    module, package = LIBRARIES[name]
     if device != "cuda":
         _refuse(name, f"is for CUDA devices, and the device is {device}")
-    if module not in libraries:
-        _refuse(name, f"needs the package {module}, which isn't installed", f"install {package}")
+    if way.library not in libraries:
+        _refuse(name, f"needs the package {way.library}, which isn't installed", f"install {way.package}")
 
 
 def check_shapes(name: str, shapes: ExpertShapes, ranks: int, redundant: int) -> None:
     """Raises ConfigError. ranks: of the expert group."""
-    if name not in LIBRARIES:
+    way = EXCHANGES[name]
+    if not way.library:
         return
     slots = shapes.num_experts + redundant
     if slots % ranks:
@@ -59,13 +85,12 @@ def check_shapes(name: str, shapes: ExpertShapes, ranks: int, redundant: int) ->
         _refuse(name, f"carries bfloat16, and --dtype is {shapes.dtype}")
     if shapes.hidden_size * 2 % ALIGNED:
         _refuse(name, f"moves rows of a multiple of {ALIGNED} bytes, and hidden size {shapes.hidden_size} makes none")
-    most = MOST_EXPERTS_PER_TOKEN.get(name, shapes.top_k)
-    if shapes.top_k > most:
-        _refuse(name, f"sends a token to at most {most} experts, and the model to {shapes.top_k}")
-    if name == "deepep_low_latency" and shapes.hidden_size not in LOW_LATENCY_HIDDEN:
-        sizes = ", ".join(map(str, LOW_LATENCY_HIDDEN))
+    if way.most_experts is not None and shapes.top_k > way.most_experts:
+        _refuse(name, f"sends a token to at most {way.most_experts} experts, and the model to {shapes.top_k}")
+    if way.sizes and shapes.hidden_size not in way.sizes:
+        sizes = ", ".join(map(str, way.sizes))
         _refuse(name, f"has kernels for hidden sizes {sizes}, and the model's is {shapes.hidden_size}")
-    if name == "deepep_high_throughput" and ranks not in (2, 4) and ranks % NODE_RANKS:
+    if way.whole_nodes and ranks not in (2, 4) and ranks % NODE_RANKS:
         _refuse(name, f"is for 2 or 4 ranks, or whole nodes of {NODE_RANKS}, and there are {ranks}")
 
 

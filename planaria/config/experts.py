@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.config.all2all import DEEPEP, DEFAULT, LIBRARIES, ExpertShapes, check_library, check_shapes
+from planaria.config.all2all import DEFAULT, EXCHANGES, ExpertShapes, check_library, check_shapes
 from planaria.config.options import EngineOptions, EPLBConfig, ParallelConfig
 from planaria.errors import ConfigError
 from planaria.models.config import ModelConfig
@@ -29,7 +29,7 @@ MOST_MICRO_BATCHES = 16
 def expert_fields(options: EngineOptions) -> dict[str, Any]:
     """Fields of ParallelConfig. Raises ConfigError."""
     backend = options.all2all_backend
-    if backend in DEEPEP and options.ray_dp_pack_strategy == "fill":
+    if backend is not None and EXCHANGES[backend].by_eights and options.ray_dp_pack_strategy == "fill":
         raise ConfigError(
             "--ray-dp-pack-strategy", "fill",
             f"puts any number of ranks on a node, and those of {_ALL2ALL} {backend} must sit by eights on a node",
@@ -160,7 +160,8 @@ def not_yet(config: ParallelConfig) -> None:
     """Raises ConfigError for what is checked and placed but not run by this version. Whoever adds it takes it out."""
     missing: list[tuple[bool, str, object, str, str]] = [
         (
-            config.enable_expert_parallel and config.all2all_backend in LIBRARIES, _ALL2ALL, config.all2all_backend,
+            config.enable_expert_parallel and bool(EXCHANGES[config.all2all_backend].library),
+            _ALL2ALL, config.all2all_backend,
             "ranks that exchange tokens by that library (its adapter was not run on hardware)", f"use {DEFAULT}",
         ),
     ]  # fmt: skip

@@ -116,7 +116,7 @@ def look(backend: str | None) -> Machine:
         cores=usable_cores(),
         accelerators=num_accelerators(),
         ray_installed=importlib.util.find_spec("ray") is not None,
-        libraries=tuple(m for m in sorted({m for m, _ in LIBRARIES.values()}) if importlib.util.find_spec(m)),
+        libraries=tuple(module for module in LIBRARIES if importlib.util.find_spec(module)),
         in_placement_group=in_placement_group(),
         outer=outer_launcher() if backend == "external_launcher" else None,
         data_parallel=spmd_data_parallel(),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from planaria.config.all2all import BACKENDS as ALL2ALL_BACKENDS
+from planaria.config.all2all import DEFAULT, EXCHANGES
 from planaria.config.declared import UNHASHED, option
 from planaria.config.engine_nodes import EngineNodes
 from planaria.models.config import ModelConfig
@@ -19,7 +19,6 @@ from planaria.topology.packing import STRATEGIES as PACK_STRATEGIES
 DTYPES = ("auto", "float32", "bfloat16")
 TINY = 5e-324  # the least number above 0
 QUANTIZATIONS = ("auto", "none", "q8_0", "q4_1")
-SEQUENCE_PARALLEL = ("naive", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
 
 
 class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,9 +117,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     all2all_backend: Annotated[
         str | None,
         option(
-            "How tokens reach experts of other ranks: naive, allgather_reducescatter, pplx, deepep_high_throughput, "
-            "deepep_low_latency or flashinfer_all2allv; default: allgather_reducescatter.",
-            choices=ALL2ALL_BACKENDS, hashed=True,
+            f"How tokens reach experts of other ranks: {', '.join(EXCHANGES)}; default: {DEFAULT}.",
+            choices=tuple(EXCHANGES), hashed=True,
         ),
     ] = None
     enable_dbo: Annotated[
@@ -363,7 +361,7 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     lanes: Annotated[int, UNHASHED] = 1  # of an engine: its data-parallel ranks, which share the model's experts
     api_process_rank: Annotated[int, UNHASHED] = 0  # which of these server processes this is; -1: it is an engine's
     eplb_config: EPLBConfig = EPLBConfig()  # type: ignore[assignment]
-    all2all_backend: str = "allgather_reducescatter"
+    all2all_backend: str = DEFAULT
 
     @property
     def expert_parallel_size(self) -> int:
@@ -376,7 +374,7 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
         """Are tokens dealt to tensor ranks before experts, so that none is exchanged twice? pplx does it by itself."""
         lanes = self.data_parallel_size * self.lanes
         spread = self.enable_expert_parallel and self.tensor_parallel_size > 1 and lanes > 1
-        return spread and self.all2all_backend in SEQUENCE_PARALLEL
+        return spread and EXCHANGES[self.all2all_backend].deals
 
     @property
     def num_micro_batches(self) -> int:

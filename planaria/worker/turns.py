@@ -95,7 +95,7 @@ class InTurns:
 
     def __init__(self, exchange: All2All, turns: Turns, place: int) -> None:
         self.exchange, self.turns, self.place = exchange, turns, place
-        self.name, self.lanes = exchange.name, exchange.lanes
+        self.lanes = exchange.lanes
         self.counts: Sequence[int] = ()
 
     def begin(self, num_tokens: int) -> int:

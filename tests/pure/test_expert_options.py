@@ -25,7 +25,7 @@ TP2, DP2, DP8 = {"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"data_p
 EP, EPLB = {"enable_expert_parallel": True}, {"enable_eplb": True}
 DP_RAY = {"data_parallel_backend": "ray"}
 DEEPEP_LL = "deepep_low_latency"
-EVERY_LIBRARY = tuple(module for module, _ in LIBRARIES.values())
+EVERY_LIBRARY = LIBRARIES
 
 
 @pytest.fixture(autouse=True)

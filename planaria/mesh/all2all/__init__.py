@@ -2,7 +2,7 @@
 
 An expert group is the ranks of one stage in all lanes. In a step each rank has the tokens of its lane, which all tensor
 ranks of the lane have alike, and computes its own experts' part of every token it is given. A way to exchange them is
-an `All2All`; `make` finds one by its name in the configuration.
+an `All2All`; `make` finds one by its name in the registry (`planaria.config.all2all`).
 
 Rule: all ranks of the group call `begin` once in each step (or `tell` and `count`, which it consists of), then
 `dispatch` and `combine` in turn, as often as there are layers with experts, also with no token of their own. A token's
@@ -13,8 +13,10 @@ wait with CollectiveAborted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
+from planaria.config.all2all import EXCHANGES
 from planaria.mesh.comm import Comm
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 class All2All(Protocol):
     """`lanes`: how many there are; each has at most as many tokens in a step as another may have."""
 
-    name: str
     lanes: int
 
     def begin(self, num_tokens: int) -> int:
@@ -54,11 +55,9 @@ def make(name: str, group: Comm, width: int, limits: tuple[int, int], *, dealt: 
     """group: the expert group, in which the `width` tensor ranks of a lane follow one another. limits: tokens of a lane
     in a step, bytes of a token's hidden values in float32. dealt: tensor ranks share the exchange of their lane's
     tokens (sequence-parallel experts). Raises ValueError for a name that is no way of this package."""
-    from planaria.mesh.all2all.plain import AllGather, Naive
-    from planaria.mesh.all2all.window import Window
-
-    if name == "naive":
-        return Naive(group, width, dealt=dealt)
-    if name != "allgather_reducescatter":
+    way = EXCHANGES.get(name)
+    if way is None or way.library:
         raise ValueError(f"there is no all-to-all {name!r} here")
-    return Window(group, width, limits, dealt=dealt) if group.port else AllGather(group, width, dealt=dealt)
+    module, _, maker = way.made_by.partition(":")
+    made: All2All = getattr(import_module(module), maker)(group, width, limits, dealt=dealt)
+    return made

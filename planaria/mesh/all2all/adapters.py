@@ -37,7 +37,6 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 class Library:
     """What the four have in common. `process_group`: torch.distributed's, of the same ranks."""
 
-    name = ""
     shares_tokens = True  # each tensor rank sends its part of the lane's tokens
 
     def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
@@ -123,7 +122,6 @@ class Batched(Library):
 class Pplx(Batched):
     """pplx-kernels over NVSHMEM. It knows that tensor ranks have the same tokens."""
 
-    name = "pplx"
     shares_tokens = False
 
     def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
@@ -167,8 +165,6 @@ class Pplx(Batched):
 class DeepEPLowLatency(Batched):
     """DeepEP's kernels for few tokens: every rank keeps room for all tokens of all."""
 
-    name = "deepep_low_latency"
-
     def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
         super().__init__(group, process_group, shapes)
         buffer = import_module("deep_ep").Buffer
@@ -194,8 +190,6 @@ class DeepEPLowLatency(Batched):
 
 class DeepEPHighThroughput(Library):
     """DeepEP's kernels for many tokens: a token goes once to each rank that has any of its experts."""
-
-    name = "deepep_high_throughput"
 
     def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
         super().__init__(group, process_group, shapes)
@@ -226,8 +220,6 @@ class DeepEPHighThroughput(Library):
 
 class FlashInfer(Library):
     """FlashInfer's exchange through memory that all devices see (NVLink). It sets its workspace up by itself."""
-
-    name = "flashinfer_all2allv"
 
     def __init__(self, group: Comm, process_group: Any, shapes: Shapes) -> None:
         import torch
@@ -268,8 +260,3 @@ class FlashInfer(Library):
         for rank in range(self.group.size):
             self.group.broadcast(raw(every[rank]), rank)
         return every.flatten(0, 1)
-
-
-ADAPTERS: dict[str, type[Pplx | DeepEPLowLatency | DeepEPHighThroughput | FlashInfer]] = {
-    adapter.name: adapter for adapter in (Pplx, DeepEPLowLatency, DeepEPHighThroughput, FlashInfer)
-}

@@ -47,10 +47,11 @@ class Lanes:
 
 
 class ByMessages:
-    """What both ways have in common."""
+    """What ways that know the lanes' rows have in common. limits: see `make`."""
 
-    def __init__(self, group: Comm, at: Lanes) -> None:
-        self.group, self.at, self.lanes = group, at, at.lanes
+    def __init__(self, group: Comm, width: int, limits: tuple[int, int] = (0, 0), *, dealt: bool = False) -> None:
+        self.group, self.at = group, Lanes(group, width, dealt=dealt)
+        self.lanes = self.at.lanes
 
     def begin(self, num_tokens: int) -> int:
         return self.count(self.tell(num_tokens))
@@ -65,11 +66,6 @@ class ByMessages:
 class Naive(ByMessages):
     """All ranks are told the tokens of each lane, by its first tensor rank or a part by each of them; what they made of
     them is added up everywhere."""
-
-    name = "naive"
-
-    def __init__(self, group: Comm, width: int, *, dealt: bool = False) -> None:
-        super().__init__(group, Lanes(group, width, dealt=dealt))
 
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         at = self.at
@@ -88,11 +84,6 @@ class Naive(ByMessages):
 
 class AllGather(ByMessages):
     """Every rank gets the other lanes' tokens, and gives each lane its part of that lane's sum."""
-
-    name = "allgather_reducescatter"
-
-    def __init__(self, group: Comm, width: int, *, dealt: bool = False) -> None:
-        super().__init__(group, Lanes(group, width, dealt=dealt))
 
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         at, rank = self.at, self.group.rank

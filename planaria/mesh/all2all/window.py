@@ -7,27 +7,31 @@ combine each meet once (twice where tensor ranks share the sums), and nobody is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from planaria.mesh.all2all.plain import Lanes, add_up, cut
+from planaria.mesh.all2all.plain import AllGather, ByMessages, add_up, cut
 from planaria.mesh.comm import Comm
 
 ALIGN = 4096
 OTHER_BYTES = 1024  # of a token: slots and weights of up to 64 experts
 
 
-class Window:
+def gathering(group: Comm, width: int, limits: tuple[int, int], *, dealt: bool) -> ByMessages:
+    """Through shared memory where the group has it, else by messages."""
+    return (Window if group.port else AllGather)(group, width, limits, dealt=dealt)
+
+
+class Window(ByMessages):
     """limits: see `make`."""
 
-    name = "allgather_reducescatter"
+    group: Any  # a NativeComm
 
     def __init__(self, group: Comm, width: int, limits: tuple[int, int], *, dealt: bool = False) -> None:
-        self.group, self.at = cast(Any, group), Lanes(group, width, dealt=dealt)
-        self.lanes = self.at.lanes
+        super().__init__(group, width, dealt=dealt)
         tokens, row = limits
         self._most = tokens * self.lanes
         self._tokens = _up(2 * 8 * group.size)
@@ -43,9 +47,6 @@ class Window:
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         return self._memory[start : start + size].view(dtype).view(shape)
 
-    def begin(self, num_tokens: int) -> int:
-        return self.count(self.tell(num_tokens))
-
     def tell(self, number: int) -> list[int]:
         self._step += 1
         numbers = self._numbers[self._step % 2]  # a rank may read the last step's while another is in the next
@@ -54,7 +55,7 @@ class Window:
         return numbers[:: self.at.width].tolist()
 
     def count(self, counts: Sequence[int]) -> int:
-        total = self.at.count(counts)
+        total = super().count(counts)
         if total > self._most:
             raise ValueError(f"{total} tokens in a step of {self.lanes} lanes: there is room for {self._most}")
         return total
