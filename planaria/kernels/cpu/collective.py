@@ -15,8 +15,7 @@ fence with the rank's number. After that all of these operations do nothing: the
 
 from __future__ import annotations
 
-from planaria.kernels.cpu import layout, native
-from planaria.kernels.cpu.fields import MeetOp, ReceiveOp, ReduceOp, SendOp
+from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.native import atomic_add, atomic_get, atomic_put, get, relax, syscall
 
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
@@ -132,7 +131,7 @@ def exchange(p: int, temp: int, lane: int, source: int, target: int, size: int, 
         done += some
 
 
-def op_reduce(c: int, row: ReduceOp, tid: int, temp: int) -> None:
+def op_reduce(c: int, row: fields.ReduceOp, tid: int, temp: int) -> None:
     p, size = row.port, get(get(c, layout.COUNTS), row.rows) * row.ld
     if atomic_get(p, layout.PORT_FAILED):
         return
@@ -144,7 +143,7 @@ def op_reduce(c: int, row: ReduceOp, tid: int, temp: int) -> None:
     exchange(p, temp, tid, row.part + first, row.target + first, last - first, row.add)
 
 
-def op_meet(row: MeetOp, tid: int) -> None:
+def op_meet(row: fields.MeetOp, tid: int) -> None:
     p = row.port
     if tid > 0 or atomic_get(p, layout.PORT_FAILED):
         return
@@ -160,7 +159,7 @@ def channel(p: int, source: int, target: int) -> int:
     return get(p, layout.PORT_CHANNELS) + (source * get(p, layout.PORT_SIZE) + target) * size
 
 
-def op_send(row: SendOp, tid: int) -> None:
+def op_send(row: fields.SendOp, tid: int) -> None:
     p, peer, source, size = row.port, row.peer, row.address, row.size
     if tid > 0 or atomic_get(p, layout.PORT_FAILED):
         return
@@ -177,7 +176,7 @@ def op_send(row: SendOp, tid: int) -> None:
         done += some
 
 
-def op_receive(row: ReceiveOp, tid: int) -> None:
+def op_receive(row: fields.ReceiveOp, tid: int) -> None:
     p, peer, target, size = row.port, row.peer, row.address, row.size
     if tid > 0 or atomic_get(p, layout.PORT_FAILED):
         return

@@ -34,10 +34,8 @@ class Body:
         self.count = 0
         self.open = True  # the current block has no terminator yet
         self.loops: list[tuple[str, str]] = []  # labels of continue and break
-        self.views = {  # arguments that are addresses of numbers with names: the class that numbers them
-            a.arg: module.constants[a.annotation.id]
-            for a in node.args.args if isinstance(a.annotation, ast.Name) and a.annotation.id in module.constants
-        }  # fmt: skip
+        # arguments that are addresses of numbers with names: the class that numbers them
+        self.views = {a.arg: module.known(a.annotation) for a in node.args.args if module.known(a.annotation)}
 
     def text(self) -> str:
         args = [a.arg for a in self.node.args.args]
@@ -231,12 +229,13 @@ class Body:
                 return str(int(number))
             case ast.Name(id=name) if name in self.variables:
                 return self.op(f"load i64, ptr {self.variables[name]}")
-            case ast.Name(id=name) if isinstance(self.module.constants.get(name), int):
-                return str(self.module.constants[name])
             case ast.Attribute(value=ast.Name(id=name) as owner, attr=field) if name in self.views:
-                return PRIMITIVES["get"](self, [self.value(owner), str(self.number(node, self.views[name], field))])
-            case ast.Attribute(value=ast.Name(id=name), attr=field) if name in self.module.constants:
-                return str(self.number(node, self.module.constants[name], field))
+                word = getattr(self.views[name], field, None)
+                if not isinstance(word, int):
+                    raise self.error(node, f"{field}, which is no field of {self.views[name]},")
+                return PRIMITIVES["get"](self, [self.value(owner), str(word)])
+            case ast.Name() | ast.Attribute() if isinstance(known := self.module.known(node), int):
+                return str(int(known))
             case ast.BinOp(left=left, op=op, right=right):
                 a = self.value(left)
                 return self.binary(node, op, a, self.value(right))
@@ -252,13 +251,6 @@ class Body:
                 raise self.error(node, f"the unknown name {name}")
             case _:
                 raise self.error(node, type(node).__name__)
-
-    def number(self, node: ast.expr, owner: object, name: str) -> int:
-        """What a class or a module calls `name`."""
-        value = getattr(owner, name, None)
-        if not isinstance(value, int):
-            raise self.error(node, f"{name}, which is no number of {getattr(owner, '__name__', owner)},")
-        return value
 
     def conditional(self, test: ast.expr, body: ast.expr, other: ast.expr) -> str:
         yes, no, done = self.label(), self.label(), self.label()
@@ -321,6 +313,15 @@ class Module:
         self.constants = constants
         self.kernels, self.entry, self._entry_symbol = kernels, entry, symbol
 
+    def known(self, node: ast.expr | None) -> object:
+        """The constant, class or module that a name, or a name in one of these, stands for, or None."""
+        match node:
+            case ast.Name(id=name):
+                return self.constants.get(name)
+            case ast.Attribute(value=owner, attr=name):
+                return getattr(self.known(owner), name, None)
+        return None
+
     def symbol(self, name: str) -> str:
         return self._entry_symbol if name == self.entry else f"program.{name}"
 
@@ -337,13 +338,14 @@ declare i64 @syscall(i64, i64, i64, i64, i64, i64, i64) nounwind
 """
 
 
-def _get(body: Body, args: list[str]) -> str:
-    return body.op(f"load i64, ptr {body.place(args[0], args[1], 'i64')}, align 8")
+def _shown(line: Callable[[Body, list[str]], str]) -> Callable[[Body, list[str]], str]:
+    """Of a primitive that gives nothing: its line."""
 
+    def primitive(body: Body, args: list[str]) -> str:
+        body.do(line(body, args))
+        return "0"
 
-def _put(body: Body, args: list[str]) -> str:
-    body.do(f"store i64 {args[2]}, ptr {body.place(args[0], args[1], 'i64')}, align 8")
-    return "0"
+    return primitive
 
 
 def _get32(body: Body, args: list[str]) -> str:
@@ -353,12 +355,7 @@ def _get32(body: Body, args: list[str]) -> str:
 
 def _put32(body: Body, args: list[str]) -> str:
     low = body.op(f"trunc i64 {args[2]} to i32")
-    body.do(f"store i32 {low}, ptr {body.place(args[0], args[1], 'i32')}, align 4")
-    return "0"
-
-
-def _atomic_get(body: Body, args: list[str]) -> str:
-    return body.op(f"load atomic i64, ptr {body.place(args[0], args[1], 'i64')} seq_cst, align 8")
+    return f"store i32 {low}, ptr {body.place(args[0], args[1], 'i32')}, align 4"
 
 
 def _atomic_put(body: Body, args: list[str]) -> str:
@@ -366,37 +363,23 @@ def _atomic_put(body: Body, args: list[str]) -> str:
     return "0"
 
 
-def _atomic_add(body: Body, args: list[str]) -> str:
-    return body.op(f"atomicrmw add ptr {body.place(args[0], args[1], 'i64')}, i64 {args[2]} seq_cst")
-
-
-def _prefetch(body: Body, args: list[str]) -> str:
-    body.do(f"call void @llvm.prefetch.p0(ptr {body.place(args[0], '0', 'i8')}, i32 0, i32 2, i32 1)")
-    return "0"
-
-
-def _prefetch_write(body: Body, args: list[str]) -> str:
-    body.do(f"call void @llvm.prefetch.p0(ptr {body.place(args[0], '0', 'i8')}, i32 1, i32 3, i32 1)")
-    return "0"
-
-
-def _syscall(body: Body, args: list[str]) -> str:
-    passed = ", ".join(f"i64 {a}" for a in args)
-    return body.op(f"call i64 @syscall({passed})")
-
-
-def _clock(body: Body, args: list[str]) -> str:
-    return body.op("call i64 @llvm.readcyclecounter()")
-
-
-def _relax(body: Body, args: list[str]) -> str:
-    body.do("call void @pl_relax()")
-    return "0"
+def _prefetch(how: str) -> Callable[[Body, list[str]], str]:
+    return _shown(lambda body, a: f"call void @llvm.prefetch.p0(ptr {body.place(a[0], '0', 'i8')}, {how})")
 
 
 PRIMITIVES: dict[str, Callable[[Body, list[str]], str]] = {
-    "get": _get, "put": _put, "get32": _get32, "put32": _put32, "atomic_get": _atomic_get,
-    "atomic_put": _atomic_put, "atomic_add": _atomic_add, "prefetch": _prefetch, "syscall": _syscall,
-    "relax": _relax,
-    "clock": _clock, "prefetch_write": _prefetch_write,
-}  # fmt: skip
+    "get": lambda body, a: body.op(f"load i64, ptr {body.place(a[0], a[1], 'i64')}, align 8"),
+    "put": _shown(lambda body, a: f"store i64 {a[2]}, ptr {body.place(a[0], a[1], 'i64')}, align 8"),
+    "get32": _get32,
+    "put32": _shown(_put32),
+    "atomic_get": lambda body, a: body.op(f"load atomic i64, ptr {body.place(a[0], a[1], 'i64')} seq_cst, align 8"),
+    "atomic_put": _atomic_put,
+    "atomic_add": lambda body, a: body.op(
+        f"atomicrmw add ptr {body.place(a[0], a[1], 'i64')}, i64 {a[2]} seq_cst"
+    ),
+    "prefetch": _prefetch("i32 0, i32 2, i32 1"),
+    "prefetch_write": _prefetch("i32 1, i32 3, i32 1"),
+    "syscall": lambda body, a: body.op(f"call i64 @syscall({', '.join(f'i64 {x}' for x in a)})"),
+    "clock": lambda body, a: body.op("call i64 @llvm.readcyclecounter()"),
+    "relax": _shown(lambda body, a: "call void @pl_relax()"),
+}

@@ -53,6 +53,11 @@ class Function:
     def ret(self) -> None:
         self.do("ret void")
 
+    def end(self) -> str:
+        """Return; the finished definition."""
+        self.ret()
+        return self.text()
+
     # integers and addresses
     def add(self, a: str, b: str | int) -> str:
         return a if b == 0 else self.op(f"add i64 {a}, {b}")
@@ -140,6 +145,15 @@ class Function:
         self.lines[place:place] = phis
         self.start(done)
         return names
+
+    def each(self, end: str | int, step: int, body: Callable[[str], None]) -> None:
+        """for i in range(0, end, step): body(i)."""
+
+        def carried_nothing(i: str, _: list[str]) -> list[str]:
+            body(i)
+            return []
+
+        self.loop(0, end, step, [], carried_nothing)
 
     def when(self, condition: str, then: Callable[[], None]) -> None:
         """if condition: then()."""

@@ -27,14 +27,13 @@ def scores() -> str:
     f.do(f"br i1 {f.op(f'icmp eq i64 %kind, {SOFTMAX}')}, label %{soft}, label %{sigmoid}")
     f.start(sigmoid)
 
-    def logistic(i: str, _: list[str]) -> list[str]:
+    def logistic(i: str) -> None:
         place = f.shl(i, 2)
         e = exp(f, f.op(f"fneg {F32} {f.load(F32, f.at(x, place), 4)}"))
         s = f.vec("fdiv", f.const_f32(1.0), f.vec("fadd", e, f.const_f32(1.0)))
         f.store(F32, f.op(f"select <16 x i1> {valid(i)}, {F32} {s}, {F32} zeroinitializer"), f.at(out, place), 4)
-        return []
 
-    f.loop(0, "%padded", 16, [], logistic)
+    f.each("%padded", 16, logistic)
     f.branch(done)
     f.start(soft)
 
@@ -56,16 +55,14 @@ def scores() -> str:
     sums = f.loop(0, "%padded", 16, [(F32, "zeroinitializer")], raise_e)[0]
     whole = f.splat("float", total(f, sums))
 
-    def divide(i: str, _: list[str]) -> list[str]:
+    def divide(i: str) -> None:
         place = f.at(out, f.shl(i, 2))
         f.store(F32, f.vec("fdiv", f.load(F32, place, 4), whole), place, 4)
-        return []
 
-    f.loop(0, "%padded", 16, [], divide)
+    f.each("%padded", 16, divide)
     f.branch(done)
     f.start(done)
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 def weigh() -> str:
@@ -79,15 +76,13 @@ def weigh() -> str:
     whole = f.op(f"fadd float {f.loop(0, '%count', 1, [('float', literal(0.0))], add)[0]}, {literal(LEAST)}")
     divisor = f.op(f"select i1 {f.op('icmp ne i64 %renormalise, 0')}, float {whole}, float {literal(1.0)}")
 
-    def write(i: str, _: list[str]) -> list[str]:
+    def write(i: str) -> None:
         place = f.at(w, f.shl(i, 2))
         part = f.op(f"fdiv float {f.load('float', place, 4)}, {divisor}")
         f.store("float", f.op(f"fmul float {part}, {scaling}"), place, 4)
-        return []
 
-    f.loop(0, "%count", 1, [], write)
-    f.ret()
-    return f.text()
+    f.each("%count", 1, write)
+    return f.end()
 
 
 def combine() -> str:
@@ -96,7 +91,7 @@ def combine() -> str:
     place, weights, out = f.ptr("%place"), f.ptr("%weights"), f.ptr("%out")
     more = f.op("icmp ne i64 %add, 0")
 
-    def columns(i: str, _: list[str]) -> list[str]:
+    def columns(i: str) -> None:
         at = f.shl(i, 2)
 
         def expert(j: str, acc: list[str]) -> list[str]:
@@ -112,11 +107,9 @@ def combine() -> str:
         target = f.at(out, at)
         joined = f.vec("fadd", f.load(F32, target, 4), whole)
         f.store(F32, f.op(f"select i1 {more}, {F32} {joined}, {F32} {whole}"), target, 4)
-        return []
 
-    f.loop(0, "%padded", 16, [], columns)
-    f.ret()
-    return f.text()
+    f.each("%padded", 16, columns)
+    return f.end()
 
 
 def gate(target: Target) -> str:
@@ -126,14 +119,12 @@ def gate(target: Target) -> str:
     e = exp(f, f.op(f"fneg {F32} {f.splat('float', f.load('float', f.ptr('%logit'), 4))}"))
     factor = f.vec("fdiv", f.const_f32(1.0), f.vec("fadd", e, f.const_f32(1.0)))
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         place = f.mul(i, target.item)
         act.store(f, f.vec("fmul", act.load(f, f.at(x, place)), factor), f.at(out, place))
-        return []
 
-    f.loop(0, "%padded", 16, [], body)
-    f.ret()
-    return f.text()
+    f.each("%padded", 16, body)
+    return f.end()
 
 
 def squares(target: Target) -> str:
@@ -147,8 +138,7 @@ def squares(target: Target) -> str:
 
     sums = f.loop(0, "%count", 16, [(F32, "zeroinitializer")], body)[0]
     f.store("float", total(f, sums), f.ptr("%out"), 4)
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 def rescale(target: Target) -> str:
@@ -158,15 +148,13 @@ def rescale(target: Target) -> str:
     first = f.op(f"insertelement {F32} zeroinitializer, float {f.load('float', f.ptr('%sum'), 4)}, i64 0")
     scale = inverse_rms(f, first, "%whole", f.float_of("%eps"))
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         place = f.at(x, f.mul(i, target.item))
         v = f.vec("fmul", act.load(f, place), scale)
         act.store(f, f.vec("fmul", v, f.load(F32, f.at(weight, f.shl(i, 2)), 4)), place)
-        return []
 
-    f.loop(0, "%count", 16, [], body)
-    f.ret()
-    return f.text()
+    f.each("%count", 16, body)
+    return f.end()
 
 
 def expert_module(target: Target) -> str:

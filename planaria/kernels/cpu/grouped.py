@@ -10,18 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planaria.kernels.cpu import layout, native
-from planaria.kernels.cpu.fields import (
-    ROW_WORDS,
-    CombineOp,
-    GateOp,
-    GroupedOp,
-    LinearOp,
-    RescaleOp,
-    RouteOp,
-    SortOp,
-    SquaresOp,
-)
+from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.micro import Q4_1
 from planaria.kernels.cpu.native import atomic_add, get, get32, put, put32
 from planaria.kernels.cpu.products import block, take_rows
@@ -38,7 +27,7 @@ def ordered(bits: int) -> int:
     return bits
 
 
-def close_groups(row: RouteOp, choice: int, temp: int) -> None:
+def close_groups(row: fields.RouteOp, choice: int, temp: int) -> None:
     """Close the experts of all groups but the best; of two alike the first is better."""
     experts, groups = row.experts, row.groups
     members, padded = experts // groups, (groups + 15) >> 4 << 4
@@ -69,7 +58,7 @@ def close_groups(row: RouteOp, choice: int, temp: int) -> None:
                 put32(choice, e, CLOSED)
 
 
-def op_route(c: int, row: RouteOp, tid: int) -> None:
+def op_route(c: int, row: fields.RouteOp, tid: int) -> None:
     n, threads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), get(c, layout.THREADS)
     k, experts, load = row.k, row.experts, row.load
     padded = (experts + 15) >> 4 << 4
@@ -103,7 +92,7 @@ def op_route(c: int, row: RouteOp, tid: int) -> None:
         native.weigh(row.weights + t * k * 4, k, row.renormalize, row.scaling)
 
 
-def op_sort(c: int, row: SortOp, tid: int) -> None:
+def op_sort(c: int, row: fields.SortOp, tid: int) -> None:
     n, threads, k = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS), row.k
     starts, places, held = row.starts, row.places, row.held
     if tid == 0:
@@ -138,7 +127,7 @@ def blocks_of(rows: int) -> int:
     return (rows + layout.ROW_BLOCK - 1) // layout.ROW_BLOCK
 
 
-def op_grouped(c: int, row: GroupedOp, tid: int, ticket: int) -> None:
+def op_grouped(c: int, row: fields.GroupedOp, tid: int, ticket: int) -> None:
     held, starts, threads = row.held, row.starts, get(c, layout.THREADS)
     total = get(starts, held)
     if total == 0:
@@ -163,8 +152,8 @@ def op_grouped(c: int, row: GroupedOp, tid: int, ticket: int) -> None:
         units += blocks_of(get(starts, s + 1) - get(starts, s)) * groups
     line: Any  # this operation as one of a single slot; ready: the first of the rows it has at hand
     line, ready = mine + layout.STATE, -1
-    native.copy(line, row, ROW_WORDS * 8)
-    put(line, LinearOp.attend, 0)
+    native.copy(line, row, fields.ROW_WORDS * 8)
+    put(line, fields.LinearOp.attend, 0)
     while True:
         taken = grab(ticket, units, threads)
         if taken == 0:
@@ -179,9 +168,9 @@ def op_grouped(c: int, row: GroupedOp, tid: int, ticket: int) -> None:
                 s += 1
                 continue
             part, panel = (unit - passed) // groups, (unit - passed) % groups * most
-            put(line, LinearOp.w, get(row.table, s))
-            put(line, LinearOp.x, row.x + first * row.ldx)
-            put(line, LinearOp.out, row.out + first * row.ldo)
+            put(line, fields.LinearOp.w, get(row.table, s))
+            put(line, fields.LinearOp.x, row.x + first * row.ldx)
+            put(line, fields.LinearOp.out, row.out + first * row.ldo)
             begin, stop = rows * part // parts, rows * (part + 1) // parts
             if first + begin != ready:
                 take_rows(line, mine, begin, stop)
@@ -190,7 +179,7 @@ def op_grouped(c: int, row: GroupedOp, tid: int, ticket: int) -> None:
             unit += 1
 
 
-def op_combine(c: int, row: CombineOp, tid: int) -> None:
+def op_combine(c: int, row: fields.CombineOp, tid: int) -> None:
     n, threads, k = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS), row.k
     for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
         native.combine(
@@ -199,7 +188,7 @@ def op_combine(c: int, row: CombineOp, tid: int) -> None:
         )  # fmt: skip
 
 
-def op_gate(c: int, row: GateOp, tid: int) -> None:
+def op_gate(c: int, row: fields.GateOp, tid: int) -> None:
     n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
         native.gate(
@@ -207,7 +196,7 @@ def op_gate(c: int, row: GateOp, tid: int) -> None:
         )
 
 
-def op_squares(c: int, row: SquaresOp, tid: int) -> None:
+def op_squares(c: int, row: fields.SquaresOp, tid: int) -> None:
     n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
         x, out = row.x + r * row.ldx, row.out + r * row.ldo
@@ -218,7 +207,7 @@ def op_squares(c: int, row: SquaresOp, tid: int) -> None:
         native.squares(x + row.second, row.last, out + 4)
 
 
-def op_rescale(c: int, row: RescaleOp, tid: int) -> None:
+def op_rescale(c: int, row: fields.RescaleOp, tid: int) -> None:
     n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
         x, sums = row.x + r * row.ldx, row.sums + r * row.lds

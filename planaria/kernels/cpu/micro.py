@@ -164,18 +164,18 @@ class Elements:
 
 
 def dispatcher(name: str, args: Sequence[str], selector: str, cases: dict[int, str]) -> str:
-    """A function that calls one of the cases by the value of its argument `selector`, which the cases get as well."""
+    """A function that calls one of the cases (each the last function of its IR) by the value of its argument
+    `selector`, which the cases get as well."""
     f = Function(name, args)
     passed = ", ".join(f"i64 %{a}" for a in args)
     table = " ".join(f"i64 {key}, label %c{key}" for key in cases)
     f.do(f"switch i64 %{selector}, label %none [ {table} ]")
     for key, callee in cases.items():
         f.start(f"c{key}")
-        f.do(f"tail call void @{callee}({passed})")
+        f.do(f"tail call void @{callee.rpartition('define void @')[2].partition('(')[0]}({passed})")
         f.ret()
     f.start("none")
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str, mode: str, bias: str) -> None:
@@ -315,8 +315,7 @@ def values(target: Target, rows: int, panels: int) -> str:
             place = f.at(pointer, 64 * v)
             old = f.vec("fmul", f.load(F32, place, 4), keep)
             f.store(F32, f.fma(sums[r * panels + v], take, old), place, 4)
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 def nibble_table(kind: int) -> list[int]:
@@ -479,8 +478,7 @@ def part(target: Target, rows: int, panels: int, minimum: bool) -> str:
             if m:
                 total = f.fma(block_sum(f, ss[r], "0"), m, total)
             f.store(F32, total, place, 64)
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 WIDE_ARGS = (
@@ -541,8 +539,7 @@ def wide(target: Target, kind: int, panels: int) -> str:
         return after
 
     f.loop(0, "%blocks", 1, [("i64", "%fetch")], body)
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 SETTLE_ARGS = ("panels", "rows", "acc", "out", "ldo", "mode", "bias")
@@ -556,14 +553,13 @@ def settle(target: Target, panels: int) -> str:
     values = [row.load(F32, row.at(acc, 64 * v), 64) for v in range(panels)]
     finish(row, target, [values], "%out", "%ldo", "%mode", "%bias")
 
-    def body(r: str, _: list[str]) -> list[str]:
+    def body(r: str) -> None:
         place = f.op(f"add i64 %acc, {f.mul(r, 64 * panels)}")
         out = f.op(f"add i64 %out, {f.mul(r, '%ldo')}")
         passed = f"i64 1, i64 1, i64 {place}, i64 {out}, i64 %ldo, i64 %mode, i64 %bias"
         f.do(f"call void @pl_settle_row_{panels}({passed})")
-        return []
 
-    f.loop(0, "%rows", 1, [], body)
+    f.each("%rows", 1, body)
     f.ret()
     return row.text() + f.text()
 
@@ -575,49 +571,27 @@ def constant(name: str, value: int) -> str:
 
 def matrix_module(target: Target) -> str:
     """IR of all tiles and of the functions that choose one."""
-    parts: list[str] = []
-    cases: dict[int, str] = {}
-    for panels in sorted({1, target.tile_panels}):
-        for rows in range(1, target.tile_rows + 1):
-            parts.append(tile(target, rows, panels))
-            cases[rows * 4 + panels] = f"pl_tile_{rows}_{panels}"
-    # the caller passes rows * 4 + panels as `rows`
-    parts.append(dispatcher("pl_tile", TILE_ARGS, "rows", cases))
-    if target.tile_panels == 1:
-        parts += [tile(target, rows, 1, "pl_row_tile") for rows in range(1, target.tile_rows + 1)]
-        cases = {rows * 4 + 1: f"pl_row_tile_{rows}_1" for rows in range(1, target.tile_rows + 1)}
-    parts.append(dispatcher("pl_row_tile", TILE_ARGS, "rows", cases))
-    cases = {}
-    for panels in sorted({1, target.value_panels}):
-        for rows in range(1, target.value_rows + 1):
-            parts.append(values(target, rows, panels))
-            cases[rows * 8 + panels] = f"pl_values_{rows}_{panels}"
-    parts.append(dispatcher("pl_values", VALUE_ARGS, "rows", cases))
-    cases = {}
-    for kind in (Q8_0, Q4_0, Q4_1):
-        for rows in range(1, target.inline_rows + 1):
-            parts.append(packed(target, kind, rows))
-            cases[rows * 4 + kind] = f"pl_packed_{kind}_{rows}"
-    parts.append(dispatcher("pl_packed", PACKED_ARGS, "rows", cases))
-    cases, settled = {}, {}
-    for panels in sorted({1, target.tile_panels}):
-        for minimum in (False, True):
-            parts += [part(target, rows, panels, minimum) for rows in range(1, target.tile_rows + 1)]
-        for kind in (Q8_0, Q4_0, Q4_1):
-            parts.append(wide(target, kind, panels))
-            cases[panels * 4 + kind] = f"pl_wide_{kind}_{panels}"
-        parts.append(settle(target, panels))
-        settled[panels] = f"pl_settle_{panels}"
-    parts.append(dispatcher("pl_wide", WIDE_ARGS, "select", cases))
-    parts.append(dispatcher("pl_settle", SETTLE_ARGS, "panels", settled))
-    for name, value in {
-        "pl_tile_rows": target.tile_rows,
-        "pl_tile_panels": target.tile_panels,
-        "pl_value_rows": target.value_rows,
-        "pl_value_panels": target.value_panels,
-        "pl_inline_rows": target.inline_rows,
-        "pl_item": target.item,
+    rows, inline = range(1, target.tile_rows + 1), range(1, target.inline_rows + 1)
+    widths, value_widths = sorted({1, target.tile_panels}), sorted({1, target.value_panels})
+    kinds = (Q8_0, Q4_0, Q4_1)
+    tiles = {r * 4 + v: tile(target, r, v) for v in widths for r in rows}
+    row_tiles = {r * 4 + 1: tile(target, r, 1, "pl_row_tile") for r in rows} if target.tile_panels == 1 else {}
+    sums = {r * 8 + v: values(target, r, v) for v in value_widths for r in range(1, target.value_rows + 1)}
+    inlined = {r * 4 + kind: packed(target, kind, r) for kind in kinds for r in inline}
+    wides = {v * 4 + kind: wide(target, kind, v) for v in widths for kind in kinds}
+    settles = {v: settle(target, v) for v in widths}
+    parts = [part(target, r, v, minimum) for v in widths for minimum in (False, True) for r in rows]
+    for cases in (tiles, row_tiles, sums, inlined, wides, settles):
+        parts += cases.values()
+    parts += [  # the caller passes rows * 4 + panels, or the like, as `rows`
+        dispatcher("pl_tile", TILE_ARGS, "rows", tiles),
+        dispatcher("pl_row_tile", TILE_ARGS, "rows", row_tiles or tiles),
+        dispatcher("pl_values", VALUE_ARGS, "rows", sums), dispatcher("pl_packed", PACKED_ARGS, "rows", inlined),
+        dispatcher("pl_wide", WIDE_ARGS, "select", wides), dispatcher("pl_settle", SETTLE_ARGS, "panels", settles),
+    ]  # fmt: skip
+    sizes = {
+        "pl_tile_rows": target.tile_rows, "pl_tile_panels": target.tile_panels, "pl_value_rows": target.value_rows,
+        "pl_value_panels": target.value_panels, "pl_inline_rows": target.inline_rows, "pl_item": target.item,
         "pl_widens": int(target.widens),
-    }.items():
-        parts.append(constant(name, value))
-    return "\n".join(parts)
+    }  # fmt: skip
+    return "\n".join([*parts, *(constant(name, value) for name, value in sizes.items())])

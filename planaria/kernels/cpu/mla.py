@@ -5,14 +5,13 @@ Written like program.py, and part of the interpreter's program. Attention itself
 
 from __future__ import annotations
 
-from planaria.kernels.cpu import layout, native
-from planaria.kernels.cpu.fields import ByHeadOp, MlaStoreOp
+from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.micro import STORE_ACT
 from planaria.kernels.cpu.native import atomic_add, get, get32, put
 from planaria.kernels.cpu.threads import clear, whole_chunks
 
 
-def op_mla_store(c: int, row: MlaStoreOp, first: int, last: int, mine: int) -> None:
+def op_mla_store(c: int, row: fields.MlaStoreOp, first: int, last: int, mine: int) -> None:
     n, slots = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.slots
     rank, rotated, size = row.rank, row.rotated, row.block_size
     width = (rank + rotated) * native.item()
@@ -33,7 +32,7 @@ def op_mla_store(c: int, row: MlaStoreOp, first: int, last: int, mine: int) -> N
         native.store_key(key, place + (offset & 15) * 4, width >> 2)
 
 
-def op_by_head(c: int, row: ByHeadOp, ticket: int, mine: int) -> None:
+def op_by_head(c: int, row: fields.ByHeadOp, ticket: int, mine: int) -> None:
     n, heads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.heads
     units = heads * ((n + layout.ROW_BLOCK - 1) // layout.ROW_BLOCK)
     unit = atomic_add(ticket, 0, 1)
@@ -53,7 +52,7 @@ def op_by_head(c: int, row: ByHeadOp, ticket: int, mine: int) -> None:
         unit = atomic_add(ticket, 0, 1)
 
 
-def head_product(c: int, row: ByHeadOp, mine: int, h: int, x: int, out: int, count: int) -> None:
+def head_product(c: int, row: fields.ByHeadOp, mine: int, h: int, x: int, out: int, count: int) -> None:
     """`count` rows x the panels of head h."""
     panel, end, stride = 0, row.panels, row.stride
     w = row.w + h * end * stride

@@ -47,18 +47,14 @@ def latents(target: Target, rows: int, steps: int) -> str:
             old = f.op(f"fmul float {f.load('float', place, 4)}, {keep}")
             new = f.op(f"fmul float {total(f, sums[r * columns + k])}, {take}")
             f.store("float", f.op(f"fadd float {old}, {new}"), place, 4)
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 def mla_module(target: Target) -> str:
     """IR of all these tiles and of the function that chooses one: by rows * 8 + steps."""
     most_rows, most_steps = target.latent_rows, target.latent_steps
-    parts: list[str] = []
-    cases: dict[int, str] = {}
-    for rows in range(1, most_rows + 1):
-        parts.append(latents(target, rows, most_steps))
-        cases[rows * 8 + most_steps] = f"pl_latents_{rows}_{most_steps}"
-    parts.append(dispatcher("pl_latents", VALUE_ARGS, "rows", cases))
-    parts += [constant("pl_latent_rows", most_rows), constant("pl_latent_steps", most_steps)]
-    return "\n".join(parts)
+    cases = {
+        rows * 8 + most_steps: latents(target, rows, most_steps) for rows in range(1, most_rows + 1)
+    }
+    sizes = constant("pl_latent_rows", most_rows), constant("pl_latent_steps", most_steps)
+    return "\n".join([*cases.values(), dispatcher("pl_latents", VALUE_ARGS, "rows", cases), *sizes])

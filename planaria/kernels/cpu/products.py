@@ -6,14 +6,14 @@ Written like program.py. The rule: how work is cut depends on row counts only wh
 
 from __future__ import annotations
 
-from planaria.kernels.cpu import layout, native
-from planaria.kernels.cpu.fields import AttendOp, LinearOp
+from planaria.kernels.cpu import fields, layout, native
+from planaria.kernels.cpu.fields import AttendOp
 from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT, STREAM_AHEAD
 from planaria.kernels.cpu.native import get, get32, put
 from planaria.kernels.cpu.threads import barrier, bring, grab, scratch, share
 
 
-def foresee(c: int, row: LinearOp, mine: int, most: int) -> int:
+def foresee(c: int, row: fields.LinearOp, mine: int, most: int) -> int:
     """Choose up to `most` lines of keys and values of the next attention to come into the cache now: how many, their
     address in PLAN. Each thread walks over every so many-th sequence; attention sets it back to the start."""
     attend, s = row.attend, get(mine + layout.CURSOR, 0)
@@ -40,7 +40,7 @@ def foresee(c: int, row: LinearOp, mine: int, most: int) -> int:
     return count
 
 
-def foresee_list(c: int, row: LinearOp, mine: int, count: int, useless: int) -> None:
+def foresee_list(c: int, row: fields.LinearOp, mine: int, count: int, useless: int) -> None:
     """Addresses of 8 lines each for `wide` to fetch; where there are no more, one of what is there already."""
     i = 0
     while i < count:
@@ -54,13 +54,13 @@ def foresee_list(c: int, row: LinearOp, mine: int, count: int, useless: int) -> 
             i += 1
 
 
-def widened(row: LinearOp, mine: int) -> int:
+def widened(row: fields.LinearOp, mine: int) -> int:
     """Where a thread has the rows of its block in float32, on targets that widen them: behind the tiles of a fused
     activation."""
     return mine + row.temp + 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * native.item()
 
 
-def take_rows(row: LinearOp, mine: int, first: int, last: int) -> None:
+def take_rows(row: fields.LinearOp, mine: int, first: int, last: int) -> None:
     """To be called before the blocks of rows [first, last)."""
     if native.widens() and row.kind == DENSE:
         count = 2 * row.length
@@ -69,7 +69,7 @@ def take_rows(row: LinearOp, mine: int, first: int, last: int) -> None:
 
 
 def product(
-    c: int, row: LinearOp, mine: int, sums: int, first: int, last: int, panel: int, end: int, out: int, ldo: int,
+    c: int, row: fields.LinearOp, mine: int, sums: int, first: int, last: int, panel: int, end: int, out: int, ldo: int,
     mode: int, next_panel: int,
 ) -> None:  # fmt: skip
     """Rows [first, last) x panels [panel, end) into out, where row `first`, panel `panel` begin. next_panel: the one
@@ -130,7 +130,7 @@ def product(
         out += panels * wide
 
 
-def block(c: int, row: LinearOp, mine: int, sums: int, first: int, last: int, panel: int, end: int) -> None:
+def block(c: int, row: fields.LinearOp, mine: int, sums: int, first: int, last: int, panel: int, end: int) -> None:
     """Rows [first, last) x panels [panel, end) of a linear operation."""
     half, out, ldo, mode = row.half, row.out, row.ldo, row.mode
     out += first * ldo
@@ -155,7 +155,7 @@ def block(c: int, row: LinearOp, mine: int, sums: int, first: int, last: int, pa
         panel = stop
 
 
-def op_linear(c: int, row: LinearOp, tid: int, ticket: int) -> None:
+def op_linear(c: int, row: fields.LinearOp, tid: int, ticket: int) -> None:
     n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
     if n == 0:
         return

@@ -10,32 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from planaria.kernels.cpu import layout, native
+from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.collective import op_meet, op_receive, op_reduce, op_send
-from planaria.kernels.cpu.fields import (
-    CODE,
-    ROW_WORDS,
-    AttendOp,
-    ByHeadOp,
-    CombineOp,
-    EmbedOp,
-    GateOp,
-    GroupedOp,
-    LinearOp,
-    MeetOp,
-    MlaStoreOp,
-    NormOp,
-    ReceiveOp,
-    ReduceOp,
-    RescaleOp,
-    RopeOp,
-    RouteOp,
-    SendOp,
-    SiluOp,
-    SortOp,
-    SquaresOp,
-    TakeOp,
-)
 from planaria.kernels.cpu.grouped import op_combine, op_gate, op_grouped, op_rescale, op_route, op_sort, op_squares
 from planaria.kernels.cpu.micro import STORE_F32
 from planaria.kernels.cpu.mla import op_by_head, op_mla_store
@@ -46,7 +22,7 @@ from planaria.kernels.cpu.threads import barrier, bring, clear, scratch, share, 
 # Operations
 
 
-def op_embed(c: int, row: EmbedOp, tid: int) -> None:
+def op_embed(c: int, row: fields.EmbedOp, tid: int) -> None:
     n, threads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), get(c, layout.THREADS)
     for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
         token = get32(row.tokens, t) - row.first
@@ -59,7 +35,7 @@ def op_embed(c: int, row: EmbedOp, tid: int) -> None:
         native.embed(row.kind, panel, panel + row.scales, token & 15, row.length, row.out + t * row.ldo)
 
 
-def op_norm(c: int, row: NormOp, tid: int) -> None:
+def op_norm(c: int, row: fields.NormOp, tid: int) -> None:
     n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
         x, out = row.x + r * row.ldx, row.out + r * row.ldo
@@ -70,21 +46,21 @@ def op_norm(c: int, row: NormOp, tid: int) -> None:
             native.norm(x, row.weight, out, row.padded, row.count, row.eps)
 
 
-def op_silu(c: int, row: SiluOp, tid: int) -> None:
+def op_silu(c: int, row: fields.SiluOp, tid: int) -> None:
     n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
         x, half = row.x + r * row.ldx, row.half
         native.silu(x, x + half * native.item(), row.out + r * row.ldo, half, row.padded)
 
 
-def op_take(c: int, row: TakeOp, tid: int) -> None:
+def op_take(c: int, row: fields.TakeOp, tid: int) -> None:
     n, threads = get(get(c, layout.COUNTS), layout.ROWS_SAMPLES), get(c, layout.THREADS)
     for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
         source = row.x + get32(row.index, r) * row.ld
         native.copy(row.out + r * row.ld, source, row.ld)
 
 
-def op_rope(c: int, row: RopeOp, tid: int) -> None:
+def op_rope(c: int, row: fields.RopeOp, tid: int) -> None:
     n, threads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), get(c, layout.THREADS)
     slots = row.slots
     start = whole_chunks(slots, share(n, tid, threads), n)
@@ -115,7 +91,7 @@ def op_rope(c: int, row: RopeOp, tid: int) -> None:
             native.store_value(v, place + chunk + h * per_head, token, dim)
 
 
-def attend_tile(c: int, row: AttendOp, mine: int, s: int, h: int, first: int, count: int) -> None:
+def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: int, count: int) -> None:
     """Tokens [first, first + count) of sequence s, for the query heads of key head h."""
     item = native.item()
     size, dim = row.block_size, row.value_dim  # of values
@@ -228,7 +204,7 @@ def sum_keys(dim: int, rows: int, p: int, kp: int, chunks: int, o: int, state: i
             )  # fmt: skip
 
 
-def op_attend(c: int, row: AttendOp, tid: int, ticket: int) -> None:
+def op_attend(c: int, row: fields.AttendOp, tid: int, ticket: int) -> None:
     sequences, kv_heads = get(get(c, layout.COUNTS), layout.SEQUENCES), row.groups
     group = row.heads // kv_heads
     tokens = max(1, layout.QUERY_ROWS // group)
@@ -255,48 +231,48 @@ def execute(c: int, tid: int) -> None:
     row: Any  # of the kind that its code says
     tape, tickets = get(c, layout.TAPE), get(c, layout.TICKETS)
     for i in range(get(c, layout.OPS)):
-        row, ticket = tape + i * ROW_WORDS * 8, tickets + i * layout.TICKET_BYTES
-        code = get(row, CODE)
-        if code == LinearOp.code:
+        row, ticket = tape + i * fields.ROW_WORDS * 8, tickets + i * layout.TICKET_BYTES
+        code = get(row, fields.CODE)
+        if code == fields.LinearOp.code:
             op_linear(c, row, tid, ticket)
-        elif code == NormOp.code:
+        elif code == fields.NormOp.code:
             op_norm(c, row, tid)
-        elif code == AttendOp.code:
+        elif code == fields.AttendOp.code:
             op_attend(c, row, tid, ticket)
-        elif code == RopeOp.code:
+        elif code == fields.RopeOp.code:
             op_rope(c, row, tid)
-        elif code == EmbedOp.code:
+        elif code == fields.EmbedOp.code:
             op_embed(c, row, tid)
-        elif code == ByHeadOp.code:
+        elif code == fields.ByHeadOp.code:
             op_by_head(c, row, ticket, scratch(c, tid))
-        elif code == MlaStoreOp.code:
+        elif code == fields.MlaStoreOp.code:
             n, threads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), get(c, layout.THREADS)
             op_mla_store(c, row, share(n, tid, threads), share(n, tid + 1, threads), scratch(c, tid))
-        elif code == TakeOp.code:
+        elif code == fields.TakeOp.code:
             op_take(c, row, tid)
-        elif code == SiluOp.code:
+        elif code == fields.SiluOp.code:
             op_silu(c, row, tid)
-        elif code == ReduceOp.code:
+        elif code == fields.ReduceOp.code:
             op_reduce(c, row, tid, scratch(c, tid) + layout.TEMP)
-        elif code == MeetOp.code:
+        elif code == fields.MeetOp.code:
             op_meet(row, tid)
-        elif code == SendOp.code:
+        elif code == fields.SendOp.code:
             op_send(row, tid)
-        elif code == ReceiveOp.code:
+        elif code == fields.ReceiveOp.code:
             op_receive(row, tid)
-        elif code == GroupedOp.code:
+        elif code == fields.GroupedOp.code:
             op_grouped(c, row, tid, ticket)
-        elif code == RouteOp.code:
+        elif code == fields.RouteOp.code:
             op_route(c, row, tid)
-        elif code == SortOp.code:
+        elif code == fields.SortOp.code:
             op_sort(c, row, tid)
-        elif code == CombineOp.code:
+        elif code == fields.CombineOp.code:
             op_combine(c, row, tid)
-        elif code == GateOp.code:
+        elif code == fields.GateOp.code:
             op_gate(c, row, tid)
-        elif code == SquaresOp.code:
+        elif code == fields.SquaresOp.code:
             op_squares(c, row, tid)
-        elif code == RescaleOp.code:
+        elif code == fields.RescaleOp.code:
             op_rescale(c, row, tid)
         barrier(c)
         if tid == 0 and get(c, layout.TRACE):

@@ -8,20 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.kernels.cpu import experts as mixture
-from planaria.kernels.cpu import layout, mla_rows
+from planaria.kernels.cpu import fields, layout, mla_rows
 from planaria.kernels.cpu.caches import PagedKV, PagedLatents
-from planaria.kernels.cpu.fields import (
-    AttendOp,
-    EmbedOp,
-    GateOp,
-    LinearOp,
-    NormOp,
-    RescaleOp,
-    RopeOp,
-    SiluOp,
-    SquaresOp,
-    TakeOp,
-)
 from planaria.kernels.cpu.micro import ADD_RESIDUAL, STORE_ACT, STORE_F32
 from planaria.kernels.cpu.pack import Packed, up
 from planaria.kernels.cpu.recorder import Recorder, float_bits
@@ -67,8 +55,8 @@ class RecordedOps:
         out = self.recorder.new(layout.ROWS_TOKENS, table.columns, "float32")
         self.recorder.own(table)
         self.recorder.add(
-            EmbedOp, kind=table.kind, w=table.address, stride=table.stride, scales=table.scales, length=table.length,
-            out=out.buffer, ldo=out.ld, tokens=self.batch.tokens.ctypes.data, rows=table.rows,
+            fields.EmbedOp, kind=table.kind, w=table.address, stride=table.stride, scales=table.scales,
+            length=table.length, out=out.buffer, ldo=out.ld, tokens=self.batch.tokens.ctypes.data, rows=table.rows,
             first=0 if whole or vocab is None else vocab.start, partial=int(not whole),
         )  # fmt: skip
         return out if whole else self.recorder.reduce(out, out)
@@ -87,7 +75,7 @@ class RecordedOps:
         out = self.recorder.new(x.rows, x.columns)
         self.recorder.own(weight)
         self.recorder.add(
-            NormOp, x=x.buffer, ldx=x.ld, weight=weight.address, out=out.buffer, ldo=out.ld,
+            fields.NormOp, x=x.buffer, ldx=x.ld, weight=weight.address, out=out.buffer, ldo=out.ld,
             padded=up(x.columns, 16), count=x.columns, eps=float_bits(eps), rows=x.rows, narrow=int(narrow),
         )  # fmt: skip
         return out
@@ -118,7 +106,7 @@ class RecordedOps:
             raise ValueError(f"linear: {x.columns} columns into a weight with K = {w.columns}")
         self.recorder.wants_product(w, self.batch.max_tokens)
         self.recorder.add(
-            LinearOp, kind=w.kind, w=w.address, stride=w.stride, scales=w.scales, length=w.length, x=x.buffer,
+            fields.LinearOp, kind=w.kind, w=w.address, stride=w.stride, scales=w.scales, length=w.length, x=x.buffer,
             ldx=x.ld, out=out.buffer, ldo=out.ld, mode=mode, bias=w.bias.ctypes.data, rows=x.rows, half=0,
             temp=self.recorder.tile_bytes(w), panels=w.panels, attend=0,
         )  # fmt: skip
@@ -139,7 +127,7 @@ class RecordedOps:
         out = self.recorder.new(qkv.rows, num_heads * head_dim)
         self.recorder.own(kv, rope, q_norm, k_norm)
         self.recorder.add(
-            RopeOp, x=qkv.buffer, ldx=qkv.ld, out=out.buffer, ldo=out.ld, cache=kv.memory.address,
+            fields.RopeOp, x=qkv.buffer, ldx=qkv.ld, out=out.buffer, ldo=out.ld, cache=kv.memory.address,
             block_bytes=kv.block_bytes, key_bytes=kv.block_bytes // 2, block_size=kv.block_size, heads=num_heads,
             kv_heads=num_kv_heads, dim=head_dim, q_norm=q_norm.address if q_norm else 0,
             k_norm=k_norm.address if k_norm else 0, eps=float_bits(eps), slots=self.batch.slots.ctypes.data,
@@ -182,7 +170,7 @@ class RecordedOps:
         self.recorder.wants(layout.BIG + rows * (dim * item + value_dim * 4 + layout.KEY_TILE * (item + 4)))
         self.recorder.own(kv)
         self.recorder.add(
-            AttendOp, q=q.buffer, ldq=q.ld, out=out.buffer, ldo=out.ld, cache=kv.memory.address,
+            fields.AttendOp, q=q.buffer, ldq=q.ld, out=out.buffer, ldo=out.ld, cache=kv.memory.address,
             block_bytes=kv.block_bytes, chunk_bytes=chunk_bytes, block_size=kv.block_size, heads=heads, groups=groups,
             dim=dim, scale=float_bits(scale), window=window or 0, seq_start=batch.seq_start.ctypes.data,
             seq_len=batch.seq_len.ctypes.data, seq_row=batch.seq_row.ctypes.data,
@@ -208,7 +196,7 @@ class RecordedOps:
         half = gate_up.columns // 2
         out = self.recorder.new(gate_up.rows, half)
         self.recorder.add(
-            SiluOp, x=gate_up.buffer, ldx=gate_up.ld, out=out.buffer, ldo=out.ld, half=half, padded=up(half, 16),
+            fields.SiluOp, x=gate_up.buffer, ldx=gate_up.ld, out=out.buffer, ldo=out.ld, half=half, padded=up(half, 16),
             rows=gate_up.rows,
         )  # fmt: skip
         return out
@@ -227,11 +215,11 @@ class RecordedOps:
         row: dict[str, int | Buffer] = {
             "x": qkv.buffer, "ldx": qkv.ld, "first": q, "second": q * self.target.item, "rows": qkv.rows,
         }  # fmt: skip
-        self.recorder.add(SquaresOp, out=sums.buffer, ldo=sums.ld, last=k if counts_keys else 0, **row)
+        self.recorder.add(fields.SquaresOp, out=sums.buffer, ldo=sums.ld, last=k if counts_keys else 0, **row)
         if self.recorder.tp.size > 1:
             self.recorder.reduce(sums, sums)
         self.recorder.add(
-            RescaleOp, sums=sums.buffer, lds=sums.ld, last=k, whole_first=whole[0], whole_last=whole[1],
+            fields.RescaleOp, sums=sums.buffer, lds=sums.ld, last=k, whole_first=whole[0], whole_last=whole[1],
             first_weight=q_norm.address, last_weight=k_norm.address, eps=float_bits(eps), **row,
         )  # fmt: skip
         return qkv
@@ -241,7 +229,7 @@ class RecordedOps:
         self.recorder.expect(logit, "the gate of gate_rows", "float32")
         out = self.recorder.new(x.rows, x.columns)
         self.recorder.add(
-            GateOp, x=x.buffer, ldx=x.ld, logits=logit.buffer, ldl=logit.ld, out=out.buffer, ldo=out.ld,
+            fields.GateOp, x=x.buffer, ldx=x.ld, logits=logit.buffer, ldl=logit.ld, out=out.buffer, ldo=out.ld,
             padded=up(x.columns, 16), rows=x.rows,
         )  # fmt: skip
         return out
@@ -269,5 +257,5 @@ class RecordedOps:
             raise ValueError("take: these rows were taken already")
         out = self.recorder.new(layout.ROWS_SAMPLES, x.columns, x.dtype)
         index = self.batch.sample_index.ctypes.data
-        self.recorder.add(TakeOp, x=x.buffer, ld=x.ld, out=out.buffer, index=index)
+        self.recorder.add(fields.TakeOp, x=x.buffer, ld=x.ld, out=out.buffer, index=index)
         return out

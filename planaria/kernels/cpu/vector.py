@@ -71,16 +71,14 @@ def norm(target: Target) -> str:
     squares = f.loop(0, "%padded", 16, [(F32, "zeroinitializer")], square)[0]
     scale = inverse_rms(f, squares, "%count", eps)
 
-    def write(i: str, _: list[str]) -> list[str]:
+    def write(i: str) -> None:
         place = f.shl(i, 2)
         v = f.vec("fmul", f.load(F32, f.at(x, place), 4), scale)
         v = f.vec("fmul", v, f.load(F32, f.at(weight, place), 4))
         act.store(f, v, f.at(out, f.mul(i, target.item)))
-        return []
 
-    f.loop(0, "%padded", 16, [], write)
-    f.ret()
-    return f.text()
+    f.each("%padded", 16, write)
+    return f.end()
 
 
 def silu(target: Target) -> str:
@@ -88,7 +86,7 @@ def silu(target: Target) -> str:
     f, act = Function("pl_silu", ("gate", "up", "out", "count", "padded")), Elements(target)
     gate, up, out = f.ptr("%gate"), f.ptr("%up"), f.ptr("%out")
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         mask = below(f, lanes(f, i), "%count")
         place = f.mul(i, target.item)
         g = act.load_some(f, f.at(gate, place), mask)
@@ -96,11 +94,9 @@ def silu(target: Target) -> str:
         e = exp(f, f.op(f"fneg {F32} {g}"))
         s = f.vec("fdiv", g, f.vec("fadd", e, f.const_f32(1.0)))
         act.store(f, f.vec("fmul", s, u), f.at(out, place))
-        return []
 
-    f.loop(0, "%padded", 16, [], body)
-    f.ret()
-    return f.text()
+    f.each("%padded", 16, body)
+    return f.end()
 
 
 def softmax(target: Target) -> str:
@@ -155,8 +151,7 @@ def softmax(target: Target) -> str:
     l_new = f.op(f"fadd float {f.op(f'fmul float {l_old}, {a}')}, {f.op(f'fmul float {l_tile}, {b}')}")
     for k, value in enumerate((m_new, l_new, a, b)):
         f.store("float", value, f.at(state, 4 * k), 4)
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 def divide(target: Target) -> str:
@@ -166,14 +161,12 @@ def divide(target: Target) -> str:
     l = f.load("float", f.at(f.ptr("%state"), 4), 4)
     inverse = f.splat("float", f.op(f"fdiv float {literal(1.0)}, {l}"))
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         v = f.vec("fmul", f.load(F32, f.at(o, f.shl(i, 2)), 4), inverse)
         act.store(f, v, f.at(out, f.mul(i, target.item)))
-        return []
 
-    f.loop(0, "%count", 16, [], body)
-    f.ret()
-    return f.text()
+    f.each("%count", 16, body)
+    return f.end()
 
 
 def rotate(target: Target) -> str:
@@ -193,13 +186,12 @@ def rotate(target: Target) -> str:
         scale = inverse_rms(f, squares, "%dim", f.float_of("%eps"))
         weight = f.ptr("%weight")
 
-        def body(i: str, _: list[str]) -> list[str]:
+        def body(i: str) -> None:
             place = f.at(temp, f.shl(i, 2))
             v = f.vec("fmul", f.load(F32, place, 4), scale)
             f.store(F32, f.vec("fmul", v, f.load(F32, f.at(weight, f.shl(i, 2)), 4)), place, 4)
-            return []
 
-        f.loop(0, "%dim", 16, [], body)
+        f.each("%dim", 16, body)
 
     f.when(f.op("icmp ne i64 %weight, 0"), normalise)
 
@@ -208,7 +200,7 @@ def rotate(target: Target) -> str:
             f"call {F32} @llvm.masked.load.v16f32.p0(ptr {pointer}, i32 4, <16 x i1> {mask}, {F32} zeroinitializer)"
         )
 
-    def turn(i: str, _: list[str]) -> list[str]:
+    def turn(i: str) -> None:
         mask = below(f, lanes(f, i), "%half")
         first = f.at(temp, f.shl(i, 2))
         second = f.at(first, f.shl("%half", 2))
@@ -218,17 +210,14 @@ def rotate(target: Target) -> str:
         y2 = f.vec("fadd", f.vec("fmul", x2, c), f.vec("fmul", x1, s))
         for y, place in ((y1, first), (y2, second)):
             f.do(f"call void @llvm.masked.store.v16f32.p0({F32} {y}, ptr {place}, i32 4, <16 x i1> {mask})")
-        return []
 
-    f.loop(0, "%half", 16, [], turn)
+    f.each("%half", 16, turn)
 
-    def narrow(i: str, _: list[str]) -> list[str]:
+    def narrow(i: str) -> None:
         act.store(f, f.load(F32, f.at(temp, f.shl(i, 2)), 4), f.at(dst, f.mul(i, target.item)))
-        return []
 
-    f.loop(0, "%dim", 16, [], narrow)
-    f.ret()
-    return f.text()
+    f.each("%dim", 16, narrow)
+    return f.end()
 
 
 def store_key(target: Target) -> str:
@@ -236,13 +225,11 @@ def store_key(target: Target) -> str:
     f = Function("pl_store_key", ("src", "dst", "steps"))
     src, dst = f.ptr("%src"), f.ptr("%dst")
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         f.store("i32", f.load("i32", f.at(src, f.shl(i, 2)), 4), f.at(dst, f.shl(i, 6)), 4)
-        return []
 
-    f.loop(0, "%steps", 1, [], body)
-    f.ret()
-    return f.text()
+    f.each("%steps", 1, body)
+    return f.end()
 
 
 def store_value(target: Target) -> str:
@@ -257,22 +244,20 @@ def store_value(target: Target) -> str:
 
     f.when(f.op("icmp eq i64 %token, 0"), clear)
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         panel = f.at(dst, f.mul(i, 16 * target.item))
         if target.item == 4:
             f.store(F32, f.load(F32, f.at(src, f.shl(i, 2)), 4), f.at(panel, f.shl("%token", 6)), 4)
-            return []
+            return
         place = f.at(panel, f.shl(f.op("lshr i64 %token, 1"), 6))
         new = f.op(f"zext <16 x i16> {f.load('<16 x i16>', f.at(src, f.shl(i, 1)), 2)} to {I32}")
         odd = f.op("trunc i64 %token to i1")
         old = f.op(f"and {I32} {f.load(I32, place, 4)}, {f.const_i32(65535)}")
         second = f.op(f"or {I32} {old}, {f.op(f'shl {I32} {new}, {f.const_i32(16)}')}")
         f.store(I32, f.op(f"select i1 {odd}, {I32} {second}, {I32} {new}"), place, 4)
-        return []
 
-    f.loop(0, "%dim", 16, [], body)
-    f.ret()
-    return f.text()
+    f.each("%dim", 16, body)
+    return f.end()
 
 
 EMBED_ARGS = ("kind", "w", "scales", "column", "count", "out")
@@ -283,7 +268,7 @@ def embed_dense(target: Target) -> str:
     f = Function(f"pl_embed_{DENSE}", EMBED_ARGS)
     w, out = f.at(f.ptr("%w"), f.shl("%column", 2)), f.ptr("%out")
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         word = f.load("i32", f.at(w, f.shl(i, 6)), 4)
         if target.item == 4:
             f.store("i32", word, f.at(out, f.shl(i, 2)), 4)
@@ -291,11 +276,9 @@ def embed_dense(target: Target) -> str:
             place = f.at(out, f.shl(i, 3))
             f.store("i32", f.op(f"shl i32 {word}, 16"), place, 4)
             f.store("i32", f.op(f"and i32 {word}, -65536"), f.at(place, 4), 4)
-        return []
 
-    f.loop(0, "%count", 1, [], body)
-    f.ret()
-    return f.text()
+    f.each("%count", 1, body)
+    return f.end()
 
 
 def embed_packed(kind: int) -> str:
@@ -307,7 +290,7 @@ def embed_packed(kind: int) -> str:
     def half(pointer: str) -> str:
         return f.op(f"fpext half {f.load('half', pointer, 2)} to float")
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         place = f.at(scales, f.add(f.mul(i, scale_bytes), f.shl("%column", 1)))
         d = half(place)
         m = half(f.at(place, 32)) if kind == Q4_1 else ""
@@ -324,7 +307,7 @@ def embed_packed(kind: int) -> str:
             at = f.at(block, "%column")
             for k in range(32):
                 write(k, f.op(f"sext i8 {f.load('i8', f.at(at, 16 * k), 1)} to i32"))
-            return []
+            return
         at = f.at(block, f.shl("%column", 2))
         for group in range(4):
             word = f.load("i32", f.at(at, 64 * group), 4)
@@ -333,11 +316,9 @@ def embed_packed(kind: int) -> str:
                 if kind == Q4_0:
                     q = f.op(f"sub i32 {q}, 8")
                 write(group * 8 + k, q)
-        return []
 
-    f.loop(0, "%count", 1, [], body)
-    f.ret()
-    return f.text()
+    f.each("%count", 1, body)
+    return f.end()
 
 
 def block_sums(target: Target) -> str:
@@ -345,35 +326,30 @@ def block_sums(target: Target) -> str:
     f, act = Function("pl_block_sums", ("x", "blocks", "out")), Elements(target)
     x, out = f.ptr("%x"), f.ptr("%out")
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         place = f.at(x, f.mul(i, 32 * target.item))
         v = f.vec("fadd", act.load(f, place), act.load(f, f.at(place, 16 * target.item)))
         f.store("float", total(f, v), f.at(out, f.shl(i, 2)), 4)
-        return []
 
-    f.loop(0, "%blocks", 1, [], body)
-    f.ret()
-    return f.text()
+    f.each("%blocks", 1, body)
+    return f.end()
 
 
 def copy() -> str:
     f = Function("pl_copy", ("dst", "src", "count"))
     f.do(f"call void @llvm.memcpy.p0.p0.i64(ptr {f.ptr('%dst')}, ptr {f.ptr('%src')}, i64 %count, i1 false)")
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 def widen(target: Target) -> str:
     f, act = Function("pl_widen", ("src", "dst", "count")), Elements(target)
     src, dst = f.ptr("%src"), f.ptr("%dst")
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         f.store(F32, act.load(f, f.at(src, f.mul(i, target.item))), f.at(dst, f.shl(i, 2)), 4)
-        return []
 
-    f.loop(0, "%count", 16, [], body)
-    f.ret()
-    return f.text()
+    f.each("%count", 16, body)
+    return f.end()
 
 
 def put_past() -> str:
@@ -381,44 +357,34 @@ def put_past() -> str:
     f = Function("pl_put_past", ("dst", "src", "count"))
     dst, src = f.ptr("%dst"), f.ptr("%src")
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         value = f.load(F32, f.at(src, i), 1)
         f.do(f"store {F32} {value}, ptr {f.at(dst, i)}, align 64, !nontemporal !{{i32 1}}")
-        return []
 
-    f.loop(0, "%count", 64, [], body)
+    f.each("%count", 64, body)
     f.do("fence seq_cst")  # such stores keep no order by themselves
-    f.ret()
-    return f.text()
+    return f.end()
 
 
 def add() -> str:
     f = Function("pl_sum", ("out", "a", "b", "count"))
     out, a, b = f.ptr("%out"), f.ptr("%a"), f.ptr("%b")
 
-    def body(i: str, _: list[str]) -> list[str]:
+    def body(i: str) -> None:
         place = f.shl(i, 2)
         f.store(F32, f.vec("fadd", f.load(F32, f.at(a, place), 4), f.load(F32, f.at(b, place), 4)), f.at(out, place), 4)
-        return []
 
-    f.loop(0, "%count", 16, [], body)
-    f.ret()
-    return f.text()
+    f.each("%count", 16, body)
+    return f.end()
 
 
 def vector_module(target: Target) -> str:
     """IR of all row operations."""
-    parts = [
+    columns = {kind: embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)} | {DENSE: embed_dense(target)}
+    pause = "call void @llvm.x86.sse2.pause() " if X86 else ""
+    return "\n".join([
         norm(target), silu(target), softmax(target), divide(target), rotate(target), store_key(target),
-        store_value(target), embed_dense(target), block_sums(target), copy(), widen(target), put_past(),
-        add(),
-    ]  # fmt: skip
-    parts.append(
-        "declare void @llvm.x86.sse2.pause()\n"
-        "define void @pl_relax() nounwind alwaysinline { call void @llvm.x86.sse2.pause() ret void }\n"
-        if X86
-        else "define void @pl_relax() nounwind alwaysinline { ret void }\n"
-    )
-    parts += [embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)]
-    parts.append(dispatcher("pl_embed", EMBED_ARGS, "kind", {k: f"pl_embed_{k}" for k in (Q8_0, Q4_0, Q4_1, DENSE)}))
-    return "\n".join(parts)
+        store_value(target), block_sums(target), copy(), widen(target), put_past(), add(), *columns.values(),
+        dispatcher("pl_embed", EMBED_ARGS, "kind", columns), "declare void @llvm.x86.sse2.pause()\n" if X86 else "",
+        f"define void @pl_relax() nounwind alwaysinline {{ {pause}ret void }}\n",
+    ])  # fmt: skip
