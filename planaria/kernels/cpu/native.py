@@ -1,4 +1,6 @@
-"""What the interpreter may call: names and signatures for the type checker; compiler.py gives them their meaning."""
+"""What the interpreter may call: names and signatures for the type checker; compiler.py gives them their meaning. In
+Python they do nothing, or fail where they would have to answer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ def get(address: int, word: int) -> int:
 
 def put(address: int, word: int, value: int) -> None:
     """Set int64 number `word` at address."""
-    raise NotImplementedError
 
 
 def get32(address: int, index: int) -> int:
@@ -25,7 +26,6 @@ def get32(address: int, index: int) -> int:
 
 def put32(address: int, index: int, value: int) -> None:
     """Set int32 number `index` at address."""
-    raise NotImplementedError
 
 
 def atomic_get(address: int, word: int) -> int:
@@ -35,7 +35,6 @@ def atomic_get(address: int, word: int) -> int:
 
 def atomic_put(address: int, word: int, value: int) -> None:
     """A store that no later load of this thread overtakes."""
-    raise NotImplementedError
 
 
 def atomic_add(address: int, word: int, value: int) -> int:
@@ -45,17 +44,14 @@ def atomic_add(address: int, word: int, value: int) -> int:
 
 def prefetch(address: int) -> None:
     """Ask for the cache line at address; any address will do."""
-    raise NotImplementedError
 
 
 def relax() -> None:
     """Tells the core that this is a waiting loop."""
-    raise NotImplementedError
 
 
 def prefetch_write(address: int) -> None:
     """Ask for the cache line at address, to write to it."""
-    raise NotImplementedError
 
 
 def clock() -> int:
@@ -77,7 +73,6 @@ def tile(
     plan: int,
 ) -> None:  # fmt: skip
     """A tile of a dense product; select = rows * 4 + panels (micro.tile)."""
-    raise NotImplementedError
 
 
 def row_tile(
@@ -86,12 +81,10 @@ def row_tile(
     plan: int,
 ) -> None:  # fmt: skip
     """The same, of rows that are widened where the target does that."""
-    raise NotImplementedError
 
 
 def widen(src: int, dst: int, count: int) -> None:
     """`count` elements of the activation dtype, a multiple of 16, to float32."""
-    raise NotImplementedError
 
 
 def values(
@@ -99,7 +92,6 @@ def values(
     count: int, first: int, out: int, ldo: int, state: int,
 ) -> None:  # fmt: skip
     """Weighted values of a tile of attention; select = rows * 8 + panels (micro.values)."""
-    raise NotImplementedError
 
 
 def latents(
@@ -107,7 +99,6 @@ def latents(
     count: int, first: int, out: int, ldo: int, state: int,
 ) -> None:  # fmt: skip
     """The same of keys that are values as well; select = rows * 8 + steps (latent_values.latents)."""
-    raise NotImplementedError
 
 
 def packed(
@@ -115,7 +106,6 @@ def packed(
     out: int, ldo: int, mode: int, bias: int, sums: int, lds: int,
 ) -> None:  # fmt: skip
     """A few rows x a packed panel; select = rows * 4 + kind (micro.packed)."""
-    raise NotImplementedError
 
 
 def wide(
@@ -123,37 +113,30 @@ def wide(
     acc: int, sums: int, lds: int, unpacked: int, fetch: int,
 ) -> None:  # fmt: skip
     """Many rows x packed panels, unpacked once; select = panels * 4 + kind (micro.wide)."""
-    raise NotImplementedError
 
 
 def settle(panels: int, rows: int, acc: int, out: int, ldo: int, mode: int, bias: int) -> None:
     """Write what pl_wide summed (micro.settle)."""
-    raise NotImplementedError
 
 
 def embed(kind: int, codes: int, scales: int, column: int, count: int, out: int) -> None:
     """One column of a panel as float32."""
-    raise NotImplementedError
 
 
 def norm(x: int, weight: int, out: int, padded: int, count: int, eps: int) -> None:
     """RMS norm of a row."""
-    raise NotImplementedError
 
 
 def silu(gate: int, up: int, out: int, count: int, padded: int) -> None:
     """silu(gate) * up of a row."""
-    raise NotImplementedError
 
 
 def softmax(scores: int, p: int, padded: int, lo: int, hi: int, scale: int, state: int) -> None:
     """A row of one tile of keys (vector.softmax)."""
-    raise NotImplementedError
 
 
 def divide(o: int, state: int, out: int, count: int) -> None:
     """A row of attention's output by its sum."""
-    raise NotImplementedError
 
 
 def rotate(
@@ -161,67 +144,54 @@ def rotate(
     half: int, dim: int, weight: int, eps: int,
 ) -> None:  # fmt: skip
     """Norm and rotation of one head."""
-    raise NotImplementedError
 
 
 def store_key(src: int, dst: int, steps: int) -> None:
     """A key into a chunk."""
-    raise NotImplementedError
 
 
 def store_value(src: int, dst: int, token: int, dim: int) -> None:
     """A value into a chunk."""
-    raise NotImplementedError
 
 
 def block_sums(x: int, blocks: int, out: int) -> None:
     """Sums of a row over blocks of 32."""
-    raise NotImplementedError
 
 
 def copy(dst: int, src: int, count: int) -> None:
     """Copy bytes."""
-    raise NotImplementedError
 
 
 def put_past(dst: int, src: int, count: int) -> None:
     """Copy bytes for another core, past the caches; dst and count are multiples of 64."""
-    raise NotImplementedError
 
 
 def sum(out: int, a: int, b: int, count: int) -> None:
     """out = a + b of float32; count is a multiple of 16. out may be a or b."""
-    raise NotImplementedError
 
 
 def scores(logits: int, out: int, count: int, padded: int, kind: int) -> None:
     """Scores of a row of logits (expert_kernels.scores)."""
-    raise NotImplementedError
 
 
 def weigh(weights: int, count: int, renormalise: int, scaling: int) -> None:
     """Weights of chosen experts from their scores."""
-    raise NotImplementedError
 
 
 def combine(y: int, ldy: int, place: int, weights: int, k: int, out: int, padded: int, add: int) -> None:
     """A token's sum over the experts it chose (expert_kernels.combine)."""
-    raise NotImplementedError
 
 
 def gate(x: int, logit: int, out: int, padded: int) -> None:
     """A row times the sigmoid of one number."""
-    raise NotImplementedError
 
 
 def squares(x: int, count: int, out: int) -> None:
     """The sum of squares of a row's part."""
-    raise NotImplementedError
 
 
 def rescale(x: int, sum: int, weight: int, count: int, whole: int, eps: int) -> None:
     """RMS norm of a row's part, given the sum of squares."""
-    raise NotImplementedError
 
 
 # Sizes of the target's tiles
