@@ -239,38 +239,50 @@ def test_a_wait_ends_when_it_is_told_to(kind: str, by: str, wait: str) -> None:
 STOPPED = """
 import os, signal, sys
 from planaria.mesh.gloo import GlooComm, join_store
-comm = GlooComm(join_store("127.0.0.1", int(sys.argv[1])), "group", 1, (10, 11))
+store = join_store("127.0.0.1", int(sys.argv[1]))
+comms = [GlooComm(store, name, 1, (10, 11)) for name in sys.argv[2:]]
 print("there", flush=True)
 os.kill(os.getpid(), signal.{signal})
 """
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_gloo_ends_a_wait_for_a_stopped_process(wait: str) -> None:
-    """Nothing of a stopped process answers, and its connections stay."""
+@pytest.fixture(scope="module")
+def stopped() -> Iterator[dict[str, GlooComm]]:
+    """For each kind of wait a group with the same process, which is stopped."""
     store, port = open_store("127.0.0.1")
-    peer = subprocess.Popen([sys.executable, "-c", STOPPED.format(signal="SIGSTOP"), str(port)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", STOPPED.format(signal="SIGSTOP"), str(port), *WAITS]
+    peer = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
-        comm = GlooComm(store, "group", 0, (10, 11))
+        comms = {name: GlooComm(store, name, 0, (10, 11)) for name in WAITS}
         os.waitid(os.P_PID, peer.pid, os.WSTOPPED)
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(WAITS[wait], comm)
-            with pytest.raises(TimeoutError):
-                waiting.result(0.2)
-            since = time.monotonic()
-            comm.abort("rank 11 is stopped")
-            with pytest.raises(CollectiveAborted, match="rank 11 is stopped"):
-                waiting.result(60)
+        yield comms
+        for comm in comms.values():
             comm.close()
-            assert time.monotonic() - since < SOON
     finally:
         peer.kill()
         peer.wait()
 
 
+@pytest.mark.parametrize("wait", WAITS)
+def test_gloo_ends_a_wait_for_a_stopped_process(wait: str, stopped: dict[str, GlooComm]) -> None:
+    """Nothing of a stopped process answers, and its connections stay."""
+    comm = stopped[wait]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(WAITS[wait], comm)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        since = time.monotonic()
+        comm.abort("rank 11 is stopped")
+        with pytest.raises(CollectiveAborted, match="rank 11 is stopped"):
+            waiting.result(60)
+        comm.close()
+        assert time.monotonic() - since < SOON
+
+
 def test_gloo_names_a_killed_process() -> None:
     store, port = open_store("127.0.0.1")
-    peer = subprocess.Popen([sys.executable, "-c", STOPPED.format(signal="SIGKILL"), str(port)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", STOPPED.format(signal="SIGKILL"), str(port), "group"]
+    peer = subprocess.Popen(command, stdout=subprocess.PIPE)
     comm = GlooComm(store, "group", 0, (10, 11))
     peer.wait()
     since = time.monotonic()
