@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from planaria.kernels.ops import Act, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.mla import LatentAttention
+from planaria.layers.mlp import MLP
 from planaria.layers.moe import MoE
 from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
@@ -88,27 +89,16 @@ class Attention:
         return ops.kv_block_bytes(block_size, self.num_kv_heads, self.head_dim)
 
 
-class MLP:
-    """down(silu(gate x) * up x), gate and up fused, into the residual."""
-
-    def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard) -> None:
-        name, columns, hidden = f"model.layers.{layer}.mlp", shard.mlp_columns, range(c.hidden_size)
-        gate, up = (TensorPart(f"{name}.{part}_proj", c.intermediate_size, columns) for part in ("gate", "up"))
-        down = TensorPart(f"{name}.down_proj", c.hidden_size, hidden)
-        self.gate_up: Weight = load.linear([gate, up], hidden, c.hidden_size, bias=c.mlp_bias)
-        self.down: Weight = load.linear([down], columns, c.intermediate_size, bias=c.mlp_bias and shard.leads)
-
-    def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
-        return ops.linear(ops.silu_mul(ops.linear(x, self.gate_up)), self.down, h, reduce=True)
-
-
 class DecoderLayer:
     def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard, rope: RopeTable) -> None:
         name = f"model.layers.{layer}"
         self.input_norm = RMSNorm(load, f"{name}.input_layernorm", c.hidden_size, c.norm_eps)
         self.attention = (Attention if c.mla is None else LatentAttention)(c, layer, load, shard, rope)
         self.post_norm = RMSNorm(load, f"{name}.post_attention_layernorm", c.hidden_size, c.norm_eps)
-        self.mlp = MoE(c, layer, load, shard) if c.is_moe(layer) else MLP(c, layer, load, shard)
+        self.mlp = MoE(c, layer, load, shard) if c.is_moe(layer) else MLP(
+            load, f"{name}.mlp", c.hidden_size, c.intermediate_size, shard.mlp_columns, bias=c.mlp_bias,
+            leads=shard.leads,
+        )  # fmt: skip
 
     def __call__(self, ops: Operations, h: Act) -> Act:
         h = self.attention(ops, self.input_norm(ops, h), h)

@@ -10,30 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from planaria.kernels.ops import Act, Operations, Ops, Slots, Weight, replicas_of
+from planaria.layers.mlp import MLP
 from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
 
 Expert = tuple[Weight, Weight]  # gate over up, and down
-
-
-class SharedExperts:
-    """An MLP for every token, times the sigmoid of a gate where the model has one."""
-
-    def __init__(self, c: ModelConfig, block: str, load: WeightLoader, shard: Shard) -> None:
-        assert c.moe is not None
-        name, size, hidden = f"{block}.{c.moe.shared_name}", c.moe.shared_intermediate_size, range(c.hidden_size)
-        gate, up = (TensorPart(f"{name}.{part}_proj", size, shard.shared_columns) for part in ("gate", "up"))
-        down = TensorPart(f"{name}.down_proj", c.hidden_size, hidden)
-        self.gate_up: Weight = load.linear([gate, up], hidden, c.hidden_size, bias=False)
-        self.down: Weight = load.linear([down], shard.shared_columns, size, bias=False)
-        self.gate = load.plain(f"{block}.shared_expert_gate", 1, c.hidden_size) if c.moe.shared_gate else None
-
-    def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
-        inner = ops.silu_mul(ops.linear(x, self.gate_up))
-        if self.gate is not None:
-            inner = ops.gate_rows(inner, ops.scores(x, self.gate))
-        return ops.linear(inner, self.down, h, reduce=True)
 
 
 class MoE:
@@ -55,7 +37,10 @@ class MoE:
         self.read(load, shard.held_experts if shard.reads is None else shard.reads[self.number])
         if shard.reads is None:
             self.experts = load.group([self.held[expert] for expert in shard.held_experts])
-        self.shared = SharedExperts(c, block, load, shard) if moe.shared_intermediate_size else None
+        self.shared = MLP(
+            load, f"{block}.{moe.shared_name}", c.hidden_size, moe.shared_intermediate_size, shard.shared_columns,
+            scale=f"{block}.shared_expert_gate" if moe.shared_gate else "",
+        ) if moe.shared_intermediate_size else None  # fmt: skip
 
     def read(self, load: WeightLoader, experts: Iterable[int]) -> None:
         """From the checkpoint, those that aren't held."""

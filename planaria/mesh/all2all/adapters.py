@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.mesh.all2all.plain import in_turns, raw, tell
+from planaria.mesh.all2all.plain import raw, share, tell
 from planaria.mesh.comm import Comm
 
 if TYPE_CHECKING:
@@ -74,21 +74,8 @@ class Library:
 
     def share(self, out: torch.Tensor) -> None:
         """Each tensor rank has its part of the lane's sums: all get all."""
-        width, rank = self.shapes.width, self.group.rank
-
-        def rows(of: int) -> torch.Tensor:
-            return out[self.part(len(out), of)]
-
-        def give(other: int) -> None:
-            if other // width == rank // width and rows(rank).numel():
-                self.group.send(raw(rows(rank)), other)
-
-        def take(other: int) -> None:
-            if other // width == rank // width and rows(other).numel():
-                self.group.receive(raw(rows(other)), other)
-
-        if self.shares_tokens and width > 1:
-            in_turns(self.group, give, take)
+        if self.shares_tokens and self.shapes.width > 1:
+            share(self.group, self.shapes.width, lambda rank: out[self.part(len(out), rank)])
 
 
 class Batched(Library):

@@ -41,6 +41,11 @@ class Lanes:
         first, last = (len(rows) * at // self.width for at in (place, place + 1))
         return range(rows.start + first, rows.start + last)
 
+    def within(self, rank: int) -> range:
+        """`part` of a rank of this lane, counted from the lane's first row."""
+        part = self.part(rank)
+        return range(part.start - self.own.start, part.stop - self.own.start)
+
     @property
     def own(self) -> range:
         return self.rows(self.lane)
@@ -114,26 +119,9 @@ class AllGather(ByMessages):
             group, lambda other: self._send(cut(y, at.part(other)), other),
             lambda other: self._receive(parts[other], other),
         )  # fmt: skip
-        place = range(mine.start - at.own.start, mine.stop - at.own.start)
-        add_up(list(parts), cut(out, place))
+        add_up(list(parts), cut(out, at.within(group.rank)))
         if at.dealt:
-            self._share(out)
-
-    def _share(self, out: torch.Tensor) -> None:
-        """Each tensor rank has its part of the lane's sums: all get all."""
-        at, rank = self.at, self.group.rank
-
-        def part(of: int) -> torch.Tensor:
-            rows = at.part(of)
-            return cut(out, range(rows.start - at.own.start, rows.stop - at.own.start))
-
-        def near(other: int) -> bool:
-            return other // at.width == at.lane
-
-        in_turns(
-            self.group, lambda other: self._send(part(rank), other) if near(other) else None,
-            lambda other: self._receive(part(other), other) if near(other) else None,
-        )  # fmt: skip
+            share(group, at.width, lambda rank: cut(out, at.within(rank)))
 
     def _send(self, rows: torch.Tensor, to: int) -> None:
         if rows.numel():
@@ -165,6 +153,21 @@ def in_turns(group: Comm, give: Callable[[int], None], take: Callable[[int], Non
         elif group.rank > other:
             take(other)
             give(other)
+
+
+def share(group: Comm, width: int, rows: Callable[[int], torch.Tensor]) -> None:
+    """Each tensor rank of a lane has its rows of something: all of the lane get all."""
+    lane = group.rank // width
+
+    def give(other: int) -> None:
+        if other // width == lane and rows(group.rank).numel():
+            group.send(raw(rows(group.rank)), other)
+
+    def take(other: int) -> None:
+        if other // width == lane and rows(other).numel():
+            group.receive(raw(rows(other)), other)
+
+    in_turns(group, give, take)
 
 
 def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -63,14 +63,13 @@ class Window(ByMessages):
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         at, rank, start = self.at, self.group.rank, self._tokens
         mine = at.part(rank) if at.dealt or rank % at.width == 0 else range(0)
-        here = range(mine.start - at.own.start, mine.stop - at.own.start)
         places = []
         for part in parts:
             place = self._view(start, part.dtype, (at.starts[-1], *part.shape[1:]))
             places.append(place)
             start += -(-place.numel() * place.element_size() // 64) * 64
             if mine:
-                cut(place, mine).copy_(cut(part, here))
+                cut(place, mine).copy_(cut(part, at.within(rank)))
         if start > self._sums:
             raise ValueError("more bytes of each token than there is room for")
         self.group.meet()
