@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -76,7 +76,7 @@ class GlooComm:
         self.rank, self.size, self.members = rank, len(members), tuple(members)
         self.deadline = deadline
         self.port = 0
-        self._sent: deque[tuple[Any, torch.Tensor, int]] = deque()
+        self._sent: dict[Any, deque[tuple[Any, torch.Tensor, int]]] = defaultdict(deque)  # by what carries them
         self._reason = ""
         self._own: set[Address] = set()
         self._theirs: set[Address] = set()
@@ -114,8 +114,12 @@ class GlooComm:
             what = f"did not come within {self.deadline:g} s" if late else "is gone: its connection closed"
             raise CollectiveAborted(tuple(names) if len(names) == 1 else (), f"{who} {what}") from e
 
+    def _carrier(self, x: torch.Tensor) -> Any:
+        """The process group that takes x."""
+        return self._group
+
     def all_reduce(self, x: torch.Tensor) -> None:
-        self.attempt(lambda: self._group.allreduce([x]).wait())
+        self.attempt(lambda: self._carrier(x).allreduce([x]).wait())
 
     def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
         out = torch.empty(x.shape[0], size)
@@ -137,16 +141,17 @@ class GlooComm:
         """Waits only where `in_flight` messages are on their way. Each stays referenced until it has gone."""
         if x.numel() == 0:
             return
-        copy = flat(x).clone()
-        self._sent.append((self.attempt(lambda: self._group.send([copy], to, 0), to), copy, to))
-        while len(self._sent) > self.in_flight:
-            work, _, whose = self._sent.popleft()
+        copy, carrier = flat(x).clone(), self._carrier(x)
+        sent = self._sent[carrier]
+        sent.append((self.attempt(lambda: carrier.send([copy], to, 0), to), copy, to))
+        while len(sent) > self.in_flight:
+            work, _, whose = sent.popleft()
             self.attempt(work.wait, whose)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
         # in one piece: a wait that gives up by itself closes the connection
         if x.numel():
-            self.attempt(lambda: self._group.recv([flat(x)], source, 0).wait(), source)
+            self.attempt(lambda: self._carrier(x).recv([flat(x)], source, 0).wait(), source)
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
         broadcast_by_messages(self, x, source)

@@ -11,7 +11,6 @@ within the deadline ends the process: torch's watchdog does that.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store
 
-from planaria.mesh.comm import DEADLINE, flat
+from planaria.mesh.comm import DEADLINE
 from planaria.mesh.gloo import IN_FLIGHT, GlooComm
 
 
@@ -28,8 +27,9 @@ def available() -> bool:
     return bool(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 
-class NcclComm:
-    """As GlooComm. The caller's current CUDA device is the rank's own, now and in every operation."""
+class NcclComm(GlooComm):
+    """As GlooComm. The caller's current CUDA device is the rank's own, now and in every operation. The host waits for
+    nobody when it sends; the device may, for a receiver that is `in_flight` messages behind."""
 
     device = "cuda"
 
@@ -37,12 +37,12 @@ class NcclComm:
         self, store: Store, name: str, rank: int, members: Sequence[int], *, host: str = "127.0.0.1",
         deadline: float = DEADLINE, in_flight: int = IN_FLIGHT,
     ) -> None:  # fmt: skip
-        self.in_flight = in_flight
-        self.rank, self.size, self.members, self.port = rank, len(members), tuple(members), 0
-        self.main = GlooComm(store, f"{name}/main", rank, members, host=host, deadline=deadline)
+        super().__init__(
+            store, f"{name}/main", rank, members, host=host, deadline=deadline, in_flight=in_flight
+        )
         self._columns: dict[int, list[range]] = {}  # of all ranks, by the width of the whole
-        self._sent: deque[tuple[Any, torch.Tensor, int]] = deque()
-        self._group: Any = self.main.attempt(lambda: self._open(PrefixStore(f"{name}/device", store), deadline))
+        self._on_devices: Any = None
+        self._on_devices = self.attempt(lambda: self._open(PrefixStore(f"{name}/device", store), deadline))
 
     def _open(self, store: Store, deadline: float) -> Any:
         from torch._C._distributed_c10d import ProcessGroupNCCL
@@ -54,18 +54,12 @@ class NcclComm:
         group.eager_connect_single_device(torch.device(self.device, torch.cuda.current_device()))
         return group
 
-    def _on_device(self, x: torch.Tensor) -> bool:
-        return x.device.type == torch.device(self.device).type
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        if self._on_device(x):
-            self.main.attempt(lambda: self._group.allreduce([x]).wait())
-        else:
-            self.main.all_reduce(x)
+    def _carrier(self, x: torch.Tensor) -> Any:
+        return self._on_devices if x.device.type == torch.device(self.device).type else self._group
 
     def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
-        if not self._on_device(x):
-            return self.main.gather_columns(x, columns, size)
+        if self._carrier(x) is self._group:
+            return super().gather_columns(x, columns, size)
         out = torch.empty(x.shape[0], size, device=x.device)
         if size not in self._columns:
             self._columns[size] = self._all_columns(columns)
@@ -85,49 +79,28 @@ class NcclComm:
         """Each rank's, on rank 0; once for a matrix, since they don't change."""
         bounds = torch.tensor([own.start, own.stop])
         if self.rank:
-            self.main.send(bounds, 0)
+            self.send(bounds, 0)
             return []
         found = [own]
         for rank in range(1, self.size):
-            self.main.receive(bounds, rank)
+            self.receive(bounds, rank)
             found.append(range(*bounds.tolist()))
         return found
 
-    def send(self, x: torch.Tensor, to: int) -> None:
-        """The host waits for nobody; the device may, for a receiver that is `in_flight` messages behind."""
-        if not self._on_device(x):
-            self.main.send(x, to)
-            return
-        if x.numel() == 0:
-            return
-        copy = flat(x).clone()
-        self._sent.append((self.main.attempt(lambda: self._group.send([copy], to, 0), to), copy, to))
-        while len(self._sent) > self.in_flight:
-            work, _, whose = self._sent.popleft()
-            self.main.attempt(work.wait, whose)
-
-    def receive(self, x: torch.Tensor, source: int) -> None:
-        if not self._on_device(x):
-            self.main.receive(x, source)
-        elif x.numel():
-            self.main.attempt(lambda: self._group.recv([flat(x)], source, 0).wait(), source)
-
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
-        if not self._on_device(x):
-            self.main.broadcast(x, source)
+        carrier = self._carrier(x)
+        if carrier is self._group:
+            super().broadcast(x, source)
             return
         options = BroadcastOptions()
         options.rootRank = source
-        self.main.attempt(lambda: self._group.broadcast([x], options).wait())
+        self.attempt(lambda: carrier.broadcast([x], options).wait())
 
     def abort(self, reason: str) -> None:
-        self.main.abort(reason)
-        if self._group is not None:
-            self._group.abort()
+        super().abort(reason)
+        if self._on_devices is not None:
+            self._on_devices.abort()
 
     def close(self) -> None:
-        """What was sent and nobody has received is dropped. Idempotent."""
-        self.abort("the group is closed")
-        self.main.close()
-        self._sent.clear()
-        self._group = None
+        super().close()
+        self._on_devices = None

@@ -350,7 +350,7 @@ def test_a_message_that_was_not_received_names_who_did_not() -> None:
     group = Group("gloo", 3)
     sender: Any = group.comms[0]
     sender.in_flight = 1
-    sender._sent.append((Lost(), torch.zeros(1), 1))
+    sender._sent[sender._group].append((Lost(), torch.zeros(1), 1))
     with pytest.raises(CollectiveAborted, match="rank 11 is gone") as lost:
         sender.send(torch.zeros(1), 2)
     assert lost.value.ranks == (11,)

@@ -333,7 +333,6 @@ class Module:
 DECLARED = """
 declare i64 @llvm.smin.i64(i64, i64)
 declare i64 @llvm.smax.i64(i64, i64)
-declare i64 @llvm.readcyclecounter()
 declare i64 @syscall(i64, i64, i64, i64, i64, i64, i64) nounwind
 """
 
@@ -363,10 +362,6 @@ def _atomic_put(body: Body, args: list[str]) -> str:
     return "0"
 
 
-def _prefetch(how: str) -> Callable[[Body, list[str]], str]:
-    return _shown(lambda body, a: f"call void @llvm.prefetch.p0(ptr {body.place(a[0], '0', 'i8')}, {how})")
-
-
 PRIMITIVES: dict[str, Callable[[Body, list[str]], str]] = {
     "get": lambda body, a: body.op(f"load i64, ptr {body.place(a[0], a[1], 'i64')}, align 8"),
     "put": _shown(lambda body, a: f"store i64 {a[2]}, ptr {body.place(a[0], a[1], 'i64')}, align 8"),
@@ -377,9 +372,9 @@ PRIMITIVES: dict[str, Callable[[Body, list[str]], str]] = {
     "atomic_add": lambda body, a: body.op(
         f"atomicrmw add ptr {body.place(a[0], a[1], 'i64')}, i64 {a[2]} seq_cst"
     ),
-    "prefetch": _prefetch("i32 0, i32 2, i32 1"),
-    "prefetch_write": _prefetch("i32 1, i32 3, i32 1"),
+    "prefetch": _shown(
+        lambda body, a: f"call void @llvm.prefetch.p0(ptr {body.place(a[0], '0', 'i8')}, i32 0, i32 2, i32 1)"
+    ),
     "syscall": lambda body, a: body.op(f"call i64 @syscall({', '.join(f'i64 {x}' for x in a)})"),
-    "clock": lambda body, a: body.op("call i64 @llvm.readcyclecounter()"),
     "relax": _shown(lambda body, a: "call void @pl_relax()"),
 }

@@ -81,12 +81,6 @@ class Function:
     def store(self, kind: str, value: str, pointer: str, align: int = 1) -> None:
         self.do(f"store {kind} {value}, ptr {pointer}, align {align}")
 
-    def load_volatile(self, kind: str, pointer: str, align: int) -> str:
-        return self.op(f"load volatile {kind}, ptr {pointer}, align {align}")
-
-    def store_volatile(self, kind: str, value: str, pointer: str, align: int) -> None:
-        self.do(f"store volatile {kind} {value}, ptr {pointer}, align {align}")
-
     def float_of(self, bits: str) -> str:
         """A float from the float32 bits in the low half of an i64 argument."""
         low = self.op(f"trunc i64 {bits} to i32")

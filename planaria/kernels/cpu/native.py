@@ -50,15 +50,6 @@ def relax() -> None:
     """Tells the core that this is a waiting loop."""
 
 
-def prefetch_write(address: int) -> None:
-    """Ask for the cache line at address, to write to it."""
-
-
-def clock() -> int:
-    """The core's counter of time."""
-    raise NotImplementedError
-
-
 def syscall(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """A system call."""
     raise NotImplementedError

@@ -15,7 +15,7 @@ from planaria.kernels.cpu.collective import op_meet, op_receive, op_reduce, op_s
 from planaria.kernels.cpu.grouped import op_combine, op_gate, op_grouped, op_rescale, op_route, op_sort, op_squares
 from planaria.kernels.cpu.micro import STORE_F32
 from planaria.kernels.cpu.mla import op_by_head, op_mla_store
-from planaria.kernels.cpu.native import atomic_add, atomic_get, clock, get, get32, prefetch, put, put32, relax
+from planaria.kernels.cpu.native import atomic_add, atomic_get, get, get32, prefetch, put, put32, relax
 from planaria.kernels.cpu.products import op_linear
 from planaria.kernels.cpu.threads import barrier, bring, clear, scratch, share, sleep_while, wake_all, whole_chunks
 
@@ -275,8 +275,6 @@ def execute(c: int, tid: int) -> None:
         elif code == fields.RescaleOp.code:
             op_rescale(c, row, tid)
         barrier(c)
-        if tid == 0 and get(c, layout.TRACE):
-            put(get(c, layout.TRACE), i, clock())
 
 
 def lead(c: int, tid: int) -> None:
