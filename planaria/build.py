@@ -122,12 +122,12 @@ def _spmd(config: EngineConfig, outer: OuterLauncher, emit: Emit) -> EngineLoop:
     from planaria.executor.launcher.external import ExternalLauncher
     from planaria.executor.link.circle import Circle
     from planaria.executor.link.spmd import SpmdLink
-    from planaria.mesh.meeting import Meeting
+    from planaria.mesh.meeting import OuterStore
     from planaria.worker.worker import make_rank
 
     def circle(address: str) -> Circle:
         return Circle.open(
-            outer.rank, outer.world_size, Meeting(outer), address, heartbeat=config.parallel.heartbeat_timeout
+            outer.rank, outer.world_size, OuterStore(outer), address, heartbeat=config.parallel.heartbeat_timeout
         )
 
     def abort(why: str) -> None:

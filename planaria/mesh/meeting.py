@@ -22,7 +22,7 @@ _engines = itertools.count()  # programs make their engines in the same order
 _stores: dict[tuple[str, int], Any] = {}  # one connection, or server, for a program's whole life
 
 
-class Meeting:
+class OuterStore:
     """Keys are of this engine and of this attempt of the outer launcher."""
 
     def __init__(self, outer: OuterLauncher) -> None:
