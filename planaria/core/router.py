@@ -45,7 +45,7 @@ def prefix_keys(tokens: Sequence[int]) -> list[int]:
     return keys
 
 
-class Load:
+class EngineLoad:
     """One engine as this router sees it. Tokens.
 
     `held`: of requests that began, prompt and output; `coming`: prompts of those that did not; `ahead`: output
@@ -76,7 +76,7 @@ class Booked:
 
     __slots__ = ("ahead", "begun", "engine", "prompt", "tokens")
 
-    def __init__(self, engine: Load, prompt: int, ahead: int) -> None:
+    def __init__(self, engine: EngineLoad, prompt: int, ahead: int) -> None:
         self.engine, self.prompt, self.ahead = engine, prompt, ahead
         self.begun, self.tokens = False, 0  # tokens that came
 
@@ -87,12 +87,12 @@ class Router:
     def __init__(self, seed: int = 0, *, memory: int = 1 << 16) -> None:
         self._seed, self._memory = seed, memory
         self._draws = self._incarnations = 0
-        self._engines: dict[EngineId, Load] = {}
-        self._open: list[Load] = []  # those that may get new work, in no order
+        self._engines: dict[EngineId, EngineLoad] = {}
+        self._open: list[EngineLoad] = []  # those that may get new work, in no order
         self._requests: dict[str, Booked] = {}
         # Incarnations, in order of use. (A plain dict looks at every hole in front of its first entry.)
         self._holders: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        self._alive: dict[int, Load] = {}  # by incarnation
+        self._alive: dict[int, EngineLoad] = {}  # by incarnation
         self._usual_prompt, self._usual_output = FIRST_GUESS, FIRST_GUESS
 
     # -- the fleet
@@ -104,7 +104,7 @@ class Router:
         """
         if id in self._engines:
             raise ValueError(f"engine {id!r} is in the fleet already")
-        engine = self._engines[id] = Load(id, capacity)
+        engine = self._engines[id] = EngineLoad(id, capacity)
         self._reborn(engine)
         self._settle(engine)
 
@@ -220,7 +220,7 @@ class Router:
         """Output tokens: most requests end long before what they may have."""
         return min(max_tokens, round(self._usual_output))
 
-    def _two(self) -> list[Load]:
+    def _two(self) -> list[EngineLoad]:
         """Two different open engines, or the only one."""
         count = len(self._open)
         if count == 1:
@@ -231,9 +231,9 @@ class Router:
         second = (first + 1 + (bits & 0xFFFFFFFF) % (count - 1)) % count
         return [self._open[first], self._open[second]]
 
-    def _cached(self, keys: list[int]) -> dict[Load, int]:
+    def _cached(self, keys: list[int]) -> dict[EngineLoad, int]:
         """Open engines that hold a prefix, and how many tokens of it. A block is never held without those before."""
-        found: dict[Load, int] = {}
+        found: dict[EngineLoad, int] = {}
         for i, key in enumerate(keys):
             holders = self._holders.get(key)
             if holders is None:
@@ -278,14 +278,14 @@ class Router:
         engine.held += sign * request.prompt
         engine.coming -= sign * request.prompt
 
-    def _reborn(self, engine: Load) -> None:
+    def _reborn(self, engine: EngineLoad) -> None:
         """Its KV is empty: whatever is remembered of it names another incarnation."""
         self._alive.pop(engine.incarnation, None)
         self._incarnations += 1
         engine.incarnation = self._incarnations
         self._alive[engine.incarnation] = engine
 
-    def _settle(self, engine: Load) -> None:
+    def _settle(self, engine: EngineLoad) -> None:
         """In or out of `_open`; the last one takes the place of one that goes."""
         wanted = engine.up and not engine.draining
         if wanted and engine.place < 0:

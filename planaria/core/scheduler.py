@@ -22,10 +22,10 @@ import heapq
 from collections import deque
 
 from planaria.config.options import CacheConfig, SchedulerConfig
-from planaria.core.entry import NEVER, Entry, MicroStep
 from planaria.core.kv_cache import BlockPool
 from planaria.core.policy import POLICIES, Key
 from planaria.core.prefix_cache import BlockKey, chain
+from planaria.core.sequence import NEVER, MicroStep, SequenceState
 from planaria.core.step import StepBuilder
 from planaria.protocol import LanePlan, LaneResult
 from planaria.types import Delta, FinishReason, Request, TokenLogprobs
@@ -41,8 +41,8 @@ class Lane:
         self.num_blocks, self.micro_steps = num_blocks, scheduler.micro_steps
         self.step_tokens = scheduler.max_num_batched_tokens  # at most, in one step
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
-        self.waiting: list[tuple[Key, Entry]] = []  # a heap
-        self.entries: dict[str, Entry] = {}  # every open request
+        self.waiting: list[tuple[Key, SequenceState]] = []  # a heap
+        self.entries: dict[str, SequenceState] = {}  # every open request
         self.builder = StepBuilder(self)
         self.only: str | None = None  # no other request may enter (quarantine)
         self.reset(0)
@@ -51,22 +51,22 @@ class Lane:
         """Nothing is on the worker any more: all blocks and rows are free, `step` is the last step that counts."""
         self.pool = BlockPool(self.num_blocks, caching=self.caching)
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
-        self.at_row: list[Entry | None] = [None] * self.config.max_num_seqs
-        self.prefilling: list[Entry] = []  # in order of admission
+        self.at_row: list[SequenceState | None] = [None] * self.config.max_num_seqs
+        self.prefilling: list[SequenceState] = []  # in order of admission
         self.turns = [MicroStep(step) for _ in range(self.micro_steps)]
         self.freed: list[int] = []  # rows to be named as freed in the next plan
         self.deferred: deque[tuple[int, int, list[int]]] = deque()  # (after commit of step, row, blocks)
-        self.chunks: dict[int, list[tuple[Entry, int]]] = {}  # step -> cursors its commit confirms
-        self.computing: dict[BlockKey, Entry] = {}
+        self.chunks: dict[int, list[tuple[SequenceState, int]]] = {}  # step -> cursors its commit confirms
+        self.computing: dict[BlockKey, SequenceState] = {}
         self.committed = step
 
     # -- requests come and go
 
     def add(self, request: Request, order: int) -> None:
         """order: counts the engine's admissions, so that those of several lanes have one order."""
-        self.take(Entry(request, self.policy(request, order)))
+        self.take(SequenceState(request, self.policy(request, order)))
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: SequenceState) -> None:
         """One that has nothing on any worker."""
         self.entries[entry.request.id] = entry
         heapq.heappush(self.waiting, (entry.key, entry))
@@ -87,7 +87,7 @@ class Lane:
     def num_waiting(self) -> int:
         return len(self.waiting)
 
-    def remove(self, request_id: str) -> Entry | None:
+    def remove(self, request_id: str) -> SequenceState | None:
         """Forget an open request; its row and blocks come back when no planned step needs them."""
         entry = self.entries.pop(request_id, None)
         if entry is None:
@@ -147,7 +147,7 @@ class Lane:
 
     # -- leaving a row
 
-    def leave(self, entry: Entry, *, keep_open: bool = False, at_once: bool = False) -> None:
+    def leave(self, entry: SequenceState, *, keep_open: bool = False, at_once: bool = False) -> None:
         """Give up row and blocks after the last planned step (blocks `at_once`: steps run in order, so the next
         owner's step comes later). `keep_open`: all is planned, the last token is still to come."""
         assert entry.row is not None
@@ -168,13 +168,13 @@ class Lane:
         if not keep_open:
             self._disown(entry)
 
-    def _disown(self, entry: Entry) -> None:
+    def _disown(self, entry: SequenceState) -> None:
         """It will not compute what it announced."""
         for key in entry.owned:
             self.computing.pop(key, None)
         entry.owned = []
 
-    def _quit(self, entry: Entry) -> None:
+    def _quit(self, entry: SequenceState) -> None:
         """The request ended, wherever it is."""
         if entry.row is None:
             self.waiting = [item for item in self.waiting if item[1] is not entry]
@@ -197,7 +197,7 @@ class Lane:
         self._collect()
         return row
 
-    def _rewind(self, entry: Entry) -> None:
+    def _rewind(self, entry: SequenceState) -> None:
         """The cursor goes back to 0; tokens stay."""
         entry.request.computed = entry.planned = 0
         entry.row = None
@@ -263,7 +263,7 @@ class Lane:
             if delta.logprobs is not None:
                 delta.logprobs = delta.logprobs[: len(delta.tokens)]
 
-    def _token(self, entry: Entry, token: int, logprobs: list[TokenLogprobs] | None) -> Delta:
+    def _token(self, entry: SequenceState, token: int, logprobs: list[TokenLogprobs] | None) -> Delta:
         request = entry.request
         output = request.output
         before = len(request.prompt) + len(output)
@@ -284,7 +284,7 @@ class Lane:
             return self._finish(entry, delta, FinishReason.LENGTH)
         return delta
 
-    def _computed(self, entry: Entry, cursor: int) -> None:
+    def _computed(self, entry: SequenceState, cursor: int) -> None:
         """KV holds the first `cursor` tokens: remember the full blocks among them."""
         request = entry.request
         request.computed = cursor
@@ -300,7 +300,7 @@ class Lane:
                 del self.computing[key]
         entry.remembered = full
 
-    def _finish(self, entry: Entry, delta: Delta, reason: FinishReason) -> Delta:
+    def _finish(self, entry: SequenceState, delta: Delta, reason: FinishReason) -> Delta:
         delta.finish = reason
         entry.open = False
         self.entries.pop(entry.request.id, None)

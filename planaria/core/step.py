@@ -12,9 +12,9 @@ import heapq
 from array import array
 from typing import TYPE_CHECKING
 
-from planaria.core.entry import NEVER, Entry
 from planaria.core.policy import Key
 from planaria.core.prefix_cache import chain
+from planaria.core.sequence import NEVER, SequenceState
 from planaria.protocol import Fresh, LanePlan, Row
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ class StepBuilder:
     def __init__(self, lane: Lane) -> None:
         self.lane, self.drafts = lane, lane.config.max_drafts
         self.changes: dict[int, Row] = {}
-        self.confirm: list[tuple[Entry, int]] = []
+        self.confirm: list[tuple[SequenceState, int]] = []
 
-    def build(self, step: int, number: int) -> tuple[LanePlan, list[tuple[Entry, int]]]:
+    def build(self, step: int, number: int) -> tuple[LanePlan, list[tuple[SequenceState, int]]]:
         """Of the step `step`, which is of turn `number`."""
         lane = self.lane
         turn = lane.turns[number]
@@ -77,7 +77,7 @@ class StepBuilder:
             self._schedule(entry)
         return pressed
 
-    def _lacking(self, entry: Entry) -> int:
+    def _lacking(self, entry: SequenceState) -> int:
         """Blocks for all it could draft in this step: none where memory is short and there is room for a token."""
         size, held = self.lane.block_size, len(entry.blocks)
         cursor = self._furthest(entry)
@@ -85,7 +85,7 @@ class StepBuilder:
             return 0
         return max(0, -(-min(cursor + self.drafts + 1, self._total(entry)) // size) - held)
 
-    def _furthest(self, entry: Entry) -> int:
+    def _furthest(self, entry: SequenceState) -> int:
         """Where the row's next token may be in this step at most."""
         committed = self.lane.committed
         cursor, since = entry.request.num_tokens - 1, committed
@@ -95,11 +95,11 @@ class StepBuilder:
         return min(cursor + flying * (self.drafts + 1), len(entry.blocks) * self.lane.block_size)
 
     @staticmethod
-    def _total(entry: Entry) -> int:
+    def _total(entry: SequenceState) -> int:
         """Positions it can ever fill."""
         return len(entry.request.prompt) + entry.request.max_tokens - 1
 
-    def _schedule(self, entry: Entry) -> None:
+    def _schedule(self, entry: SequenceState) -> None:
         """Note when this row next needs something: a block, or to end."""
         held = len(entry.blocks) * self.lane.block_size
         if not self.drafts:
@@ -135,7 +135,7 @@ class StepBuilder:
 
     def _admit(self) -> None:
         lane = self.lane
-        passed: list[tuple[Key, Entry]] = []  # wait for a block that another row computes, or for a commit
+        passed: list[tuple[Key, SequenceState]] = []  # wait for a block that another row computes, or for a commit
         while lane.waiting and lane.free_rows and self.tokens > 0 and self.turn.num_rows < self.room:
             item = heapq.heappop(lane.waiting)
             entry = item[1]
@@ -163,7 +163,7 @@ class StepBuilder:
         for item in passed:
             heapq.heappush(lane.waiting, item)
 
-    def _enter(self, entry: Entry, history: list[int], hits: list[int], need: int, usable: int) -> None:
+    def _enter(self, entry: SequenceState, history: list[int], hits: list[int], need: int, usable: int) -> None:
         """Give it a row, and blocks for its whole history. usable: blocks of it that others may use; 0: none."""
         lane, request = self.lane, entry.request
         lane.pool.share(hits)
@@ -188,12 +188,12 @@ class StepBuilder:
             entry, Fresh(tokens, len(request.prompt), request.params, request.seed, request.eos_ids, self.drafts)
         )
 
-    def _part(self, entry: Entry) -> int:
+    def _part(self, entry: SequenceState) -> int:
         """The most tokens of a history in one step: where stages take turns, few enough that all work on it at once."""
         turns = len(self.lane.turns)
         return entry.target if turns == 1 else max(PART, -(-entry.target // (4 * turns)))
 
-    def _chunk(self, entry: Entry, fresh: Fresh | None = None) -> None:
+    def _chunk(self, entry: SequenceState, fresh: Fresh | None = None) -> None:
         """Plan the next part of a history."""
         count = min(entry.target - entry.planned, self.tokens, self._part(entry))
         if entry.prompt_logprobs is not None:

@@ -19,7 +19,7 @@ from planaria.config.options import ParallelConfig
 from planaria.kernels.ops import Act, Batch, Operations, Ops
 from planaria.mesh.mesh import Mesh
 from planaria.worker.streams import Streams
-from planaria.worker.turns import InTurns, Span, Turns
+from planaria.worker.turns import InTurns, Rotation, Span
 
 if TYPE_CHECKING:
     from planaria.mesh.all2all import All2All
@@ -47,11 +47,12 @@ def cut(part: Batch, whole: Batch, first: int, last: int) -> None:
         part.make_hidden(whole.hidden.shape[1])[:tokens] = whole.hidden[first:last]
 
 
-class Part:
+class MicroBatch:
     """One of `turns.count` micro-batches: a batch and a recorded forward pass of its own."""
 
     def __init__(
-        self, ops: Ops, forward: Callable[[Operations], Act], whole: Batch, exchange: All2All, turns: Turns, place: int
+        self, ops: Ops, forward: Callable[[Operations], Act], whole: Batch, exchange: All2All, turns: Rotation,
+        place: int,
     ) -> None:  # fmt: skip
         self.place, self.exchange = place, InTurns(exchange, turns, place)
         self.batch = whole
@@ -79,9 +80,9 @@ class MicroBatches:
     ) -> None:  # fmt: skip
         self.batch, self.mesh, self.splits = batch, mesh, splits
         self.streams = Streams(len(exchanges)) if cuda else None
-        self.once, self.turns = Turns(1), Turns(len(exchanges), self.streams)
-        self.whole = Part(ops, forward, batch, exchanges[0], self.once, 0)
-        self.parts = [Part(ops, forward, batch, exchange, self.turns, i) for i, exchange in enumerate(exchanges)]
+        self.once, self.turns = Rotation(1), Rotation(len(exchanges), self.streams)
+        self.whole = MicroBatch(ops, forward, batch, exchanges[0], self.once, 0)
+        self.parts = [MicroBatch(ops, forward, batch, exchange, self.turns, i) for i, exchange in enumerate(exchanges)]
         self._threads = ThreadPoolExecutor(len(exchanges) - 1, "planaria-micro-batch", enter_thread)
         self._joined: torch.Tensor | None = None
 
@@ -113,13 +114,13 @@ class MicroBatches:
             raise self.turns.error
         return self._join()
 
-    def _begin(self, part: Part) -> Future[None]:
+    def _begin(self, part: MicroBatch) -> Future[None]:
         """In a thread; if that can't enter there is nobody to take this part's turn, so the others must not wait."""
         begun = self._threads.submit(self._run, part)
         begun.add_done_callback(lambda done: self._failed(error) if (error := done.exception()) is not None else None)
         return begun
 
-    def _run(self, part: Part) -> None:
+    def _run(self, part: MicroBatch) -> None:
         """An error is left in `turns`."""
         try:
             own = self.streams.of(part.place) if self.streams is not None else nullcontext()

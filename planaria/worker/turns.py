@@ -39,7 +39,7 @@ class TurnsOver(Exception):
     """Another micro-batch has failed: what is left of this one is of no use."""
 
 
-class Turns:
+class Rotation:
     """Of `count` micro-batches. streams: of the device they compute on. trace: where spans are put, while it is a
     list."""
 
@@ -93,7 +93,7 @@ class Turns:
 class InTurns:
     """A micro-batch's way to exchange tokens: outside of its turn. counts: tokens of each lane's part in this step."""
 
-    def __init__(self, exchange: All2All, turns: Turns, place: int) -> None:
+    def __init__(self, exchange: All2All, turns: Rotation, place: int) -> None:
         self.exchange, self.turns, self.place = exchange, turns, place
         self.lanes = exchange.lanes
         self.counts: Sequence[int] = ()

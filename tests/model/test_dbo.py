@@ -29,7 +29,7 @@ from planaria.mesh.mesh import Mesh
 from planaria.models import model_config
 from planaria.models.deal import deal
 from planaria.worker.micro_batches import MicroBatches, cut
-from planaria.worker.turns import COMPUTE, Turns, TurnsOver
+from planaria.worker.turns import COMPUTE, Rotation, TurnsOver
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint
 from tests.model.driver import Driver
 from tests.model.test_mesh import SOON, Group
@@ -353,7 +353,7 @@ class Fenced(Solo):
 
 
 def test_a_turn_that_will_not_come() -> None:
-    turns = Turns(3)
+    turns = Rotation(3)
     turns.begin()
     turns.take(0)
     turns.hand_on(0)

@@ -9,7 +9,7 @@ from planaria.types import Request, TokenLogprobs
 NEVER = 1 << 62
 
 
-class Entry:
+class SequenceState:
     """A request as its lane sees it. `row` is None while it waits; `last_step` is the last step planned with it."""
 
     __slots__ = (
@@ -51,4 +51,4 @@ class MicroStep:
         self.num_rows = 0  # that go on by themselves
         self.tick = 0
         self.last_step = last_step
-        self.due: dict[int, list[Entry]] = {}  # tick -> rows that need something then
+        self.due: dict[int, list[SequenceState]] = {}  # tick -> rows that need something then
