@@ -30,8 +30,7 @@ from planaria.topology import Cluster, Node
 
 logger = logging.getLogger("planaria.hosts")
 
-TAKE_TIMEOUT = 60.0  # seconds without a byte taken after which a process that was told something counts as lost
-START_TIMEOUT = 60.0
+TAKE_TIMEOUT = 120.0  # seconds without a byte taken after which a process, which imports first, counts as lost
 LOOK = 1.0  # seconds between looks for those, while something waits
 SAID_LIMIT = 4096  # bytes of a first line
 HERE = "0"  # this machine's name among the nodes
@@ -200,9 +199,14 @@ class _Keeper(threading.Thread):
         self._news(child)
 
 
-@functools.cache
+_one = threading.Lock()
+_make = functools.cache(_Keeper)
+
+
 def keeper() -> _Keeper:
-    return _Keeper()
+    """This process's, made when the first child is."""
+    with _one:
+        return _make()
 
 
 class LocalHost:
@@ -229,6 +233,7 @@ class LocalHost:
         """fds: descriptors that it inherits."""
         devices = tuple(self.devices[slot[1] : slot[1] + 1])
         place = Place(-1, home(), node_name(), self.address, 0, usable_cores(), devices)
+        assert threading.current_thread() is not keeper(), "who hears news would wait for itself"
         into: Future[LocalChild] = Future()
         keeper().ask(functools.partial(keeper().spawn, into, slot, place, entry, fds, news))
         child = into.result()
