@@ -28,7 +28,7 @@ class Layer(msgspec.Struct):
     balancedness: float
 
 
-class EngineLoad(msgspec.Struct):
+class BalancedEngine(msgspec.Struct):
     engine: int
     ranks: int
     steps: int
@@ -39,7 +39,7 @@ class EngineLoad(msgspec.Struct):
 
 
 class ExpertReport(msgspec.Struct):
-    engines: list[EngineLoad]
+    engines: list[BalancedEngine]
 
 
 def run(url: str | None, admin_key: str | None, saved: Path | None, plot: Path | None, as_json: bool) -> None:
@@ -82,7 +82,7 @@ def over_mean(loads: list[int] | list[float]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def _show(engines: list[EngineLoad]) -> None:
+def _show(engines: list[BalancedEngine]) -> None:
     table = Table(
         "ENGINE", "LAYER", "TOKENS", "BUSIEST EXPERT", "BUSIEST RANK", "BALANCEDNESS",
         box=None, caption="busiest: over the mean of the layer", caption_justify="left",
@@ -98,7 +98,7 @@ def _show(engines: list[EngineLoad]) -> None:
     show_table(table)
 
 
-def line_of(engine: EngineLoad) -> str:
+def line_of(engine: BalancedEngine) -> str:
     """How an engine stands."""
     words = [
         f"engine {engine.engine}: {engine.ranks} ranks", f"load of {engine.steps:,} steps",

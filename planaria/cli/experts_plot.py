@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planaria.cli.experts import EngineLoad, Layer, line_of
+from planaria.cli.experts import BalancedEngine, Layer, line_of
 from planaria.errors import PlanariaError, UserError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check(path: Path) -> None:
         raise PlanariaError(MISSING)
 
 
-def draw(engines: list[EngineLoad], path: Path) -> None:
+def draw(engines: list[BalancedEngine], path: Path) -> None:
     """Raises UserError where the file can't be written."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -63,7 +63,7 @@ def over_mean(rows: list[list[float]]) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.where(means > 0, loads / np.where(means > 0, means, 1.0), 1.0)
 
 
-def _draw_engine(part: Any, engine: EngineLoad) -> None:
+def _draw_engine(part: Any, engine: BalancedEngine) -> None:
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
     layers = engine.layers
