@@ -5,7 +5,7 @@
 Differences of a percent drown in the noise of two runs, so costs are counted: each part's shipping code is timed by
 itself, and what it takes in a step is held against the time of a step, measured in the same run with 32 streams of a
 real server over two tensor ranks. Per step:
-- journal: `SupervisedEngine._deliver` for 32 deltas, less a look-up and a call of the sink, which it would take anyway
+- journal: `EngineQueue.deliver` for 32 deltas, less a look-up and a call of the sink, which it would take anyway
 - epochs: looks at the link's fence word, by the engine and by a rank, two each, and the core's look at a result's epoch
 - deadlines: `Pace.took`, once, with the count of the plan's tokens
 - heartbeats: a rank's pulse (the thread that wakes up, its CPU time), and the engine's look at all pulses, each second
@@ -73,7 +73,7 @@ async def journal() -> float:
             supervisor.submit(Submit(id, [1, 2, 3], SamplingParams(), 7, STEPS), sink)
         for step in deltas:
             for delta in step:
-                supervisor._deliver(delta)
+                supervisor.queue.deliver(delta)
 
     return microseconds(shipping, STEPS) - microseconds(plain, STEPS)
 

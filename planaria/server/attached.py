@@ -16,15 +16,13 @@ from typing import Any
 import zmq
 
 from planaria.config.options import EngineConfig
-from planaria.core.turns import Turn
 from planaria.errors import PlanariaError
 from planaria.executor.link.gatekeeper import introduce, keep_alive
 from planaria.executor.reformations import Reformations
 from planaria.server.engine_client import Ended, EngineHandle
 from planaria.server.fleet import Fleet
-from planaria.server.root_messages import Done, Kill, LetGo, Listed, Order, Replayed, State, ToRoot, Wants
+from planaria.server.root_messages import Done, Kill, Listed, Order, Replayed, State, ToRoot
 from planaria.server.supervisor import SupervisedEngine, error_of
-from planaria.types import Delta
 from planaria.wire import Dead, EngineFacts, FromEngine, Recovery
 
 logger = logging.getLogger("planaria.server")
@@ -104,11 +102,6 @@ class AttachedSupervisor(SupervisedEngine):
         super().__init__(*args)
         self.limit = Reformations(sys.maxsize, self.config.faults.recovery_window)  # the root's to keep
         self.log = logger.debug  # the root says it
-        self.server = 0
-        self.tell: Tell
-        self.turn: Turn | None = None
-        self._wants = False
-        self._let_go = 0  # in which turn it was said
 
     async def close(self) -> None:
         """Leave the engine to the root."""
@@ -132,45 +125,10 @@ class AttachedSupervisor(SupervisedEngine):
             self.on_change()
 
     def _goes_on(self, engine: Any, ended: Ended) -> bool:
-        self._restarting = engine.as_told
+        self.queue.restarting = engine.as_told
         goes_on = super()._goes_on(engine, ended)
-        self._admit()
+        self.queue.admit()
         return goes_on
-
-    def _ends_as_told(self) -> bool:
-        return True  # the root's word of it may come later than the engine's
-
-    # -- one suspect alone, of all servers'
-
-    def take_turn(self, turn: Turn | None) -> None:
-        """Whose turn it is."""
-        if turn != self.turn:
-            self.turn = turn
-            self._admit()
-
-    def _limited(self) -> bool:
-        return super()._limited() or self.turn is not None
-
-    def _admit(self) -> None:
-        wants, turn = self.quarantine.suspects(), self.turn
-        if wants != self._wants:
-            self._wants = wants
-            self.tell(Wants(self.index, wants))
-        if turn is None and not wants:
-            if self.up:
-                super()._admit()
-        elif turn is not None and turn.server == self.server:
-            if turn.free and self.up:
-                super()._admit()
-        elif not (self.up and self._take_back(self.journal)) and turn is not None and self._let_go != turn.serial:
-            self._let_go = turn.serial
-            self.tell(LetGo(self.index, turn.serial))
-
-    def _deliver(self, delta: Delta) -> None:
-        super()._deliver(delta)
-        if self.turn is not None:
-            self._admit()
-
 
 class AttachedFleet(Fleet):
     """server: this process's number; tell: sends the root a message."""
@@ -197,8 +155,7 @@ class AttachedFleet(Fleet):
 
     def add(self, index: int, size: int) -> SupervisedEngine:
         engine = super().add(index, size)
-        assert isinstance(engine, AttachedSupervisor)
-        engine.server, engine.tell = self.server, self.tell
+        engine.queue.server, engine.queue.tell = self.server, self.tell
         engine.on_leaving = lambda: None  # the root hears it too
         engine.on_placed = lambda message: None  # and this
         engine.on_recovery = self._recovered
@@ -230,7 +187,7 @@ class AttachedFleet(Fleet):
                 engine.give_up(listed.dead)
             elif listed.dead is None and engine.dead is not None:
                 engine.revive()
-            engine.take_turn(listed.turn)
+            engine.queue.take_turn(listed.turn)
         self._admit_known()
 
     def _admit_known(self) -> None:
@@ -263,13 +220,13 @@ class AttachedFleet(Fleet):
                 case "settle":
                     await asyncio.gather(*self._removals.values())
                 case "empty" if engine is not None:
-                    await self.emptied([order.engine], order.timeout)
+                    await self.dispatcher.emptied([order.engine], order.timeout)
                 case "hand over" if engine is not None:
-                    moved = await self.hand_over_all(engine)
+                    moved = await self.dispatcher.hand_over_all(engine)
                 case "take share" if engine is not None:
                     async with asyncio.timeout(order.timeout):
                         await engine.ready()
-                    moved = await self.take_share(engine)
+                    moved = await self.dispatcher.take_share(engine)
         except (PlanariaError, TimeoutError) as e:
             error = str(e) or f"engine {order.engine} is not reached"
         return Done(order.id, moved, error)

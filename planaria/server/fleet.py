@@ -1,12 +1,7 @@
 """Several engines as one. Implements `planaria.wire.EngineClient`: who uses it need not know how many there are.
 
-Each engine is a process of its own under its own supervisor. A sequence is one engine's at a time; when that engine
-ends or its ranks begin anew, the sequence goes on in another at once, with the tokens it has: computing them again
-takes less time than another process or epoch. It does so once without having got a token: the request may be what
-kills engines, and then it stays where the supervisor can find that out.
-
-An engine calls each stay of a sequence by another name, so nothing that one has still to say of a sequence that has
-left it is ever taken for news.
+Each engine is a process of its own under its own supervisor. Here is which of them there are; which of them has which
+sequence is the dispatcher's.
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ import contextlib
 import functools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
@@ -28,12 +22,11 @@ from planaria.config.options import EngineConfig
 from planaria.core.resize import Resize
 from planaria.core.router import Router
 from planaria.errors import PlanariaError
+from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine_client import EngineHandle, EngineProcess
-from planaria.server.fleet_resize import Resizer, hand_over_all, take_share
-from planaria.server.open_sequence import Open
+from planaria.server.fleet_resize import Resizer
 from planaria.server.placed import Check, Plan
 from planaria.server.supervisor import SupervisedEngine, added, all_ready, error_of
-from planaria.types import Delta, FinishReason
 from planaria.wire import (
     Dead,
     EngineFacts,
@@ -45,9 +38,7 @@ from planaria.wire import (
     ProcessInfo,
     Recovery,
     Reshaped,
-    Sink,
     StartUpNews,
-    Submit,
 )
 
 logger = logging.getLogger("planaria.server")
@@ -79,6 +70,22 @@ class Hosts(Protocol):
     def close(self) -> None: ...
 
 
+class Mover(Protocol):
+    """Who moves sequences: this process's dispatcher, or those of all API processes."""
+
+    async def hand_over_all(self, engine: SupervisedEngine) -> int:
+        """See Dispatcher."""
+        ...
+
+    async def take_share(self, engine: SupervisedEngine) -> int:
+        """See Dispatcher."""
+        ...
+
+    async def emptied(self, indices: Iterable[int], timeout: float) -> None:
+        """See Dispatcher."""
+        ...
+
+
 Make = Callable[[EngineConfig, Callable[[FromEngine], None]], EngineHandle]
 
 
@@ -101,15 +108,15 @@ class Fleet:
         self.check = Check()
         self.members: dict[int, SupervisedEngine] = {}  # by number
         self.leaving: set[int] = set()  # those that get no new work
-        self._ending: set[int] = set()  # of them, those whose process is told to end
+        self.ending: set[int] = set()  # of them, those whose process is told to end
         self.closing = False  # no engine is added any more
         self.resizer = Resizer(self)
-        self._open: dict[str, Open] = {}
-        self._taken = Counter[int]()  # sequences that came to an engine from another
+        self.dispatcher = Dispatcher(self)
+        self.submit, self.cancel = self.dispatcher.submit, self.dispatcher.cancel
+        self.mover: Mover = self.dispatcher
         self._before = EngineStats()  # what the engines that have left have counted
         self.replacing: set[int] = set()  # engines whose process was told to end
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._left = asyncio.Event()  # an engine that leaves has a sequence less
         for index in self.first():
             self.add(index, len(config.parallel.replicas))
 
@@ -153,7 +160,7 @@ class Fleet:
         self.router.set_up(index, engine.state == "ready")
         self._tell_facts()
         if engine.state == "ready":
-            self._rescue_all()
+            self.dispatcher.rescue_all()
 
     def joined(self, index: int) -> bool:
         """Has this engine been given to the router?"""
@@ -175,9 +182,9 @@ class Fleet:
         """End an engine and wait for it. What it still has goes on elsewhere."""
         engine = self.members[index]
         self.close_to_new_work([index])
-        self._ending.add(index)
+        self.ending.add(index)
         if self.joined(index):
-            self._rescue(engine, certainly=True)
+            self.dispatcher.rescue(engine, certainly=True)
         await engine.close()
         if self.hosts is not None:
             await asyncio.to_thread(self.hosts.release, index)
@@ -189,7 +196,7 @@ class Fleet:
         self.check.forget(index)
         self._end_with_the_last()
         self.leaving.discard(index)
-        self._ending.discard(index)
+        self.ending.discard(index)
         self._tell_facts()
 
     async def start(self) -> None:
@@ -240,7 +247,7 @@ class Fleet:
         logger.info("engine %d was told to end: another takes its place", engine.index)
         self.close_to_new_work([engine.index])
         try:
-            await self.hand_over_all(engine)
+            await self.mover.hand_over_all(engine)
         except PlanariaError as e:
             logger.info("%s: they wait for its successor", e)
         finally:
@@ -271,13 +278,13 @@ class Fleet:
         was_up = self.router.is_up(engine.index)
         self.router.set_up(engine.index, engine.state == "ready")
         if was_up and engine.state != "ready":
-            for open in self.of(engine):
-                open.lost = engine.had(open.name) and not engine.on_purpose
+            for stream in self.dispatcher.of(engine):
+                stream.lost = engine.queue.had(stream) and not engine.on_purpose
         if engine.state == "ready":
             self._tell_facts()
             if not was_up:
-                self._in_background(take_share(self, engine))  # of what is open here
-        self._rescue_all()
+                self._in_background(self.dispatcher.take_share(engine))  # of what is open here
+        self.dispatcher.rescue_all()
         self._end_with_the_last()
         if engine.lacks_place and self.hosts is not None:
             self._in_background(self._bring_back(engine, self.hosts))
@@ -301,116 +308,6 @@ class Fleet:
         if causes and all(cause is not None for cause in causes):
             self.dead = self.dead or causes[-1]
 
-    # -- sequences
-
-    def submit(self, message: Submit, sink: Sink) -> None:
-        if self.dead is not None:
-            sink(Delta(message.id, len(message.output), [], FinishReason.ERROR, error=self.dead.message))
-            return
-        engine = self._up(message) or self._least_busy()
-        if engine is None:  # the others were given up while the last one leaves
-            error = "no engine is left to go on with it: all were given up, but for those that are leaving; try again"
-            sink(Delta(message.id, len(message.output), [], FinishReason.ERROR, error=error))
-            return
-        open = self._open[message.id] = Open(self, message, sink)
-        self._send(open, engine, message)
-
-    def _up(self, message: Submit) -> SupervisedEngine | None:
-        """The best of those that can admit."""
-        history = [*message.prompt, *message.output] if message.output else message.prompt
-        index = self.router.choose(history, message.max_tokens - len(message.output))
-        return self.members[int(index)] if index is not None else None
-
-    def _least_busy(self) -> SupervisedEngine | None:
-        """Nobody is up: who will have the least to do when it is. One that has not joined yet must, if all others were
-        given up; one that is to leave, if there is no other at all: then it can't."""
-
-        def cost(engine: SupervisedEngine) -> tuple[bool, bool, int]:
-            return engine.index in self.leaving, not self.joined(engine.index), len(engine.journal)
-
-        able = [engine for engine in self.members.values() if engine.dead is None and engine.index not in self._ending]
-        found = min(able, key=cost, default=None)
-        if found is not None and not self.joined(found.index):
-            self.admit(found.index)
-        return found
-
-    def _send(self, open: Open, engine: SupervisedEngine, message: Submit) -> None:
-        open.engine, open.lost = engine, False
-        known = len(message.output)
-        self.router.sent(open.id, engine.index, len(message.prompt) + known, message.max_tokens - known)
-        engine.submit(message, open.take)
-
-    def cancel(self, request_id: str) -> None:
-        open = self._open.get(request_id)
-        if open is not None:
-            self.ended(open)
-            open.engine.cancel(open.name)
-
-    def ended(self, open: Open) -> None:
-        self._open.pop(open.id, None)
-        open.heard()
-        self.router.ended(open.id)
-        if open.engine.index in self.leaving:
-            self._left.set()
-
-    def has(self, open: Open) -> bool:
-        """Is it still open?"""
-        return self._open.get(open.id) is open
-
-    def of(self, engine: SupervisedEngine) -> list[Open]:
-        """An engine's open sequences, the oldest first."""
-        return [self._open[id] for id in self.router.requests(engine.index)] if self.joined(engine.index) else []
-
-    def best_for(self, open: Open) -> SupervisedEngine | None:
-        """Another engine that can go on with it now."""
-        entry = open.engine.journal.get(open.name)
-        other = self._up(entry.resubmit()) if entry is not None else None
-        return other if other is not open.engine else None
-
-    def _rescue_all(self) -> None:
-        """What waits for an engine that is not up may go on in one that is."""
-        for engine in self.members.values():
-            if engine.state != "ready":
-                self._rescue(engine)
-
-    def _rescue(self, engine: SupervisedEngine, *, certainly: bool = False) -> None:
-        """An engine is not up: what it has goes on elsewhere, if it may and can. certainly: there is no way back."""
-        certainly = certainly or engine.dead is not None
-        for open in self.of(engine):
-            if open.stuck and engine.state != "ready":
-                continue
-            other = self.best_for(open) or (self._least_busy() if certainly else None)
-            if other is not None and other is not engine:
-                self.move(open, other)
-
-    def move(self, open: Open, engine: SupervisedEngine) -> None:
-        """Have another engine go on with a sequence."""
-        entry = open.engine.give(open.name)
-        assert entry is not None
-        if open.lost:  # one that only waited there can't be what was in the way
-            open.tried = len(entry.tokens)
-        open.moves += 1
-        open.name = f"{open.id}~{open.moves}"
-        self._taken[engine.index] += 1
-        self._send(open, engine, msgspec.structs.replace(entry.resubmit(), id=open.name))
-        self._left.set()
-
-    async def hand_over_all(self, engine: SupervisedEngine) -> int:
-        """As `fleet_resize.hand_over_all`."""
-        return await hand_over_all(self, engine)
-
-    async def take_share(self, engine: SupervisedEngine) -> int:
-        """As `fleet_resize.take_share`."""
-        return await take_share(self, engine)
-
-    async def emptied(self, indices: Iterable[int], timeout: float) -> None:
-        """Wait until engines that leave have no sequence any more, for so many seconds at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while any(self.of(self.members[index]) for index in indices):
-                    self._left.clear()
-                    await self._left.wait()
-
     # -- for people
 
     @property
@@ -423,7 +320,7 @@ class Fleet:
     @property
     def last_progress(self) -> float:
         """Of the engine that has not moved for the longest."""
-        busy = [engine.last_progress for engine in self.members.values() if len(engine.journal)]
+        busy = [engine.last_progress for engine in self.members.values() if len(engine.queue)]
         return min(busy, default=time.monotonic())
 
     def engines(self) -> list[EngineState]:
@@ -432,8 +329,9 @@ class Fleet:
             EngineState(
                 index, engine.state, engine.engine.pid if engine.engine is not None else 0,
                 engine.facts.layout if engine.facts is not None else "",
-                engine.facts.ranks if engine.facts is not None else [], engine.stats, len(engine.journal),
-                loads.get(index, 0), index in self.leaving, self._taken[index], self.check.found.get(index, []),
+                engine.facts.ranks if engine.facts is not None else [], engine.stats, len(engine.queue),
+                loads.get(index, 0), index in self.leaving, self.dispatcher.taken[index],
+                self.check.found.get(index, []),
             )
             for index, engine in sorted(self.members.items())
         ]  # fmt: skip

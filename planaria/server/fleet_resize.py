@@ -2,15 +2,12 @@
 
 Up: the new engines come up beside the others, and get work when all of them can admit, also some of what runs; if one
 can't, all of them end and nothing has changed. Down: the last engines get no new work, what they have may finish for a
-while, the rest goes on elsewhere. A sequence is moved without a pause that its client would notice: first the other
-engine computes what it has so far, which its prefix cache keeps, and only then is it moved.
+while, the rest goes on elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -20,22 +17,17 @@ from planaria.config.machine import accelerator_ids
 from planaria.core.resize import Refused, Resize, Resizes, Room, room_in_memory
 from planaria.errors import PlanariaError
 from planaria.node import available_memory
-from planaria.server.supervisor import SupervisedEngine, all_ready
+from planaria.server.supervisor import all_ready
 from planaria.topology import LaneGroup, Layout
-from planaria.types import Delta, SamplingParams
-from planaria.wire import Reshaped, Submit
+from planaria.wire import Reshaped
 
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet
-    from planaria.server.open_sequence import Open
 
 logger = logging.getLogger("planaria.server")
 
 DRAIN_TIMEOUT = 120.0  # seconds that running requests get before they are moved
 OVERHEAD = 350 << 20  # bytes of an engine beside weights and KV: an interpreter with torch in each process
-_numbers = itertools.count()
-WARM_UP = 60.0  # seconds the other engine gets to compute what a sequence has
-GOES_ON = 1.0  # seconds in which a sequence that was moved is alone with its engine's attention
 
 
 @runtime_checkable
@@ -238,20 +230,20 @@ class Resizer:
                 fleet.admit(index)
         self.resizes.enter("balance", time.monotonic())
         for engine in engines:
-            resize.moved += await fleet.take_share(engine)
+            resize.moved += await fleet.mover.take_share(engine)
 
     async def _drain(self, resize: Resize, timeout: float) -> None:
         """No new work for those that leave; what they have may finish."""
         fleet = self.fleet
         self.resizes.enter("drain", time.monotonic())
         fleet.close_to_new_work(resize.stop)
-        await fleet.emptied(resize.stop, timeout)
+        await fleet.mover.emptied(resize.stop, timeout)
 
     async def _hand_over_all(self, resize: Resize) -> None:
         """Raises PlanariaError when nobody can take over."""
         self.resizes.enter("migrate", time.monotonic())
         for index in resize.stop:
-            resize.moved += await self.fleet.hand_over_all(self.fleet.members[index])
+            resize.moved += await self.fleet.mover.hand_over_all(self.fleet.members[index])
 
     async def _undo(self, resize: Resize) -> None:
         fleet = self.fleet
@@ -260,59 +252,3 @@ class Resizer:
             *(fleet.remove(index) for index in resize.start if index in fleet.members and not fleet.joined(index))
         )
         fleet.share_out()
-
-
-async def hand_over_all(fleet: Fleet, engine: SupervisedEngine) -> int:
-    """Move everything an engine has to others, one after the other, so that each pauses for a step or two. Returns how
-    many. Raises PlanariaError when nobody can take over."""
-    moved = 0
-    while opened := fleet.of(engine):
-        other = fleet.best_for(opened[0])
-        if other is None:
-            raise PlanariaError(f"no other engine is up to go on with {len(opened)} sequences of engine {engine.index}")
-        moved += await _hand_over(fleet, opened[0], other)
-    return moved
-
-
-async def take_share(fleet: Fleet, engine: SupervisedEngine) -> int:
-    """Move sequences to an engine that has come up, until no other has two more than it. Returns how many."""
-    moved = 0
-    while engine.state == "ready" and engine.index not in fleet.leaving:
-        others = [other for other in fleet.members.values() if other.state == "ready" and fleet.joined(other.index)]
-        busiest = max(others, key=lambda other: len(fleet.of(other)))
-        movable = [open for open in fleet.of(busiest) if not open.stuck]
-        if len(fleet.of(busiest)) - len(fleet.of(engine)) < 2 or not movable:
-            break
-        moved += await _hand_over(fleet, min(movable, key=lambda open: len(open.history())), engine)
-    return moved
-
-
-async def _hand_over(fleet: Fleet, open: Open, other: SupervisedEngine) -> bool:
-    """Move one, if it is still there when the other engine has its history in its prefix cache. Ends when it goes on
-    there: what is computed for the next one would only make it wait."""
-    engine = open.engine
-    if fleet.config.cache.enable_prefix_caching and engine.state == "ready":
-        warm = open.history()
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def sink(delta: Delta) -> None:
-            if delta.finish is not None and not done.done():
-                done.set_result(None)
-
-        id = f"{open.id}~warm{next(_numbers)}"
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        other.submit(Submit(id, warm, params, seed=0, max_tokens=1, priority=open.priority), sink)
-        try:
-            async with asyncio.timeout(WARM_UP):
-                await done
-        except TimeoutError:
-            other.cancel(id)
-    if open.engine is not engine or not fleet.has(open) or other.state != "ready":
-        return False
-    goes_on = asyncio.Event()
-    open.goes_on = goes_on.set
-    fleet.move(open, other)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(GOES_ON):
-            await goes_on.wait()
-    return True

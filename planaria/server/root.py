@@ -41,7 +41,7 @@ class RootSupervisor(SupervisedEngine):
         self.on_end: Callable[[], None] = lambda: None
 
     def _goes_on(self, engine: EngineHandle, ended: Ended) -> bool:
-        self.ended, self.as_told = ended, self._restarting or self._closing
+        self.ended, self.as_told = ended, self.queue.restarting or self._closing
         self.on_end()
         return super()._goes_on(engine, ended)
 
@@ -60,6 +60,27 @@ class RootSupervisor(SupervisedEngine):
         return alone or self.stats.generation_tokens > self._before.generation_tokens
 
 
+class ApiMover:
+    """Moves the sequences of all API processes: each moves its own."""
+
+    def __init__(self, apis: ApiProcesses) -> None:
+        self.apis = apis
+
+    async def hand_over_all(self, engine: SupervisedEngine) -> int:
+        """Raises PlanariaError when nobody can take over."""
+        done = await self.apis.order("hand over", engine.index)
+        error = next((done.error for done in done if done.error), "")
+        if error:
+            raise PlanariaError(error)
+        return sum(part.moved for part in done)
+
+    async def take_share(self, engine: SupervisedEngine) -> int:
+        return sum(part.moved for part in await self.apis.order("take share", engine.index, REACHED))
+
+    async def emptied(self, indices: Iterable[int], timeout: float) -> None:
+        await asyncio.gather(*(self.apis.order("empty", index, timeout) for index in indices))
+
+
 class RootFleet(Fleet):
     """apis: the API processes; folder: where engines' sockets have their names."""
 
@@ -75,6 +96,7 @@ class RootFleet(Fleet):
         self.on_replayed: Callable[[Replayed], None] = lambda message: None
         apis.lost = self._lost
         super().__init__(config, on_progress, self._make, hosts)
+        self.mover = ApiMover(apis)
 
     # -- what the API processes are told
 
@@ -135,19 +157,6 @@ class RootFleet(Fleet):
         self.publish()
         await self.apis.order("settle")
         await super().remove(index)
-
-    async def hand_over_all(self, engine: SupervisedEngine) -> int:
-        done = await self.apis.order("hand over", engine.index)
-        error = next((done.error for done in done if done.error), "")
-        if error:
-            raise PlanariaError(error)
-        return sum(part.moved for part in done)
-
-    async def take_share(self, engine: SupervisedEngine) -> int:
-        return sum(part.moved for part in await self.apis.order("take share", engine.index, REACHED))
-
-    async def emptied(self, indices: Iterable[int], timeout: float) -> None:
-        await asyncio.gather(*(self.apis.order("empty", index, timeout) for index in indices))
 
     # -- what they say
 

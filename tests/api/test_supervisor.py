@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from planaria.errors import CapacityError, EngineDead
+from planaria.server import questions
 from planaria.server import supervisor as module
 from planaria.server.engine_client import EngineHandle
-from planaria.server.journal import Gap
+from planaria.server.stream import Gap
 from planaria.types import Delta, FinishReason
 from planaria.wire import Cancel, Dead, EngineStats, Output, Processes, ProcessInfo, Recovery, Shutdown
 from tests.api.scripted_process import Client, Config, ScriptedProcess
@@ -246,7 +247,7 @@ async def test_a_poisonous_request_is_found_and_the_others_go_on(client: Client)
         await settle()
     for id in "ab":
         assert client.tokens(id) == [100 + i for i in range(10)] and client.error(id) is None
-    assert not client.supervisor.quarantine.faults and len(client.supervisor.journal) == 0
+    assert not client.supervisor.queue.quarantine.faults and len(client.supervisor.queue) == 0
 
 
 async def test_suspects_run_one_at_a_time_until_each_got_a_token(client: Client) -> None:
@@ -272,9 +273,9 @@ async def test_a_death_while_others_leave_is_not_the_suspects(client: Client) ->
     await client.replace()
     await client.replace()
     client.now.give("a")
-    assert client.supervisor.quarantine.running == "b" and client.now.has == ["a"]  # a still leaves
+    assert client.supervisor.queue.quarantine.running == "b" and client.now.has == ["a"]  # a still leaves
     await client.replace()
-    assert client.supervisor.quarantine.alone == {}
+    assert client.supervisor.queue.quarantine.alone == {}
 
 
 async def test_cancel_reaches_the_engine_once(client: Client) -> None:
@@ -333,9 +334,9 @@ async def test_all_who_ask_hear_the_answer(client: Client) -> None:
 
 
 async def test_a_silent_engine_is_said_to_be(client: Client, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "REPORT_TIMEOUT", 0.01)
+    monkeypatch.setattr(questions, "ANSWER_LIMIT", 0.01)
     (row,) = await client.supervisor.report()
-    assert row.state == "silent for 0.01 s" and client.supervisor._reports == []
+    assert row.state == "silent for 0.01 s" and not any(client.supervisor.questions.waiting.values())
     monkeypatch.setattr(module, "process_state", lambda pid: "T")
     (row,) = await client.supervisor.report()
     assert row.state == "stopped"

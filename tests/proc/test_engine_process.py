@@ -14,7 +14,7 @@ from planaria.config.resolve import resolve
 from planaria.llm import make_options
 from planaria.server import engine_client
 from planaria.server.engine_client import EngineProcess
-from planaria.server.journal import Gap
+from planaria.server.stream import Gap
 from planaria.types import SamplingParams
 from planaria.wire import EngineFacts, Output, Submit
 from tests.proc.servers import alive, needs_smollm2

@@ -23,8 +23,9 @@ from planaria.core.router import EngineId
 from planaria.executor.told import layout_name
 from planaria.server import engine_client, supervisor
 from planaria.server.config import ServerConfig
-from planaria.server.fleet import Fleet, Open
+from planaria.server.fleet import Fleet
 from planaria.server.service import Service
+from planaria.server.stream import Stream
 from planaria.server.supervisor import SupervisedEngine
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason
@@ -58,7 +59,7 @@ class Deployment:
         self.remotes: dict[int, Remote] = {}  # the latest of each engine
         self.all: list[Remote] = []
         self.owners: dict[int, SupervisedEngine] = {}
-        self.opens: dict[str, Open] = {}
+        self.opens: dict[str, Stream] = {}
         self.layouts: dict[SupervisedEngine, Layout] = {}  # that were agreed on
         self.gone: set[int] = set()  # nodes
         self.closing = self.over = False  # over: nothing goes wrong any more
@@ -204,7 +205,7 @@ class Deployment:
                     self.service.busy_since = self.world.now
                 self.service.open[message.id] = None  # type: ignore[index]
                 self.fleet.submit(message, self._hear)
-                if (open := self.fleet._open.get(message.id)) is not None:
+                if (open := self.fleet.dispatcher.open.get(message.id)) is not None:
                     self.opens[message.id] = open
                     self.rules.routed(message.id, open.engine)
             case Cancel():
@@ -280,9 +281,9 @@ class Deployment:
     async def _run(self) -> None:
         self.fleet = fleet = Fleet(self.scenario.config, make=self._make)  # type: ignore[arg-type]
         fleet.resizer.available = lambda: 1 << 50
-        move = fleet.move
+        move = fleet.dispatcher.move
 
-        def moved(open: Open, engine: SupervisedEngine) -> None:
+        def moved(open: Stream, engine: SupervisedEngine) -> None:
             self.rules.routed(open.id, engine)
             self.counts["moved"] += 1
             self.world.note("{} goes on in engine {}", open.id, engine.index)
@@ -296,7 +297,7 @@ class Deployment:
                 self.rules.chosen(found)
             return found
 
-        fleet.move, fleet.router.choose = moved, chosen  # type: ignore[method-assign]
+        fleet.dispatcher.move, fleet.router.choose = moved, chosen  # type: ignore[method-assign]
         remove = fleet.remove
 
         async def removed(index: int) -> None:
@@ -346,15 +347,15 @@ class Deployment:
 
     def _check_empty(self) -> None:
         require, fleet = self.world.require, self.fleet
-        require(not fleet._open, "leaks", f"sequences {list(fleet._open)}")
+        require(not fleet.dispatcher.open, "leaks", f"sequences {list(fleet.dispatcher.open)}")
         tell = [i for i, engine in fleet.members.items() if engine.dead is None and self.remotes[i].harm is None]
         loads = {i: load for i, load in fleet.router.loads().items() if load and i in tell}
         stale = self.counts["said twice"] + self.counts["said too late"]  # what an engine said of itself
         require(not loads or bool(stale), "leaks", f"loads {loads} of nothing")
         for index, engine in fleet.members.items():
-            held = [entry.id for entry in engine.journal]
+            held = list(engine.queue.streams)
             require(not held, "leaks", f"engine {index} has {held} in its journal")
-            require(not engine.quarantine.faults, "leaks", f"suspicions {engine.quarantine.faults}")
+            require(not engine.queue.quarantine.faults, "leaks", f"suspicions {engine.queue.quarantine.faults}")
             core = self.remotes[index].core
             if index in tell and core is not None:
                 require(not core.has_requests(), "leaks", f"engine {index} computes for nobody")

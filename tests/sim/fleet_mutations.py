@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from planaria.core.router import Router
 from planaria.executor.loop import EngineLoop
 from planaria.executor.reply_ledger import Ticket
+from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine_client import EngineHandle
 from planaria.server.faults import FaultLog
-from planaria.server.fleet import Fleet
-from planaria.server.journal import Entry
+from planaria.server.stream import Stream
 from planaria.wire import Submit
 
 
@@ -80,17 +82,17 @@ def route_to_an_engine_that_left() -> Iterator[None]:
 
 @contextmanager
 def move_without_the_tokens() -> Iterator[None]:
-    def forget(self: Entry) -> Submit:
-        return self.submit
+    def forget(self: Stream) -> Submit:
+        return msgspec.structs.replace(self.submit, id=self.name)
 
-    with patch.object(Entry, "resubmit", forget):
+    with patch.object(Stream, "resubmit", forget):
         yield
 
 
 @contextmanager
 def leave_them_there() -> Iterator[None]:
     """What an engine has stays there, whatever becomes of it."""
-    with patch.object(Fleet, "_rescue", lambda self, engine, *, certainly=False: None):
+    with patch.object(Dispatcher, "rescue", lambda self, engine, *, certainly=False: None):
         yield
 
 

@@ -100,7 +100,7 @@ class FleetRules:
         fleet, now = self.sim.fleet, self.world.awake()
         able = [i for i, engine in fleet.members.items() if engine.state == "ready" and i not in fleet.leaving]
         idle = {
-            id: self._waiting.get(id, now) for id, open in fleet._open.items()
+            id: self._waiting.get(id, now) for id, open in fleet.dispatcher.open.items()
             if open.engine.state != "ready" and not open.stuck and any(map(fleet.joined, able))
         }  # fmt: skip
         self._waiting = idle
@@ -123,7 +123,7 @@ class FleetRules:
         """Since when this engine has had sequences without a break, by looks; now, if it has none."""
         now = self.world.awake()
         engine = self.sim.fleet.members[index]
-        if not len(engine.journal) and not engine._reshapes:
+        if not len(engine.queue) and not engine._reshapes:
             self._busy.pop(index, None)
             return now
         return self._busy.setdefault(index, now)
@@ -189,7 +189,7 @@ class FleetRules:
             if not remote.up and engine.dead is None and remote.follows and passed > LOOK:
                 downs.append(index)
             waiting = now - max(remote.stepped, self.busy_since(index))
-            if remote.harm is not None and len(engine.journal) and waiting > STALL + SURE:
+            if remote.harm is not None and len(engine.queue) and waiting > STALL + SURE:
                 stuck.append(index)
         alive = [index for index, engine in members.items() if engine.dead is None]
         require(body["live"] == bool(alive), "health", f"live is {body['live']}, there are {alive}")
@@ -217,7 +217,7 @@ class FleetRules:
         """Are all engines well that have not been given up?"""
         members = self.sim.fleet.members
         return not self.sim.fleet.replacing and all(
-            not len(engine.journal)
+            not len(engine.queue)
             and (engine.dead is not None or (engine.state == "ready" and not self._shows(self.sim.remotes[index])))
             for index, engine in members.items()
         )

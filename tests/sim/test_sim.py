@@ -117,7 +117,8 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
     """Nothing here decides anything: processes, links and time are simulated, and no more."""
     taken = {
         "EngineCore", "Lane", "BringUp", "ReplyLedger", "Gang", "EngineLoop", "Health", "Pace", "Quarantine", "Router",
-        "Fleet", "Resizer", "SupervisedEngine", "Journal", "Service", "FaultLog", "Reformations",
+        "Fleet", "Resizer", "Dispatcher", "SupervisedEngine", "EngineQueue", "Stream", "Service", "FaultLog",
+        "Reformations",
     }  # fmt: skip
     words = ("scheduler", "gang", "router", "quarantine", "replyledger", "bringup", "core", "health", "pace", "journal")
     for path in Path(__file__).parent.glob("*.py"):
@@ -133,7 +134,7 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
     parts = [
         one.loop, one.loop.gang, one.loop.gang.ledger, one.loop.gang.health, one.loop.gang.pace, one.loop.limit,
         fleet.fleet, fleet.fleet.router, fleet.fleet.resizer, fleet.service, fleet.service.faults, member,
-        member.journal, member.quarantine, member.limit, core,
+        fleet.fleet.dispatcher, member.queue, member.queue.quarantine, member.limit, core,
     ]  # fmt: skip
     for part in parts:
         assert type(part).__module__.startswith("planaria."), part

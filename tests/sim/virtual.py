@@ -11,10 +11,22 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from planaria.server import engine_client, faults, fleet, fleet_resize, health, service, supervisor
+from planaria.server import (
+    dispatcher,
+    engine_client,
+    engine_queue,
+    faults,
+    fleet,
+    fleet_resize,
+    health,
+    service,
+    supervisor,
+)
 from tests.sim.world import Violation, World
 
-CLOCKED: tuple[ModuleType, ...] = (engine_client, faults, fleet, fleet_resize, health, service, supervisor)
+CLOCKED: tuple[ModuleType, ...] = (
+    dispatcher, engine_client, engine_queue, faults, fleet, fleet_resize, health, service, supervisor,
+)  # fmt: skip
 
 LAST = 1000.0  # seconds, virtual ones
 
