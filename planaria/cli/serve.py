@@ -26,6 +26,7 @@ from planaria.env import admin_key, api_keys, ray_settings
 from planaria.logs import setup_logging
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
+from planaria.server.connections import raise_descriptor_limit
 
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet, Hosts, Make
@@ -54,6 +55,7 @@ def run(
         sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]), seed=engine["seed"], **server
     )
     settings.verify()
+    raise_descriptor_limit()
     planned = None
     if config.parallel.distributed_executor_backend in ("uni", "mp"):
         planned = Planned(config.parallel, config.device.device)

@@ -20,16 +20,15 @@ from fastapi import FastAPI
 from planaria.errors import CapacityError, ConfigError, EngineDead, UserError
 from planaria.server.app import create_app
 from planaria.server.config import ServerConfig
+from planaria.server.connections import Connection, Listener, connection_bound
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
 from planaria.wire import EngineClient
 
 logger = logging.getLogger("planaria.server")
 
-# Connections that may wait to be accepted. uvicorn's number is also how many are accepted at a time: 1 where several
-# processes accept, or the first to look would take all.
-BACKLOG = 2048
 STUCK = 60.0  # seconds in which a client takes nothing of what is sent to it, after which it is hung up on
+MAX_HEADER_BYTES = 16 << 10  # of a request's header that has not come whole
 LAST_ANSWERS = 2.0  # seconds aborted requests get to be told
 ENGINE_LAST_WORDS = 1.0  # seconds after an engine's death for its answers to be written
 
@@ -65,13 +64,29 @@ def url_of(sock: socket.socket, config: ServerConfig) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, without its own signal handling, and looking after the engine at each of its ticks (10 a second)."""
+    """uvicorn, without its own signal handling and accepting, and looking after the engine at each of its ticks (10 a
+    second)."""
 
     on_each_tick: Callable[[], None]
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, settings: ServerConfig, sock: socket.socket, shared: bool) -> None:
         super().__init__(config)
+        self.settings, self.sock, self.shared = settings, sock, shared
         self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+
+        def make(listener: Listener) -> Connection:
+            return Connection(listener, self.config, self.server_state, {}, loop)
+
+        settings = self.settings
+        listener = Listener(
+            self.sock, make, most=connection_bound(settings.max_connections), header_timeout=settings.header_timeout,
+            write_timeout=settings.write_timeout, tls=self.config.ssl, shared=self.shared,
+        )  # fmt: skip
+        self.servers = [listener]  # type: ignore[list-item]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -173,11 +188,11 @@ async def serve(
     prepare(app)
     try:
         settings = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+            app, log_config=None, access_log=False, lifespan="off", http="h11", ws="none", server_header=False,
             timeout_keep_alive=int(config.keep_alive_timeout), timeout_graceful_shutdown=1, proxy_headers=False,
             ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
             ssl_keyfile_password=config.ssl_keyfile_password, ssl_ca_certs=config.ssl_ca_certs,
-            ssl_cert_reqs=2 if config.ssl_ca_certs else 0, backlog=1 if shared else BACKLOG,
+            ssl_cert_reqs=2 if config.ssl_ca_certs else 0, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )  # fmt: skip
         settings.load()
     except OSError as e:  # ssl.SSLError is one
@@ -186,7 +201,7 @@ async def serve(
             "--ssl-certfile", config.ssl_certfile, f"can't be used ({e})",
             "give a certificate and, with --ssl-keyfile, its private key, both in PEM form",
         ) from None  # fmt: skip
-    server = _Server(settings)
+    server = _Server(settings, config, sock, shared)
     life = Lifecycle(service, server)
     url = url_of(sock, config)
     failure: list[BaseException] = []
@@ -195,7 +210,6 @@ async def serve(
         try:
             await client.ready()
             await server.accepting.wait()
-            sock.listen(BACKLOG)
         except (UserError, CapacityError, EngineDead) as e:
             failure.append(e)
             service.drain(f"the engine could not start: {e}")
