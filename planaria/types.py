@@ -22,6 +22,8 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP = 16
 MAX_STOP_LENGTH = 512  # characters of each
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS_LENGTH = 8192  # characters of all of them
 SEED_LIMIT = 2**63
 
 
@@ -109,6 +111,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             )  # fmt: skip
         need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} strings, none empty")
         need(all(self.bad_words), "bad_words", "a list of strings, none empty")
+        length = sum(map(len, self.bad_words))
+        if len(self.bad_words) > MAX_BAD_WORDS or length > MAX_BAD_WORDS_LENGTH:
+            raise RequestError(
+                f"bad_words has {len(self.bad_words)} strings of {length} characters; at most {MAX_BAD_WORDS} of "
+                f"{MAX_BAD_WORDS_LENGTH} in all", param="bad_words", code="invalid_value",
+            )  # fmt: skip
         for token, bias in (self.logit_bias or {}).items():
             need(math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "values in [-100, 100]")
             need(token >= 0 and (vocab_size is None or token < vocab_size), "logit_bias",

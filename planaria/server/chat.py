@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -15,11 +16,12 @@ from planaria.server.common import (
     prompt_logprobs_json,
     read,
     sampling_params,
+    spelled,
     token_text,
     usage_of,
 )
 from planaria.server.generation import Answer, Generation
-from planaria.server.inputs import submissions
+from planaria.server.inputs import check_logprobs, submissions
 from planaria.server.output import Piece, RequestStream
 from planaria.server.schema import ChatCompletionRequest, clip
 from planaria.server.service import LONG_TEXT, Service
@@ -52,16 +54,18 @@ async def create_chat_completion(request: Request) -> Response:
         max_tokens = body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
+    tokenizer = service.need_tokenizer("messages")
+    params = await spelled(service, params, request)
     ids = await chat_prompt(
         service,
+        request,
         body.messages,
-        len(await request.body()),
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
         limit=facts.max_model_len,
     )
+    check_logprobs([len(ids)], params)
     info = request.scope["planaria"]
-    tokenizer = service.need_tokenizer("messages")
     submits = submissions(
         f"chatcmpl-{info.uid}", ids, params, facts,
         eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, seed=service.next_seed(),
@@ -75,15 +79,15 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def chat_prompt(
     service: Service,
+    request: Request,
     messages: list[Any],
-    size: int,
     *,
     add_generation_prompt: bool,
     variables: dict[str, Any] | None,
     add_special_tokens: bool = False,
     limit: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation in the model's chat format. `size`: bytes of the request that it came in.
+    """Token ids of a conversation in the model's chat format.
 
     Raises RequestError where the template refuses it, or where it can't fit in `limit` tokens.
     """
@@ -97,13 +101,13 @@ async def chat_prompt(
         text = tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, **(variables or {})
         )
-        if limit is not None:
+        if len(text) > LONG_TEXT:
             service.check_length(text, limit, "messages")
         return tokenizer.encode(text, add_special_tokens)
 
-    if size <= LONG_TEXT:
+    if len(await request.body()) <= LONG_TEXT:
         return render()
-    return await service.in_thread(render)
+    return await service.in_thread(render, request.receive)
 
 
 class ChatWriter:
@@ -131,13 +135,20 @@ class ChatWriter:
             b'},"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
         )
         self.plain = not (self.token_ids or self.continuous)
+        self.heavy = self.logprobs is not None or self.prompt_logprobs is not None
 
-    def event(self, piece: Piece) -> bytes:
+    def event(self, piece: Piece) -> bytes | Callable[[], bytes]:
         index = piece.choice
         opening = b""
         if not self.started[index]:
             self.started[index] = True
+            if index == 0 and self.prompt_logprobs is not None:
+                return lambda: self._role(0) + self._event(piece, b"")
             opening = self._role(index)
+        return self._event(piece, opening)
+
+    def _event(self, piece: Piece, opening: bytes) -> bytes:
+        index = piece.choice
         if self.plain and piece.finish is None and piece.logprobs is None:
             return opening + self.openings[index] + encode_json(piece.text) + self.closing
         choice: dict[str, Any] = {"index": index, "delta": {"content": piece.text}, "logprobs": None}

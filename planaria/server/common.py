@@ -10,11 +10,16 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from planaria.errors import RequestError
+from planaria.server.detokenise import stop_strings
+from planaria.server.inputs import spell_bad_words
 from planaria.server.output import RequestStream
 from planaria.server.schema import GenerationRequest, clip, parse
+from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
 from planaria.types import SamplingParams, TokenLogprobs
 
+LONG_WORDS = 200  # characters of stop strings and bad words from which they are worked on in a thread
+LONG_BODY = 1 << 16  # bytes from which a body is read in a thread
 LOWEST = -9999.0  # said for log-probabilities JSON has no number for
 
 _LISTS = ("bad_words", "stop_token_ids")
@@ -40,7 +45,11 @@ async def read(request: Request, model: type[M]) -> M:
                 f"content type {clip(kind)!r}: from a browser, send application/json",
                 code="unsupported_media_type", status=415,
             )  # fmt: skip
-    return parse(model, await request.body())
+    body = await request.body()
+    if len(body) <= LONG_BODY:
+        return parse(model, body)
+    service: Service = request.app.state.service
+    return await service.in_thread(lambda: parse(model, body), request.receive)
 
 
 def sampling_params(
@@ -64,6 +73,22 @@ def sampling_params(
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
     return msgspec.structs.replace(defaults, **values)
+
+
+async def spelled(service: Service, params: SamplingParams, request: Request) -> SamplingParams:
+    """`params` ready for every prompt and choice of the request: what is dear about them is done once, and beside the
+    event loop if it is long. Raises RequestError."""
+    facts = service.client.facts
+    params.verify(facts.vocab_size if facts is not None else None)
+
+    def work() -> SamplingParams:
+        if params.stop:
+            stop_strings(params.stop)
+        return spell_bad_words(params, service.tokenizer)
+
+    if sum(map(len, params.stop)) + sum(map(len, params.bad_words)) <= LONG_WORDS:
+        return work()
+    return await service.in_thread(work, request.receive)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -16,15 +17,16 @@ from planaria.server.common import (
     prompt_logprobs_json,
     read,
     sampling_params,
+    spelled,
     token_text,
     usage_of,
 )
 from planaria.server.detokenise import text_offsets
 from planaria.server.generation import Answer, Generation
-from planaria.server.inputs import submissions
-from planaria.server.output import Piece, RequestStream, Sequence
+from planaria.server.inputs import check_logprobs, submissions
+from planaria.server.output import Piece, RequestStream
 from planaria.server.schema import CompletionRequest
-from planaria.server.service import LONG_TEXT, Service
+from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
 from planaria.types import TokenLogprobs
 
@@ -50,7 +52,9 @@ async def create_completion(request: Request) -> Response:
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    prompts = await _prompts(service, body, facts.max_model_len)
+    params = await spelled(service, params, request)
+    prompts = await _prompts(service, request, body, facts.max_model_len)
+    check_logprobs([len(ids) for ids, _ in prompts], params)
     if len(prompts) * n > service.config.max_sequences:
         raise RequestError(
             f"{len(prompts)} prompts x n {n} are {len(prompts) * n} sequences; "
@@ -73,12 +77,11 @@ async def create_completion(request: Request) -> Response:
     return Answer(generation)
 
 
-async def _prompts(service: Service, body: CompletionRequest, limit: int) -> list[tuple[list[int], str | None]]:
+async def _prompts(
+    service: Service, request: Request, body: CompletionRequest, limit: int
+) -> list[tuple[list[int], str | None]]:
     """Token ids of each prompt, and its text where that was given."""
-    prompt = body.prompt
-    special = body.add_special_tokens is not False
-    if isinstance(prompt, str):
-        return [(await service.encode(prompt, special, limit=limit), prompt)]
+    prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not prompt:
         raise RequestError("prompt is an empty list", param="prompt", code="invalid_value")
     if len(prompt) > service.config.max_sequences and not isinstance(prompt[0], int):
@@ -92,13 +95,7 @@ async def _prompts(service: Service, body: CompletionRequest, limit: int) -> lis
     if isinstance(first, list):
         return [(ids, None) for ids in cast("list[list[int]]", prompt)]
     texts = cast("list[str]", prompt)
-    tokenizer = service.need_tokenizer("prompt")
-    if sum(map(len, texts)) <= LONG_TEXT:
-        batch = [tokenizer.encode(text, special) for text in texts]
-    else:
-        for text in texts:
-            service.check_length(text, limit, "prompt")
-        batch = await service.in_thread(lambda: tokenizer.encode_batch(texts, special))
+    batch = await service.encode(texts, body.add_special_tokens is not False, request.receive, limit=limit)
     return list(zip(batch, texts, strict=True))
 
 
@@ -134,11 +131,29 @@ class CompletionWriter:
             b',"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
         )
         self.plain = not (self.token_ids or self.continuous or scoring)
+        self.heavy = self.logprobs is not None or self.prompt_logprobs is not None
+        # Of each prompt, pieces of other choices that came before its log-probabilities, which the first choice brings.
+        scored = self.prompt_logprobs is not None or (echoes is not None and self.logprobs is not None)
+        self.held: dict[int, list[Piece]] | None = {} if scored else None
+        self.written: dict[int, msgspec.Raw] = {}  # by stream
 
-    def event(self, piece: Piece) -> bytes:
+    def event(self, piece: Piece) -> bytes | Callable[[], bytes]:
+        index = piece.choice
+        if self.held is None:
+            return self._event(piece)()
+        prompt = index // self.n
+        first = self.streams[prompt].sequences[0]
+        if first.prompt_logprobs is None and first.finish is None:
+            self.held.setdefault(prompt, []).append(piece)
+            return b""
+        events = [self._event(p) for p in (*self.held.pop(prompt, ()), piece)]
+        return lambda: b"".join([event() for event in events])
+
+    def _event(self, piece: Piece) -> Callable[[], bytes]:
+        """What writes the event of a piece; asked for in order."""
         index = piece.choice
         if self.plain and piece.finish is None and piece.logprobs is None and self.started[index]:
-            return self.openings[index] + encode_json(piece.text) + self.closing
+            return lambda: self.openings[index] + encode_json(piece.text) + self.closing
         choice: dict[str, Any] = {"index": index, "text": piece.text, "logprobs": None}
         if self.scoring:
             choice["text"] = ""
@@ -146,10 +161,8 @@ class CompletionWriter:
             choice["logprobs"] = self._logprobs(piece.logprobs, piece.offsets or [], self._base(index))
         if self.token_ids:
             choice["token_ids"] = [] if self.scoring else piece.tokens
-        if not self.started[index]:
-            self.started[index] = True
-            stream = self.streams[index // self.n]
-            self._begin(choice, stream, stream.sequences[index % self.n])
+        begins = not self.started[index]
+        self.started[index] = True
         choice["finish_reason"] = piece.finish
         if piece.finish is not None:
             choice["stop_reason"] = piece.stop_reason
@@ -160,7 +173,13 @@ class CompletionWriter:
             value["usage"] = usage_of(self.streams, hidden=self.scoring)
         elif self.usage:
             value["usage"] = None
-        return b"data: " + encode_json(value) + b"\n\n"
+
+        def write() -> bytes:
+            if begins:
+                self._begin(choice, self.streams[index // self.n])
+            return b"data: " + encode_json(value) + b"\n\n"
+
+        return write
 
     def tail(self) -> bytes:
         if not (self.usage or self.continuous):
@@ -184,33 +203,44 @@ class CompletionWriter:
                     choice["logprobs"] = self._logprobs(sequence.logprobs, sequence.offsets, base)
                 if self.token_ids:
                     choice["token_ids"] = [] if self.scoring else sequence.tokens
-                self._begin(choice, stream, sequence)
+                self._begin(choice, stream)
                 choices.append(choice)
         return encode_json({**self.head, "choices": choices, "usage": usage_of(self.streams, hidden=self.scoring)})
 
     def _base(self, index: int) -> int:
         return len(self.echoes[index // self.n]) if self.echoes is not None else 0
 
-    def _begin(self, choice: dict[str, Any], stream: RequestStream, sequence: Sequence) -> None:
+    def _begin(self, choice: dict[str, Any], stream: RequestStream) -> None:
         """What comes before the output: the prompt's text, log-probabilities and ids, as far as asked for."""
+        positions = stream.sequences[0].prompt_logprobs
         if self.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_json(
-                _cut(sequence.prompt_logprobs, self.prompt_logprobs), self.tokenizer
-            )
+            choice["prompt_logprobs"] = self._prompt_json(stream)
         if self.token_ids:
             choice["prompt_token_ids"] = stream.prompt
         if self.echoes is None:
             return
-        text = self.echoes[sequence.choice // self.n]
+        text = self.echoes[choice["index"] // self.n]
         choice["text"] = text + choice["text"]
-        if self.logprobs is None or sequence.prompt_logprobs is None:
+        if self.logprobs is None or positions is None:
             return
-        positions = _cut(sequence.prompt_logprobs, self.logprobs) or []
+        prompt, rest = self._prompt_part(stream, text), choice["logprobs"]
+        choice["logprobs"] = {k: v + rest[k] for k, v in prompt.items()} if rest is not None else prompt
+
+    def _prompt_json(self, stream: RequestStream) -> msgspec.Raw:
+        """Its `prompt_logprobs`, written once for all choices."""
+        known = self.written.get(id(stream))
+        if known is not None:
+            return known
+        positions = _cut(stream.sequences[0].prompt_logprobs, self.prompt_logprobs or 0)
+        json = self.written[id(stream)] = msgspec.Raw(encode_json(prompt_logprobs_json(positions, self.tokenizer)))
+        return json
+
+    def _prompt_part(self, stream: RequestStream, text: str) -> dict[str, list[Any]]:
+        """Its `logprobs` as of an output, for echo."""
+        positions = _cut(stream.sequences[0].prompt_logprobs, self.logprobs or 0) or []
         texts = [token_text(token, self.tokenizer) for token in stream.prompt]
         offsets = text_offsets(self.tokenizer, stream.prompt, text) if self.tokenizer is not None else [0] * len(texts)
-        prompt = self._logprobs(positions, offsets, 0, texts)
-        rest = choice["logprobs"]
-        choice["logprobs"] = {k: v + rest[k] for k, v in prompt.items()} if rest is not None else prompt
+        return self._logprobs(positions, offsets, 0, texts)
 
     def _logprobs(
         self,

@@ -26,6 +26,7 @@ logger = logging.getLogger("planaria.server")
 # No key, and answered while draining; the dashboard is a page without data.
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/dashboard", "/dashboard/plotly.min.js"})
 ADMIN_PATHS = ("/admin", "/scale_elastic_ep")
+MAX_BODIES = 512 << 20  # bytes of all requests that are being read or answered
 LINGER_BYTES = 64 << 20  # of a body that is too large, read and dropped so that the client hears why
 LINGER_SECONDS = 10.0
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
@@ -39,13 +40,14 @@ _NOT_LOCAL = frozenset({b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-
 class RequestInfo:
     """What is known of an HTTP request outside its route."""
 
-    __slots__ = ("arrival", "id", "logged", "path", "status", "uid")
+    __slots__ = ("arrival", "held", "id", "logged", "path", "status", "uid")
 
     def __init__(self, id: str, uid: str, path: str) -> None:
         self.id, self.uid, self.path = id, uid, path
         self.arrival = time.perf_counter()
         self.logged = False
         self.status = 0
+        self.held = 0  # bytes of its body
 
 
 class Keys:
@@ -71,11 +73,16 @@ class TooLarge(Exception):
     """The body is over the limit."""
 
 
+class TooMuch(Exception):
+    """All bodies together are."""
+
+
 class Gate:
     def __init__(self, app: ASGIApp, service: Service, config: ServerConfig) -> None:
         self.app, self.service, self.config = app, service, config
         self.keys = Keys(config.api_keys)
         self.admin = Keys([config.admin_key] if config.admin_key else [])
+        self.bodies = 0  # bytes of requests that are read or being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,6 +113,7 @@ class Gate:
                 scope, receive, send_with_id
             )
         finally:
+            self.bodies -= info.held
             if not info.logged:
                 # Who asks again and again whether the model is loaded fills no log.
                 quiet = open_path or info.status < 400 or (info.status == 503 and self.service.client.facts is None)
@@ -131,7 +139,7 @@ class Gate:
             async with asyncio.timeout(limit_s) as clock:
                 service.reading[clock] = None
                 try:
-                    body = await self._read(headers, receive)
+                    body = await self._read(scope["planaria"], headers, receive)
                 finally:
                     del service.reading[clock]
         except TimeoutError:
@@ -140,6 +148,12 @@ class Gate:
                 headers={"Connection": "close"},
             )  # fmt: skip
             await answer(scope, receive, send)
+            return
+        except TooMuch:
+            busy = failure(
+                "too much is being sent at a time; try again", 503, code="overloaded", headers={"Connection": "close"}
+            )
+            await busy(scope, receive, send)
             return
         except TooLarge:
             limit = self.config.max_body_bytes
@@ -198,8 +212,9 @@ class Gate:
             return None
         return failure(self.service.draining, 503, code="not_ready", headers={"Connection": "close"})
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The whole body; None if the client left before its end. Raises TooLarge, having read on for a while.
+    async def _read(self, info: RequestInfo, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """The whole body; None if the client left before its end. Raises TooLarge, having read on for a while,
+        and TooMuch.
 
         An answer sent while the client still writes would be lost with the connection, so what is too large is
         read and dropped, up to a limit.
@@ -207,7 +222,7 @@ class Gate:
         limit = self.config.max_body_bytes
         declared = headers.get(b"content-length", b"")
         size = 0
-        parts: list[bytes] = []
+        body = bytearray()
         too_large = declared.isdigit() and int(declared[:20]) > limit
         if too_large and int(declared[:20]) > LINGER_BYTES:
             raise TooLarge
@@ -228,15 +243,19 @@ class Gate:
                 too_large = True
                 deadline = time.monotonic() + LINGER_SECONDS
             if too_large:
-                parts.clear()
+                body.clear()
                 if size > LINGER_BYTES:
                     raise TooLarge
             else:
-                parts.append(chunk)
+                body += chunk
+                info.held += len(chunk)
+                self.bodies += len(chunk)
+                if self.bodies > MAX_BODIES:
+                    raise TooMuch
             if not message.get("more_body", False):
                 if too_large:
                     raise TooLarge
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+                return bytes(body)
 
 
 def _is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:

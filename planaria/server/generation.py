@@ -37,10 +37,13 @@ _STREAM_HEADERS = [
 
 
 class Writer(Protocol):
-    """The shape of an endpoint's answer."""
+    """The shape of an endpoint's answer. heavy: `whole` takes long, and belongs into a thread."""
 
-    def event(self, piece: Piece) -> bytes:
-        """Server-sent events for a piece: one, and before a choice's first whatever introduces it."""
+    heavy: bool
+
+    def event(self, piece: Piece) -> bytes | Callable[[], bytes]:
+        """Server-sent events for a piece: one, and before a choice's first whatever introduces it. What takes long to
+        write is a function, to be called in a thread."""
         ...
 
     def tail(self) -> bytes:
@@ -58,7 +61,7 @@ class Generation:
     def __init__(self, service: Service, info: RequestInfo, streams: list[RequestStream], *, stream: bool) -> None:
         self.service, self.info, self.streams, self.streaming = service, info, streams, stream
         self.writer: Writer
-        self.buffer: list[bytes] = []
+        self.buffer: list[bytes | Callable[[], bytes]] = []
         self.writing = False  # a write waits for the client to read
         self._held: dict[int, Piece] = {}  # by choice, meanwhile
         self._unread = 0  # bytes of it, about
@@ -241,7 +244,8 @@ class Answer(Response):
             elif generation.streaming:
                 await self._stream(send)
             else:
-                body = generation.writer.whole()
+                writer = generation.writer
+                body = await generation.service.in_thread(writer.whole) if writer.heavy else writer.whole()
                 headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
@@ -257,8 +261,10 @@ class Answer(Response):
         await generation.write(send, {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         while not generation.gone:
             if buffer:
-                chunk = buffer[0] if len(buffer) == 1 else b"".join(buffer)
+                parts = buffer[:]
                 buffer.clear()
+                in_thread = generation.service.in_thread
+                chunk = b"".join([part if isinstance(part, bytes) else await in_thread(part) for part in parts])
                 await generation.write(send, {"type": "http.response.body", "body": chunk, "more_body": True})
             elif generation.error is not None:
                 message, status, code = generation.error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -14,6 +15,9 @@ import msgspec
 from planaria.errors import RequestError
 from planaria.types import SEED_LIMIT, SamplingParams
 from planaria.wire import EngineFacts, Submit
+
+MAX_BAD_WORD_TOKENS = 64  # of each
+MAX_PROMPT_LOGPROBS = 1 << 19  # entries of one answer; 100 bytes of JSON and of memory each
 
 
 class Encoder(Protocol):
@@ -38,16 +42,45 @@ def child_seed(seed: int, child: int) -> int:
     return int.from_bytes(digest, "little") % SEED_LIMIT
 
 
-def bad_words_ids(words: tuple[str, ...], tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
-    """Token sequences that spell the words, at the start of a text and after a space."""
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
+def spell_bad_words(params: SamplingParams, tokenizer: Encoder | None) -> SamplingParams:
+    """`params` with the token sequences that spell its bad words, at the start of a text and after a space, in their
+    place; once for all prompts and choices of a request. Raises RequestError."""
+    if not params.bad_words:
+        return params
+    if tokenizer is None:
+        raise _needs_tokenizer("bad_words")
+    found = dict.fromkeys(params.bad_words_ids)
+    for word in params.bad_words:
         bare = word.lstrip()
         for text in (bare, " " + bare):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words: {word[:40]!r} is {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS}",
+                    param="bad_words", code="invalid_value",
+                )  # fmt: skip
             if ids:
                 found[ids] = None
-    return tuple(found)
+    return msgspec.structs.replace(params, bad_words=(), bad_words_ids=tuple(found))
+
+
+def check_logprobs(prompts: Iterable[int], params: SamplingParams) -> None:
+    """Raise RequestError where prompts of so many tokens ask for more log-probabilities than one answer may have."""
+    if params.prompt_logprobs is None:
+        return
+    count = sum(prompts) * (params.prompt_logprobs + 1) * params.n
+    if count > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"prompt_logprobs (or echo with logprobs) asks for {count} log-probabilities, prompt tokens x (k + 1) x n; "
+            f"at most {MAX_PROMPT_LOGPROBS} in one request", param="prompt_logprobs", code="invalid_value",
+        )  # fmt: skip
+
+
+def _needs_tokenizer(param: str) -> RequestError:
+    return RequestError(
+        "stop strings and bad words need a tokenizer, and this engine runs without one; use stop_token_ids",
+        param=param, code="unsupported_parameter",
+    )  # fmt: skip
 
 
 def check_prompt(prompt: list[int], facts: EngineFacts, param: str = "prompt") -> None:
@@ -62,11 +95,16 @@ def check_prompt(prompt: list[int], facts: EngineFacts, param: str = "prompt") -
             param=param,
             code="context_length_exceeded",
         )
-    low, high = min(prompt), max(prompt)
+    check_vocabulary(prompt, facts, param)
+
+
+def check_vocabulary(ids: list[int], facts: EngineFacts, param: str) -> None:
+    """Raise RequestError for ids (at least one) that are no tokens of the model."""
+    low, high = min(ids), max(ids)
     if low < 0 or high >= facts.vocab_size:
         wrong = low if low < 0 else high
         raise RequestError(
-            f"prompt has token id {_number(wrong)}; ids of this model are 0 to {facts.vocab_size - 1}",
+            f"{param} has token id {_number(wrong)}; ids of this model are 0 to {facts.vocab_size - 1}",
             param=param,
             code="invalid_value",
         )
@@ -114,30 +152,27 @@ def submissions(
     priority: int = 0,
     param: str = "prompt",
 ) -> list[Submit]:
-    """One Submit for each of the request's `n` choices; their ids are `request_id` and "-" and the choice.
+    """One Submit for each of the request's `n` choices; their ids are `request_id` and "-" and the choice. The prompt's
+    log-probabilities come with the first.
 
     `seed` stands in for `params.seed` where that is None (None too: one is drawn). `param` names the field an
     error about the prompt is said to be in. Raises RequestError.
     """
     params.verify(facts.vocab_size)
     check_prompt(prompt, facts, param)
-    if tokenizer is None and (params.stop or params.bad_words):
-        raise RequestError(
-            "stop strings and bad words need a tokenizer, and this engine runs without one; use stop_token_ids",
-            param="stop" if params.stop else "bad_words",
-            code="unsupported_parameter",
-        )
+    if tokenizer is None and params.stop:
+        raise _needs_tokenizer("stop")
+    params = spell_bad_words(params, tokenizer)
     max_tokens = resolve_max_tokens(prompt, params, facts, param)
-    if params.bad_words and tokenizer is not None:
-        ids = params.bad_words_ids + bad_words_ids(params.bad_words, tokenizer)
-        params = msgspec.structs.replace(params, bad_words_ids=ids)
     base = params.seed if params.seed is not None else seed if seed is not None else draw_seed()
-    child = msgspec.structs.replace(params, n=1) if params.n > 1 else params
+    first = msgspec.structs.replace(params, n=1) if params.n > 1 else params
+    # What is said of the prompt is the same for all choices: the first one brings it.
+    other = msgspec.structs.replace(first, prompt_logprobs=None) if params.prompt_logprobs is not None else first
     return [
         Submit(
             id=f"{request_id}-{index}",
             prompt=prompt,
-            params=child,
+            params=other if index else first,
             seed=child_seed(base, index),
             max_tokens=max_tokens,
             eos_ids=() if params.ignore_eos else eos_ids,

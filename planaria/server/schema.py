@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 from planaria.errors import RequestError
 from planaria.server.messages import MAX_MESSAGES, ROLES
-from planaria.types import SamplingParams, bounds_of
+from planaria.types import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP, SamplingParams, bounds_of
 
 INT63 = 2**63
-MAX_LIST = 1024  # entries of stop_token_ids, logit_bias, bad_words
+MAX_LIST = 1024  # entries of stop_token_ids, logit_bias
 MAX_PROMPTS = 16_384
 MAX_FIELDS = 256
 
@@ -77,8 +77,8 @@ class GenerationRequest(Strict):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="From token ids (as strings) to a number added to the logit.", examples=[{"50": -100}]
     )
-    bad_words: list[str] | None = Field(None, max_length=MAX_LIST)
-    stop: str | list[str] | None = Field(None, description="Up to 16 strings that end a choice.")
+    bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS)
+    stop: str | list[str] | None = Field(None, description=f"Up to {MAX_STOP} strings that end a choice.")
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_LIST)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -103,8 +103,8 @@ class CompletionRequest(GenerationRequest):
         examples=["The capital of France is"],
     )  # fmt: skip
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
-    logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = Field(None, ge=1, le=128, description="Only as many as `n`.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only as many as `n`.")
     add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its own (BOS); true if left out.")
 
 
@@ -136,7 +136,7 @@ class ChatCompletionRequest(GenerationRequest):
     messages: Messages
     max_completion_tokens: Size | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs `logprobs`.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Needs `logprobs`.")
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn; true if left out.")
     chat_template_kwargs: JsonObject | None = Field(None, description="Further variables of the chat template.")
@@ -451,7 +451,7 @@ def _check_sizes(value: JsonObject) -> None:
     prompt = value.get("prompt")
     many = type(prompt) is list and prompt and type(prompt[0]) is not int
     for name, limit in (("prompt", MAX_PROMPTS if many else None), ("logit_bias", MAX_LIST),
-                        ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_LIST)):  # fmt: skip
+                        ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_BAD_WORDS)):  # fmt: skip
         given = value.get(name)
         if limit is not None and isinstance(given, (list, dict)) and len(given) > limit:
             raise RequestError(

@@ -11,7 +11,9 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.types import Receive
 
 from planaria.errors import RequestError
 from planaria.server.config import ServerConfig
@@ -28,9 +30,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("planaria.server")
 
 LONG_TEXT = 2000  # characters from which a text is tokenised in a thread
+TEXT_AT_ONCE = 1 << 16  # characters of several texts that are tokenised together
+MAX_TEXT = 1 << 20  # characters of a text that isn't bound by the model's length
 NORMALIZER_SLACK = 4  # how much shorter a normaliser may make a text
 
 T = TypeVar("T")
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Service:
@@ -101,23 +110,45 @@ class Service:
         return self.tokenizer
 
     async def encode(
-        self, text: str, add_special_tokens: bool, *, limit: int | None = None, param: str = "prompt"
-    ) -> list[int]:
-        """Token ids of a text; a long one is done in a thread so that other requests go on.
+        self, texts: list[str], add_special_tokens: bool, gone: Receive, *, limit: int | None = None,
+        param: str = "prompt",
+    ) -> list[list[int]]:  # fmt: skip
+        """Token ids of texts; long ones are done in a thread, some at a time, so that other requests go on.
 
-        One thread for all of them: they must not take the cores the engine computes with. A text that can't fit
-        in `limit` tokens is refused by its length alone, because megabytes take seconds to tokenise.
+        A text that can't fit in `limit` tokens is refused by its length alone, because megabytes take seconds to
+        tokenise; so is what is longer than any server takes. `gone`: as for `in_thread`.
         """
         tokenizer = self.need_tokenizer(param)
-        if len(text) <= LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens)
-        if limit is not None:
+        length = sum(map(len, texts))
+        if length <= LONG_TEXT:
+            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+        for text in texts:
             self.check_length(text, limit, param)
-        return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens))
+        ids: list[list[int]] = []
+        while len(ids) < len(texts):
+            part: list[str] = []
+            size = 0
+            for text in texts[len(ids) :]:
+                if part and size + len(text) > TEXT_AT_ONCE:
+                    break
+                part.append(text)
+                size += len(text)
 
-    def check_length(self, text: str, limit: int, param: str) -> None:
-        """Raise RequestError for a text that is more than `limit` tokens whatever they are."""
+            def work(part: list[str] = part) -> list[list[int]]:
+                return [tokenizer.encode(text, add_special_tokens) for text in part]
+
+            ids += await self.in_thread(work, gone)
+        return ids
+
+    def check_length(self, text: str, limit: int | None, param: str) -> None:
+        """Raise RequestError for a text that is more than `limit` tokens whatever they are. limit None: that of all."""
         tokenizer = self.need_tokenizer(param)
+        if len(text) > MAX_TEXT and limit is None:
+            raise RequestError(
+                f"{param} has {len(text)} characters; at most {MAX_TEXT} are tokenised at a time",
+                param=param, code="invalid_value",
+            )  # fmt: skip
+        limit = limit if limit is not None else len(text)
         if self._longest_token is None:
             self._longest_token = max(map(len, tokenizer.backend.get_vocab()), default=1)
             if tokenizer.backend.normalizer is not None:
@@ -129,9 +160,25 @@ class Service:
                 param=param, code="context_length_exceeded",
             )  # fmt: skip
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run a long piece of text work beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+    async def in_thread(self, work: Callable[[], T], gone: Receive | None = None) -> T:
+        """Run a long piece of text work beside the event loop.
+
+        One thread for all of it: it must not take the cores the engine computes with. `gone`: the request's `receive`,
+        once its body was read; work whose client leaves before it began isn't done, and RequestError is raised.
+        """
+        doing = asyncio.get_running_loop().run_in_executor(self._texts, work)
+        if gone is None:
+            return await doing
+        leaving = asyncio.ensure_future(_left(gone))
+        either: set[asyncio.Future[Any]] = {doing, leaving}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise RequestError("the client is gone", status=499, code="aborted")
+            return doing.result()
+        finally:
+            doing.cancel()
+            leaving.cancel()
 
     def sample(self) -> None:
         """Remember how things are now."""

@@ -8,8 +8,9 @@ from starlette.responses import Response
 from planaria.errors import RequestError
 from planaria.server.chat import chat_prompt
 from planaria.server.common import encode_json, read
+from planaria.server.inputs import check_vocabulary
 from planaria.server.schema import DetokenizeRequest, TokenizeRequest
-from planaria.server.service import Service
+from planaria.server.service import LONG_TEXT, MAX_TEXT, Service
 
 
 async def tokenize(request: Request) -> Response:
@@ -22,19 +23,24 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None:
         tokens = await chat_prompt(
             service,
+            request,
             body.messages,
-            len(await request.body()),
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),
         )
     else:
-        tokens = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+        (tokens,) = await service.encode([body.prompt or ""], body.add_special_tokens is not False, request.receive)
     value: dict[str, object] = {"count": len(tokens), "max_model_len": facts.max_model_len, "tokens": tokens}
-    if body.return_token_strs:
-        tokenizer = service.need_tokenizer("prompt")
-        value["token_strs"] = [tokenizer.token_text(token) for token in tokens]
-    return Response(encode_json(value), media_type="application/json")
+    texts = service.need_tokenizer("prompt").token_text if body.return_token_strs else None
+
+    def answer() -> bytes:
+        if texts is not None:
+            value["token_strs"] = [texts(token) for token in tokens]
+        return encode_json(value)
+
+    answered = await service.in_thread(answer) if len(tokens) > LONG_TEXT else answer()
+    return Response(answered, media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
@@ -43,10 +49,15 @@ async def detokenize(request: Request) -> Response:
     body = await read(request, DetokenizeRequest)
     facts = service.admit(body.model)
     tokenizer = service.need_tokenizer("tokens")
-    for token in body.tokens:
-        if not 0 <= token < facts.vocab_size:
-            raise RequestError(
-                f"tokens: ids of this model are 0 to {facts.vocab_size - 1}", param="tokens", code="invalid_value"
-            )
-    text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+    if body.tokens:
+        check_vocabulary(body.tokens, facts, "tokens")
+    if len(body.tokens) > MAX_TEXT:
+        raise RequestError(
+            f"tokens has {len(body.tokens)} entries; at most {MAX_TEXT}", param="tokens", code="invalid_value"
+        )
+
+    def decode() -> str:
+        return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    text = await service.in_thread(decode, request.receive) if len(body.tokens) > LONG_TEXT else decode()
     return Response(encode_json({"prompt": text}), media_type="application/json")

@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ _log = logging.getLogger(__name__)
 _SEED_MASK = 2**64 - 1
 _LINES_WORTH_A_THREAD = 8  # handing work to a thread costs as much as a few lines
 
-_NO_IDS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+_Ids = npt.NDArray[np.int64]
+_NO_IDS: _Ids = np.zeros(0, np.int64)
 _NO_VALUES: npt.NDArray[np.float32] = np.zeros(0, np.float32)
 
 
@@ -69,6 +71,20 @@ class Seen:
         return self._ids[:size], self._counts[:size]
 
 
+@lru_cache(maxsize=32)
+def _banned_after(words: tuple[tuple[int, ...], ...], vocab_size: int) -> dict[int, dict[tuple[int, ...], _Ids]]:
+    """From a length to what may come before a word's last token, of that length, to those last tokens.
+
+    Found by a look for each length, however many words there are; the rows of one request share it. A tokenizer may
+    know tokens that the model has no logit for: those can't be drawn anyway.
+    """
+    found: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    for word in words:
+        if word and 0 <= word[-1] < vocab_size:
+            found.setdefault(len(word) - 1, {}).setdefault(word[:-1], []).append(word[-1])
+    return {n: {before: np.array(last, np.int64) for before, last in ends.items()} for n, ends in found.items()}
+
+
 class _Row:
     """One request's state. `edits`: its logits may be changed before the choice."""
 
@@ -80,9 +96,9 @@ class _Row:
         self.params = params = fresh.params
         self.history = list(fresh.tokens)
         self.seed = fresh.seed
-        # A tokenizer may know tokens that the model has no logit for: those can't be drawn anyway.
-        self.words = [w for w in params.bad_words_ids if w and 0 <= w[-1] < vocab_size]
-        self.stops = [t for t in dict.fromkeys(fresh.eos_ids + params.stop_token_ids) if 0 <= t < vocab_size]
+        self.words = _banned_after(params.bad_words_ids, vocab_size)
+        stops = dict.fromkeys(fresh.eos_ids + params.stop_token_ids)
+        self.stops = np.array([t for t in stops if 0 <= t < vocab_size], np.int64)
         self.last_ban = fresh.num_prompt + params.min_tokens  # stops are banned while the history is shorter
         bias = {t: b for t, b in (params.logit_bias or {}).items() if 0 <= t < vocab_size}
         self.bias_ids = np.array(list(bias), np.int64)
@@ -99,13 +115,13 @@ class _Row:
 
     def changes(self) -> tuple[Any, ...]:
         """What `sampling.edit` and its kernel are told."""
-        banned = list(self.stops) if len(self.history) < self.last_ban else []
         history = self.history
-        for word in self.words:
-            n = len(word) - 1
-            if n == 0 or tuple(history[-n:]) == word[:-1]:
-                banned.append(word[-1])
-        bans = np.array(banned, np.int64) if banned else _NO_IDS
+        banned = [self.stops] if len(history) < self.last_ban else []
+        for n, ends in self.words.items():
+            last = ends.get(tuple(history[-n:]) if n else ())
+            if last is not None:
+                banned.append(last)
+        bans = np.concatenate(banned) if banned else _NO_IDS
         ids, counts = self.seen.arrays() if self.seen is not None else (_NO_IDS, _NO_VALUES)
         return bans, self.bias_ids, self.bias, ids, counts, *self.penalties
 

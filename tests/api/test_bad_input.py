@@ -83,6 +83,18 @@ TABLE = {
     "stop long in chat": (h(stop=["x", "ab" * 20_000]), 400, "stop", "40000 characters"),
     "stop_token_ids": (c(stop_token_ids=[49152]), 400, "stop_token_ids", None),
     "bad_words empty": (c(bad_words=[""]), 400, "bad_words", None),
+    "bad_words many": (c(bad_words=["a"] * 2000), 400, "bad_words", "2000 entries"),
+    "bad_words long": (c(bad_words=["word " * 120] * 1024), 400, "bad_words", "614400 characters; at most"),
+    "bad_words one long": (h(bad_words=["x1" * 200]), 400, "bad_words", "tokens; at most 64"),
+    "prompt_logprobs times n": (
+        c(prompt=[5] * 500, prompt_logprobs=20, n=128), 400, "prompt_logprobs", "1344000 log-probabilities",
+    ),
+    "logprobs of echoes": (
+        c(prompt=[[5] * 500] * 100, logprobs=20, echo=True, max_tokens=1), 400, "prompt_logprobs", "1050000 log-prob",
+    ),
+    "logprobs of a conversation": (
+        h(messages=[{"role": "user", "content": "a " * 400}], prompt_logprobs=20, n=128), 400, "prompt_logprobs", "x n",
+    ),
     "seed": (c(seed=2**63), 400, "seed", None),
     "seed a float": (c(seed=0.5), 400, "seed", None),
     "best_of": (c(best_of=3), 400, "best_of", "best_of (3)"),
@@ -125,6 +137,11 @@ TABLE = {
     "template variables": (h(chat_template_kwargs={"chat_template": "{{1}}"}), 400, "chat_template_kwargs", None),
     "tokenize nothing": (("/tokenize", {}), 400, "prompt", "either"),
     "tokenize both": (("/tokenize", {"prompt": "x", "messages": USER}), 400, "prompt", "either"),
+    "tokenize much": (("/tokenize", {"prompt": "x " * 600_000}), 400, "prompt", "1200000 characters"),
+    "tokenize a long conversation": (
+        ("/tokenize", {"messages": [{"role": "user", "content": "x " * 600_000}]}), 400, "messages", "characters",
+    ),
+    "detokenize much": (("/detokenize", {"tokens": [5] * 1_100_000}), 400, "tokens", "1100000 entries"),
     "detokenize ids": (("/detokenize", {"tokens": [10**30]}), 400, "tokens", None),
     "detokenize text": (("/detokenize", {"tokens": "x"}), 400, "tokens", "list"),
 }  # fmt: skip

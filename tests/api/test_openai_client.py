@@ -141,7 +141,7 @@ async def test_every_parameter_reaches_the_engine(server):
     for message in (first, second):
         params = message.params
         assert {k: getattr(params, k) for k in given} == given
-        assert (params.stop, params.stop_token_ids, params.bad_words) == (("x", "y"), (7, 8), ("no",))
+        assert (params.stop, params.stop_token_ids, params.bad_words) == (("x", "y"), (7, 8), ())  # spelled below
         assert params.logit_bias == {50: -100.0, 7: 1.5} and params.bad_words_ids and params.n == 1
         assert (message.seed, message.max_tokens, message.priority) == (3, 9, 3)
     defaults = SamplingParams()
