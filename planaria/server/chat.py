@@ -23,9 +23,9 @@ from planaria.server.common import (
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import check_logprobs, submissions
 from planaria.server.output import Piece, RequestStream
-from planaria.server.schema import ChatCompletionRequest, clip
-from planaria.server.service import LONG_TEXT, Service
-from planaria.server.tokenise import Tokenizer
+from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, clip
+from planaria.server.service import Service
+from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.types import TokenLogprobs
 
 # Names of apply_chat_template's own arguments, and those that would bring in code or fields refused elsewhere.
@@ -92,6 +92,11 @@ async def chat_prompt(
     Raises RequestError where the template refuses it, or where it can't fit in `limit` tokens.
     """
     tokenizer = service.need_tokenizer("messages")
+    if variables is not None and len(variables) > MAX_FIELDS:
+        raise RequestError(
+            f"chat_template_kwargs has {len(variables)} entries; at most {MAX_FIELDS}",
+            param="chat_template_kwargs", code="invalid_value",
+        )  # fmt: skip
     reserved = sorted(_RESERVED.intersection(variables or ()))
     if reserved:
         raise RequestError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -22,12 +23,12 @@ from planaria.server.common import (
     usage_of,
 )
 from planaria.server.detokenise import text_offsets
-from planaria.server.generation import Answer, Generation
-from planaria.server.inputs import check_logprobs, submissions
+from planaria.server.generation import AT_ONCE, Answer, Generation
+from planaria.server.inputs import MAX_REPEATED, check_logprobs, submissions
 from planaria.server.output import Piece, RequestStream
 from planaria.server.schema import CompletionRequest
 from planaria.server.service import Service
-from planaria.server.tokenise import Tokenizer
+from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.types import TokenLogprobs
 
 
@@ -54,7 +55,13 @@ async def create_completion(request: Request) -> Response:
         params = msgspec.structs.replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     params = await spelled(service, params, request)
     prompts = await _prompts(service, request, body, facts.max_model_len)
-    check_logprobs([len(ids) for ids, _ in prompts], params)
+    sizes = [len(ids) for ids, _ in prompts]
+    check_logprobs(sizes, params)
+    if (body.echo or body.return_token_ids) and sum(sizes) * n > MAX_REPEATED:
+        raise RequestError(
+            f"echo and return_token_ids repeat prompts for each choice: {sum(sizes)} tokens x n {n}; at most "
+            f"{MAX_REPEATED}", param="n", code="invalid_value",
+        )  # fmt: skip
     if len(prompts) * n > service.config.max_sequences:
         raise RequestError(
             f"{len(prompts)} prompts x n {n} are {len(prompts) * n} sequences; "
@@ -66,6 +73,8 @@ async def create_completion(request: Request) -> Response:
     eos = tokenizer.eos_ids if tokenizer is not None else service.config.eos_ids
     streams = []
     for index, (ids, _) in enumerate(prompts):
+        if index % AT_ONCE == AT_ONCE - 1:
+            await asyncio.sleep(0)
         submits = submissions(
             f"cmpl-{info.uid}-{index}", ids, params, facts,
             eos_ids=eos, tokenizer=tokenizer, seed=service.next_seed(), priority=body.priority or 0,
@@ -131,7 +140,8 @@ class CompletionWriter:
             b',"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
         )
         self.plain = not (self.token_ids or self.continuous or scoring)
-        self.heavy = self.logprobs is not None or self.prompt_logprobs is not None
+        repeated = sum(stream.prompt_tokens for stream in streams) * self.n if echoes or self.token_ids else 0
+        self.heavy = self.logprobs is not None or self.prompt_logprobs is not None or repeated > LONG_TEXT
         # Of each prompt, pieces of other choices that came before its log-probabilities, which the first choice brings.
         scored = self.prompt_logprobs is not None or (echoes is not None and self.logprobs is not None)
         self.held: dict[int, list[Piece]] | None = {} if scored else None

@@ -27,6 +27,9 @@ logger = logging.getLogger("planaria.server")
 
 BACKLOG = 2048  # connections that may wait to be accepted
 ACCEPT_AT_ONCE = 64
+MAX_LINES = 64  # of what comes at once in a chunked request, and one more for every CHUNK_BYTES bytes
+CHUNK_BYTES = 64
+READ_AT_ONCE = 16 << 10  # bytes
 RESERVE = 256  # descriptors left to everything that is no connection, or half of all where there are few
 TURNED_AWAY = 32  # connections beyond the bound that are being told so
 LINGER = 1.0  # seconds in which who is turned away reads why
@@ -63,6 +66,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._made = True
+        if hasattr(transport, "max_size"):  # asyncio's own attribute; without it what comes at once is 256 KiB
+            transport.max_size = READ_AT_ONCE
         if self.listener.room():
             self._watch()
         else:
@@ -77,9 +82,22 @@ class Connection(H11Protocol):
         self.listener.closed(self)
 
     def data_received(self, data: bytes) -> None:
-        if not self._away:
-            super().data_received(data)
-            self._watch()
+        if self._away:
+            return
+        if self._crumbs(data):
+            self._say(400, "Bad Request", "the body's chunks are too small", "invalid_http")
+            self.transport.close()
+            return
+        super().data_received(data)
+        self._watch()
+
+    def _crumbs(self, data: bytes) -> bool:
+        """Are these chunks of so few bytes that taking them apart would hold up everybody else?"""
+        if data.count(b"\r\n") <= MAX_LINES + len(data) // CHUNK_BYTES:
+            return False
+        if self.conn.their_state is h11.SEND_BODY:
+            return any(name == b"transfer-encoding" for name, _ in self.headers)
+        return b"chunked" in data.lower()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -132,6 +150,9 @@ class Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             self._say(400, "Bad Request", "not a valid HTTP request", "invalid_http")
         self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        return False  # there is nothing to upgrade to
 
     def close_idle(self) -> None:
         """Make room for another."""

@@ -26,6 +26,7 @@ from planaria.server.output import Piece, RequestStream, Sequence
 from planaria.server.service import Service, logger
 from planaria.types import Delta, FinishReason
 
+AT_ONCE = 16  # prompts of a request between two turns of the event loop
 DONE = b"data: [DONE]\n\n"
 UNREAD = 16 << 20  # bytes, about, of an answer that its client doesn't read
 _TOKEN, _LOGPROB = 40, 100  # bytes, about, of one in a piece
@@ -74,11 +75,13 @@ class Generation:
 
     # -- engine side
 
-    def start(self) -> None:
-        """Submit everything. Raises what the client raises, after taking back what it took."""
+    async def start(self) -> None:
+        """Submit everything, some at a time. Raises what the client raises."""
         self.service.opened(self)
         client = self.service.client
-        for stream in self.streams:
+        for number, stream in enumerate(self.streams, 1):
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
             for sequence in stream.sequences:
                 if self.error is None:  # a dead engine answers from within `submit`
                     client.submit(sequence.submit, self._sink(sequence))
@@ -233,7 +236,7 @@ class Answer(Response):
         generation = self.generation
         watcher: asyncio.Task[None] | None = None
         try:
-            generation.start()
+            await generation.start()
             watcher = asyncio.get_running_loop().create_task(generation.watch(receive))
             await generation.wait()
             if generation.error is not None and not generation.buffer:

@@ -17,6 +17,7 @@ from planaria.types import SEED_LIMIT, SamplingParams
 from planaria.wire import EngineFacts, Submit
 
 MAX_BAD_WORD_TOKENS = 64  # of each
+MAX_REPEATED = 1 << 20  # tokens of prompts in one answer
 MAX_PROMPT_LOGPROBS = 1 << 19  # entries of one answer; 100 bytes of JSON and of memory each
 
 

@@ -23,6 +23,7 @@ INT63 = 2**63
 MAX_LIST = 1024  # entries of stop_token_ids, logit_bias
 MAX_PROMPTS = 16_384
 MAX_FIELDS = 256
+MAX_BRACKETS = 1 << 18  # [ and { of a body
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # The last word about token ids is the vocabulary's (inputs.py); a list of them is only checked for its shape here.
@@ -414,6 +415,9 @@ M = TypeVar("M", bound=BaseModel)
 
 def parse(model: type[M], body: bytes) -> M:
     """`body` as JSON, checked; raises RequestError naming the field."""
+    brackets = body.count(b"[") + body.count(b"{")
+    if brackets > MAX_BRACKETS:  # each list is an object that all others wait for
+        raise RequestError(f"the request's body has {brackets} brackets; at most {MAX_BRACKETS}", code="invalid_value")
     try:
         value = msgspec.json.decode(body)
     except UnicodeDecodeError as e:

@@ -195,6 +195,7 @@ async def serve(
             ssl_cert_reqs=2 if config.ssl_ca_certs else 0, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )  # fmt: skip
         settings.load()
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for whatever bytes a stranger sends
     except OSError as e:  # ssl.SSLError is one
         sock.close()
         raise ConfigError(

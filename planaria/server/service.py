@@ -21,7 +21,7 @@ from planaria.server.faults import FaultLog
 from planaria.server.history import History
 from planaria.server.inputs import child_seed
 from planaria.server.metrics import Metrics
-from planaria.server.tokenise import Tokenizer
+from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.wire import EngineClient, EngineFacts
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("planaria.server")
 
-LONG_TEXT = 2000  # characters from which a text is tokenised in a thread
 TEXT_AT_ONCE = 1 << 16  # characters of several texts that are tokenised together
 MAX_TEXT = 1 << 20  # characters of a text that isn't bound by the model's length
 NORMALIZER_SLACK = 4  # how much shorter a normaliser may make a text

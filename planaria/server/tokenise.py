@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+LONG_TEXT = 2000  # characters from which a text is tokenised beside other work
+
+
 class Pieces(dict[int, bytes]):
     """Token id -> the bytes it adds to the text, filled in on first use. An id that isn't a token adds nothing."""
 
@@ -68,6 +71,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with `add_special_tokens`, what the model's post-processor adds (often a BOS)."""
+        if len(text) > LONG_TEXT:  # as a batch the library lets other threads run meanwhile
+            return self.encode_batch([text], add_special_tokens)[0]
         ids: list[int] = self.backend.encode(_clean(text), add_special_tokens=add_special_tokens).ids
         return ids
 

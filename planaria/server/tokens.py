@@ -10,7 +10,8 @@ from planaria.server.chat import chat_prompt
 from planaria.server.common import encode_json, read
 from planaria.server.inputs import check_vocabulary
 from planaria.server.schema import DetokenizeRequest, TokenizeRequest
-from planaria.server.service import LONG_TEXT, MAX_TEXT, Service
+from planaria.server.service import MAX_TEXT, Service
+from planaria.server.tokenise import LONG_TEXT
 
 
 async def tokenize(request: Request) -> Response:

@@ -135,6 +135,9 @@ TABLE = {
     "two maxima": (h(max_tokens=3, max_completion_tokens=4), 400, "max_completion_tokens", "disagree"),
     "template code": (h(chat_template="{{ 1 }}"), 400, "chat_template", "not supported"),
     "template variables": (h(chat_template_kwargs={"chat_template": "{{1}}"}), 400, "chat_template_kwargs", None),
+    "many template variables": (
+        h(chat_template_kwargs={f"a{i}": i for i in range(1000)}), 400, "chat_template_kwargs", "1000 entries",
+    ),
     "tokenize nothing": (("/tokenize", {}), 400, "prompt", "either"),
     "tokenize both": (("/tokenize", {"prompt": "x", "messages": USER}), 400, "prompt", "either"),
     "tokenize much": (("/tokenize", {"prompt": "x " * 600_000}), 400, "prompt", "1200000 characters"),
@@ -161,6 +164,7 @@ RAW = {
     "deep and unused": b'{"model": "smollm2", "prompt": "x", "metadata": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
     "deep message": b'{"messages": [{"role": "user", "content": "x", "y": ' + b"[" * 600 + b"]" * 600 + b"}], "
     b'"frob": 1}',
+    "lists": b'{"prompt": [' + b"[]," * 300_000 + b"[]]}",
     "5,000 digits": b'{"model": "smollm2", "prompt": "x", "n": 1' + b"0" * 5000 + b"}",
     "NUL": b"\0" * 100,
 }

@@ -176,6 +176,30 @@ async def test_bytes_that_are_no_http(server):
         assert await end(reader) == b""
 
 
+@pytest.mark.parametrize("in_two", [False, True])
+async def test_a_body_in_crumbs_is_not_taken_apart(server, in_two):
+    """Each chunk costs many times what it holds."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with connected(server) as (reader, writer):
+        writer.write(head)
+        if in_two:
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"1\r\n \r\n" * 100_000)
+            status, body = await answer(reader)
+            assert status == 400 and "chunks are too small" in json.loads(body)["error"]["message"]
+
+
+async def test_a_chunked_body_of_ordinary_chunks(server):
+    async def parts():
+        for i in range(0, len(BODY), 7):
+            yield BODY[i : i + 7]
+
+    async with server.http() as http:
+        assert (await http.post("/v1/completions", content=parts())).status_code == 200
+
+
 async def test_a_damaged_chunk_in_the_midst_of_an_answer(server, caplog):
     """The answer has begun, so that nothing but its end can be said: no traceback, and others go on."""
     server.engine.gate.clear()
