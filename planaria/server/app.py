@@ -120,7 +120,7 @@ def _routes(app: FastAPI) -> None:
         ok = {**(_json(answer) if answer is not None else {}), **(content or {})}
         responses: dict[int | str, dict[str, Any]] = {200: {"description": "OK", "content": ok}}
         for status in errors:
-            shape = schema.Health if endpoint is health.health else schema.ErrorResponse
+            shape = schema.HealthReport if endpoint is health.health else schema.ErrorResponse
             responses[status] = {"description": _ERRORS[status], "content": _json(shape)}
         extra: dict[str, Any] = {}
         if body is not None:
@@ -161,7 +161,7 @@ def _routes(app: FastAPI) -> None:
         content={"text/javascript": {"schema": {"type": "string"}}},
     )  # fmt: skip
     add("/admin/dashboard", dashboard.dashboard_data, schema_fleet.Dashboard, errors=(401, 403))
-    add("/health", health.health, schema.Health, errors=(503,))
+    add("/health", health.health, schema.HealthReport, errors=(503,))
     add("/version", health.version, schema.Version, errors=())
     add("/metrics", health.metrics, None, errors=(), content={"text/plain": {"schema": {"type": "string"}}})
 
@@ -170,7 +170,7 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema.Message,
     schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
-    schema.ModelList, schema.ModelCard, schema.Health, schema.Version, schema.ProcessList, schema.ErrorResponse,
+    schema.ModelList, schema.ModelCard, schema.HealthReport, schema.Version, schema.ProcessList, schema.ErrorResponse,
     schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
     schema_fleet.LayoutResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
 )  # fmt: skip

@@ -52,7 +52,7 @@ def connection_bound(wanted: int) -> int:
     return max(1, min(wanted, soft - min(RESERVE, soft // 2) - TURNED_AWAY))
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One connection. `header_timeout`: seconds for a request's header to come, and for what is left of a body whose
     answer was sent already; `write_timeout`: seconds in which some of an answer must be read."""
 
@@ -189,7 +189,7 @@ class Listener:
     def __init__(
         self,
         sock: socket.socket,
-        make: Callable[[Listener], Connection],
+        make: Callable[[Listener], HttpConnection],
         *,
         most: int,
         header_timeout: float,
@@ -202,7 +202,7 @@ class Listener:
         self.open = 0  # those that are turned away, and those that still shake hands, too
         self.turned_away = 0
         self._at_once = 1 if shared else ACCEPT_AT_ONCE
-        self._waiting: dict[Connection, None] = {}  # for a request, longest first
+        self._waiting: dict[HttpConnection, None] = {}  # for a request, longest first
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | bool = False  # until a time, or until a connection closes
@@ -227,14 +227,14 @@ class Listener:
         self._say("%d connections are open, and all at work: others are answered 503", self.most)
         return False
 
-    def waits(self, connection: Connection, quiet: bool) -> None:
+    def waits(self, connection: HttpConnection, quiet: bool) -> None:
         """Whether it waits for its next request; asked again it keeps its place."""
         if quiet:
             self._waiting.setdefault(connection)
         else:
             self._waiting.pop(connection, None)
 
-    def closed(self, connection: Connection | None) -> None:
+    def closed(self, connection: HttpConnection | None) -> None:
         if connection is not None:
             self._waiting.pop(connection, None)
         self.open -= 1
@@ -262,7 +262,7 @@ class Listener:
             task.add_done_callback(self._opening.discard)
 
     async def _shake_hands(self, conn: socket.socket) -> None:
-        connection: Connection | None = None
+        connection: HttpConnection | None = None
         try:
             connection = protocol = self.make(self)
             conn.setblocking(False)

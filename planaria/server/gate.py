@@ -50,7 +50,7 @@ class RequestInfo:
         self.held = 0  # bytes of its body
 
 
-class Keys:
+class ApiKeys:
     """API keys, compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -80,8 +80,8 @@ class TooMuch(Exception):
 class Gate:
     def __init__(self, app: ASGIApp, service: Service, config: ServerConfig) -> None:
         self.app, self.service, self.config = app, service, config
-        self.keys = Keys(config.api_keys)
-        self.admin = Keys([config.admin_key] if config.admin_key else [])
+        self.keys = ApiKeys(config.api_keys)
+        self.admin = ApiKeys([config.admin_key] if config.admin_key else [])
         self.bodies = 0  # bytes of requests that are read or being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -178,7 +178,7 @@ class PromptTokensDetails(Strict):
     cached_tokens: int
 
 
-class Usage(Strict):
+class TokenUsage(Strict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -218,7 +218,7 @@ class CompletionResponse(Strict):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None
+    usage: TokenUsage | None
 
 
 class TopLogprob(Strict):
@@ -256,7 +256,7 @@ class ChatCompletionResponse(Strict):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -328,7 +328,7 @@ class LayoutChange(Strict):
     experts: ExpertTravel | None  # where they are dealt to ranks whole
 
 
-class Health(Strict):
+class HealthReport(Strict):
     live: bool
     ready: bool
     progressing: bool

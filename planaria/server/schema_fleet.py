@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from planaria.server.schema import Health, ProcessEntry, Strict
+from planaria.server.schema import HealthReport, ProcessEntry, Strict
 
 
 class ScaleRequest(Strict):
@@ -126,7 +126,7 @@ class Dashboard(Strict):
     now: float  # seconds since 1970
     version: str
     models: list[str]
-    health: Health
+    health: HealthReport
     requests: int
     processes: list[ProcessEntry]
     engines: list[EngineCard]

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from planaria.errors import CapacityError, ConfigError, EngineDead, UserError
 from planaria.server.app import create_app
 from planaria.server.config import ServerConfig
-from planaria.server.connections import Connection, Listener, connection_bound
+from planaria.server.connections import HttpConnection, Listener, connection_bound
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
 from planaria.wire import EngineClient
@@ -77,8 +77,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
 
-        def make(listener: Listener) -> Connection:
-            return Connection(listener, self.config, self.server_state, {}, loop)
+        def make(listener: Listener) -> HttpConnection:
+            return HttpConnection(listener, self.config, self.server_state, {}, loop)
 
         settings = self.settings
         listener = Listener(

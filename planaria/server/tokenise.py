@@ -152,7 +152,7 @@ class ChatTemplate:
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        class Generation(Extension):
+        class GenerationBlock(Extension):
             """`{% generation %}` marks what the assistant said, for training; here it is only its content."""
 
             tags = {"generation"}  # noqa: RUF012
@@ -163,7 +163,7 @@ class ChatTemplate:
 
         self.source = source
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise

@@ -1,4 +1,4 @@
-"""Keys, CORS, TLS, request ids, log lines."""
+"""ApiKeys, CORS, TLS, request ids, log lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from planaria.errors import ConfigError
 from planaria.server.app import create_app
 from planaria.server.config import ServerConfig
-from planaria.server.gate import Keys
+from planaria.server.gate import ApiKeys
 from tests.api.conftest import running
 from tests.api.fake_engine import FakeEngine
 
@@ -46,10 +46,10 @@ async def test_api_keys(start):
 
 
 def test_keys_are_compared_whole():
-    keys = Keys(["abc", "def"])
+    keys = ApiKeys(["abc", "def"])
     assert keys.accepts(b"Bearer abc") and keys.accepts(b"Bearer def") and keys.accepts(b"bearer  abc ")
     assert not any(keys.accepts(h) for h in (None, b"", b"Bearer ", b"Bearer ab", b"Bearer abcd", b"Bearer \xff"))
-    assert not Keys([]) and not Keys([]).accepts(b"Bearer ")
+    assert not ApiKeys([]) and not ApiKeys([]).accepts(b"Bearer ")
 
 
 async def test_admin_routes(tokenizer):
