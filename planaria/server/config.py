@@ -55,7 +55,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: Annotated[float, option("Seconds running requests get after SIGTERM.", least=0)] = 30.0
     max_connections: int = 4096  # of this process; fewer where it may not open so many files
     header_timeout: float = 10.0  # for a request's header to come
-    write_timeout: float = 60.0  # for a client to read some of an answer that waits to be sent
     body_timeout: float = 60.0  # for a request's body to come
     keep_alive_timeout: Annotated[float, option("Seconds an idle connection is kept.", least=0, typed=False)] = 75.0
     stall_timeout: float = 60.0  # work but no new step for this long: /health says it does not progress

@@ -1,6 +1,6 @@
 """Connections: how many there may be, and how long each may do nothing. uvicorn's protocol, with bounds that it lacks.
 
-A connection that says nothing is closed, one that says half a header is told so, one that reads nothing is dropped.
+A connection that says nothing is closed, one that says half a header is told so.
 At the bound the connection that has waited longest for its next request makes room for a new one; where all are at work
 the new one is answered 503. Without descriptors or memory for another nothing is accepted for a second.
 """
@@ -53,15 +53,13 @@ def connection_bound(wanted: int) -> int:
 
 
 class HttpConnection(H11Protocol):
-    """One connection. `header_timeout`: seconds for a request's header to come, and for what is left of a body whose
-    answer was sent already; `write_timeout`: seconds in which some of an answer must be read."""
+    """One connection."""
 
     def __init__(self, listener: Listener, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.listener = listener
         self._made = self._away = False
         self._deadline: asyncio.TimerHandle | None = None
-        self._stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,9 +72,8 @@ class HttpConnection(H11Protocol):
             self._turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._deadline, self._stalled):
-            if timer is not None:
-                timer.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self.listener.closed(self)
@@ -158,32 +155,13 @@ class HttpConnection(H11Protocol):
         """Make room for another."""
         self.timeout_keep_alive_handler()
 
-    # -- clients that don't read
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._look_at_reader(self.transport.get_write_buffer_size())
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
-
-    def _look_at_reader(self, left: int, again: bool = False) -> None:
-        now = self.transport.get_write_buffer_size()
-        if again and now >= left:
-            logger.info("a client reads nothing of its answer: dropped")
-            self.transport.abort()
-            return
-        self._stalled = self.loop.call_later(self.listener.write_timeout, self._look_at_reader, now, True)
-
 
 class Listener:
     """Accepts the connections of one socket; in place of an asyncio server, whose `close` and `wait_closed` it has.
 
-    `most`: connections at a time. `shared`: other processes accept from the socket too, so that one at a time is taken,
-    or the first to look would take all. `make(listener)`: a connection's protocol.
+    `most`: connections at a time. `header_timeout`: seconds for a request's header to come, and for what is left of a
+    body whose answer was sent already. `shared`: other processes accept from the socket too, so that one at a time is
+    taken, or the first to look would take all. `make(listener)`: a connection's protocol.
     """
 
     def __init__(
@@ -193,12 +171,11 @@ class Listener:
         *,
         most: int,
         header_timeout: float,
-        write_timeout: float,
         tls: ssl.SSLContext | None = None,
         shared: bool = False,
     ) -> None:
         self.sock, self.make, self.most, self.tls = sock, make, most, tls
-        self.header_timeout, self.write_timeout = header_timeout, write_timeout
+        self.header_timeout = header_timeout
         self.open = 0  # those that are turned away, and those that still shake hands, too
         self.turned_away = 0
         self._at_once = 1 if shared else ACCEPT_AT_ONCE

@@ -83,7 +83,7 @@ class _Server(uvicorn.Server):
         settings = self.settings
         listener = Listener(
             self.sock, make, most=connection_bound(settings.max_connections), header_timeout=settings.header_timeout,
-            write_timeout=settings.write_timeout, tls=self.config.ssl, shared=self.shared,
+            tls=self.config.ssl, shared=self.shared,
         )  # fmt: skip
         self.servers = [listener]  # type: ignore[list-item]
         self.started = True
