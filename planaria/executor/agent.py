@@ -144,11 +144,13 @@ class Agent:
 
     def _leave(self, why: str = "it has ended") -> None:
         """EndAll all processes for certain, then the connection."""
+        port, self.port = self.port, None  # of their ends nobody hears: they are the node's
         self._end(0.0)
-        self._say(Trouble(why))
-        if self.port is not None:
-            self.port.close()
+        if port is not None:
+            self.port = port
+            self._say(Trouble(why))
             self.port = None
+            port.close()
 
     # -- who is on the first node
 
