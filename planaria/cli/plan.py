@@ -285,6 +285,7 @@ def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
         "max_model_len": options.max_model_len or model.max_position, "step_tokens": step_tokens(options, kind),
         "logit_rows": options.max_num_seqs + LOGIT_ROWS,
     })  # fmt: skip
+    demand.needs(question.layout)  # what can't be dealt is refused first, as by `serve`
     notes = _warnings(resolve_experts(parallel, options, options.device, expert_shapes(model, device.dtype), None)[1])
     return msgspec.structs.replace(question, demand=demand, notes=question.notes + notes)
 
