@@ -81,6 +81,7 @@ class Agent:
         self.port: TcpPort | None = None
         self.children: dict[int, tuple[str, LocalChild]] = {}  # and what runs in them
         self._names: dict[int, str] = {}  # for people
+        self._unheard: set[LocalChild] = set()
         self._still: dict[int, bool] = {}  # those that are stopped, as was said
         self._keys = Keys.derive(secret, parallel.nnodes - 1, messages.PURPOSE)
         self._lock = threading.Lock()  # what watches processes reports too
@@ -144,13 +145,12 @@ class Agent:
 
     def _leave(self, why: str = "it has ended") -> None:
         """EndAll all processes for certain, then the connection."""
-        port, self.port = self.port, None  # of their ends nobody hears: they are the node's
+        self._unheard = {child for _, child in self.children.values()}  # their ends are the node's
         self._end(0.0)
-        if port is not None:
-            self.port = port
-            self._say(Trouble(why))
+        self._say(Trouble(why))
+        if self.port is not None:
+            self.port.close()
             self.port = None
-            port.close()
 
     # -- who is on the first node
 
@@ -280,7 +280,8 @@ class Agent:
             news = ChildNews(id, child.place.pid, child.said, child.ended, child.code, self._still.get(id, False))
         if child.code and (name := self._names.get(id)):
             logger.error("%s %s", name, child.ended)
-        self._say(news)
+        if child not in self._unheard:
+            self._say(news)
         if child.ended and self._asked and (port := self.port) is not None:
             port.wake()
 
