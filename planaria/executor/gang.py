@@ -235,7 +235,8 @@ class Gang:
 
     def _may_pass(self, failed: Failed) -> bool:
         """A rank failed at what worked before: it may work again, with less memory if that was it."""
-        return failed.kind == "error" or (failed.kind == "capacity" and failed.phase in ("probe", "allocate"))
+        enough = failed.phase == "allocate" or (failed.phase == "probe" and self.layout in self.kv_bytes)
+        return failed.kind == "error" or (failed.kind == "capacity" and enough)
 
     def stepped(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step that was answered."""
