@@ -81,11 +81,13 @@ def route_to_an_engine_that_left() -> Iterator[None]:
 
 
 @contextmanager
-def move_without_the_tokens() -> Iterator[None]:
-    def forget(self: Stream) -> Submit:
-        return msgspec.structs.replace(self.submit, id=self.name)
+def move_with_the_tokens_as_a_prompt() -> Iterator[None]:
+    """What has been told counts as asked: the other engine numbers its tokens from 0."""
 
-    with patch.object(Stream, "resubmit", forget):
+    def ask(self: Stream) -> Submit:
+        return msgspec.structs.replace(self.submit, id=self.name, prompt=self.history(), output=[])
+
+    with patch.object(Stream, "resubmit", ask):
         yield
 
 

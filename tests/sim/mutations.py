@@ -29,7 +29,7 @@ from tests.sim.fleet_mutations import (
     leave_them_there,
     lose_a_request_at_a_layout_change,
     mix_up_the_lanes,
-    move_without_the_tokens,
+    move_with_the_tokens_as_a_prompt,
     never_grow,
     route_to_an_engine_that_left,
     trust_silence,
@@ -232,7 +232,9 @@ MUTATIONS = [
     Mutation("mix up the lanes", mix_up_the_lanes, WRONG_TOKENS | {"once", "ends", "crash", "leaks"}),
     Mutation("never grow", never_grow, frozenset({"layout"})),
     Mutation("route to an engine that left", route_to_an_engine_that_left, frozenset({"route"})),
-    Mutation("move a request without its tokens", move_without_the_tokens, frozenset({"tokens", "index"})),
+    Mutation(
+        "move a request with its tokens as a prompt", move_with_the_tokens_as_a_prompt, frozenset({"tokens", "index"})
+    ),
     Mutation("leave requests where they are", leave_them_there, frozenset({"route", "errors"})),
     Mutation("always healthy", always_healthy, frozenset({"health"})),
     Mutation("trust silence", trust_silence, frozenset({"detect"}), soon=560),
