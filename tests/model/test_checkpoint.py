@@ -77,7 +77,7 @@ def test_smollm2() -> None:
         "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "attention_bias": False,
     }  # fmt: skip
     assert {k: c.config[k] for k in wanted} == wanted
-    assert c.generation_config == {"eos_token_id": [2]}
+    assert c.generation_config == {"eos_token_id": [2], "temperature": 0.2, "top_p": 0.9}
     assert c.chat_template is not None and "SmolLM" in c.chat_template
     assert msgspec.convert(msgspec.to_builtins(c), Checkpoint) == c
 

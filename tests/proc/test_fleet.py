@@ -157,7 +157,8 @@ def test_scaling_while_streams_run(server: Server, expected: list[Outcome]) -> N
 
 def test_what_cant_be_is_refused_and_changes_nothing(server: Server) -> None:
     before = server.engine_pids()
-    for size, words in ((0, "ask for 1 or more"), (2_000_000_000, "engines don't fit: each needs")):
+    cases = (0, "ask for 1 or more"), (4000, "engines don't fit: each needs"), (2_000_000_000, "ask for 4096 at most")
+    for size, words in cases:
         done = planaria("scale", "--dp", str(size), "--url", server.url)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
     answer = httpx2.post(server.url + "/scale_elastic_ep", json={"new_data_parallel_size": 2})

@@ -132,8 +132,9 @@ def test_spares_take_ranks_on_their_own_node_and_then_on_another() -> None:
     nodes = TwoNodes(spare_workers=1)
     watched = nodes.watched
     try:
-        wait_until("both have a spare", lambda: spares_of(nodes.other) and watched.llm._loop.gang.launcher.spare_pids())
-        (theirs,), (ours,) = spares_of(nodes.other), watched.llm._loop.gang.launcher.spare_pids()
+        wait_until("both have a spare", lambda: len(watched.llm._loop.gang.launcher.spare_pids()) == 2)
+        (theirs,) = spares_of(nodes.other)
+        (ours,) = (pid for pid in watched.llm._loop.gang.launcher.spare_pids() if pid != theirs)  # one machine: both
         wait_until("theirs is ready", lambda: watched.llm._loop.gang.launcher.pool.rooms()["1"].ready == 2)
         assert watched.run(60, lambda: os.kill(watched.pids[1], signal.SIGKILL)) == watched.expected
         assert watched.pids[1] == theirs

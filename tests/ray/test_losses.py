@@ -13,7 +13,7 @@ import pytest
 from planaria import LLM
 from planaria.executor.ray.cluster import connect
 from planaria.wire import FromEngine, Recovery
-from tests.proc.servers import alive, wait_until
+from tests.proc.servers import SOON, alive, wait_until
 from tests.ray.clusters import kill_node, live_groups, raylet_of, several_nodes
 from tests.ray.test_ray import PROMPTS, SMALL, answers, check, ray_options
 
@@ -57,7 +57,7 @@ class Watched:
         pids = [*self.pids, *self.launcher.spare_pids()]
         groups = {group.handle.id.hex() for group in self.launcher.staff.bundles.groups}
         self.llm.close()
-        assert not any(alive(pid) for pid in pids)
+        wait_until("what was killed is gone", lambda: not any(alive(pid) for pid in pids), SOON)
         wait_until("no placement group of it is left", lambda: not groups & set(live_groups()))
 
     @property
