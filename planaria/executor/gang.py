@@ -29,6 +29,7 @@ from planaria.executor.preflight import Needs, check_node, look
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.executor.reshape import placing
 from planaria.executor.startup import StartUp, parts_of
+from planaria.executor.transition import Transition
 from planaria.hosts.host import Place
 from planaria.node import home, node_name, process_state
 from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply, StepPlan, StepResult
@@ -131,18 +132,18 @@ class Gang:
             phases.world_size = self.layout.size
         self._form(phases)
 
-    def reform(self, loss: WorkersLost, layout: Layout | None = None, *, exactly: bool = False) -> dict[str, float]:
-        """Begin the next epoch without what was lost, in `layout` (None: that of before) or, unless `exactly` that is
-        wanted, in a smaller one that fits. Returns seconds by part. Raises as `start`."""
-        began = self.clock()
-        self.fence(str(loss))
-        times = {"detect": loss.detect, "fence": self.clock() - began}
+    def reform(self, change: Transition) -> dict[str, float]:
+        """Begin the next epoch without what was lost, in the layout that is wished for, or in that of before or a
+        smaller one that fits. Returns seconds by part. Raises as `start`."""
+        began, loss = self.clock(), change.loss
+        self.fence(str(change.cause))
+        times = {"detect": loss.detect if loss is not None else 0.0, "fence": self.clock() - began}
         began = self.clock()
         # those that ended meanwhile, too: else each of them would cost an epoch of its own
-        dead = {rank for rank in loss.ranks if rank < self.layout.size} if loss.dead else set()
-        gone, layout = sorted(dead.union(self.launcher.lost())), layout or self.layout
+        dead = {rank for rank in change.dead if rank < self.layout.size}
+        gone, layout = sorted(dead.union(self.launcher.lost())), change.layout or self.layout
         try:
-            self._replace(gone, layout, exactly)
+            self._replace(gone, layout, change.changing)
         except OSError as e:  # no process can be started now; there may be room a moment later
             missing = tuple(gone) or tuple(range(self.layout.size, layout.size))
             raise WorkersLost(self.epoch, missing, f"can't be started: {e}", "replace") from None
@@ -345,8 +346,10 @@ class Gang:
     def loss_of(self, failed: Failed) -> WorkersLost:
         """What a rank's failure costs: its epoch, not its process."""
         self.broken = self.broken or self.ledger.world_size > 1  # other ranks may wait for the one that failed
+        short = failed.kind == "capacity" and failed.phase == "probe"  # which is no rank's fault
         return WorkersLost(
-            self.epoch, (failed.rank,), failed.message, failed.phase, failed.traceback, dead=False, kind=failed.kind
+            self.epoch, () if short else (failed.rank,), failed.message, failed.phase, failed.traceback, dead=False,
+            kind=failed.kind,
         )  # fmt: skip
 
     def _broken_link(self, error: LinkError) -> WorkersLost:

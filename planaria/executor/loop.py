@@ -1,9 +1,8 @@
 """The driver: the only place where a core and its ranks meet time. One thread calls it.
 
 `start` brings the ranks up, `handle` takes a front end's message, `step` does one round: plan what can be planned,
-carry it out, commit, and hand what came of it to `emit`. Ranks that are lost are dealt with in `_lost` and nowhere
-else: the gang begins another epoch, and every open request is computed again from its tokens. When that leads nowhere,
-the engine ends, and every open request is answered.
+carry it out, commit, and hand what came of it to `emit`. Ranks that are lost, and layouts that are wished for, are
+dealt with in `epochs` and nowhere else. When that leads nowhere, the engine ends, and every open request is answered.
 """
 
 from __future__ import annotations
@@ -17,20 +16,18 @@ import msgspec
 
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
-from planaria.errors import CapacityError, EngineDead, PlanariaError, WorkersLost
-from planaria.executor.attempts import Attempts
+from planaria.errors import EngineDead, PlanariaError, WorkersLost
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.balancing import Balancing
 from planaria.executor.boot import boots_for
+from planaria.executor.epochs import Epochs
 from planaria.executor.gang import Gang, Refusal, System, failure
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
-from planaria.executor.reformations import Reformations
-from planaria.executor.replay import Replay, told_replay
 from planaria.executor.reply_ledger import Ticket
-from planaria.executor.status import Reports, facts_of, places_of
-from planaria.executor.told import kind_of, layout_name, told
+from planaria.executor.status import Reports, facts_of
+from planaria.executor.transition import Transition, Wish
 from planaria.executor.wishes import Wishes
 from planaria.hosts.host import Place
 from planaria.protocol import Call, Command, Failed, StepPlan, StepResult
@@ -42,7 +39,6 @@ from planaria.wire import (
     EngineFacts,
     FromEngine,
     Output,
-    Recovery,
     Report,
     ReportExperts,
     Reshape,
@@ -57,7 +53,6 @@ logger = logging.getLogger("planaria.engine")
 Emit = Callable[[FromEngine], None]
 
 STEP_TOKENS = 128  # of a step, for each thread of a CPU
-LESS = 0.8  # of the KV memory it had, after a rank ran out of memory
 ROOM_LOOK = 1.0  # seconds between looks for devices that are back
 SPARES_AFTER = 15.0  # seconds that a replay has the node's cores to itself, before another spare is started
 
@@ -82,13 +77,11 @@ class EngineLoop:
         self.core: EngineCore | None = None
         self.stopping = False
         self.dead: Dead | None = None
-        self.limit = Reformations(config.faults.recovery_limit, config.faults.recovery_window)
-        self._tokens = -1  # generated when the last epoch began
-        self._failed_rank = -1  # that answered with a failure last, with no token since
         self._look_for_room = 0.0
-        self._replay: Replay | None = None
-        self.wishes = Wishes(config, self.gang, lambda message: self.emit(message), clock, self._change)
-        self.reports = Reports(self.gang, self.call, self.busy, lambda message: self.emit(message))
+        say: Emit = lambda message: self.emit(message)  # noqa: E731
+        self.epochs = Epochs(config, self.gang, clock, say, self._emit, self.balancing.formed)
+        self.wishes = Wishes(config, self.gang, say, clock, self._change)
+        self.reports = Reports(self.gang, self.call, self.busy, say)
 
     # -- starting and ending
 
@@ -121,11 +114,11 @@ class EngineLoop:
                     if loss is None:
                         self.gang.start()
                     else:
-                        self.gang.reform(loss)
+                        self.gang.reform(Transition(loss, self.gang.layout))
                     return
                 except WorkersLost as e:
                     loss = e
-                    if not self._may_go_on():
+                    if not self.epochs.may_go_on(None):
                         raise EngineDead(str(loss)) from None
                     logger.warning("%s; trying again", loss)
         except Refusal as e:
@@ -161,16 +154,9 @@ class EngineLoop:
         try:
             self.gang.check()
         except WorkersLost as e:
-            self._lost(e)
+            self._begin_next(e)
         self._for_a_wish(self.wishes.look(not self._has_work()))
         self._grow()
-
-    def _may_go_on(self) -> bool:
-        tokens = self.core.generation_tokens if self.core is not None else 0
-        progressed, self._tokens = tokens != self._tokens and self.core is not None, tokens
-        if progressed:
-            self._failed_rank = -1
-        return self.gang.launcher.replaces and self.limit.allowed(self.clock(), progressed)
 
     def _grow(self) -> None:
         """About once a second: see to the spares; where there are fewer ranks than there should be, or some in places
@@ -183,7 +169,8 @@ class EngineLoop:
             return
         self._look_for_room = self.clock() + ROOM_LOOK
         if whole:
-            if self._replay is None or self.clock() - self._replay.began >= SPARES_AFTER:
+            replay = self.epochs.replay
+            if replay is None or self.clock() - replay.began >= SPARES_AFTER:
                 gang.stand_by()
         elif (layout := gang.room()) is not None:
             where = f"ranks {', '.join(map(str, leaving))} move to places that stay"
@@ -200,76 +187,20 @@ class EngineLoop:
         try:
             self.gang.send(command)
         except WorkersLost as e:
-            self._lost(e)
+            self._begin_next(e)
 
     def _has_work(self) -> bool:
         return self.core is not None and bool(self.core.has_requests() or self.gang.ledger.open)
 
     def _change(self, layout: Layout, why: str) -> None:
-        """Another layout on purpose, by the same door as faults: nobody is suspected, nothing counts as fruitless."""
-        cause = f"the layout becomes {layout}: {why}"
-        self._lost(WorkersLost(self.gang.epoch, (), cause, self.gang.phase(), dead=False, kind="layout"), layout)
+        """Another layout, by the same door as faults."""
+        self._begin_next(Wish(layout, f"the layout becomes {layout}: {why}", self.gang.phase()))
 
-    def _lost(self, loss: WorkersLost, layout: Layout | None = None) -> None:
-        """The one place where an epoch ends and the next begins. layout: that it should have; None: the present one."""
-        core, gang = self.core, self.gang
-        assert core is not None
-        began = self.clock() - loss.detect
-        self._replay = None
-        if loss.kind != "layout":
-            convicted = core.fault()
-            self._emit(convicted)
-            if convicted:
-                self._tokens = -1  # an answer is progress: what ended the epochs before this one is out of the way
-        attempts = Attempts(loss, gang.layout, layout)
-        while True:
-            loss = attempts.loss
-            failed = Failed(loss.ranks[0] if loss.ranks else 0, loss.phase, loss.cause, loss.traceback, loss.kind)
-            if loss.kind == "capacity" and loss.phase != "probe":  # which takes no more than is there
-                gang.kv_share *= LESS
-            if attempts.counts and not self._may_go_on():
-                self._die(failed)
-                return
-            self.emit(Recovery(
-                gang.epoch + 1, list(loss.ranks), loss.phase, loss.cause, loss.traceback, kind=kind_of(attempts.first)
-            ))  # fmt: skip
-            if not loss.dead and self._failed_rank in loss.ranks:
-                loss.dead = True  # it failed twice with no token in between: another process may do better
-            if gang.layout.size > 1 and (hopeless := attempts.hopeless()):
-                gang.launcher.give_up(hopeless)
-            attempts.replacing()
-            self._failed_rank = loss.ranks[0] if loss.ranks and not loss.dead else -1
-            try:
-                seconds = gang.reform(loss, attempts.layout, exactly=attempts.changing)
-                break
-            except (WorkersLost, Refusal, CapacityError) as e:
-                if not attempts.failed(e):
-                    why = f"{loss.cause}; it can't be replaced: {e}"
-                    gone = msgspec.structs.replace(failed, message=why, kind="error")
-                    self._die(e.failed if isinstance(e, Refusal) else gone)
-                    return
-        self._go_on(attempts, seconds, began)
-
-    def _go_on(self, attempts: Attempts, seconds: dict[str, float], began: float) -> None:
-        """Another epoch has begun: everything open is computed again in it."""
-        core, gang, first = self.core, self.gang, attempts.first
-        assert core is not None
-        tokens = core.replayed_tokens
-        self.balancing.formed()
-        # the epoch is news, also with no request
-        self._emit(core.lost(gang.epoch, gang.num_blocks, gang.layout.pp, gang.layout.dp), stepped=True)
-        seconds["total"] = self.clock() - began
-        done = Recovery(
-            gang.epoch, list(first.ranks), first.phase, first.cause, first.traceback, seconds, layout_name(gang.layout),
-            [member.pid for member in gang.members], len(core.lane_of), core.replayed_tokens - tokens,
-            kind=kind_of(first), places=places_of(gang), travel=gang.travel if gang.maps else None,
-        )  # fmt: skip
-        self.emit(done)
-        logger.warning("%s", told(done, attempts.loss.dead, attempts.present))
-        if going := [request.id for request in core.snapshot() if request.output]:
-            self._replay = Replay(done, going, self.clock())
-        else:
-            gang.stand_by()
+    def _begin_next(self, cause: WorkersLost | Wish) -> None:
+        """The epoch ends, and the next begins, or none."""
+        assert self.core is not None
+        if (failed := self.epochs.begin_next(self.core, cause)) is not None:
+            self._die(failed)
 
     # -- running
 
@@ -279,7 +210,7 @@ class EngineLoop:
         try:
             message = message if self.dead is not None else self.agree(message)
         except LinkError as e:
-            self._lost(WorkersLost(self.gang.epoch, e.ranks, str(e), self.gang.phase()))
+            self._begin_next(WorkersLost(self.gang.epoch, e.ranks, str(e), self.gang.phase()))
             raise EngineDead(str(e)) from None
         match message:
             case Submit():
@@ -341,7 +272,7 @@ class EngineLoop:
                 self._complete(ticket)
             self.reports.answer()
         except WorkersLost as e:
-            self._lost(e)
+            self._begin_next(e)
         return True
 
     def call(self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Pending:
@@ -354,7 +285,7 @@ class EngineLoop:
         try:
             ticket = self.gang.send(command)
         except WorkersLost as e:  # nobody has it
-            self._lost(e)
+            self._begin_next(e)
             if self.dead is not None:
                 raise EngineDead(self.dead.message) from None
             ticket = self.gang.send(command)
@@ -370,7 +301,7 @@ class EngineLoop:
                 for each in done:
                     self._complete(each)
         except WorkersLost as e:
-            self._lost(e)
+            self._begin_next(e)
         if not ticket.closed:
             raise EngineDead(self.dead.message if self.dead is not None else "the engine was closed")
 
@@ -409,20 +340,8 @@ class EngineLoop:
             if self.balancing.stats is not None:
                 stats = msgspec.structs.replace(stats, experts=self.balancing.stats)
             self.emit(Output(deltas, stats))
-        if self._replay is not None:
-            self._watch_replay(deltas)
-
-    def _watch_replay(self, deltas: list[Delta]) -> None:
-        """Tell when all sequences go on that a fault had interrupted."""
-        assert self._replay is not None
-        now = self.clock()
-        for delta in deltas:
-            moved = delta.tokens or delta.finish is not None
-            if moved and (replayed := self._replay.heard(delta.request_id, now)) is not None:
-                self._replay, self._look_for_room = None, 0.0  # spares that waited for it are next
-                self.emit(replayed)
-                logger.warning("%s", told_replay(replayed))
-                return
+        if self.epochs.replay is not None and self.epochs.watch(deltas):
+            self._look_for_room = 0.0  # spares that waited for it are next
 
     def _abort_all(self, reason: FinishReason, error: str | None) -> None:
         assert self.core is not None

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from planaria.errors import WorkersLost
 from planaria.topology import Layout
 from planaria.wire import Recovery, Travel
-
-
-def kind_of(loss: WorkersLost) -> str:
-    return "layout" if loss.kind == "layout" else "fault"
 
 
 def layout_name(layout: Layout) -> str:

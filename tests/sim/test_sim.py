@@ -132,7 +132,7 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
     member = fleet.fleet.members[0]
     core = fleet.remotes[0].core
     parts = [
-        one.loop, one.loop.gang, one.loop.gang.ledger, one.loop.gang.health, one.loop.gang.pace, one.loop.limit,
+        one.loop, one.loop.gang, one.loop.gang.ledger, one.loop.gang.health, one.loop.gang.pace, one.loop.epochs.limit,
         fleet.fleet, fleet.fleet.router, fleet.fleet.resizer, fleet.service, fleet.service.faults, member,
         fleet.fleet.dispatcher, member.queue, member.queue.quarantine, member.limit, core,
     ]  # fmt: skip
