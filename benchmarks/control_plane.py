@@ -36,7 +36,7 @@ from benchmarks import machine, proc, report
 from benchmarks.peers import round_trips
 from planaria.executor.link.address import Address, At, open_port
 from planaria.executor.link.codec import decode_command, decode_reply, encode_command, encode_reply
-from planaria.executor.link.faults import LinkClosed, Port
+from planaria.executor.link.faults import LinkClosed, RankPort
 from planaria.executor.link.shm import ShmLink
 from planaria.executor.link.tcp import TcpLink
 from planaria.protocol import StepPlan, StepResult
@@ -63,7 +63,7 @@ def rank_main() -> None:
     answer_all(open_port(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Address)))
 
 
-def answer_all(port: Port) -> None:
+def answer_all(port: RankPort) -> None:
     """Until the link ends."""
     try:
         while (got := port.receive(None)) is not None:

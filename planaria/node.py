@@ -20,7 +20,7 @@ import msgspec
 from planaria.errors import CapacityError, PlanariaError
 
 
-class Gone(PlanariaError):
+class ProcessGone(PlanariaError):
     """A memory file's owner has ended, or belongs to another user."""
 
 
@@ -41,10 +41,10 @@ class Shared(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as e:
-            raise Gone(f"can't open the memory that process {self.pid} shares: {e.strerror}") from None
+            raise ProcessGone(f"can't open the memory that process {self.pid} shares: {e.strerror}") from None
         if os.fstat(fd).st_ino != self.inode:
             os.close(fd)
-            raise Gone(f"the memory that process {self.pid} shared is gone")
+            raise ProcessGone(f"the memory that process {self.pid} shared is gone")
         return fd
 
 

@@ -26,7 +26,7 @@ from planaria.models.deal import deal
 from planaria.models.memory import RankMemory, mib, rank_memory
 from planaria.topology import Cluster, Device, DoesNotFit, Infeasible, Layout, Node, Packing, pack, place
 from planaria.topology.layout import Coords
-from planaria.topology.table import CameUp, Row, differences, lines, remarks, rows, said
+from planaria.topology.table import CameUp, TableRow, differences, lines, remarks, rows, said
 
 PACKED = {"q8_0": 34 / 32, "q4_1": 20 / 32}  # bytes of a weight
 ANY = 1 << 30  # of what this machine has: the placement counts, with better words
@@ -74,7 +74,7 @@ class PlanCase(msgspec.Struct, frozen=True):
         parallel = self.parallel
         return msgspec.structs.replace(parallel.layout, dp=len(parallel.replicas) * parallel.lanes)
 
-    def rows(self, packing: Packing) -> list[Row]:
+    def rows(self, packing: Packing) -> list[TableRow]:
         return rows(packing, self.cluster, self.parallel.replicas.start)
 
     def answer(self, layout: Layout, strategy: str | None, local: int | None) -> Packing:
@@ -303,7 +303,7 @@ class Planned:
         question, packing, self.table = self._answer(parallel)
         self.text = said(question.source, packing, question.cluster, parallel.replicas.start)
 
-    def _answer(self, parallel: ParallelConfig) -> tuple[PlanCase, Packing, list[Row]]:
+    def _answer(self, parallel: ParallelConfig) -> tuple[PlanCase, Packing, list[TableRow]]:
         question = without_ray(parallel, self.device)
         packing = question.answer(question.layout, None, None)
         return question, packing, question.rows(packing)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from planaria.config.options import CacheConfig, SchedulerConfig
-from planaria.core.eplb.places import Placed, Placing, placed
+from planaria.core.eplb.places import ExpertsPlaced, Placing, placed
 from planaria.errors import CapacityError
 from planaria.protocol import (
     Allocate,
@@ -122,7 +122,7 @@ class BringUp:
         self.placing = placing
         self.received: dict[int, int] = {}  # bytes of experts that each rank has from others, and that lie aside
         self.lay_aside: dict[int, int] = {}  # of these, before any were sent in this epoch
-        self._placed: Placed | None = None
+        self._placed: ExpertsPlaced | None = None
         self._to_load: list[tuple[int, ...]] = []
 
     def start(self) -> Command:

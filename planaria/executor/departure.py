@@ -6,7 +6,7 @@ anew; what could not be sent is read from the checkpoint.
 
 from __future__ import annotations
 
-from planaria.core.eplb.places import Placed, Placing, departing
+from planaria.core.eplb.places import ExpertsPlaced, Placing, departing
 from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Command, SendExperts, StepResult
 from planaria.topology import Layout
@@ -15,7 +15,7 @@ from planaria.wire import Reshape
 VERSION = 1 << 40  # of what is prepared; no step of a rearrangement has it
 
 
-def leaving(placing: Placing | None, before: Layout, after: Layout) -> Placed | None:
+def leaving(placing: Placing | None, before: Layout, after: Layout) -> ExpertsPlaced | None:
     """What ranks send that `after` has no place for; None: nothing."""
     fewer_lanes = after.dp < before.dp and (after.tp, after.pp) == (before.tp, before.pp)
     if placing is None or not placing.in_force or not fewer_lanes:
@@ -27,7 +27,7 @@ def leaving(placing: Placing | None, before: Layout, after: Layout) -> Placed | 
 class Departure:
     """For a wish that came in `epoch`, at `began`."""
 
-    def __init__(self, wish: Reshape, asked: Placed, epoch: int, began: float) -> None:
+    def __init__(self, wish: Reshape, asked: ExpertsPlaced, epoch: int, began: float) -> None:
         self.wish, self.asked, self.epoch, self.began = wish, asked, epoch, began
         self.done = False
         self._waits = False

@@ -30,7 +30,7 @@ logger = logging.getLogger("planaria.engine")
 LESS = 0.8  # of the KV memory it had, after a rank ran out of memory
 
 
-class Tell(Protocol):
+class TellDeltas(Protocol):
     def __call__(self, deltas: list[Delta], *, stepped: bool = False) -> None: ...
 
 
@@ -39,7 +39,7 @@ class Epochs:
 
     def __init__(
         self, config: EngineConfig, gang: Gang, clock: Callable[[], float], emit: Callable[[FromEngine], None],
-        tell: Tell, formed: Callable[[], None],
+        tell: TellDeltas, formed: Callable[[], None],
     ) -> None:  # fmt: skip
         self.gang, self.clock, self.emit, self.tell, self.formed = gang, clock, emit, tell, formed
         self.limit = Reformations(config.faults.recovery_limit, config.faults.recovery_window)

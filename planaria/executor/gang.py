@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from planaria.config.options import EngineConfig
-from planaria.core.eplb.places import Placed, Placing
+from planaria.core.eplb.places import ExpertsPlaced, Placing
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.boot import SPARE, RankBoot, boots_for
@@ -107,7 +107,7 @@ class Gang:
         self.kv_bytes: dict[Layout, int] = {}  # of each rank, in the layouts that there were
         self.maps: tuple[ExpertMap, ...] = ()  # in force: where each layer's experts are, if they are dealt whole
         self.travel = Travel()  # of experts, when the ranks came up the last time
-        self.sent: Placed | None = None  # by ranks that are about to leave
+        self.sent: ExpertsPlaced | None = None  # by ranks that are about to leave
         self.kv_share = 1.0  # of what would fit; lowered when a rank ran out of memory
         self.seconds: dict[str, float] = {}  # of the last time they came up, by phase
         self.broken = False  # a rank is lost: the link can't be trusted to answer

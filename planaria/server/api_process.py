@@ -24,7 +24,17 @@ from planaria.server.attached import AttachedFleet
 from planaria.server.channel import Channel
 from planaria.server.counts import counts_of
 from planaria.server.forward import Forward, RootLink
-from planaria.server.root_messages import Answer, Boot, Done, FromRoot, Order, Serving, State, Stop, Unable
+from planaria.server.root_messages import (
+    Boot,
+    ForwardedAnswer,
+    FromRoot,
+    Order,
+    OrderDone,
+    Serving,
+    State,
+    Stop,
+    Unable,
+)
 from planaria.server.serve import serve
 from planaria.server.tokenise import load_tokenizer
 
@@ -72,7 +82,7 @@ class ApiServer:
                     self.fleet.follow(message)
                 case Stop():
                     self.stop.set()
-                case Answer():
+                case ForwardedAnswer():
                     self.root.hear(message)
                 case Order():
                     task = asyncio.create_task(self._carry_out(message))
@@ -83,7 +93,7 @@ class ApiServer:
     async def _carry_out(self, order: Order) -> None:
         if order.what == "count":
             counts = counts_of(self.app.state.service) if self.app is not None else None
-            self.channel.send(Done(order.id, counts=counts))
+            self.channel.send(OrderDone(order.id, counts=counts))
         else:
             self.channel.send(await self.fleet.carry_out(order))
 

@@ -29,7 +29,7 @@ from planaria.server.config import ServerConfig
 from planaria.server.counts import added
 from planaria.server.engine_client import LOOK, STOPPED, Ending
 from planaria.server.inputs import child_seed
-from planaria.server.root_messages import Boot, Counts, Done, Order, Serving, State, Stop, ToRoot, Unable
+from planaria.server.root_messages import Boot, Counts, Order, OrderDone, Serving, State, Stop, ToRoot, Unable
 from planaria.wire import ProcessInfo
 
 logger = logging.getLogger("planaria.server")
@@ -50,7 +50,7 @@ class ApiProcess:
         self.end = Ending()
         self.channel: Channel[ToRoot]
         self.serving = asyncio.Event()
-        self.orders: dict[int, asyncio.Future[Done]] = {}
+        self.orders: dict[int, asyncio.Future[OrderDone]] = {}
         self.counts = Counts()
         self.silent = 0.0  # seconds without a message, by looks
 
@@ -125,7 +125,7 @@ class ApiProcesses:
                     case Unable():
                         self.failure = message.why
                         self.changed.set()
-                    case Done():
+                    case OrderDone():
                         if (waiting := api.orders.pop(message.id, None)) is not None and not waiting.done():
                             waiting.set_result(message)
                     case _:
@@ -141,7 +141,7 @@ class ApiProcesses:
         del self.all[api.number]
         for waiting in api.orders.values():
             if not waiting.done():
-                waiting.set_result(Done(0))
+                waiting.set_result(OrderDone(0))
         self._past = added([self._past, msgspec.structs.replace(api.counts, requests=0, open={}, moved=0.0)])
         self.lost(api)
         await api.channel.close()
@@ -189,19 +189,21 @@ class ApiProcesses:
             for api in self.all.values():
                 api.channel.send(state)
 
-    async def order(self, what: str, engine: int = -1, timeout: float = 0.0, limit: float | None = None) -> list[Done]:
+    async def order(
+        self, what: str, engine: int = -1, timeout: float = 0.0, limit: float | None = None
+    ) -> list[OrderDone]:
         """Have all of them do it; what each says, in time (`limit` seconds)."""
 
         return await asyncio.gather(*(self._tell(api, what, engine, timeout, limit) for api in list(self.all.values())))
 
-    async def _tell(self, api: ApiProcess, what: str, engine: int, timeout: float, limit: float | None) -> Done:
+    async def _tell(self, api: ApiProcess, what: str, engine: int, timeout: float, limit: float | None) -> OrderDone:
         id = next(self._orders)
         waiting = api.orders[id] = asyncio.get_running_loop().create_future()
         api.channel.send(Order(id, what, engine, timeout))
         try:
             return await asyncio.wait_for(waiting, limit)
         except TimeoutError:
-            return Done(id, error=f"API process {api.pid} doesn't answer")
+            return OrderDone(id, error=f"API process {api.pid} doesn't answer")
         finally:
             api.orders.pop(id, None)
 

@@ -21,7 +21,7 @@ from planaria.executor.link.gatekeeper import introduce, keep_alive
 from planaria.executor.reformations import Reformations
 from planaria.server.engine_client import Ended, EngineHandle
 from planaria.server.fleet import Fleet
-from planaria.server.root_messages import Done, Kill, Listed, Order, Replayed, State, ToRoot
+from planaria.server.root_messages import Kill, Listed, Order, OrderDone, Replayed, State, ToRoot
 from planaria.server.supervisor import SupervisedEngine, error_of
 from planaria.wire import Dead, EngineFacts, FromEngine, Recovery
 
@@ -211,7 +211,7 @@ class AttachedFleet(Fleet):
         assert self.facts is not None
         return self.facts
 
-    async def carry_out(self, order: Order) -> Done:
+    async def carry_out(self, order: Order) -> OrderDone:
         """All but "count"."""
         engine = self.members.get(order.engine)
         moved, error = 0, ""
@@ -229,4 +229,4 @@ class AttachedFleet(Fleet):
                     moved = await self.dispatcher.take_share(engine)
         except (PlanariaError, TimeoutError) as e:
             error = str(e) or f"engine {order.engine} is not reached"
-        return Done(order.id, moved, error)
+        return OrderDone(order.id, moved, error)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planaria.server.gate import ADMIN_PATHS
-from planaria.server.root_messages import Answer, Question
+from planaria.server.root_messages import ForwardedAnswer, Question
 
 PATHS = ("/health", "/metrics", *ADMIN_PATHS)
 
@@ -21,13 +21,13 @@ class RootLink:
 
     def __init__(self, tell: Callable[[Question], None]) -> None:
         self.tell = tell
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[ForwardedAnswer]] = {}
         self._numbers = itertools.count()
 
-    async def ask(self, scope: Scope, body: bytes) -> Answer:
+    async def ask(self, scope: Scope, body: bytes) -> ForwardedAnswer:
         """The root's answer to an HTTP request."""
         id = next(self._numbers)
-        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[ForwardedAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[id] = waiting
         client = scope.get("client")
         headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
@@ -41,7 +41,7 @@ class RootLink:
         finally:
             del self._waiting[id]
 
-    def hear(self, answer: Answer) -> None:
+    def hear(self, answer: ForwardedAnswer) -> None:
         waiting = self._waiting.get(answer.id)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
@@ -69,7 +69,7 @@ class Forward:
         await send({"type": "http.response.body", "body": answer.body})
 
 
-async def answer(app: ASGIApp, question: Question) -> Answer:
+async def answer(app: ASGIApp, question: Question) -> ForwardedAnswer:
     """What an application says to a question."""
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": question.method,
@@ -92,4 +92,4 @@ async def answer(app: ASGIApp, question: Question) -> Answer:
     await app(scope, receive, send)
     start = said[0]
     body = b"".join(message.get("body", b"") for message in said[1:])
-    return Answer(question.id, start["status"], list(start.get("headers", ())), body)
+    return ForwardedAnswer(question.id, start["status"], list(start.get("headers", ())), body)

@@ -61,7 +61,7 @@ class Order(msgspec.Struct, frozen=True, tag="order"):
     timeout: float = 0.0
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
+class ForwardedAnswer(msgspec.Struct, frozen=True, tag="answer"):
     """To a `Question`: an HTTP response."""
 
     id: int
@@ -85,7 +85,7 @@ class Counts(msgspec.Struct, frozen=True):
     times: list[tuple[list[int], float]] = []
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class OrderDone(msgspec.Struct, frozen=True, tag="done"):
     """An order was carried out, or `error` says why not. moved: sequences."""
 
     id: int
@@ -147,5 +147,5 @@ class Replayed(msgspec.Struct, frozen=True, tag="replayed"):
     tokens: int
 
 
-FromRoot = State | Stop | Order | Answer
-ToRoot = Serving | Unable | Done | Question | Kill | Wants | LetGo | Replayed
+FromRoot = State | Stop | Order | ForwardedAnswer
+ToRoot = Serving | Unable | OrderDone | Question | Kill | Wants | LetGo | Replayed

@@ -14,7 +14,7 @@ _COLUMNS = ("RANK", "DP", "PP", "TP", "NODE", "ADDRESS", "DEVICE", "KIND")
 _SHOWN = 8  # of what is named one by one
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A rank of the fleet: coordinates, node, address ("" where unknown), device."""
 
     rank: int
@@ -27,13 +27,13 @@ class Row(NamedTuple):
     kind: str
 
 
-def rows(packing: Packing, cluster: Cluster, first: int = 0) -> list[Row]:
+def rows(packing: Packing, cluster: Cluster, first: int = 0) -> list[TableRow]:
     """first: number of the first engine, of a fleet whose others are elsewhere."""
     before = first * packing.layout.size // packing.layout.dp
     addresses = {node.id: (node.addresses[0] if node.addresses else "") for node in cluster.nodes}
     kinds, none = _kinds(cluster), dict[int, str]()
     return [
-        Row(before + rank, first + at.dp, at.pp, at.tp, node, addresses.get(node, ""), device,
+        TableRow(before + rank, first + at.dp, at.pp, at.tp, node, addresses.get(node, ""), device,
             kinds.get(node, none).get(device, ""))
         for rank, at, node, device in packing.slots()
     ]  # fmt: skip
@@ -43,7 +43,7 @@ def _kinds(cluster: Cluster) -> dict[str, dict[int, str]]:
     return {node.id: {device.id: device.kind for device in node.devices} for node in cluster.nodes}
 
 
-def lines(table: Iterable[Row]) -> list[str]:
+def lines(table: Iterable[TableRow]) -> list[str]:
     """A header, then a line for each row. Columns that say nothing are left out."""
     columns = list(zip(*table, strict=True))
     if not columns:
@@ -119,7 +119,7 @@ class CameUp(NamedTuple):
 
 
 def differences(
-    planned: Sequence[Row], came_up: Mapping[int, CameUp], bundles: Mapping[int, int] = MappingProxyType({})
+    planned: Sequence[TableRow], came_up: Mapping[int, CameUp], bundles: Mapping[int, int] = MappingProxyType({})
 ) -> list[str]:
     """A line for each rank that is elsewhere than planned. bundles: where they were planned, by rank."""
     found = []

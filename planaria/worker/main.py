@@ -17,10 +17,10 @@ from typing import Any
 
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.executor.link.address import ShmAddress, open_port
-from planaria.executor.link.faults import ConnectionLost, LinkError, Port
+from planaria.executor.link.faults import ConnectionLost, LinkError, RankPort
 from planaria.hosts import child
 from planaria.logs import setup_logging
-from planaria.node import Gone
+from planaria.node import ProcessGone
 from planaria.processes import leave_signals_to_parent, set_title
 from planaria.protocol import Exit, Join
 from planaria.worker.worker import make_rank
@@ -69,7 +69,7 @@ class Life:
             try:
                 self._serve(boot)
                 return 0
-            except (LinkError, Gone) as e:
+            except (LinkError, ProcessGone) as e:
                 logger.debug("rank %d: %s", boot.rank, e)
                 if isinstance(e, ConnectionLost) and isinstance(boot.link, ShmAddress):  # the driver has ended
                     break
@@ -104,7 +104,7 @@ class Life:
             port.close()
 
 
-def _pulse(port: Port, ended: threading.Event) -> None:
+def _pulse(port: RankPort, ended: threading.Event) -> None:
     with contextlib.suppress(LinkError, ValueError):  # closed meanwhile
         while not ended.wait(PULSE):
             port.beat()

@@ -21,7 +21,7 @@ from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import encode_reply
 from planaria.executor.link.faults import ConnectionLost, Fenced, LinkError
 from planaria.executor.link.keys import Invitation, Keys, Pair
-from planaria.executor.link.stream import Kind, Stream
+from planaria.executor.link.stream import FrameStream, Kind
 from planaria.executor.link.tcp import TcpLink
 from planaria.executor.link.tcp_port import TcpPort
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, WINDOW
@@ -87,8 +87,8 @@ def raw(invitation: Invitation) -> Iterator[zmq.Socket[bytes]]:
         context.term()
 
 
-def stream() -> Stream[object]:
-    return Stream(0, "the driver", bytes, chunk_bytes=CHUNK_BYTES, window=WINDOW)
+def stream() -> FrameStream[object]:
+    return FrameStream(0, "the driver", bytes, chunk_bytes=CHUNK_BYTES, window=WINDOW)
 
 
 def test_a_wrong_key_is_refused(deployment: Deployment) -> None:
@@ -167,7 +167,7 @@ def test_frames_of_a_broken_rank(deployment: Deployment, tmp_path: Path) -> None
             dealer.send_multipart(frames)
             deployment.counted("malformed", before + 1)
 
-        dealer.send_multipart([Stream(5, "", bytes, chunk_bytes=1, window=1).header(Kind.CREDIT), b""])
+        dealer.send_multipart([FrameStream(5, "", bytes, chunk_bytes=1, window=1).header(Kind.CREDIT), b""])
         deployment.counted("other epoch")
         dealer.send_multipart([end._header(Kind.DATA, 1, 2, CHUNK_BYTES + 1), bytes(CHUNK_BYTES + 1)])
         deployment.counted("oversized")

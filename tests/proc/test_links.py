@@ -24,7 +24,7 @@ from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, Li
 from planaria.executor.link.keys import Invitation, Keys
 from planaria.executor.link.shm import ShmLink
 from planaria.executor.link.tcp import TcpLink
-from planaria.node import Gone, Shared, readable
+from planaria.node import ProcessGone, Shared, readable
 from planaria.protocol import Call, Command, Done, Failed, Reply, Row, StepPlan, StepResult
 from tests.proc.link_rank import ENDED, do, lose
 from tests.proc.links import KINDS, LIMIT, Gate, Ranks, within
@@ -269,7 +269,7 @@ def test_a_stranger_is_refused(kind: str) -> None:
         ranks.ask("echo", 0)
         for rank in range(2):
             for address in forged(ranks.link.address_of(rank)):
-                with pytest.raises((LinkError, Gone)):
+                with pytest.raises((LinkError, ProcessGone)):
                     open_port(address)
         assert ranks.ask("echo", 1) == {0: 1, 1: 1}
 

@@ -17,7 +17,7 @@ import zmq
 
 from planaria.executor import node_messages
 from planaria.executor.link.keys import Invitation, Keys, Pair
-from planaria.executor.link.stream import Kind, Stream
+from planaria.executor.link.stream import FrameStream, Kind
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, WINDOW
 from tests.proc.servers import SMALL, Server, needs_smollm2, wait_until
 from tests.proc.sockets import Listener, listeners, tree
@@ -185,7 +185,7 @@ def test_frames_at_the_tcp_links_port_are_dropped_and_counted(deployment: Deploy
     before = tokens(deployment.server)
     bomb = pickle.dumps(Bomb(tmp_path / "ran"))
     keys = Keys.derive(SECRET, 1, node_messages.PURPOSE)
-    stream: Stream[bytes] = Stream(0, "", bytes, chunk_bytes=CHUNK_BYTES, window=WINDOW)
+    stream: FrameStream[bytes] = FrameStream(0, "", bytes, chunk_bytes=CHUNK_BYTES, window=WINDOW)
     frames = [
         [bomb], [bomb, bomb], [stream.header(Kind.HELLO), bomb], [stream._header(Kind.DATA, 0, 1, len(bomb)), bomb],
         [stream.header(Kind.HELLO), b""], [bytes(64), bytes(1 << 20)],

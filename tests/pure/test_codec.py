@@ -21,7 +21,7 @@ from planaria.executor.link.codec import (
     heard,
 )
 from planaria.executor.link.faults import MessageLost
-from planaria.executor.link.stream import Kind, Refused, Stream
+from planaria.executor.link.stream import FrameDropped, FrameStream, Kind
 from planaria.protocol import (
     Allocate,
     Call,
@@ -191,9 +191,9 @@ def test_numbers_that_json_lacks() -> None:
 # -- the frames of the TCP link
 
 
-def ends(**options: Any) -> tuple[Stream[bytes], Stream[bytes]]:
+def ends(**options: Any) -> tuple[FrameStream[bytes], FrameStream[bytes]]:
     options = {"chunk_bytes": 8, "window": 4, **options}
-    return Stream(1, "b", bytes, **options), Stream(1, "a", bytes, **options)
+    return FrameStream(1, "b", bytes, **options), FrameStream(1, "a", bytes, **options)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=100), max_size=20))
@@ -220,9 +220,9 @@ def test_streams_notice_what_is_missing_or_repeated(sizes: list[int], data: st.D
     for header, chunk in frames[:at]:
         b.take(header, chunk)
     if at:
-        with pytest.raises(Refused, match="replayed"):
+        with pytest.raises(FrameDropped, match="replayed"):
             b.take(*frames[data.draw(st.integers(0, at - 1))])
-    with pytest.raises((MessageLost, Refused)):
+    with pytest.raises((MessageLost, FrameDropped)):
         b.take(*frames[at + 1])
     for header, chunk in frames[at:]:  # neither has changed anything
         b.take(header, chunk)
@@ -232,12 +232,12 @@ def test_streams_notice_what_is_missing_or_repeated(sizes: list[int], data: st.D
 @given(st.binary(max_size=60), st.binary(max_size=20))
 def test_streams_refuse_any_other_bytes(header: bytes, payload: bytes) -> None:
     a, b = ends()
-    with pytest.raises(Refused):
+    with pytest.raises(FrameDropped):
         b.take(header, payload)
     damaged = bytearray(a.data_header(0, 3))
     damaged[: len(header)] = header[: len(damaged)]
     before = b.taken
     try:
         b.take(bytes(damaged), payload)
-    except (Refused, MessageLost):
+    except (FrameDropped, MessageLost):
         assert b.taken == before

@@ -1,4 +1,4 @@
-"""Carried out in one of two networks: a pipeline over both, whose rank elsewhere is stopped, and whose other node is
+"""OrderDone out in one of two networks: a pipeline over both, whose rank elsewhere is stopped, and whose other node is
 then lost. Prints what came of it, as JSON."""
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 
 
 def chosen() -> str:
-    """Carried out on Ray: the executor for one rank there."""
+    """OrderDone out on Ray: the executor for one rank there."""
     from planaria.config.machine import look
     from planaria.config.parallel import resolve_parallel
 

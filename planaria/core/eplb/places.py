@@ -29,7 +29,7 @@ class Placing(msgspec.Struct, frozen=True):
     needed: int = 0
 
 
-class Placed(msgspec.Struct, frozen=True):
+class ExpertsPlaced(msgspec.Struct, frozen=True):
     """A map for each layer, the moves that lead to them, and how many experts must move between ranks or be read
     whatever the maps are: those that ranks with nothing in memory have room for."""
 
@@ -52,7 +52,7 @@ class Placed(msgspec.Struct, frozen=True):
         return () if all(placed == configured for placed in self.maps) else tuple(placed.slots for placed in self.maps)
 
 
-def placed(placing: Placing, layout: Layout, holdings: Sequence[Holding]) -> Placed:
+def placed(placing: Placing, layout: Layout, holdings: Sequence[Holding]) -> ExpertsPlaced:
     """For ranks of `layout` with this in memory, by world rank."""
     maps: list[ExpertMap] = []
     moves: list[Move] = []
@@ -64,10 +64,10 @@ def placed(placing: Placing, layout: Layout, holdings: Sequence[Holding]) -> Pla
         maps.append(new)
         moves += transfers(layer, held, new)
         needed += least(held, new)
-    return Placed(tuple(maps), tuple(moves), needed)
+    return ExpertsPlaced(tuple(maps), tuple(moves), needed)
 
 
-def departing(placing: Placing, ranks: int) -> Placed:
+def departing(placing: Placing, ranks: int) -> ExpertsPlaced:
     """What ranks after the first `ranks` of each expert group send before they leave, so that nothing that is in memory
     must be read again. placing: in_force is what they have."""
     maps: list[ExpertMap] = []
@@ -79,7 +79,7 @@ def departing(placing: Placing, ranks: int) -> Placed:
         maps.append(new)
         moves += transfers(layer, held, new)
         needed += least(held[:ranks], new)
-    return Placed(tuple(maps), tuple(moves), needed)
+    return ExpertsPlaced(tuple(maps), tuple(moves), needed)
 
 
 def least(held: Sequence[Sequence[int]], new: ExpertMap) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from planaria.executor.link.faults import Port
+from planaria.executor.link.faults import RankPort
 from planaria.node import Shared
 
 
@@ -28,7 +28,7 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True, tag="tcp"):
 Address = Inside | ShmAddress | TcpAddress
 
 
-def open_port(address: Address) -> Port:
+def open_port(address: Address) -> RankPort:
     """A rank's end. Raises LinkError, Gone."""
     match address:
         case ShmAddress():

@@ -41,7 +41,7 @@ class LinkClosed(LinkError):
     """The other end (or this one) was closed in order."""
 
 
-class Port(Protocol):
+class RankPort(Protocol):
     """A rank's end. `receive` belongs to one thread, `reply` to one thread; they may be two."""
 
     rank: int

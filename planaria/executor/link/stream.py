@@ -34,7 +34,7 @@ class Kind(enum.IntEnum):
 _KINDS = {int(kind) for kind in Kind}
 
 
-class Refused(Exception):
+class FrameDropped(Exception):
     """A frame that is dropped and counted under `reason`; nothing else happens."""
 
     def __init__(self, reason: str) -> None:
@@ -42,7 +42,7 @@ class Refused(Exception):
         self.reason = reason
 
 
-class Stream(Generic[T]):
+class FrameStream(Generic[T]):
     """One end. `decode` gets whole messages from the peer, called `source` in errors."""
 
     def __init__(self, epoch: int, source: str, decode: Callable[[Bytes], T], *, chunk_bytes: int, window: int) -> None:
@@ -86,12 +86,12 @@ class Stream(Generic[T]):
     def kind(self, header: Bytes) -> Kind:
         """Of a well-formed header of this epoch. Raises Refused."""
         if len(header) != HEADER_BYTES:
-            raise Refused("malformed")
+            raise FrameDropped("malformed")
         magic, kind, epoch, zero, *_ = _HEADER.unpack(header)
         if magic != _MAGIC or kind not in _KINDS or zero:
-            raise Refused("malformed")
+            raise FrameDropped("malformed")
         if epoch != self.epoch:
-            raise Refused("other epoch")
+            raise FrameDropped("other epoch")
         return Kind(kind)
 
     def take(self, header: Bytes, payload: Bytes) -> tuple[Kind, tuple[int, T] | None]:
@@ -100,19 +100,19 @@ class Stream(Generic[T]):
         _, _, _, _, sequence, taken, number, left = _HEADER.unpack(header)
         if not self.acknowledged <= taken <= self.sent:
             # Frames of one connection arrive in order, so an older count is a replay; a higher one can't be meant.
-            raise Refused("replayed" if taken < self.acknowledged else "malformed")
+            raise FrameDropped("replayed" if taken < self.acknowledged else "malformed")
         if kind is not Kind.DATA:
             if len(payload) or sequence or number or left:
-                raise Refused("malformed")
+                raise FrameDropped("malformed")
             self.acknowledged = taken
             return kind, None
         if sequence < self.taken:
-            raise Refused("replayed")
+            raise FrameDropped("replayed")
         size = len(payload)
         if size > self.chunk_bytes or left > MAX_MESSAGE:
-            raise Refused("oversized")
+            raise FrameDropped("oversized")
         if size != min(left, self.chunk_bytes) or not size or (self.parts and left != self.missing):
-            raise Refused("malformed")
+            raise FrameDropped("malformed")
         if sequence > self.taken:
             raise MessageLost(f"message from {self.source} lost: got chunk {sequence}, expected {self.taken}")
         self.acknowledged = taken

@@ -24,7 +24,7 @@ from planaria.executor.link.codec import Bytes, encode_command, heard
 from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
 from planaria.executor.link.gatekeeper import guard
 from planaria.executor.link.keys import HEARTBEAT, Invitation, Keys
-from planaria.executor.link.stream import Kind, Refused, Stream
+from planaria.executor.link.stream import FrameDropped, FrameStream, Kind
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, NOTHING, WINDOW, End, bracketed
 
 PROBE = 0.05  # seconds between looks for whose connection broke
@@ -42,7 +42,7 @@ logger = logging.getLogger("planaria.link")
 class _Peer:
     """A rank as the driver sees it. Frames wait in `unsent` until it has said hello."""
 
-    def __init__(self, stream: Stream[Any]) -> None:
+    def __init__(self, stream: FrameStream[Any]) -> None:
         self.stream = stream
         self.route: bytes | None = None
         self.unsent: list[tuple[bytes, memoryview]] = []
@@ -210,7 +210,7 @@ class TcpLink:
 
     def _new_peer(self, rank: int) -> _Peer:
         return _Peer(
-            Stream(
+            FrameStream(
                 self.epoch, f"rank {rank}", lambda data: self._decode(data, rank), chunk_bytes=self.chunk_bytes,
                 window=WINDOW,
             )
@@ -260,7 +260,7 @@ class TcpLink:
         while (frames := self._end.frames()) is not None:
             try:
                 self._on(frames)
-            except Refused as e:
+            except FrameDropped as e:
                 self._refuse(e.reason)
             except LinkError as e:
                 self._broken = self._broken or e
@@ -277,14 +277,14 @@ class TcpLink:
             rank = int(frames[1].get("User-Id"))
             peer = self._peers[rank]
         except (zmq.ZMQError, IndexError, ValueError):
-            raise Refused("unauthenticated") from None
+            raise FrameDropped("unauthenticated") from None
         if len(frames) != 3:
-            raise Refused("malformed")
+            raise FrameDropped("malformed")
         route, header, payload = (frame.buffer for frame in frames)
         stream = peer.stream
         if peer.route is None:
             if stream.kind(header) is not Kind.HELLO:
-                raise Refused("malformed")
+                raise FrameDropped("malformed")
             stream.take(header, payload)
             peer.route, peer.state = bytes(route), "connected"
             for unsent in peer.unsent:
@@ -292,7 +292,7 @@ class TcpLink:
             peer.unsent.clear()
             return
         if route != peer.route:
-            raise Refused("second connection")
+            raise FrameDropped("second connection")
         kind, found = stream.take(header, payload)
         if kind is Kind.BYE:
             peer.state = "left"

@@ -13,7 +13,7 @@ from planaria.executor.link.codec import Bytes, CodecError, answer, decode_comma
 from planaria.executor.link.faults import DRIVER, ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
 from planaria.executor.link.gatekeeper import introduce
 from planaria.executor.link.keys import Invitation
-from planaria.executor.link.stream import Kind, Refused, Stream
+from planaria.executor.link.stream import FrameDropped, FrameStream, Kind
 from planaria.executor.link.tcp_socket import NOTHING, WINDOW, End
 from planaria.protocol import Command, Failed
 
@@ -37,11 +37,12 @@ class TcpPort:
         self.rank, self.epoch, self.reply_timeout = invitation.rank, invitation.epoch, reply_timeout
         self.refused: Counter[str] = Counter()
         self._encode = encode
-        self._stream = Stream(invitation.epoch, "the driver", decode, chunk_bytes=invitation.chunk_bytes, window=WINDOW)
+        chunk = invitation.chunk_bytes
+        self._stream = FrameStream(invitation.epoch, "the driver", decode, chunk_bytes=chunk, window=WINDOW)
         self._heard: deque[tuple[int, Any]] = deque()
         self._fault: LinkError | None = None
         self._connected = self._receiving = self._woken = False
-        self._end = End(zmq.DEALER, invitation.chunk_bytes, heartbeat)
+        self._end = End(zmq.DEALER, chunk, heartbeat)
         socket = self._end.socket
         introduce(socket, invitation.driver_key, invitation.pair)
         socket.setsockopt(zmq.IPV6, int("[" in invitation.address))
@@ -154,7 +155,7 @@ class TcpPort:
             while (frames := end.frames()) is not None:
                 try:
                     self._on(frames)
-                except Refused as e:
+                except FrameDropped as e:
                     self.refused[e.reason] += 1
                 except LinkError as e:
                     self._fault = self._fault or e
@@ -168,7 +169,7 @@ class TcpPort:
 
     def _on(self, frames: list[zmq.Frame]) -> None:
         if len(frames) != 2:
-            raise Refused("malformed")
+            raise FrameDropped("malformed")
         header, payload = (frame.buffer for frame in frames)
         kind, found = self._stream.take(header, payload)
         if kind is Kind.FENCE:

@@ -192,7 +192,7 @@ def reserved() -> tuple[str, int]:
 
 
 def report(names: list[str]) -> dict[str, str]:
-    """Carried out on a node: which of these variables its processes start with."""
+    """OrderDone out on a node: which of these variables its processes start with."""
     with open("/proc/self/environ", "rb") as f:  # not os.environ, to which Ray adds
         found = dict(item.split("=", 1) for item in os.fsdecode(f.read()).split("\0") if "=" in item)
     return {name: found[name] for name in names if name in found}
