@@ -34,7 +34,7 @@ _LOOPBACK = ("127.", "::1", "::ffff:127.")
 _LOOPBACK_HOST = re.compile(rb"(localhost|127\.[\d.]+|\[::1\])(:\d+)?\Z")
 # Set by proxies (and by no program that asks for itself), or by browsers.
 _NOT_LOCAL = frozenset({b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-original-host", b"true-client-ip",
-                        b"cf-connecting-ip", b"origin", b"sec-fetch-site"})  # fmt: skip
+                        b"cf-connecting-ip", b"origin"})  # fmt: skip
 
 
 class RequestInfo:
@@ -266,6 +266,8 @@ def _is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
     if not (scope.get("client") or ("",))[0].startswith(_LOOPBACK) or scope.get("http_version") == "1.0":
         return False
     if any(name in _NOT_LOCAL or name.startswith(b"x-forwarded") for name in headers):
+        return False
+    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):  # another page than the dashboard
         return False
     return _LOOPBACK_HOST.match(headers.get(b"host", b"")) is not None
 

@@ -70,6 +70,8 @@ async def test_admin_routes(tokenizer):
     assert await status(None, "127.0.0.1", host="localhost.example") == 403
     assert await status(None, "127.0.0.1", origin="https://a.example") == 403
     assert await status(None, "127.0.0.1", **{"x-forwarded-for": "10.1.1.1"}) == 403
+    for site, code in (("same-origin", 200), ("none", 200), ("cross-site", 403), ("same-site", 403)):  # the dashboard
+        assert await status(None, "127.0.0.1", **{"sec-fetch-site": site}) == code, site
     for name in ("x-forwarded-host", "x-forwarded-proto", "via", "x-real-ip", "forwarded", "cf-connecting-ip"):
         assert await status(None, "127.0.0.1", **{name: "x"}) == 403, name
     # Who gives out keys has users elsewhere, and a proxy on this machine may say nothing of them.
