@@ -303,7 +303,7 @@ def test_sigterm_ends_all_and_loses_nothing(expected: list[Outcome]) -> None:  #
     with Server("smollm2", *HASH, *PATIENT, "-dp", "2", "--api-server-count", "2", prefix=("setsid",)) as server:
         pids = [*server.engine_pids(), *apis(server)]
         assert len(pids) == 4
-        assert run(server, at(150, lambda: os.killpg(server.pid, signal.SIGTERM))) == expected
+        assert run(server, begun=lambda: os.killpg(server.pid, signal.SIGTERM)) == expected
         assert server.process.wait(PATIENCE) == 0
         assert not any(alive(pid) for pid in pids)
 
