@@ -38,7 +38,7 @@ from planaria.kernels.ops import Batch
 from planaria.protocol import Fresh, LanePlan, Row
 from planaria.types import Request
 from planaria.wire import FromEngine, Submit
-from planaria.worker.reference import NullWorker
+from planaria.worker.null import NullWorker
 from planaria.worker.runner import Runner
 from planaria.worker.sampler import Sampler
 

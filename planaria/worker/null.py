@@ -14,6 +14,7 @@ from planaria.protocol import (
     Facts,
     Hello,
     Join,
+    LanePlan,
     LaneResult,
     Load,
     PlaceExperts,
@@ -28,6 +29,8 @@ from planaria.protocol import (
 from planaria.worker.classes import call
 from planaria.worker.guard import guard
 
+ENOUGH = 1 << 40  # bytes for KV, of which nothing is taken
+
 
 class NullRank:
     """Has the methods of `planaria.worker.worker.Worker` that others call."""
@@ -39,8 +42,6 @@ class NullRank:
         """A spare has nothing to load."""
 
     def enter(self, boot: RankBoot) -> None:
-        from planaria.worker.reference import NullWorker
-
         self.boot, self.rank, self.worker = boot, boot.rank, NullWorker()
         self.layout = boot.config.parallel.layout
 
@@ -55,7 +56,7 @@ class NullRank:
                     hash_fields(config), digest=compute_hash(config, str(command.layout)),
                 )  # fmt: skip
             case Probe():
-                return Facts(self.rank, 1, 1 << 20, 0)
+                return Facts(self.rank, 1, ENOUGH, 0)
             case Regroup() | Load() | SendExperts() | PlaceExperts() | Allocate():
                 return Ready(self.rank)
             case Call():
@@ -67,3 +68,20 @@ class NullRank:
         own = self.layout.coords(self.rank).dp
         lane: LaneResult = self.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
         return StepResult(plan.epoch, plan.step, (lane,))
+
+
+class NullWorker:
+    """Gives every sampling row the same token at once: what is left is the engine's own cost."""
+
+    def __init__(self, token: int = 1000) -> None:
+        self.token = token
+        self.rows: dict[int, int] = {}  # row -> turn
+
+    def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
+        for row in freed:
+            self.rows.pop(row, None)
+        for change in plan:
+            if change.sample:
+                self.rows[change.row] = turn
+        rows = [row for row, own in self.rows.items() if own == turn]
+        return LaneResult(rows, [self.token] * len(rows))

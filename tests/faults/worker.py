@@ -11,10 +11,10 @@ from planaria.executor.boot import SPARE, RankBoot
 from planaria.protocol import Allocate, Command, Join, Load, Regroup, Reply, StepPlan
 from planaria.worker.guard import guard
 from planaria.worker.null import NullRank
-from planaria.worker.reference import HashWorker
 from planaria.worker.worker import Worker
 from tests.faults.harm import harm, watch
 from tests.faults.orders import Orders
+from tests.reference_worker import HashWorker
 
 PACE = 0.008  # seconds that a step takes at least, so that there is time for a phase to be one
 

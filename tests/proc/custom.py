@@ -20,8 +20,8 @@ from planaria.hosts.host import Child, Place
 from planaria.protocol import Allocate, Command, Reply, StepPlan, StepResult
 from planaria.worker.guard import guard
 from planaria.worker.null import NullRank
-from planaria.worker.reference import HashWorker
 from planaria.worker.worker import Worker, make_rank
+from tests.reference_worker import HashWorker
 
 POISON = 7
 SEEN = "TEST_SEEN"  # the environment variable: a file, there while a test counts the tokens that its clients have got

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from planaria.config.options import CacheConfig, SchedulerConfig
@@ -9,6 +11,7 @@ from planaria.errors import CapacityError
 from planaria.executor.bring_up import KV_CPU_LIMIT, BringUp, Memory, differences, kv_blocks
 from planaria.protocol import Allocate, Command, Facts, Failed, Hello, Join, Load, Probe, Ready, Regroup, Reply
 from planaria.topology import Layout
+from planaria.worker.null import NullRank
 
 GIB = 1 << 30
 SCHEDULER = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
@@ -48,6 +51,16 @@ def test_the_order_and_what_each_carries() -> None:
     assert isinstance(regroup, Regroup) and [m.rank for m in regroup.members] == [0, 1] and regroup.epoch == 3
     assert load == Load((0, 1)) and probe == Probe() and allocate == Allocate(found.num_blocks)
     assert found.state == "ready" and found.weight_bytes == 20 and found.seconds["part"] == 1.0
+
+
+def test_a_rank_that_computes_nothing_has_room_for_any_kv() -> None:
+    layout = Layout(tp=8)
+    boot = SimpleNamespace(rank=0, config=SimpleNamespace(parallel=SimpleNamespace(layout=layout)))
+    facts = NullRank(boot).handle(Probe())  # type: ignore[arg-type]
+    assert isinstance(facts, Facts)
+    memory = Memory(cpu=True, ranks_at=(8,) * 8, sharers=4)
+    blocks = [kv_blocks([facts] * 8, CacheConfig(memory=asked), SCHEDULER, memory) for asked in (None, 16 * GIB)]
+    assert blocks == [16, 16]
 
 
 def test_only_so_many_load_at_a_time() -> None:

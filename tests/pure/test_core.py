@@ -13,7 +13,7 @@ from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core.engine import EngineCore
 from planaria.protocol import StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request, SamplingParams
-from planaria.worker.reference import HashWorker, hash_tokens
+from tests.reference_worker import HashWorker, hash_tokens
 
 VOCAB = 50
 

@@ -21,8 +21,7 @@ from planaria.executor.reformations import Reformations
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.protocol import LaneResult, Reply, StepResult
 from planaria.types import Delta
-from planaria.worker.reference import mix
-from planaria.worker.rows import RowState, Work
+from tests.reference_worker import RowState, Work, mix
 from tests.sim.fleet_mutations import (
     always_healthy,
     keep_the_answering_rank,

@@ -33,8 +33,7 @@ from planaria.protocol import (
     StepResult,
 )
 from planaria.topology import Layout
-from planaria.worker.reference import HashWorker
-from planaria.worker.rows import RowState
+from tests.reference_worker import HashWorker, RowState
 from tests.sim.experts import Experts
 from tests.sim.scenario import VOCAB
 

@@ -38,7 +38,7 @@ from tests.sim.scenario import BLOCK_BYTES, MOST, VOCAB
 
 if TYPE_CHECKING:
     from planaria.config.options import EngineConfig
-    from planaria.worker.reference import HashWorker
+    from tests.reference_worker import HashWorker
     from tests.sim.deployment import Deployment
 
 LOAD = 2.0  # seconds

@@ -22,7 +22,7 @@ from planaria.config.options import (
 from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
 from planaria.types import SamplingParams
 from planaria.wire import Cancel, Report, Reshape, Shutdown, Submit, ToEngine
-from planaria.worker.reference import mix
+from tests.reference_worker import mix
 from tests.sim.lanes import Pause
 
 VOCAB = 40

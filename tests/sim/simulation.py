@@ -46,7 +46,7 @@ from planaria.wire import (
     Shutdown,
     Submit,
 )
-from planaria.worker.reference import HashWorker
+from tests.reference_worker import HashWorker
 from tests.sim.client import Client
 from tests.sim.faults import Faults
 from tests.sim.lanes import Lanes, Pause
