@@ -24,7 +24,7 @@ from benchmarks import report
 from planaria import LLM, SamplingParams
 from planaria.errors import ConfigError
 from planaria.executor.wishes import ARRIVAL_LOOK
-from planaria.wire import Reshape
+from planaria.wire import ResizeEngine
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -79,7 +79,7 @@ def lanes(count: int) -> Callable[[LLM], None]:
 
     def harm(llm: LLM) -> None:
         loop = llm._loop
-        loop.handle(Reshape(f"to {count}", 1, 1, count))
+        loop.handle(ResizeEngine(f"to {count}", 1, 1, count))
         while (arrival := loop.wishes.arrival) is not None and not loop.gang.came(arrival.layout):
             time.sleep(ARRIVAL_LOOK)
 

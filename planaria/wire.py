@@ -202,8 +202,8 @@ class ExpertLoads(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     layers: list[LayerLoad] = []
 
 
-class Reshape(msgspec.Struct, frozen=True, array_like=True, tag="reshape"):
-    """Have another layout, in a new epoch and with the same requests. Answered by a Reshaped of the same id."""
+class ResizeEngine(msgspec.Struct, frozen=True, array_like=True, tag="resize_engine"):
+    """Have another layout, in a new epoch and with the same requests. Answered by a EngineResized of the same id."""
 
     id: str
     tp: int
@@ -212,7 +212,7 @@ class Reshape(msgspec.Struct, frozen=True, array_like=True, tag="reshape"):
     groups: tuple[LaneGroup, ...] = ()  # on Ray where each lane has one: those that are the engine's from then on
 
 
-class Reshaped(msgspec.Struct, frozen=True, array_like=True, tag="reshaped"):
+class EngineResized(msgspec.Struct, frozen=True, array_like=True, tag="engine_resized"):
     """`layout` in force, as in EngineFacts; `error`: why it is not the one asked for."""
 
     id: str
@@ -243,10 +243,11 @@ class EngineState(msgspec.Struct, frozen=True):
         return "leaving" if self.leaving else self.state
 
 
-ToEngine = Submit | Cancel | Gone | Report | ReportExperts | Reshape | Share | Shutdown
+ToEngine = Submit | Cancel | Gone | Report | ReportExperts | ResizeEngine | Share | Shutdown
 StartUpNews = Phase | Progress
 FromEngine = (
-    EngineFacts | Output | Dead | Recovery | ExpertLoads | Leaving | Phase | Placed | Processes | Progress | Reshaped
+    EngineFacts | Output | Dead | Recovery | ExpertLoads | Leaving | Phase | Placed | Processes | Progress
+    | EngineResized
 )
 
 Sink = Callable[[Delta], None]
@@ -284,7 +285,7 @@ class EngineClient(Protocol):
         not done again. drain_timeout: seconds that sequences may stay in engines that leave. Raises Refused."""
         ...
 
-    async def reshape(self, tp: int, pp: int) -> list[Reshaped]:
+    async def resize_engines(self, tp: int, pp: int) -> list[EngineResized]:
         """Have every engine's ranks in another layout, one engine after the other; each goes on with its sequences.
         Ends at the first that can't (`error` says why). Raises Refused."""
         ...

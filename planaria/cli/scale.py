@@ -36,7 +36,7 @@ def run(
         return
     degrees = (1 if degree is None else degree for degree in (tp, pp))
     body = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), degrees, strict=True))
-    _show(server, *server.call("POST", "/admin/layout", admin_key, body, timeout=LONGEST), _reshaped, as_json)
+    _show(server, *server.call("POST", "/admin/layout", admin_key, body, timeout=LONGEST), _layouts, as_json)
 
 
 def _resize(
@@ -79,7 +79,7 @@ def _show(
     sys.stdout.write((content.decode() if as_json else line) + "\n")
 
 
-def _reshaped(value: dict[str, Any]) -> str:
+def _layouts(value: dict[str, Any]) -> str:
     return "; ".join(f"engine {e['engine']}: {e['layout']} after {e['seconds']:.2f} s" for e in value["engines"])
 
 

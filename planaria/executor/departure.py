@@ -10,7 +10,7 @@ from planaria.core.eplb.places import ExpertsPlaced, Placing, departing
 from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Command, SendExperts, StepResult
 from planaria.topology import Layout
-from planaria.wire import Reshape
+from planaria.wire import ResizeEngine
 
 VERSION = 1 << 40  # of what is prepared; no step of a rearrangement has it
 
@@ -27,7 +27,7 @@ def leaving(placing: Placing | None, before: Layout, after: Layout) -> ExpertsPl
 class Departure:
     """For a wish that came in `epoch`, at `began`."""
 
-    def __init__(self, wish: Reshape, asked: ExpertsPlaced, epoch: int, began: float) -> None:
+    def __init__(self, wish: ResizeEngine, asked: ExpertsPlaced, epoch: int, began: float) -> None:
         self.wish, self.asked, self.epoch, self.began = wish, asked, epoch, began
         self.done = False
         self._waits = False

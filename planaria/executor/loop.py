@@ -41,7 +41,7 @@ from planaria.wire import (
     Output,
     Report,
     ReportExperts,
-    Reshape,
+    ResizeEngine,
     Share,
     Shutdown,
     Submit,
@@ -176,7 +176,7 @@ class EngineLoop:
             where = f"ranks {', '.join(map(str, leaving))} move to places that stay"
             self._change(layout, where if leaving else "there are devices for it again")
 
-    def _reshape(self, wish: Reshape) -> None:
+    def _resize_engine(self, wish: ResizeEngine) -> None:
         self._for_a_wish(self.wishes.ask(wish, self.dead is not None))
 
     def _for_a_wish(self, command: Command | None) -> None:
@@ -228,8 +228,8 @@ class EngineLoop:
                 self.emit(self.balancing.report())
             case Share():
                 self._share(message.engines)
-            case Reshape():
-                self._reshape(message)
+            case ResizeEngine():
+                self._resize_engine(message)
             case Shutdown():
                 self.stopping, self.gang.launcher.followed = True, message.followed
 

@@ -12,7 +12,7 @@ from planaria.executor.backend import Borrower, Launcher
 from planaria.models.deal import deal, deal_layers
 from planaria.topology import LaneGroup, Layout
 from planaria.topology.experts import ExpertMap
-from planaria.wire import Reshape
+from planaria.wire import ResizeEngine
 
 
 def placing(config: EngineConfig, layout: Layout, in_force: tuple[ExpertMap, ...]) -> Placing | None:
@@ -30,7 +30,7 @@ def placing(config: EngineConfig, layout: Layout, in_force: tuple[ExpertMap, ...
     return Placing(configured, stages, in_force)
 
 
-def wanted(wish: Reshape, asked: Layout) -> Layout:
+def wanted(wish: ResizeEngine, asked: Layout) -> Layout:
     """The layout of a wish, where there should be `asked` now."""
     return Layout(tp=max(1, wish.tp), pp=max(1, wish.pp), dp=max(1, wish.dp or asked.dp))
 

@@ -17,7 +17,7 @@ from planaria.executor.reshape import lend, wanted, why_not
 from planaria.executor.told import layout_name
 from planaria.protocol import Command
 from planaria.topology import Layout
-from planaria.wire import FromEngine, Reshape, Reshaped
+from planaria.wire import EngineResized, FromEngine, ResizeEngine
 
 ARRIVAL = START_TIMEOUT  # seconds that ranks get to load, as ever, before the change is tried without
 ARRIVAL_LOOK = 0.1  # seconds between looks for them
@@ -26,7 +26,7 @@ ARRIVAL_LOOK = 0.1  # seconds between looks for them
 class Arrival:
     """Ranks that are not there yet, for a wish that came at `began`."""
 
-    def __init__(self, wish: Reshape, layout: Layout, began: float) -> None:
+    def __init__(self, wish: ResizeEngine, layout: Layout, began: float) -> None:
         self.wish, self.layout, self.began = wish, layout, began
         self.look_at = began
 
@@ -42,7 +42,7 @@ class Wishes:
         self.departure: Departure | None = None
         self.arrival: Arrival | None = None
 
-    def ask(self, wish: Reshape, dead: bool = False) -> Command | None:
+    def ask(self, wish: ResizeEngine, dead: bool = False) -> Command | None:
         """Begin with it, or say why not and stay with the present layout. A command: for all ranks, now."""
         gang, began = self.gang, self.clock()
         layout = wanted(wish, gang.asked)
@@ -88,7 +88,7 @@ class Wishes:
         """Answer who waits: nothing comes of it."""
         for open in (self.departure, self.arrival):
             if open is not None:
-                self.emit(Reshaped(open.wish.id, layout_name(self.gang.layout), why))
+                self.emit(EngineResized(open.wish.id, layout_name(self.gang.layout), why))
         self.departure = self.arrival = None
 
     def _get_ready(self, layout: Layout) -> bool:
@@ -107,7 +107,7 @@ class Wishes:
             self.arrival = None
             self._carry_out(arrival.wish, arrival.layout, "", arrival.began)
 
-    def _carry_out(self, wish: Reshape, layout: Layout, why: str, began: float) -> None:
+    def _carry_out(self, wish: ResizeEngine, layout: Layout, why: str, began: float) -> None:
         gang = self.gang
         give_back, refused = lend(gang.launcher, () if why else wish.groups)
         why = why or refused
@@ -119,4 +119,4 @@ class Wishes:
             give_back()
         else:
             gang.asked = layout
-        self.emit(Reshaped(wish.id, layout_name(gang.layout), why, self.clock() - began))
+        self.emit(EngineResized(wish.id, layout_name(gang.layout), why, self.clock() - began))

@@ -100,7 +100,7 @@ async def change_layout(request: Request) -> Response:
     client = request.app.state.service.client
     numbers = [engine.index for engine in client.engines()]
     try:
-        found = await client.reshape(body.tensor_parallel_size, body.pipeline_parallel_size)
+        found = await client.resize_engines(body.tensor_parallel_size, body.pipeline_parallel_size)
     except Refused as e:
         return failure(str(e), 409 if e.busy else 400, code="resize_refused")
     failed = next((f"engine {n}: {done.error}" for n, done in zip(numbers, found, strict=False) if done.error), "")

@@ -30,6 +30,7 @@ from planaria.server.supervisor import SupervisedEngine, added, all_ready, error
 from planaria.wire import (
     Dead,
     EngineFacts,
+    EngineResized,
     EngineState,
     EngineStats,
     ExpertLoads,
@@ -37,7 +38,6 @@ from planaria.wire import (
     Phase,
     ProcessInfo,
     Recovery,
-    Reshaped,
     StartUpNews,
 )
 
@@ -339,8 +339,8 @@ class Fleet:
     async def resize(self, id: str, size: int, drain_timeout: float) -> Resize:
         return await self.resizer.resize(id, size, drain_timeout)
 
-    async def reshape(self, tp: int, pp: int) -> list[Reshaped]:
-        return await self.resizer.reshape(tp, pp)
+    async def resize_engines(self, tp: int, pp: int) -> list[EngineResized]:
+        return await self.resizer.resize_engines(tp, pp)
 
     def resizes(self) -> list[Resize]:
         return list(self.resizer.resizes)

@@ -19,7 +19,7 @@ from planaria.errors import PlanariaError
 from planaria.node import available_memory
 from planaria.server.supervisor import all_ready
 from planaria.topology import LaneGroup, Layout
-from planaria.wire import Reshaped
+from planaria.wire import EngineResized
 
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet
@@ -51,7 +51,7 @@ class Resizer:
         parallel = fleet.config.parallel
         self.resizes = Resizes(parallel.replicas[0], "lane" if parallel.enable_expert_parallel else "engine")
         self._task: asyncio.Task[None] | None = None
-        self._cancelled = self._reshaping = False
+        self._cancelled = self._resizing_engines = False
 
     async def resize(self, id: str, size: int, drain_timeout: float = DRAIN_TIMEOUT) -> Resize:
         """Have `size` engines; returns when it is committed or rolled back. Raises Refused."""
@@ -67,7 +67,7 @@ class Resizer:
             raise Refused("the server is shutting down", busy=True)
         if fleet.dead is not None:
             raise Refused(f"the last engine has ended: {fleet.dead.message}")
-        if self._reshaping:
+        if self._resizing_engines:
             raise Refused("the engines' layout is being changed; ask again after it", busy=True)
         if fleet.replacing:
             raise Refused(f"engine {min(fleet.replacing)} was told to end and is being replaced; ask again", busy=True)
@@ -104,7 +104,7 @@ class Resizer:
                 self.resizes.enter("places", time.monotonic())
                 groups = await asyncio.to_thread(places.lend, resize.after)
             self.resizes.enter("re-form", time.monotonic())
-            done = await engine.reshape(layout.tp, layout.pp, layout.dp, groups)
+            done = await engine.resize(layout.tp, layout.pp, layout.dp, groups)
             failure = done.error
         except asyncio.CancelledError as e:
             failure = str(e) or "it was cancelled"
@@ -123,31 +123,31 @@ class Resizer:
         self.resizes.commit(time.monotonic())
         logger.info("resize %s committed: %d lanes after %.2f s", resize.id, resize.after, done.seconds)
 
-    async def reshape(self, tp: int, pp: int) -> list[Reshaped]:
+    async def resize_engines(self, tp: int, pp: int) -> list[EngineResized]:
         """One engine after the other, so that the others serve meanwhile. Raises Refused."""
         fleet = self.fleet
         if fleet.closing:
             raise Refused("the server is shutting down", busy=True)
-        if self.resizes.current is not None or self._reshaping:
+        if self.resizes.current is not None or self._resizing_engines:
             raise Refused("another change of the fleet is under way; ask again after it", busy=True)
-        self._reshaping = True
-        found: list[Reshaped] = []
+        self._resizing_engines = True
+        found: list[EngineResized] = []
         try:
             for engine in list(fleet.members.values()):
-                found.append(await engine.reshape(tp, pp))
+                found.append(await engine.resize(tp, pp))
                 if found[-1].error:
                     break
             else:
                 layout = Layout(pp, fleet.config.parallel.lanes, tp=tp)
                 fleet.config = fleet.config.with_layout(layout)  # of engines that are added
         finally:
-            self._reshaping = False
+            self._resizing_engines = False
         return found
 
     @property
     def busy(self) -> bool:
         """Is a change under way?"""
-        return self.resizes.current is not None or self._reshaping
+        return self.resizes.current is not None or self._resizing_engines
 
     async def idle(self) -> None:
         """Wait until no change is under way."""

@@ -33,6 +33,7 @@ from planaria.types import Delta, FinishReason
 from planaria.wire import (
     Dead,
     EngineFacts,
+    EngineResized,
     EngineStats,
     ExpertLoads,
     ExpertStats,
@@ -47,8 +48,7 @@ from planaria.wire import (
     Recovery,
     Report,
     ReportExperts,
-    Reshape,
-    Reshaped,
+    ResizeEngine,
     Share,
     Sink,
     StartUpNews,
@@ -106,7 +106,7 @@ class SupervisedEngine:
         self._closing = False
         self._left = asyncio.Event()  # by `close`
         self._failed = 0  # processes in a row that did not come up
-        self._reshapes: dict[str, asyncio.Future[Reshaped]] = {}  # who waits for which
+        self._resizing: dict[str, asyncio.Future[EngineResized]] = {}  # who waits for which
         self._task: asyncio.Task[None] | None = None
         self.log: Callable[..., None] = logger.warning  # of losses; of several servers one says them
 
@@ -181,8 +181,8 @@ class SupervisedEngine:
         """The engine has ended: shall there be another?"""
         self.up, was_up, regrouping = False, self.up, self._regrouping
         self._failed = 0 if was_up or self.queue.restarting else self._failed + 1
-        for id in list(self._reshapes):
-            self._on_reshaped(Reshaped(id, "", "the engine's process ended meanwhile"))
+        for id in list(self._resizing):
+            self._on_resized(EngineResized(id, "", "the engine's process ended meanwhile"))
         self._regrouping, self.on_purpose, self.queue.replay = False, False, None
         if self._closing or self.dead is not None:
             return False
@@ -244,7 +244,7 @@ class SupervisedEngine:
     def _most_silent(self) -> float | None:
         if not self.up or self._regrouping:
             return COMING_UP
-        return self.config.faults.step_timeout + MARGIN if len(self.queue) or self._reshapes else None
+        return self.config.faults.step_timeout + MARGIN if len(self.queue) or self._resizing else None
 
     def _on_facts(self, facts: EngineFacts) -> None:
         assert self.engine is not None
@@ -319,23 +319,23 @@ class SupervisedEngine:
 
     # -- layouts
 
-    async def reshape(self, tp: int, pp: int, dp: int = 0, groups: Sequence[LaneGroup] = ()) -> Reshaped:
-        """Have other ranks; dp: lanes, 0: as many as now; groups: see Reshape. Processes that come later,
+    async def resize(self, tp: int, pp: int, dp: int = 0, groups: Sequence[LaneGroup] = ()) -> EngineResized:
+        """Have other ranks; dp: lanes, 0: as many as now; groups: see ResizeEngine. Processes that come later,
         after a fault, have them from the start."""
         name = f"engine {self.index}"
         if not self.up or self.engine is None or self._closing:
-            return Reshaped("", self.facts.layout if self.facts is not None else "", f"{name} is {self.state}")
+            return EngineResized("", self.facts.layout if self.facts is not None else "", f"{name} is {self.state}")
         id = uuid.uuid4().hex[:8]
-        waiting: asyncio.Future[Reshaped] = asyncio.get_running_loop().create_future()
-        self._reshapes[id] = waiting
-        self.engine.send(Reshape(id, tp, pp, dp, tuple(groups)))
+        waiting: asyncio.Future[EngineResized] = asyncio.get_running_loop().create_future()
+        self._resizing[id] = waiting
+        self.engine.send(ResizeEngine(id, tp, pp, dp, tuple(groups)))
         done = await waiting
         if not done.error:
             self.config = self.config.with_layout(Layout(pp, dp or self.config.parallel.lanes, tp=tp))
         return done
 
-    def _on_reshaped(self, message: Reshaped) -> None:
-        waiting = self._reshapes.pop(message.id, None)
+    def _on_resized(self, message: EngineResized) -> None:
+        waiting = self._resizing.pop(message.id, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
@@ -389,8 +389,8 @@ class SupervisedEngine:
                 self.on_placed(message)
             case Processes() | ExpertLoads():
                 self.questions.answer(message)
-            case Reshaped():
-                self._on_reshaped(message)
+            case EngineResized():
+                self._on_resized(message)
             case Leaving():
                 self.on_leaving()
             case Dead():

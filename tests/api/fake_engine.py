@@ -18,12 +18,12 @@ from planaria.types import Delta, FinishReason, TokenLogprobs
 from planaria.wire import (
     Dead,
     EngineFacts,
+    EngineResized,
     EngineState,
     EngineStats,
     ExpertLoads,
     LayerLoad,
     ProcessInfo,
-    Reshaped,
     Sink,
     Submit,
 )
@@ -124,10 +124,10 @@ class FakeEngine:
             raise Refused("4 fit", busy=size == 9)
         return Resize(id, 1, size, [], [], "rolled back" if size == 4 else "committed", "no room" if size == 4 else "")
 
-    async def reshape(self, tp: int, pp: int) -> list[Reshaped]:
+    async def resize_engines(self, tp: int, pp: int) -> list[EngineResized]:
         if tp == 9:
             raise Refused("another change is under way", busy=True)
-        return [Reshaped("", f"tp={tp} pp={pp}", f"{tp} ranks don't fit" if tp > 4 else "", 0.5)]
+        return [EngineResized("", f"tp={tp} pp={pp}", f"{tp} ranks don't fit" if tp > 4 else "", 0.5)]
 
     def resizes(self) -> list[Resize]:
         return []

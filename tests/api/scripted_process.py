@@ -12,7 +12,7 @@ from planaria.server.engine_client import Ended
 from planaria.server.supervisor import SupervisedEngine
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason, SamplingParams
-from planaria.wire import Cancel, Dead, EngineStats, Output, Recovery, Reshape, Reshaped, Shutdown, Submit
+from planaria.wire import Cancel, Dead, EngineResized, EngineStats, Output, Recovery, ResizeEngine, Shutdown, Submit
 from tests.api.fake_engine import facts
 
 
@@ -58,9 +58,9 @@ class ScriptedProcess:
         if isinstance(message, Submit):
             assert message.id not in self.tokens
             self.tokens[message.id] = len(message.output)
-        elif isinstance(message, Reshape) and message.tp <= 4:  # of more nothing is heard
+        elif isinstance(message, ResizeEngine) and message.tp <= 4:  # of more nothing is heard
             error = "" if message.tp < 4 else "4 don't fit"
-            self.hear(Reshaped(message.id, f"tp={message.tp} pp={message.pp}", error, 0.5))
+            self.hear(EngineResized(message.id, f"tp={message.tp} pp={message.pp}", error, 0.5))
         elif isinstance(message, Cancel):
             asyncio.get_running_loop().call_soon(self._cancel, message.id)
 

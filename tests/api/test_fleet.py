@@ -394,22 +394,22 @@ async def test_no_more_than_there_is_room_for(scaled: Scaled) -> None:
 
 
 async def test_engines_change_their_layout_one_after_the_other(scaled: Scaled) -> None:
-    done = await scaled.fleet.reshape(2, 1)
+    done = await scaled.fleet.resize_engines(2, 1)
     assert [(d.layout, d.error) for d in done] == [("tp=2 pp=1", "")] * 2
     assert await scaled.fleet.resize("x", 3, 0)
     asked = {member.config.parallel.tensor_parallel_size for member in scaled.fleet.members.values()}
     assert asked == {2}, "those that come later have it, too"
-    assert [d.error for d in await scaled.fleet.reshape(4, 1)] == ["4 don't fit"]  # the others are not even asked
+    assert [d.error for d in await scaled.fleet.resize_engines(4, 1)] == ["4 don't fit"]  # nor are the others asked
     assert {member.config.parallel.tensor_parallel_size for member in scaled.fleet.members.values()} == {2}
 
 
 async def test_one_change_at_a_time_and_an_engine_that_ends_in_it(scaled: Scaled) -> None:
-    changing = asyncio.create_task(scaled.fleet.reshape(5, 1))
+    changing = asyncio.create_task(scaled.fleet.resize_engines(5, 1))
     await settle()
     with pytest.raises(Refused, match="layout is being changed"):
         await scaled.fleet.resize("x", 3, 0)
     with pytest.raises(Refused, match="another change"):
-        await scaled.fleet.reshape(1, 1)
+        await scaled.fleet.resize_engines(1, 1)
     scaled[0].die()
     (done,) = await changing
     assert "ended meanwhile" in done.error

@@ -13,7 +13,7 @@ from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
 from planaria.executor.replay import is_replayed
 from planaria.types import FinishReason, SamplingParams
-from planaria.wire import FromEngine, Output, Recovery, Reshape, Reshaped, Submit
+from planaria.wire import EngineResized, FromEngine, Output, Recovery, ResizeEngine, Submit
 from tests.proc.servers import wait_until
 
 
@@ -29,7 +29,7 @@ class Engine:
         config = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, **(parallel or {})))
         self.config = config
         self.recoveries: list[Recovery] = []
-        self.reshaped: list[Reshaped] = []
+        self.resized: list[EngineResized] = []
         self.tokens: dict[str, list[int]] = {}
         self._open: set[str] = set()
         self._count = 0
@@ -53,8 +53,8 @@ class Engine:
                         self._open.remove(delta.request_id)
             case Recovery() if message.seconds and not is_replayed(message):
                 self.recoveries.append(message)
-            case Reshaped():
-                self.reshaped.append(message)
+            case EngineResized():
+                self.resized.append(message)
             case _:
                 pass
 
@@ -100,7 +100,7 @@ def texts(vocab: int, sizes: list[tuple[int, int]]) -> list[tuple[list[int], int
     ]
 
 
-def ask_for(loop: Any, wish: Reshape) -> None:
+def ask_for(loop: Any, wish: ResizeEngine) -> None:
     """Another layout, with ranks that are to come ready by then: so the change falls where it is asked for."""
     loop.handle(wish)
     if (arrival := loop.wishes.arrival) is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from planaria.wire import Reshape
+from planaria.wire import ResizeEngine
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, ask_for, texts
 
@@ -48,8 +48,8 @@ def test_a_rank_of_one_lane_dies_and_all_lanes_go_on(lanes: Engine, expected: li
 def test_lanes_come_and_go_while_requests_run(lanes: Engine, expected: list[list[int]]) -> None:
     for id, dp in (("fewer", 1), ("more", 3), ("as before", 2)):
         before = lanes.pids
-        assert lanes.run(ASKED, 30, lambda dp=dp, id=id: ask_for(lanes.loop, Reshape(id, 1, 1, dp))) == expected
-        assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error) == (id, "")
+        assert lanes.run(ASKED, 30, lambda dp=dp, id=id: ask_for(lanes.loop, ResizeEngine(id, 1, 1, dp))) == expected
+        assert (lanes.resized[-1].id, lanes.resized[-1].error) == (id, "")
         assert len(lanes.pids) == dp and lanes.pids[: len(before)] == before[:dp]
 
 

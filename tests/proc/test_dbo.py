@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.wire import Reshape
+from planaria.wire import ResizeEngine
 from tests.model.engines import Engine, ask_for
 from tests.proc.experts import ASKED, EP
 
@@ -117,8 +117,8 @@ def test_other_layouts_and_exchanges(folder: Path, expected: list[list[int]], op
 def test_lanes_come_and_go(engine: Engine, expected: list[list[int]]) -> None:
     """With one lane nothing is exchanged, and nothing is split."""
     for id, dp in (("fewer", 1), ("more", 2)):
-        assert engine.run(ASKED, 30, lambda dp=dp, id=id: ask_for(engine.loop, Reshape(id, 1, 1, dp))) == expected
-        assert (engine.reshaped[-1].id, engine.reshaped[-1].error) == (id, "")
+        assert engine.run(ASKED, 30, lambda dp=dp, id=id: ask_for(engine.loop, ResizeEngine(id, 1, 1, dp))) == expected
+        assert (engine.resized[-1].id, engine.resized[-1].error) == (id, "")
     ask(engine, "look_on")
     assert engine.run(ASKED) == expected
     assert in_turn(ask(engine, "done")[0][0], 2)

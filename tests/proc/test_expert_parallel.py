@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from planaria.wire import Reshape
+from planaria.wire import ResizeEngine
 from tests.model.engines import Engine, ask_for
 from tests.proc.experts import ASKED, EP
 from tests.proc.servers import Server, planaria
@@ -45,13 +45,13 @@ def test_a_lane_that_dies_is_replaced(lanes: Engine, expected: list[list[int]], 
 def test_lanes_come_and_go_while_requests_run(lanes: Engine, expected: list[list[int]]) -> None:
     for id, dp in (("fewer", 1), ("more", 2)):
         before = lanes.pids
-        assert lanes.run(ASKED, 30, lambda dp=dp, id=id: ask_for(lanes.loop, Reshape(id, 1, 1, dp))) == expected
+        assert lanes.run(ASKED, 30, lambda dp=dp, id=id: ask_for(lanes.loop, ResizeEngine(id, 1, 1, dp))) == expected
         while lanes.loop.busy():  # experts that are still on their way
             lanes.loop.step()
-        assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error) == (id, "")
+        assert (lanes.resized[-1].id, lanes.resized[-1].error) == (id, "")
         assert len(lanes.pids) == dp and lanes.pids[: len(before)] == before[:dp]
-    lanes.loop.handle(Reshape("too many", 1, 1, 7))
-    assert "6 experts can't be on 7 ranks" in lanes.reshaped[-1].error and len(lanes.pids) == 2
+    lanes.loop.handle(ResizeEngine("too many", 1, 1, 7))
+    assert "6 experts can't be on 7 ranks" in lanes.resized[-1].error and len(lanes.pids) == 2
 
 
 OTHERS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from planaria.protocol import Command, SendExperts
-from planaria.wire import Reshape
+from planaria.wire import ResizeEngine
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, ask_for
 from tests.proc.experts import ASKED
@@ -49,9 +49,9 @@ def test_a_rank_that_stays_reads_nothing(
     stays = lanes.pids[0]
     before = Reads(stays)
     for dp in (1, 2):
-        assert lanes.run(ASKED, 30, lambda dp=dp: ask_for(lanes.loop, Reshape(f"to {dp}", 1, 1, dp))) == expected
+        assert lanes.run(ASKED, 30, lambda dp=dp: ask_for(lanes.loop, ResizeEngine(f"to {dp}", 1, 1, dp))) == expected
         finish(lanes)
-        assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error) == (f"to {dp}", "") and len(lanes.pids) == dp
+        assert (lanes.resized[-1].id, lanes.resized[-1].error) == (f"to {dp}", "") and len(lanes.pids) == dp
         travel = lanes.recoveries[-1].travel
         assert travel is not None and travel.read == 0 and travel.moved == travel.needed == EXPERTS // 2 * EXPERT_BYTES
     after = Reads(stays)
@@ -66,14 +66,14 @@ def test_a_rank_dies_while_it_sends_what_it_has(lanes: Engine, expected: list[li
 
     def harm() -> None:
         lanes.kill(1, signal.SIGSTOP)  # so that it can't have sent them
-        lanes.loop.handle(Reshape("fewer", 1, 1, 1))
-        assert not lanes.reshaped or lanes.reshaped[-1].id != "fewer"
+        lanes.loop.handle(ResizeEngine("fewer", 1, 1, 1))
+        assert not lanes.resized or lanes.resized[-1].id != "fewer"
         lanes.kill(1, signal.SIGKILL)
 
     before = len(lanes.recoveries)
     assert lanes.run(ASKED, 40, harm) == expected
     finish(lanes)
-    assert (lanes.reshaped[-1].id, lanes.reshaped[-1].error, len(lanes.pids)) == ("fewer", "", 1)
+    assert (lanes.resized[-1].id, lanes.resized[-1].error, len(lanes.pids)) == ("fewer", "", 1)
     fault, change = lanes.recoveries[before:]
     assert (fault.kind, fault.ranks, change.kind) == ("fault", [1], "layout")
     assert fault.travel is not None and fault.travel.read == EXPERTS // 2
@@ -93,12 +93,12 @@ def test_the_one_that_has_them_all_dies_while_another_joins(
             os.kill(pid, signal.SIGKILL)
         return ask(command, *more)
 
-    lanes.loop.handle(Reshape("one", 1, 1, 1))  # unless it is so already
+    lanes.loop.handle(ResizeEngine("one", 1, 1, 1))  # unless it is so already
     finish(lanes)
     assert len(lanes.pids) == 1
     monkeypatch.setattr(lanes.loop.gang, "ask", harm)
-    assert lanes.run(ASKED, 40, lambda: ask_for(lanes.loop, Reshape("more", 1, 1, 2))) == expected
-    assert killed and killed[0] not in lanes.pids and lanes.reshaped[-1].id == "more"
+    assert lanes.run(ASKED, 40, lambda: ask_for(lanes.loop, ResizeEngine("more", 1, 1, 2))) == expected
+    assert killed and killed[0] not in lanes.pids and lanes.resized[-1].id == "more"
     assert lanes.run(ASKED) == expected
 
 
@@ -142,10 +142,10 @@ def test_lanes_come_and_go_and_die_in_any_way(folder: Path, way: str) -> None:
     tp, pp = options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1)
     with Engine(str(folder), **EP, **options) as engine:
         for dp in (1, 2):
-            wish = Reshape(f"to {dp}", tp, pp, dp)
+            wish = ResizeEngine(f"to {dp}", tp, pp, dp)
             assert engine.run(ASKED, 30, lambda wish=wish: ask_for(engine.loop, wish)) == expected
             finish(engine)
-            assert (engine.reshaped[-1].id, engine.reshaped[-1].error) == (wish.id, "")
+            assert (engine.resized[-1].id, engine.resized[-1].error) == (wish.id, "")
             travel = engine.recoveries[-1].travel
             assert travel is not None and travel.read == 0
             if "spare_workers" not in options or dp == 1:  # a spare has what it may need
@@ -186,11 +186,11 @@ def test_groups_of_experts_after_a_dense_layer(tmp_path: Path, way: str) -> None
     tp, pp = options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1)
     with Engine(model, **EP, **options) as engine:
         for dp in (1, 2):
-            wish = Reshape(f"to {dp}", tp, pp, dp)
+            wish = ResizeEngine(f"to {dp}", tp, pp, dp)
             assert engine.run(ASKED, 30, lambda wish=wish: ask_for(engine.loop, wish)) == expected
             finish(engine)
             travel = engine.recoveries[-1].travel
-            assert engine.reshaped[-1].error == "" and travel is not None and travel.read == 0 < travel.moved
+            assert engine.resized[-1].error == "" and travel is not None and travel.read == 0 < travel.moved
         assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
         if "enable_eplb" in options:
             assert engine.loop.balancing.stats.bytes_moved > 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from planaria.wire import FromEngine, Reshape, Reshaped
+from planaria.wire import EngineResized, FromEngine, ResizeEngine
 from tests.model.engines import ask_for
 from tests.proc.servers import needs_smollm2, wait_until
 from tests.proc.test_recovery import Watched
@@ -94,21 +94,21 @@ def test_it_grows_back_while_requests_run(two: Watched, missing: Path) -> None:
 
 @pytest.mark.parametrize("two", [pytest.param(TP, marks=pytest.mark.long), PP], indirect=True)
 def test_another_layout_is_asked_for(two: Watched) -> None:
-    loop, heard = two.llm._loop, list[Reshaped]()
+    loop, heard = two.llm._loop, list[EngineResized]()
     hear = loop.emit
 
     def listen(message: FromEngine) -> None:
-        if isinstance(message, Reshaped):
+        if isinstance(message, EngineResized):
             heard.append(message)
         hear(message)
 
     loop.emit = listen
     asked = loop.gang.asked
     try:
-        assert two.run(at=20, harm=lambda: ask_for(loop, Reshape("a", 1, 1))) == two.expected
-        assert two.run(at=20, harm=lambda: ask_for(loop, Reshape("b", asked.tp, asked.pp))) == two.expected
+        assert two.run(at=20, harm=lambda: ask_for(loop, ResizeEngine("a", 1, 1))) == two.expected
+        assert two.run(at=20, harm=lambda: ask_for(loop, ResizeEngine("b", asked.tp, asked.pp))) == two.expected
         epoch = loop.gang.epoch
-        for wish in (Reshape("c", 0, 1), Reshape("d", 1, 1000), Reshape("e", asked.tp, asked.pp)):
+        for wish in (ResizeEngine("c", 0, 1), ResizeEngine("d", 1, 1000), ResizeEngine("e", asked.tp, asked.pp)):
             loop.handle(wish)
     finally:
         loop.emit = hear

@@ -12,7 +12,7 @@ from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Command, Hello, Join, Load, PlaceExperts, Ready, Reply, SendExperts, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.topology.experts import ExpertMap
-from planaria.wire import Reshape, Travel
+from planaria.wire import ResizeEngine, Travel
 from tests.pure.test_bring_up import SCHEDULER, answers
 
 ONE, TWO = ExpertMap.linear(4, 1), ExpertMap.linear(4, 2)
@@ -94,7 +94,7 @@ def test_a_departure_is_over_when_every_rank_has_received_all() -> None:
 
     asked = departing(Placing(ONE, (0,), (TWO,)), 1)
     for idle in (False, True):
-        departure = Departure(Reshape("a", 1, 1, 1), asked, 3, 0.0)
+        departure = Departure(ResizeEngine("a", 1, 1, 1), asked, 3, 0.0)
         begin = departure.begin()
         assert begin == SendExperts(VERSION, asked.moves, True)
         departure.answered(ticket(begin, Ready(0), Ready(1)))

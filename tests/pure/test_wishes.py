@@ -11,7 +11,7 @@ from planaria.executor import wishes as module
 from planaria.executor.gang import START_TIMEOUT
 from planaria.executor.wishes import Wishes
 from planaria.topology import Layout
-from planaria.wire import Reshape, Reshaped
+from planaria.wire import EngineResized, ResizeEngine
 
 
 class Engine:
@@ -21,7 +21,7 @@ class Engine:
         self.layout = self.asked = layout
         self.room, self.ready = True, False
         self.now, self.epoch = 0.0, 0
-        self.said: list[Reshaped] = []
+        self.said: list[EngineResized] = []
         self.launcher = SimpleNamespace(name="mp", replaces=True, room_for=lambda layout: self.room)
         gang: Any = self
         self.wishes = Wishes(
@@ -50,7 +50,7 @@ def nothing_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_that_load_are_waited_for_as_long_as_loading_may_take() -> None:
     engine = Engine(Layout(dp=2))
-    engine.wishes.ask(Reshape("more", 1, 1, 3))
+    engine.wishes.ask(ResizeEngine("more", 1, 1, 3))
     assert engine.look_at(START_TIMEOUT - 1.0) == Layout(dp=2) and not engine.said
     engine.ready = True
     assert engine.look_at(START_TIMEOUT - 0.5) == Layout(dp=3)
@@ -59,15 +59,15 @@ def test_ranks_that_load_are_waited_for_as_long_as_loading_may_take() -> None:
 
 def test_ranks_that_end_on_the_way_are_not_waited_for() -> None:
     engine = Engine(Layout(dp=2))
-    engine.wishes.ask(Reshape("more", 1, 1, 3))
+    engine.wishes.ask(ResizeEngine("more", 1, 1, 3))
     assert engine.look_at(1.0) == Layout(dp=2)
     engine.room = False
     assert engine.look_at(2.0) == Layout(dp=3), "the change itself finds out"
     assert [said.id for said in engine.said] == ["more"]
 
 
-@pytest.mark.parametrize("wish", [Reshape("a", 2, 1), Reshape("b", 1, 2), Reshape("c", 2, 1, 3)])
-def test_nobody_gets_ready_for_all_parts_of_another_layout(wish: Reshape) -> None:
+@pytest.mark.parametrize("wish", [ResizeEngine("a", 2, 1), ResizeEngine("b", 1, 2), ResizeEngine("c", 2, 1, 3)])
+def test_nobody_gets_ready_for_all_parts_of_another_layout(wish: ResizeEngine) -> None:
     """Each would hold the whole model until it knows which part is its own."""
     engine = Engine(Layout(dp=2))
     engine.wishes.ask(wish)

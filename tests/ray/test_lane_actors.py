@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planaria.wire import Reshape
+from planaria.wire import ResizeEngine
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine
 from tests.proc.servers import alive, wait_until
@@ -31,11 +31,11 @@ def test_lanes_of_actors(local_ray: Any, tmp_path: Path) -> None:
         assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
         assert engine.recoveries[-1].ranks == [1] and engine.pids[0] == before[0]
         for id, dp in (("fewer", 1), ("more", 2)):
-            wish = Reshape(id, 1, 1, dp)
+            wish = ResizeEngine(id, 1, 1, dp)
             assert engine.run(ASKED, 30, lambda wish=wish: engine.loop.handle(wish)) == expected
             while engine.loop.busy():  # experts that are still on their way
                 engine.loop.step()
-            assert (engine.reshaped[-1].id, engine.reshaped[-1].error) == (id, "") and len(engine.pids) == dp
+            assert (engine.resized[-1].id, engine.resized[-1].error) == (id, "") and len(engine.pids) == dp
             travel = engine.recoveries[-1].travel
             assert travel is not None and travel.read == 0 and travel.moved == travel.needed > 0
         pids = engine.pids
@@ -57,8 +57,8 @@ def test_lanes_through_a_compiled_graph(local_ray: Any, tmp_path: Path, layout: 
         assert engine.run(ASKED) == expected
         if not layout:
             assert engine.run(ASKED, 40, lambda: engine.kill(1, signal.SIGKILL)) == expected
-            assert engine.run(ASKED, 30, lambda: engine.loop.handle(Reshape("fewer", 1, 1, 1))) == expected
-            assert (engine.reshaped[-1].error, len(engine.pids)) == ("", 1)
+            assert engine.run(ASKED, 30, lambda: engine.loop.handle(ResizeEngine("fewer", 1, 1, 1))) == expected
+            assert (engine.resized[-1].error, len(engine.pids)) == ("", 1)
 
 
 @pytest.mark.long

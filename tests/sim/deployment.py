@@ -86,7 +86,7 @@ class Deployment:
         self.remotes[index], self.owners[index] = remote, engine
         self.rules.started(remote, before)
         agreed = self.layouts.get(engine, remote.layout)
-        same = remote.layout == agreed or self.fleet.resizer._reshaping  # then it may be the next one already
+        same = remote.layout == agreed or self.fleet.resizer._resizing_engines  # then it may be the next one already
         self.world.require(same, "layout", f"engine {index} starts with {remote.layout}: {agreed}")
 
     def can_start(self, index: int) -> bool:
@@ -214,7 +214,7 @@ class Deployment:
                 self._close(message.id)
                 self.fleet.cancel(message.id)
             case Size() | Shape():
-                ask = self._resize(message) if isinstance(message, Size) else self._reshape(message)
+                ask = self._resize(message) if isinstance(message, Size) else self._resize_engines(message)
                 task = asyncio.get_running_loop().create_task(ask)
                 self._asked.add(task)
                 task.add_done_callback(self._asked.discard)
@@ -247,11 +247,11 @@ class Deployment:
         self.world.require(now == wanted or excused, "size", f"{size}: {resize.state}, {now}")
         self.rules.stirred()
 
-    async def _reshape(self, shape: Shape) -> None:
+    async def _resize_engines(self, shape: Shape) -> None:
         self.world.note("asked for {}", shape)
         engines = list(self.fleet.members.values())
         try:
-            answers = await self.fleet.reshape(shape.tp, shape.pp)
+            answers = await self.fleet.resize_engines(shape.tp, shape.pp)
         except Refused as e:
             self.world.note("{} is refused: {}", shape, e)
             return

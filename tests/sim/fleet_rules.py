@@ -123,7 +123,7 @@ class FleetRules:
         """Since when this engine has had sequences without a break, by looks; now, if it has none."""
         now = self.world.awake()
         engine = self.sim.fleet.members[index]
-        if not len(engine.queue) and not engine._reshapes:
+        if not len(engine.queue) and not engine._resizing:
             self._busy.pop(index, None)
             return now
         return self._busy.setdefault(index, now)

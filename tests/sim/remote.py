@@ -23,12 +23,12 @@ from planaria.wire import (
     Cancel,
     Dead,
     EngineFacts,
+    EngineResized,
     FromEngine,
     Leaving,
     Output,
     Recovery,
-    Reshape,
-    Reshaped,
+    ResizeEngine,
     Shutdown,
     Submit,
     ToEngine,
@@ -236,8 +236,8 @@ class Remote:
                 )))  # fmt: skip
             case Cancel():
                 self._output(core.cancel(message.id))
-            case Reshape():
-                self._reshape(message)
+            case ResizeEngine():
+                self._resize_engine(message)
                 return
             case Shutdown():
                 for request in core.snapshot():
@@ -285,15 +285,15 @@ class Remote:
 
     # -- what may befall it
 
-    def _reshape(self, wish: Reshape) -> None:
+    def _resize_engine(self, wish: ResizeEngine) -> None:
         if self.regrouping:  # as its loop is about that, it reads this afterwards
-            self.later(0.1, self._reshape, wish)
+            self.later(0.1, self._resize_engine, wish)
         elif wish.tp > MOST:
-            self.socket.say(Reshaped(wish.id, layout_name(self.layout), "there are not so many heads"))
+            self.socket.say(EngineResized(wish.id, layout_name(self.layout), "there are not so many heads"))
         else:
             self.lose_ranks("asked for", wish)
 
-    def lose_ranks(self, cause: str, wish: Reshape | None = None) -> None:
+    def lose_ranks(self, cause: str, wish: ResizeEngine | None = None) -> None:
         """They begin anew, as `EngineLoop` has them do; maybe in another layout."""
         core = self.core
         if core is None or self.regrouping or self.hung or self.stopped:
@@ -311,7 +311,7 @@ class Remote:
         self.socket.say(notice)
         self.later(self.world.random.uniform(0.3, 8.0), self._regroup, notice, wish)
 
-    def _regroup(self, notice: Recovery, wish: Reshape | None) -> None:
+    def _regroup(self, notice: Recovery, wish: ResizeEngine | None) -> None:
         assert self.core is not None
         self.layout = self.layout if wish is None else Layout(tp=wish.tp, pp=wish.pp)
         self._output(self.core.lost(notice.epoch), stepped=True)
@@ -320,7 +320,7 @@ class Remote:
         name = layout_name(self.layout)
         self.socket.say(msgspec.structs.replace(notice, seconds={"total": 1.0}, layout=name, pids=[self.pid]))
         if wish is not None:
-            self.socket.say(Reshaped(wish.id, name))
+            self.socket.say(EngineResized(wish.id, name))
         self._go()
 
     def give_up(self) -> None:

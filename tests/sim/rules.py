@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason
-from planaria.wire import Dead, Recovery, Reshape, Reshaped
+from planaria.wire import Dead, EngineResized, Recovery, ResizeEngine
 from tests.sim.client import Answer
 from tests.sim.process import Process
 from tests.sim.scenario import MOST, Asked
@@ -29,7 +29,7 @@ def name(layout: Layout) -> str:
 class Wish:
     """For another layout, and how things were when it came."""
 
-    asked: Reshape
+    asked: ResizeEngine
     before: Layout
     epoch: int
     faults: int
@@ -187,7 +187,7 @@ class Rules:
             if process.harm is not None and process.harm[0] in ("failed", "gap"):
                 process.harm = None
 
-    def reshaped(self, wish: Wish, done: Reshaped) -> None:
+    def resized(self, wish: Wish, done: EngineResized) -> None:
         require, gang, asked, before = self.world.require, self.sim.loop.gang, wish.asked, wish.before
         now, faults, shortages = gang.layout, self.losses - wish.faults, self.shortages[wish.shortages :]
         self.world.note("{} is answered: {} {}", asked.id, done.layout, done.error)

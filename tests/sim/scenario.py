@@ -21,7 +21,7 @@ from planaria.config.options import (
 )
 from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
 from planaria.types import SamplingParams
-from planaria.wire import Cancel, Report, Reshape, Shutdown, Submit, ToEngine
+from planaria.wire import Cancel, Report, ResizeEngine, Shutdown, Submit, ToEngine
 from tests.reference_worker import mix
 from tests.sim.lanes import Pause
 
@@ -197,7 +197,7 @@ def _layouts(chance: random.Random, spread: float) -> list[tuple[float, ToEngine
     messages: list[tuple[float, ToEngine]] = []
     for i in range(chance.choice([1, 1, 2, 4])):
         tp, pp, lanes = chance.choice([*LAYOUTS, (0, 1, 1), (1, 1, 0), (MOST + 1, 1, 1), (1, MOST + 1, 1)])
-        messages.append((chance.uniform(0, spread + 1), Reshape(f"l{i}", tp, pp, lanes)))
+        messages.append((chance.uniform(0, spread + 1), ResizeEngine(f"l{i}", tp, pp, lanes)))
     return messages
 
 

@@ -36,13 +36,13 @@ from planaria.topology.experts import Maps
 from planaria.wire import (
     Cancel,
     Dead,
+    EngineResized,
     FromEngine,
     Output,
     Processes,
     Recovery,
     Report,
-    Reshape,
-    Reshaped,
+    ResizeEngine,
     Shutdown,
     Submit,
 )
@@ -146,9 +146,9 @@ class Simulation:
                 self.rules.recovered(message)
             case Processes():
                 self.reports -= 1
-            case Reshaped():
+            case EngineResized():
                 self.world.require(message.id in self.wishes, "once", f"{message.id} is answered again")
-                self.rules.reshaped(self.wishes.pop(message.id), message)
+                self.rules.resized(self.wishes.pop(message.id), message)
             case Dead():
                 self.world.note("DEAD: {}", message.message)
                 self.dead = message
@@ -167,15 +167,15 @@ class Simulation:
                 self.reports += 1
             case Shutdown():
                 self.world.note("shutdown")
-            case Reshape():
-                self._reshape(message)
+            case ResizeEngine():
+                self._resize_engine(message)
                 return
             case Pause():
                 self.lanes.pause(message)
                 return
         self.loop.handle(message)
 
-    def _reshape(self, wish: Reshape) -> None:
+    def _resize_engine(self, wish: ResizeEngine) -> None:
         self.world.note("asked for tp={} pp={} dp={}", wish.tp, wish.pp, wish.dp)
         self.wishes[wish.id] = Wish(
             wish, self.loop.gang.layout, self.loop.gang.epoch, self.rules.losses, len(self.rules.shortages),
