@@ -1,6 +1,6 @@
 """A model's shape: what its family's config.json means, and how it is dealt to ranks. Pure.
 
-A family is a module with ARCHITECTURE, its name in config.json, and `config`, which reads that into a ModelConfig.
+A family is a function of families.py.
 """
 
 from __future__ import annotations
@@ -8,13 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from planaria.errors import ModelError
-from planaria.models import deepseek_v2, deepseek_v3, llama, mistral, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe
 from planaria.models.config import ModelConfig
+from planaria.models.families import FAMILIES
 
-FAMILIES = {
-    family.ARCHITECTURE: family
-    for family in (deepseek_v2, deepseek_v3, llama, mistral, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe)
-}
 SUPPORTED = tuple(sorted(FAMILIES))
 
 
@@ -28,8 +24,7 @@ def model_config(hf: dict[str, Any], generation: dict[str, Any] | None = None) -
         raise ModelError(f"config.json: architectures {named!r}: must be a list of names")
     for architecture in named:
         if architecture in FAMILIES:
-            config: ModelConfig = FAMILIES[architecture].config(hf, generation or {})
-            return config
+            return FAMILIES[architecture](hf, generation or {})
     found = ", ".join(named) or "none named in config.json (architectures)"
     raise ModelError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED)}")
 

@@ -1,7 +1,5 @@
-"""DeepSeek-V2: latent attention; after the first layers, which are dense, routed experts beside shared ones.
-
-`norm_topk_prob` is not read: no published checkpoint sets it, and Transformers doesn't read it either.
-"""
+"""What DeepSeek's families read alike from config.json: latent attention; after the first layers, which are dense,
+routed experts beside shared ones. No torch."""
 
 from __future__ import annotations
 
@@ -11,23 +9,9 @@ import msgspec
 
 from planaria.errors import ModelError
 from planaria.models.common import common
-from planaria.models.config import MLAConfig, ModelConfig, MoEConfig
+from planaria.models.config import MLAConfig, MoEConfig
 from planaria.models.experts import mixture
 from planaria.models.fields import HF, flag, number, refuse, size
-
-ARCHITECTURE = "DeepseekV2ForCausalLM"
-
-
-def config(hf: HF, generation: HF) -> ModelConfig:
-    method, groups = hf.get("topk_method", "greedy"), {}
-    if method not in ("greedy", "group_limited_greedy"):
-        raise refuse("topk_method", method, "is not supported; supported: greedy, group_limited_greedy")
-    if method == "group_limited_greedy":
-        groups = {"num_groups": size(hf, "n_group"), "top_groups": size(hf, "topk_group")}
-    return ModelConfig(
-        architecture=ARCHITECTURE, **latent(hf, generation), mlp_bias=flag(hf, "mlp_bias"),
-        moe=experts(hf, scaling=1.0, **groups),
-    )  # fmt: skip
 
 
 def latent(hf: HF, generation: HF, *, interleaved: bool = True) -> HF:
@@ -53,7 +37,7 @@ def latent(hf: HF, generation: HF, *, interleaved: bool = True) -> HF:
     }  # fmt: skip
 
 
-def experts(hf: HF, *, scaling: float, **rest: Any) -> MoEConfig | None:
+def shared_and_routed(hf: HF, *, scaling: float, **rest: Any) -> MoEConfig | None:
     """The mixture, None where all layers are dense. scaling: where config.json has no `routed_scaling_factor`."""
     dense, layers = size(hf, "first_k_dense_replace", 0, least=0), size(hf, "num_hidden_layers")
     if hf.get("moe_layer_freq", 1) != 1:
