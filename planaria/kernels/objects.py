@@ -1,19 +1,24 @@
 """Object code by LLVM (llvmlite, which Numba brings): compiled once, kept in the cache by its content, loaded.
 
 A file's name has a hash of all that the code depends on, and what is read back is checked: machine code is not run on
-trust.
+trust. Its time of change is that of its last use: what no version used for long goes when another is made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import os
+import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from planaria import cache
+
+UNUSED = 30 * 86400.0  # seconds without a use after which an object may go
 
 
 def initialise() -> Any:
@@ -73,9 +78,16 @@ def object_file(folder: Path, kind: str, sources: Iterable[Path], facts: Iterabl
 
 
 def ensure(path: Path, compile: Callable[[], bytes]) -> bytes:
-    """The object code, from the cache or compiled and put there."""
+    """The object code, from the cache or compiled and put there; then those of its kind that were long unused go."""
     code = cache.kept_file(path)
-    if not code:
-        code = compile()
-        cache.keep_file(path, code)
+    if code:
+        with contextlib.suppress(OSError):  # somebody else's cache
+            os.utime(path)
+        return code
+    code = compile()
+    cache.keep_file(path, code)
+    for other in path.parent.glob(f"{path.name.partition('-')[0]}-{'?' * 24}.o"):
+        with contextlib.suppress(OSError):
+            if other.stat().st_mtime < time.time() - UNUSED:
+                other.unlink()
     return code

@@ -4,6 +4,7 @@ on the batch or on threads, threads that end, a cache that is only a cache."""
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from planaria.errors import ConfigError
+from planaria.kernels import objects
 from planaria.kernels.cpu import CpuOps, build
 from planaria.kernels.cpu.build import host_isa, target_for
 from planaria.kernels.cpu.compiler import Module
@@ -540,6 +542,21 @@ def test_kernels_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     start = time.process_time()
     build.load(target, tmp_path)
     assert time.process_time() - start < 1.0
+
+
+def test_objects_that_nobody_used_for_long_go_when_another_is_made(tmp_path: Path) -> None:
+    def name(number: int) -> Path:
+        return tmp_path / f"kernels-{number:024}.o"
+
+    for number in range(3):
+        objects.ensure(name(number), lambda: b"code")
+    others = tmp_path / "sampling-000.o", tmp_path / "mine.o"
+    for path in (name(0), name(1), *others):
+        path.write_bytes(path.read_bytes() if path.exists() else b"")
+        os.utime(path, (0.0, time.time() - objects.UNUSED - 60))
+    assert objects.ensure(name(0), lambda: b"other") == b"code"  # used again
+    objects.ensure(name(3), lambda: b"code")
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (name(0), name(2), name(3), *others)}
 
 
 @pytest.mark.usefixtures("nothing_loaded")

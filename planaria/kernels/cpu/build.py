@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
+import re
 import threading
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 
 from planaria import env
 from planaria.kernels import objects
+from planaria.kernels.cpu import fields
+from planaria.kernels.cpu.fields import Operation
 from planaria.kernels.cpu.target import ISAS, Target
 from planaria.kernels.objects import CodeMachine, initialise, object_file
 
@@ -44,7 +48,19 @@ def _machine(target: Target) -> CodeMachine:
     return CodeMachine(cpu)
 
 
-def _program() -> str:
+def operate(functions: dict[str, Any]) -> str:
+    """Source of `native.operate`. The function of a kind of rows is named after its class in fields.py: MlaStoreOp's is
+    op_mla_store; it takes those of the arguments that it names."""
+    lines = ["def operate(c, row, tid, ticket):", "    code = get(row, 0)"]
+    for kind in vars(fields).values():
+        if isinstance(kind, type) and issubclass(kind, Operation) and kind not in (Operation, fields.ExchangeOp):
+            name = "op" + re.sub("([A-Z])", r"_\1", kind.__name__.removesuffix("Op")).lower()
+            given = ", ".join(inspect.signature(functions[name]).parameters)
+            lines += [f"    if code == {kind.code}:", f"        {name}({given})", "        return"]
+    return "\n".join(lines)
+
+
+def _program(target: Target) -> str:
     """IR of the interpreter."""
     from planaria.kernels.cpu import native
     from planaria.kernels.cpu.compiler import PRIMITIVES, Module
@@ -57,10 +73,10 @@ def _program() -> str:
     folder = Path(__file__).parent
     source = "\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in PROGRAM)
     source = source.replace("from __future__ import annotations\n", "")  # allowed at the top of a file only
-    constants: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for name in PROGRAM:
-        constants.update(vars(import_module(f"planaria.kernels.cpu.{name}")))
-    return Module(source, constants, kernels, "entry", "planaria_run").text()
+        names |= vars(import_module(f"planaria.kernels.cpu.{name}"))
+    return Module(f"{source}\n{operate(names)}", names | {"TARGET": target}, kernels, "entry", "planaria_run").text()
 
 
 def compile_object(target: Target) -> bytes:
@@ -71,7 +87,7 @@ def compile_object(target: Target) -> bytes:
     from planaria.kernels.cpu.vector import vector_module
 
     machine = _machine(target)
-    parts = [matrix_module(target), vector_module(target), expert_module(target), mla_module(target), _program()]
+    parts = [matrix_module(target), vector_module(target), expert_module(target), mla_module(target), _program(target)]
     return machine.emit(machine.binding.parse_assembly("\n".join([DECLARATIONS, *parts])))
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.native import atomic_add, atomic_get, atomic_put, get, relax, syscall
+from planaria.kernels.cpu.threads import scratch
 
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 CLOCK_MONOTONIC = 1
@@ -131,7 +132,7 @@ def exchange(p: int, temp: int, lane: int, source: int, target: int, size: int, 
         done += some
 
 
-def op_reduce(c: int, row: fields.ReduceOp, tid: int, temp: int) -> None:
+def op_reduce(c: int, row: fields.ReduceOp, tid: int) -> None:
     p, size = row.port, get(get(c, layout.COUNTS), row.rows) * row.ld
     if atomic_get(p, layout.PORT_FAILED):
         return
@@ -140,7 +141,7 @@ def op_reduce(c: int, row: fields.ReduceOp, tid: int, temp: int) -> None:
         return
     lines = size >> 6
     first, last = (lines * tid // lanes) << 6, (lines * (tid + 1) // lanes) << 6
-    exchange(p, temp, tid, row.part + first, row.target + first, last - first, row.add)
+    exchange(p, scratch(c, tid) + layout.TEMP, tid, row.part + first, row.target + first, last - first, row.add)
 
 
 def op_meet(row: fields.MeetOp, tid: int) -> None:

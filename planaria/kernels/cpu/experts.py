@@ -19,7 +19,7 @@ from planaria.kernels.cpu.expert_kernels import SIGMOID, SOFTMAX
 from planaria.kernels.cpu.fields import CombineOp, GroupedOp, RouteOp, SortOp
 from planaria.kernels.cpu.micro import STORE_ACT, STORE_F32
 from planaria.kernels.cpu.pack import Packed, up
-from planaria.kernels.cpu.recorder import Recorder, float_bits
+from planaria.kernels.cpu.recorder import Recorder, Vector
 from planaria.kernels.cpu.tape import Act, Buffer, buffer
 from planaria.kernels.ops import Slots
 from planaria.models.config import MoEConfig
@@ -63,79 +63,79 @@ def group(experts: Sequence[tuple[Packed, Packed]]) -> ExpertTable:
     return ExpertTable(gate_up, down, np.array([[p.address for p in side] for side in (gate_up, down)], np.int64))
 
 
-def route(recorder: Recorder, logits: Act, rule: MoEConfig, slots: Slots, correction: int) -> RoutingBuffers:
-    """See `Operations.route`. correction: address of float32 padded to 16 with zeros, or 0."""
-    recorder.expect(logits, "route", "float32")
-    recorder.own(slots, slots.table, slots.load)
-    recorder.wants(layout.BIG + 8 * up(rule.num_experts, 16) + 8 * up(rule.num_groups, 16))
-    k = rule.top_k
-    chosen, weights = (buffer(recorder.rows(logits.rows), 4 * k) for _ in range(2))
-    recorder.add(
-        RouteOp, logits=logits.buffer, ldl=logits.ld, slots=chosen, weights=weights, k=k, experts=rule.num_experts,
-        scoring=SOFTMAX if rule.scoring == "softmax" else SIGMOID, correction=correction, groups=rule.num_groups,
-        top_groups=rule.top_groups, sum2=int(rule.group_score == "sum2"), renormalize=int(rule.renormalize),
-        scaling=float_bits(rule.scaling), table=int(slots.table.ctypes.data), ld_table=slots.table.shape[1],
-        positions=int(recorder.batch.positions.ctypes.data),
-        load=0 if slots.load is None else int(slots.load.ctypes.data),
-    )  # fmt: skip
-    return RoutingBuffers(chosen, weights, logits.rows, k)
+class ExpertOps:
+    """A part of `RecordedOps`."""
 
+    recorder: Recorder
 
-def experts(
-    recorder: Recorder, x: Act, routing: RoutingBuffers, weights: ExpertTable, held: range, residual: Act | None,
-    reduce: bool,
-) -> Act:  # fmt: skip
-    """See `Operations.experts`. held: the slots of this rank."""
-    recorder.expect(x, "experts")
-    recorder.own(weights)
-    k, rows = routing.k, recorder.rows(x.rows)
-    most, gate_up, down = rows * k, weights.gate_up[0], weights.down[0]
-    if x.columns != gate_up.columns:
-        raise ValueError(f"experts: {x.columns} columns into weights with K = {gate_up.columns}")
-    starts, places, by_slot = buffer(2 * len(held) + 1, 8), buffer(rows, 4 * k), buffer(most, x.ld)
-    recorder.add(
-        SortOp, slots=routing.slots, k=k, rows=routing.rows, first=held.start, held=len(held), starts=starts,
-        places=places, x=x.buffer, ldx=x.ld, out=by_slot,
-    )  # fmt: skip
-    inner = buffer(most, inner_ld := down.columns * recorder.target.item)
-    y = buffer(most, y_ld := up(down.rows, 16) * 4)
-    for w, table, (source, ldx), (out, ldo), half in (
-        (gate_up, weights.tables[0], (by_slot, x.ld), (inner, inner_ld), gate_up.panels // 2),
-        (down, weights.tables[1], (inner, inner_ld), (y, y_ld), 0),
-    ):
-        recorder.wants_product(w, most)
-        recorder.add(  # the experts have no biases: the first one's zeros do for all
-            GroupedOp, kind=w.kind, table=int(table.ctypes.data), stride=w.stride, scales=w.scales, length=w.length,
-            x=source, ldx=ldx, out=out, ldo=ldo, mode=STORE_ACT if half else STORE_F32, bias=w.bias.ctypes.data,
-            held=len(held), half=half, temp=recorder.tile_bytes(w), panels=w.panels, starts=starts,
+    def route(self, logits: Act, rule: MoEConfig, slots: Slots, correction: Vector | None = None) -> RoutingBuffers:
+        recorder, k = self.recorder, rule.top_k
+        recorder.expect(logits, "route", "float32")
+        recorder.own(slots)
+        recorder.wants(layout.BIG + 8 * up(rule.num_experts, 16) + 8 * up(rule.num_groups, 16))
+        chosen, weights = (buffer(recorder.rows(logits.rows), 4 * k) for _ in range(2))
+        recorder.add(
+            RouteOp, logits=logits, slots=chosen, weights=weights, k=k, experts=rule.num_experts,
+            scoring=SOFTMAX if rule.scoring == "softmax" else SIGMOID, correction=correction, groups=rule.num_groups,
+            top_groups=rule.top_groups, sum2=rule.group_score == "sum2", renormalize=rule.renormalize,
+            scaling=rule.scaling, table=slots.table, ld_table=slots.table.shape[1], load=slots.load,
+            positions=recorder.batch.positions,
         )  # fmt: skip
-    summed = reduce and recorder.tp.size > 1
-    target = recorder.new(x.rows, down.rows, "float32") if residual is None or summed else residual
-    recorder.add(
-        CombineOp, y=y, ldy=y_ld, places=places, weights=routing.weights, k=k, target=target.buffer, ldt=target.ld,
-        rows=x.rows, add=int(target is residual),
-    )  # fmt: skip
-    return recorder.reduce(target, residual) if residual is not None and summed else target
+        return RoutingBuffers(chosen, weights, logits.rows, k)
 
+    def experts(
+        self, x: Act, routing: RoutingBuffers, weights: ExpertTable, slots: Slots, residual: Act | None = None, *,
+        reduce: bool = False,
+    ) -> Act:  # fmt: skip
+        recorder, held, k = self.recorder, slots.held, routing.k
+        recorder.expect(x, "experts")
+        recorder.own(weights)
+        rows, gate_up, down = recorder.rows(x.rows), weights.gate_up[0], weights.down[0]
+        if x.columns != gate_up.columns:
+            raise ValueError(f"experts: {x.columns} columns into weights with K = {gate_up.columns}")
+        most = rows * k
+        starts, places, by_slot = buffer(2 * len(held) + 1, 8), buffer(rows, 4 * k), buffer(most, x.ld)
+        recorder.add(
+            SortOp, slots=routing.slots, k=k, rows=routing.rows, first=held.start, held=len(held), starts=starts,
+            places=places, x=x, out=by_slot,
+        )  # fmt: skip
+        inner = buffer(most, inner_ld := down.columns * recorder.target.item)
+        y = buffer(most, y_ld := up(down.rows, 16) * 4)
+        for w, table, (source, ldx), (out, ldo), half in (
+            (gate_up, weights.tables[0], (by_slot, x.ld), (inner, inner_ld), gate_up.panels // 2),
+            (down, weights.tables[1], (inner, inner_ld), (y, y_ld), 0),
+        ):
+            recorder.wants_product(w, most)
+            recorder.add(  # the experts have no biases: the first one's zeros do for all
+                GroupedOp, kind=w.kind, table=table, stride=w.stride, scales=w.scales, length=w.length, x=source,
+                ldx=ldx, out=out, ldo=ldo, mode=STORE_ACT if half else STORE_F32, bias=w.bias, held=len(held),
+                half=half, temp=recorder.tile_bytes(w), panels=w.panels, starts=starts,
+            )  # fmt: skip
+        summed = reduce and recorder.tp.size > 1
+        target = recorder.new(x.rows, down.rows, "float32") if residual is None or summed else residual
+        recorder.add(
+            CombineOp, y=y, ldy=y_ld, places=places, weights=routing.weights, k=k, target=target, rows=x.rows,
+            add=target is residual,
+        )  # fmt: skip
+        return recorder.reduce(target, residual) if residual is not None and summed else target
 
-def dispatch(recorder: Recorder, x: Act, own: RoutingBuffers) -> tuple[Act, RoutingBuffers]:
-    """See `Operations.dispatch`."""
-    assert recorder.lanes is not None
-    recorder.expect(x, "dispatch")
-    every = recorder.new(layout.ROWS_ALL, x.columns, x.dtype)
-    slots, weights = (buffer(recorder.rows(layout.ROWS_ALL), 4 * own.k) for _ in range(2))
-    given, taken = [x.buffer, own.slots, own.weights], [every.buffer, slots, weights]
-    kinds = [(x.ld, x.dtype), (4 * own.k, "float32"), (4 * own.k, "float32")]  # slots travel as the bits they are
-    counts = recorder.batch.counts
-    recorder.cut([*given, *taken], exchange.dispatching(recorder.lanes, given, taken, kinds, counts))
-    return every, RoutingBuffers(slots, weights, layout.ROWS_ALL, own.k)
+    def dispatch(self, x: Act, routing: RoutingBuffers) -> tuple[Act, RoutingBuffers]:
+        recorder, k = self.recorder, routing.k
+        assert recorder.lanes is not None
+        recorder.expect(x, "dispatch")
+        every = recorder.new(layout.ROWS_ALL, x.columns, x.dtype)
+        slots, weights = (buffer(recorder.rows(layout.ROWS_ALL), 4 * k) for _ in range(2))
+        given, taken = [x.buffer, routing.slots, routing.weights], [every.buffer, slots, weights]
+        kinds = [(x.ld, x.dtype), (4 * k, "float32"), (4 * k, "float32")]  # slots travel as the bits they are
+        between = exchange.dispatching(recorder.lanes, given, taken, kinds, recorder.batch.counts)
+        recorder.cut([*given, *taken], between)
+        return every, RoutingBuffers(slots, weights, layout.ROWS_ALL, k)
 
-
-def combine(recorder: Recorder, y: Act, residual: Act) -> Act:
-    """See `Operations.combine`."""
-    assert recorder.lanes is not None
-    recorder.expect(residual, "the residual of combine", "float32")
-    sums = recorder.new(residual.rows, y.columns, "float32")
-    between = exchange.combining(recorder.lanes, y, sums, residual, recorder.batch.counts)
-    recorder.cut([y.buffer, sums.buffer, residual.buffer], between)
-    return residual
+    def combine(self, y: Act, residual: Act) -> Act:
+        recorder = self.recorder
+        assert recorder.lanes is not None
+        recorder.expect(residual, "the residual of combine", "float32")
+        sums = recorder.new(residual.rows, y.columns, "float32")
+        between = exchange.combining(recorder.lanes, y, sums, residual, recorder.batch.counts)
+        recorder.cut([y.buffer, sums.buffer, residual.buffer], between)
+        return residual

@@ -50,8 +50,8 @@ class LinearOp(Operation):
 
 class RopeOp(Operation):
     code = 4
-    x, ldx, out, ldo, cache, block_bytes, key_bytes, block_size, heads, kv_heads, dim = range(1, 12)
-    cos, sin, half, q_norm, k_norm, eps, slots, positions = range(12, 20)
+    x, ldx, out, ldo, cache, block_bytes, block_size, heads, kv_heads, dim = range(1, 11)
+    cos, sin, half, q_norm, k_norm, eps, slots, positions = range(11, 19)
 
 
 class AttendOp(Operation):

@@ -12,9 +12,9 @@ from typing import Any
 
 from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.micro import Q4_1
-from planaria.kernels.cpu.native import atomic_add, get, get32, put, put32
+from planaria.kernels.cpu.native import TARGET, atomic_add, get, get32, put, put32
 from planaria.kernels.cpu.products import block, take_rows
-from planaria.kernels.cpu.threads import barrier, bring, grab, scratch, share
+from planaria.kernels.cpu.threads import barrier, bring, grab, rows_from, scratch, share
 
 CLOSED = -2147483648  # of an expert that can't be chosen (any more); below every number
 UNITS_EACH = 8  # pieces of work that each thread should find
@@ -59,12 +59,11 @@ def close_groups(row: fields.RouteOp, choice: int, temp: int) -> None:
 
 
 def op_route(c: int, row: fields.RouteOp, tid: int) -> None:
-    n, threads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), get(c, layout.THREADS)
     k, experts, load = row.k, row.experts, row.load
     padded = (experts + 15) >> 4 << 4
     scores = scratch(c, tid) + layout.BIG
     choice = scores + padded * 4
-    for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
+    for t in range(rows_from(c, layout.ROWS_TOKENS, tid), rows_from(c, layout.ROWS_TOKENS, tid + 1)):
         logits = row.logits + t * row.ldl
         bring(logits, row.ldl)
         native.scores(logits, scores, experts, padded, row.scoring)
@@ -93,7 +92,7 @@ def op_route(c: int, row: fields.RouteOp, tid: int) -> None:
 
 
 def op_sort(c: int, row: fields.SortOp, tid: int) -> None:
-    n, threads, k = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS), row.k
+    n, k = get(get(c, layout.COUNTS), row.rows), row.k
     starts, places, held = row.starts, row.places, row.held
     if tid == 0:
         following = starts + (held + 1) * 8
@@ -115,7 +114,7 @@ def op_sort(c: int, row: fields.SortOp, tid: int) -> None:
                 put32(places, i, -1)
     barrier(c)
     size = row.ldx
-    for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
+    for t in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
         for j in range(k):
             place = get32(places, t * k + j)
             if place >= 0:
@@ -145,7 +144,7 @@ def op_grouped(c: int, row: fields.GroupedOp, tid: int, ticket: int) -> None:
         if get(starts, s + 1) > get(starts, s):
             hit += 1
     if panels * hit < UNITS_EACH * threads * most:
-        most = native.tile_panels()
+        most = TARGET.tile_panels
     groups = (panels + most - 1) // most
     units = 0
     for s in range(held):
@@ -180,8 +179,8 @@ def op_grouped(c: int, row: fields.GroupedOp, tid: int, ticket: int) -> None:
 
 
 def op_combine(c: int, row: fields.CombineOp, tid: int) -> None:
-    n, threads, k = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS), row.k
-    for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
+    k = row.k
+    for t in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
         native.combine(
             row.y, row.ldy, row.places + t * k * 4, row.weights + t * k * 4, k,
             row.target + t * row.ldt, row.ldt >> 2, row.add,
@@ -189,16 +188,12 @@ def op_combine(c: int, row: fields.CombineOp, tid: int) -> None:
 
 
 def op_gate(c: int, row: fields.GateOp, tid: int) -> None:
-    n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
-    for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
-        native.gate(
-            row.x + r * row.ldx, row.logits + r * row.ldl, row.out + r * row.ldo, row.padded
-        )
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
+        native.gate(row.x + r * row.ldx, row.logits + r * row.ldl, row.out + r * row.ldo, row.padded)
 
 
 def op_squares(c: int, row: fields.SquaresOp, tid: int) -> None:
-    n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
-    for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
         x, out = row.x + r * row.ldx, row.out + r * row.ldo
         bring(x, row.ldx)
         for i in range(8):
@@ -208,8 +203,7 @@ def op_squares(c: int, row: fields.SquaresOp, tid: int) -> None:
 
 
 def op_rescale(c: int, row: fields.RescaleOp, tid: int) -> None:
-    n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
-    for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
         x, sums = row.x + r * row.ldx, row.sums + r * row.lds
         native.rescale(x, sums, row.first_weight, row.first, row.whole_first, row.eps)
         native.rescale(x + row.second, sums + 4, row.last_weight, row.last, row.whole_last, row.eps)

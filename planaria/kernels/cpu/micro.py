@@ -564,11 +564,6 @@ def settle(target: Target, panels: int) -> str:
     return row.text() + f.text()
 
 
-def constant(name: str, value: int) -> str:
-    """A function that returns a number, so that the interpreter needs no copy per target."""
-    return f"define i64 @{name}() nounwind alwaysinline {{ ret i64 {value} }}\n"
-
-
 def matrix_module(target: Target) -> str:
     """IR of all tiles and of the functions that choose one."""
     rows, inline = range(1, target.tile_rows + 1), range(1, target.inline_rows + 1)
@@ -589,9 +584,4 @@ def matrix_module(target: Target) -> str:
         dispatcher("pl_values", VALUE_ARGS, "rows", sums), dispatcher("pl_packed", PACKED_ARGS, "rows", inlined),
         dispatcher("pl_wide", WIDE_ARGS, "select", wides), dispatcher("pl_settle", SETTLE_ARGS, "panels", settles),
     ]  # fmt: skip
-    sizes = {
-        "pl_tile_rows": target.tile_rows, "pl_tile_panels": target.tile_panels, "pl_value_rows": target.value_rows,
-        "pl_value_panels": target.value_panels, "pl_inline_rows": target.inline_rows, "pl_item": target.item,
-        "pl_widens": int(target.widens),
-    }  # fmt: skip
-    return "\n".join([*parts, *(constant(name, value) for name, value in sizes.items())])
+    return "\n".join(parts)

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.micro import STORE_ACT
-from planaria.kernels.cpu.native import atomic_add, get, get32, put
-from planaria.kernels.cpu.threads import clear, whole_chunks
+from planaria.kernels.cpu.native import TARGET, atomic_add, get, get32, put
+from planaria.kernels.cpu.threads import clear, rows_from, scratch, whole_chunks
 
 
-def op_mla_store(c: int, row: fields.MlaStoreOp, first: int, last: int, mine: int) -> None:
+def op_mla_store(c: int, row: fields.MlaStoreOp, tid: int) -> None:
     n, slots = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.slots
     rank, rotated, size = row.rank, row.rotated, row.block_size
-    width = (rank + rotated) * native.item()
-    key = mine + layout.BIG
+    width = (rank + rotated) * TARGET.item
+    key = scratch(c, tid) + layout.BIG
     temp = key + width
-    last = whole_chunks(slots, last, n)
-    for t in range(whole_chunks(slots, first, n), last):
+    last = whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid + 1), n)
+    for t in range(whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid), n), last):
         x = row.x + t * row.ldx
         turn = get32(row.positions, t) * row.half * 4
         native.rotate(x, key, temp, 0, 0, 0, rank, row.norm, row.eps)
-        x, tail = x + rank * native.item(), key + rank * native.item()
+        x, tail = x + rank * TARGET.item, key + rank * TARGET.item
         native.rotate(x, tail, temp, row.cos + turn, row.sin + turn, row.half, rotated, 0, 0)
         slot = get(slots, t)
         offset = slot % size
@@ -32,8 +32,8 @@ def op_mla_store(c: int, row: fields.MlaStoreOp, first: int, last: int, mine: in
         native.store_key(key, place + (offset & 15) * 4, width >> 2)
 
 
-def op_by_head(c: int, row: fields.ByHeadOp, ticket: int, mine: int) -> None:
-    n, heads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.heads
+def op_by_head(c: int, row: fields.ByHeadOp, tid: int, ticket: int) -> None:
+    n, heads, mine = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.heads, scratch(c, tid)
     units = heads * ((n + layout.ROW_BLOCK - 1) // layout.ROW_BLOCK)
     unit = atomic_add(ticket, 0, 1)
     while unit < units:
@@ -57,14 +57,14 @@ def head_product(c: int, row: fields.ByHeadOp, mine: int, h: int, x: int, out: i
     panel, end, stride = 0, row.panels, row.stride
     w = row.w + h * end * stride
     while panel < end:
-        panels = native.tile_panels() if count > layout.STREAM_ROWS and end - panel >= native.tile_panels() else 1
+        panels = TARGET.tile_panels if count > layout.STREAM_ROWS and end - panel >= TARGET.tile_panels else 1
         for v in range(panels):
             put(mine + layout.POINTERS, v, w + (panel + v) * stride)
-        for r in range(0, count, native.tile_rows()):
-            rows = min(native.tile_rows(), count - r)
+        for r in range(0, count, TARGET.tile_rows):
+            rows = min(TARGET.tile_rows, count - r)
             native.tile(
                 rows * 4 + panels, x + r * row.ldx, row.ldx, mine + layout.POINTERS, row.length,
-                out + r * row.ldo + panel * 16 * native.item(), row.ldo, STORE_ACT,
+                out + r * row.ldo + panel * 16 * TARGET.item, row.ldo, STORE_ACT,
                 get(c, layout.ZEROS), get(c, layout.ZEROS),
             )  # fmt: skip
         panel += panels

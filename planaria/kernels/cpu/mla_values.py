@@ -10,7 +10,7 @@ The rule of micro.py holds: chunks in ascending order, then the tree, whatever t
 from __future__ import annotations
 
 from planaria.kernels.cpu.emit import F32, I32, Function
-from planaria.kernels.cpu.micro import VALUE_ARGS, Dot, Elements, constant, dispatcher
+from planaria.kernels.cpu.micro import VALUE_ARGS, Dot, Elements, dispatcher
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.cpu.vector import total
 
@@ -52,9 +52,6 @@ def latents(target: Target, rows: int, steps: int) -> str:
 
 def mla_module(target: Target) -> str:
     """IR of all these tiles and of the function that chooses one: by rows * 8 + steps."""
-    most_rows, most_steps = target.latent_rows, target.latent_steps
-    cases = {
-        rows * 8 + most_steps: latents(target, rows, most_steps) for rows in range(1, most_rows + 1)
-    }
-    sizes = constant("pl_latent_rows", most_rows), constant("pl_latent_steps", most_steps)
-    return "\n".join([*cases.values(), dispatcher("pl_latents", VALUE_ARGS, "rows", cases), *sizes])
+    steps = target.latent_steps
+    cases = {rows * 8 + steps: latents(target, rows, steps) for rows in range(1, target.latent_rows + 1)}
+    return "\n".join([*cases.values(), dispatcher("pl_latents", VALUE_ARGS, "rows", cases)])

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import platform
 
+from planaria.kernels.cpu.target import Target
+
+TARGET = Target("float32", "generic")  # in what is compiled: the one it is compiled for
 X86 = platform.machine() in ("x86_64", "AMD64")
 FUTEX, CLOCK_GETTIME, KILL = (202, 228, 62) if X86 else (98, 113, 129)  # numbers of system calls
 
@@ -53,6 +56,10 @@ def relax() -> None:
 def syscall(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """A system call."""
     raise NotImplementedError
+
+
+def operate(c: int, row: int, tid: int, ticket: int) -> None:
+    """Carry out a row: the function `op_...` of its kind (`build.operate` writes the choice)."""
 
 
 # Kernels
@@ -183,51 +190,3 @@ def squares(x: int, count: int, out: int) -> None:
 
 def rescale(x: int, sum: int, weight: int, count: int, whole: int, eps: int) -> None:
     """RMS norm of a row's part, given the sum of squares."""
-
-
-# Sizes of the target's tiles
-
-
-def tile_rows() -> int:
-    """Most rows of a dense tile."""
-    raise NotImplementedError
-
-
-def tile_panels() -> int:
-    """Most panels of a dense tile."""
-    raise NotImplementedError
-
-
-def value_rows() -> int:
-    """Most rows of a tile of values."""
-    raise NotImplementedError
-
-
-def value_panels() -> int:
-    """Most panels of a tile of values."""
-    raise NotImplementedError
-
-
-def latent_rows() -> int:
-    """Most rows of a tile of keys as values."""
-    raise NotImplementedError
-
-
-def latent_steps() -> int:
-    """Steps of such a tile."""
-    raise NotImplementedError
-
-
-def inline_rows() -> int:
-    """Most rows of a packed tile."""
-    raise NotImplementedError
-
-
-def item() -> int:
-    """Bytes of an activation element."""
-    raise NotImplementedError
-
-
-def widens() -> int:
-    """Are a product's rows widened to float32 before their tiles?"""
-    raise NotImplementedError

@@ -21,8 +21,8 @@ from planaria.kernels.cpu import experts as mixture
 from planaria.kernels.cpu.build import load, target_for
 from planaria.kernels.cpu.memory import Arena
 from planaria.kernels.cpu.pack import Packed, blank, form_of, pack, up
-from planaria.kernels.cpu.recorded import RecordedOps, Rope, Vector
-from planaria.kernels.cpu.recorder import Recorder
+from planaria.kernels.cpu.recorded import RecordedOps
+from planaria.kernels.cpu.recorder import Recorder, Rope, Vector
 from planaria.kernels.cpu.running import runner
 from planaria.kernels.cpu.tape import Act
 from planaria.kernels.cpu.team import Team

@@ -9,7 +9,7 @@ from __future__ import annotations
 from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.fields import AttendOp
 from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT, STREAM_AHEAD
-from planaria.kernels.cpu.native import get, get32, put
+from planaria.kernels.cpu.native import TARGET, get, get32, put
 from planaria.kernels.cpu.threads import barrier, bring, grab, scratch, share
 
 
@@ -57,12 +57,12 @@ def foresee_list(c: int, row: fields.LinearOp, mine: int, count: int, useless: i
 def widened(row: fields.LinearOp, mine: int) -> int:
     """Where a thread has the rows of its block in float32, on targets that widen them: behind the tiles of a fused
     activation."""
-    return mine + row.temp + 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * native.item()
+    return mine + row.temp + 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * TARGET.item
 
 
 def take_rows(row: fields.LinearOp, mine: int, first: int, last: int) -> None:
     """To be called before the blocks of rows [first, last)."""
-    if native.widens() and row.kind == DENSE:
+    if TARGET.widens and row.kind == DENSE:
         count = 2 * row.length
         for r in range(first, last):
             native.widen(row.x + r * row.ldx, widened(row, mine) + (r - first) * count * 4, count)
@@ -77,24 +77,24 @@ def product(
     kind, stride, length = row.kind, row.stride, row.length
     ldx = row.ldx
     x = row.x + first * ldx
-    if native.widens() and kind == DENSE:
+    if TARGET.widens and kind == DENSE:
         ldx = 8 * length
         x = widened(row, mine)
     n = last - first
-    wide = 16 * (native.item() if mode == STORE_ACT else 4)
+    wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
     lds = length * 4
     while panel < end:
         w, bias = row.w + panel * stride, row.bias + panel * 64
-        if kind != DENSE and n <= native.inline_rows():
+        if kind != DENSE and n <= TARGET.inline_rows:
             native.packed(n * 4 + kind, x, ldx, w, w + row.scales, length, out, ldo, mode, bias, sums, lds)
             panel += 1
             out += wide
             continue
-        panels = native.tile_panels() if n > layout.STREAM_ROWS and end - panel >= native.tile_panels() else 1
+        panels = TARGET.tile_panels if n > layout.STREAM_ROWS and end - panel >= TARGET.tile_panels else 1
         if kind != DENSE:
             for r in range(0, n, layout.WIDE_ROWS):
                 rows = min(layout.WIDE_ROWS, n - r)
-                foresee_list(c, row, mine, rows // native.tile_rows() * length, n > layout.WHOLE_ROWS)
+                foresee_list(c, row, mine, rows // TARGET.tile_rows * length, n > layout.WHOLE_ROWS)
                 native.wide(
                     panels * 4 + kind, rows, x + r * ldx, ldx, w, w + row.scales, length, stride, mine + layout.ACC,
                     sums + r * lds, lds, mine + layout.CODES, mine + layout.FETCH,
@@ -103,14 +103,14 @@ def product(
         else:
             for v in range(panels):
                 put(mine + layout.POINTERS, v, w + v * stride)
-            tiles = (n + native.tile_rows() - 1) // native.tile_rows()
+            tiles = (n + TARGET.tile_rows - 1) // TARGET.tile_rows
             for turn in range(tiles):
                 r = n * turn // tiles
                 rows = n * (turn + 1) // tiles - r
                 # while these panels are used the next come into the cache: a part with each of the first tiles, or
                 # with each one; a single tile of one panel asks for what it reads itself
                 put(mine + layout.PLAN, 3, 0)
-                if native.tile_panels() > 1:
+                if TARGET.tile_panels > 1:
                     put(mine + layout.PLAN, 0, w + (panels + turn) * stride)
                     put(mine + layout.PLAN, 1, length * 4 if turn < panels else 0)
                 elif tiles > 1:
@@ -134,7 +134,7 @@ def block(c: int, row: fields.LinearOp, mine: int, sums: int, first: int, last: 
     """Rows [first, last) x panels [panel, end) of a linear operation."""
     half, out, ldo, mode = row.half, row.out, row.ldo, row.mode
     out += first * ldo
-    wide = 16 * (native.item() if mode == STORE_ACT else 4)
+    wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
     my_sums = sums + first * row.length * 4
     if half == 0:
         product(c, row, mine, my_sums, first, last, panel, end, out + panel * wide, ldo, mode, end)
@@ -144,7 +144,7 @@ def block(c: int, row: fields.LinearOp, mine: int, sums: int, first: int, last: 
     ld = layout.FUSED_PANELS * wide
     gate = mine + row.temp
     up = gate + layout.ROW_BLOCK * ld
-    most = layout.FUSED_PANELS if last - first <= layout.WHOLE_ROWS else native.tile_panels()
+    most = layout.FUSED_PANELS if last - first <= layout.WHOLE_ROWS else TARGET.tile_panels
     while panel < end:
         stop = min(end, panel + most)
         product(c, row, mine, my_sums, first, last, panel, stop, gate, ld, STORE_ACT, panel + half)
@@ -183,7 +183,7 @@ def op_linear(c: int, row: fields.LinearOp, tid: int, ticket: int) -> None:
             if taken == 0:
                 return
             block(c, row, mine, sums, 0, n, taken >> 32, taken & 0xFFFFFFFF)
-    most = native.tile_panels()
+    most = TARGET.tile_panels
     groups = (panels + most - 1) // most
     units, ready = groups * ((n + layout.ROW_BLOCK - 1) // layout.ROW_BLOCK), -1
     while True:

@@ -8,23 +8,16 @@ The rule: how work is cut depends on row counts only where the result does not (
 
 from __future__ import annotations
 
-from typing import Any
-
 from planaria.kernels.cpu import fields, layout, native
-from planaria.kernels.cpu.collective import op_meet, op_receive, op_reduce, op_send
-from planaria.kernels.cpu.grouped import op_combine, op_gate, op_grouped, op_rescale, op_route, op_sort, op_squares
 from planaria.kernels.cpu.micro import STORE_F32
-from planaria.kernels.cpu.mla import op_by_head, op_mla_store
-from planaria.kernels.cpu.native import atomic_add, atomic_get, get, get32, prefetch, put, put32, relax
-from planaria.kernels.cpu.products import op_linear
-from planaria.kernels.cpu.threads import barrier, bring, clear, scratch, share, sleep_while, wake_all, whole_chunks
+from planaria.kernels.cpu.native import TARGET, atomic_add, atomic_get, get, get32, operate, prefetch, put, put32, relax
+from planaria.kernels.cpu.threads import barrier, bring, clear, rows_from, scratch, sleep_while, wake_all, whole_chunks
 
 # Operations
 
 
 def op_embed(c: int, row: fields.EmbedOp, tid: int) -> None:
-    n, threads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), get(c, layout.THREADS)
-    for t in range(share(n, tid, threads), share(n, tid + 1, threads)):
+    for t in range(rows_from(c, layout.ROWS_TOKENS, tid), rows_from(c, layout.ROWS_TOKENS, tid + 1)):
         token = get32(row.tokens, t) - row.first
         if token < 0 or token >= row.rows:
             if row.partial:
@@ -36,8 +29,7 @@ def op_embed(c: int, row: fields.EmbedOp, tid: int) -> None:
 
 
 def op_norm(c: int, row: fields.NormOp, tid: int) -> None:
-    n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
-    for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
         x, out = row.x + r * row.ldx, row.out + r * row.ldo
         bring(x + row.ldx, row.ldx)
         if row.narrow:
@@ -47,26 +39,23 @@ def op_norm(c: int, row: fields.NormOp, tid: int) -> None:
 
 
 def op_silu(c: int, row: fields.SiluOp, tid: int) -> None:
-    n, threads = get(get(c, layout.COUNTS), row.rows), get(c, layout.THREADS)
-    for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
         x, half = row.x + r * row.ldx, row.half
-        native.silu(x, x + half * native.item(), row.out + r * row.ldo, half, row.padded)
+        native.silu(x, x + half * TARGET.item, row.out + r * row.ldo, half, row.padded)
 
 
 def op_take(c: int, row: fields.TakeOp, tid: int) -> None:
-    n, threads = get(get(c, layout.COUNTS), layout.ROWS_SAMPLES), get(c, layout.THREADS)
-    for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
+    for r in range(rows_from(c, layout.ROWS_SAMPLES, tid), rows_from(c, layout.ROWS_SAMPLES, tid + 1)):
         source = row.x + get32(row.index, r) * row.ld
         native.copy(row.out + r * row.ld, source, row.ld)
 
 
 def op_rope(c: int, row: fields.RopeOp, tid: int) -> None:
-    n, threads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), get(c, layout.THREADS)
-    slots = row.slots
-    start = whole_chunks(slots, share(n, tid, threads), n)
-    end = whole_chunks(slots, share(n, tid + 1, threads), n)
+    n, slots = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.slots
+    start = whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid), n)
+    end = whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid + 1), n)
     dim, heads, kv_heads, half = row.dim, row.heads, row.kv_heads, row.half
-    head = dim * native.item()
+    head = dim * TARGET.item
     temp = scratch(c, tid) + layout.TEMP
     size, chunk = row.block_size, 16 * head
     per_head = (size >> 4) * 2 * chunk
@@ -93,7 +82,7 @@ def op_rope(c: int, row: fields.RopeOp, tid: int) -> None:
 
 def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: int, count: int) -> None:
     """Tokens [first, first + count) of sequence s, for the query heads of key head h."""
-    item = native.item()
+    item = TARGET.item
     size, dim = row.block_size, row.value_dim  # of values
     group = row.heads // row.groups
     head = row.dim * item
@@ -135,10 +124,10 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
                 prefetch(line)  # one in four: the core fetches their neighbours by itself
         i = 0
         while i < chunks:
-            panels = native.tile_panels() if chunks - i >= native.tile_panels() else 1
+            panels = TARGET.tile_panels if chunks - i >= TARGET.tile_panels else 1
             r = 0
             while r < rows:
-                some = min(native.tile_rows(), rows - r)
+                some = min(TARGET.tile_rows, rows - r)
                 native.tile(
                     some * 4 + panels, q + r * head, head, kp + 8 * i, head >> 2,
                     scores + (r * layout.KEY_TILE + 16 * i) * 4, layout.KEY_TILE * 4, STORE_F32,
@@ -155,14 +144,9 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
             for g in range(group):
                 r = i * group + g
                 native.softmax(
-                    scores + r * layout.KEY_TILE * 4,
-                    p + r * layout.KEY_TILE * item,
-                    chunks * 16,
-                    lo,
-                    hi,
-                    row.scale,
+                    scores + r * layout.KEY_TILE * 4, p + r * layout.KEY_TILE * item, chunks * 16, lo, hi, row.scale,
                     state + 16 * r,
-                )
+                )  # fmt: skip
         if row.keys_are_values:
             sum_keys(dim, rows, p, kp, chunks, o, state)
         else:
@@ -177,13 +161,13 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
 
 def sum_values(dim: int, rows: int, p: int, vp: int, chunks: int, o: int, state: int) -> None:
     """Add a tile's weighted values to o."""
-    item = native.item()
+    item = TARGET.item
     v, all_panels = 0, dim >> 4
     while v < all_panels:
-        panels = native.value_panels() if all_panels - v >= native.value_panels() else 1
+        panels = TARGET.value_panels if all_panels - v >= TARGET.value_panels else 1
         r = 0
         while r < rows:
-            some = min(native.value_rows(), rows - r)
+            some = min(TARGET.value_rows, rows - r)
             native.values(
                 some * 8 + panels, panels, p + r * layout.KEY_TILE * item, layout.KEY_TILE * item, vp, chunks,
                 v * 256 * item, o + (r * dim + 16 * v) * 4, dim * 4, state + 16 * r,
@@ -194,10 +178,10 @@ def sum_values(dim: int, rows: int, p: int, vp: int, chunks: int, o: int, state:
 
 def sum_keys(dim: int, rows: int, p: int, kp: int, chunks: int, o: int, state: int) -> None:
     """The same where values are the first `dim` columns of keys."""
-    item, steps = native.item(), native.latent_steps()
+    item, steps = TARGET.item, TARGET.latent_steps
     for v in range(0, dim * item >> 2, steps):
-        for r in range(0, rows, native.latent_rows()):
-            some = min(native.latent_rows(), rows - r)
+        for r in range(0, rows, TARGET.latent_rows):
+            some = min(TARGET.latent_rows, rows - r)
             native.latents(
                 some * 8 + steps, steps, p + r * layout.KEY_TILE * item, layout.KEY_TILE * item, kp, chunks, v * 64,
                 o + (r * dim + v * 4 // item) * 4, dim * 4, state + 16 * r,
@@ -228,52 +212,9 @@ def op_attend(c: int, row: fields.AttendOp, tid: int, ticket: int) -> None:
 
 
 def execute(c: int, tid: int) -> None:
-    row: Any  # of the kind that its code says
     tape, tickets = get(c, layout.TAPE), get(c, layout.TICKETS)
     for i in range(get(c, layout.OPS)):
-        row, ticket = tape + i * fields.ROW_WORDS * 8, tickets + i * layout.TICKET_BYTES
-        code = get(row, fields.CODE)
-        if code == fields.LinearOp.code:
-            op_linear(c, row, tid, ticket)
-        elif code == fields.NormOp.code:
-            op_norm(c, row, tid)
-        elif code == fields.AttendOp.code:
-            op_attend(c, row, tid, ticket)
-        elif code == fields.RopeOp.code:
-            op_rope(c, row, tid)
-        elif code == fields.EmbedOp.code:
-            op_embed(c, row, tid)
-        elif code == fields.ByHeadOp.code:
-            op_by_head(c, row, ticket, scratch(c, tid))
-        elif code == fields.MlaStoreOp.code:
-            n, threads = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), get(c, layout.THREADS)
-            op_mla_store(c, row, share(n, tid, threads), share(n, tid + 1, threads), scratch(c, tid))
-        elif code == fields.TakeOp.code:
-            op_take(c, row, tid)
-        elif code == fields.SiluOp.code:
-            op_silu(c, row, tid)
-        elif code == fields.ReduceOp.code:
-            op_reduce(c, row, tid, scratch(c, tid) + layout.TEMP)
-        elif code == fields.MeetOp.code:
-            op_meet(row, tid)
-        elif code == fields.SendOp.code:
-            op_send(row, tid)
-        elif code == fields.ReceiveOp.code:
-            op_receive(row, tid)
-        elif code == fields.GroupedOp.code:
-            op_grouped(c, row, tid, ticket)
-        elif code == fields.RouteOp.code:
-            op_route(c, row, tid)
-        elif code == fields.SortOp.code:
-            op_sort(c, row, tid)
-        elif code == fields.CombineOp.code:
-            op_combine(c, row, tid)
-        elif code == fields.GateOp.code:
-            op_gate(c, row, tid)
-        elif code == fields.SquaresOp.code:
-            op_squares(c, row, tid)
-        elif code == fields.RescaleOp.code:
-            op_rescale(c, row, tid)
+        operate(c, tape + i * fields.ROW_WORDS * 8, tid, tickets + i * layout.TICKET_BYTES)
         barrier(c)
 
 

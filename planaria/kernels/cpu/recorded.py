@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
-from planaria.kernels.cpu import experts as mixture
 from planaria.kernels.cpu import fields, layout, mla_rows
 from planaria.kernels.cpu.caches import PagedKV, PagedLatents
+from planaria.kernels.cpu.experts import ExpertOps
 from planaria.kernels.cpu.micro import ADD_RESIDUAL, STORE_ACT, STORE_F32
 from planaria.kernels.cpu.pack import Packed, up
-from planaria.kernels.cpu.recorder import Recorder, float_bits
-from planaria.kernels.cpu.tape import Act, Buffer
-from planaria.kernels.ops import Slots
-from planaria.models.config import MoEConfig
+from planaria.kernels.cpu.recorder import Recorder, Rope, Thing, Vector
+from planaria.kernels.cpu.tape import Act
 
 
-@dataclass(frozen=True)
-class Vector:
-    """A norm's weight, float32, padded with zeros to 16."""
-
-    values: npt.NDArray[np.float32]
-    length: int
-
-    @property
-    def address(self) -> int:
-        return int(self.values.ctypes.data)
-
-
-@dataclass(frozen=True)
-class Rope:
-    """cos, sin float32 [positions, half]."""
-
-    cos: npt.NDArray[np.float32]
-    sin: npt.NDArray[np.float32]
-
-    @property
-    def fields(self) -> dict[str, int]:
-        """Of an operation that rotates."""
-        return {"cos": self.cos.ctypes.data, "sin": self.sin.ctypes.data, "half": self.cos.shape[1]}
-
-
-class RecordedOps:
+class RecordedOps(ExpertOps, mla_rows.LatentOps):
     """See `planaria.kernels.ops.Operations`."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -53,11 +23,10 @@ class RecordedOps:
     def embed(self, table: Packed, vocab: range | None = None) -> Act:
         whole = self.recorder.tp.size == 1 or vocab is None
         out = self.recorder.new(layout.ROWS_TOKENS, table.columns, "float32")
-        self.recorder.own(table)
         self.recorder.add(
-            fields.EmbedOp, kind=table.kind, w=table.address, stride=table.stride, scales=table.scales,
-            length=table.length, out=out.buffer, ldo=out.ld, tokens=self.batch.tokens.ctypes.data, rows=table.rows,
-            first=0 if whole or vocab is None else vocab.start, partial=int(not whole),
+            fields.EmbedOp, kind=table.kind, w=table, stride=table.stride, scales=table.scales, length=table.length,
+            out=out, tokens=self.batch.tokens, rows=table.rows, first=0 if whole or vocab is None else vocab.start,
+            partial=not whole,
         )  # fmt: skip
         return out if whole else self.recorder.reduce(out, out)
 
@@ -73,10 +42,9 @@ class RecordedOps:
         if weight.length != x.columns:
             raise ValueError(f"rms_norm: a weight of {weight.length} for {x.columns} columns")
         out = self.recorder.new(x.rows, x.columns)
-        self.recorder.own(weight)
         self.recorder.add(
-            fields.NormOp, x=x.buffer, ldx=x.ld, weight=weight.address, out=out.buffer, ldo=out.ld,
-            padded=up(x.columns, 16), count=x.columns, eps=float_bits(eps), rows=x.rows, narrow=int(narrow),
+            fields.NormOp, x=x, weight=weight, out=out, padded=up(x.columns, 16), count=x.columns, eps=eps, rows=x.rows,
+            narrow=narrow,
         )  # fmt: skip
         return out
 
@@ -106,9 +74,8 @@ class RecordedOps:
             raise ValueError(f"linear: {x.columns} columns into a weight with K = {w.columns}")
         self.recorder.wants_product(w, self.batch.max_tokens)
         self.recorder.add(
-            fields.LinearOp, kind=w.kind, w=w.address, stride=w.stride, scales=w.scales, length=w.length, x=x.buffer,
-            ldx=x.ld, out=out.buffer, ldo=out.ld, mode=mode, bias=w.bias.ctypes.data, rows=x.rows, half=0,
-            temp=self.recorder.tile_bytes(w), panels=w.panels, attend=0,
+            fields.LinearOp, kind=w.kind, w=w, stride=w.stride, scales=w.scales, length=w.length, x=x, out=out,
+            mode=mode, bias=w.bias, rows=x.rows, half=0, temp=self.recorder.tile_bytes(w), panels=w.panels, attend=0,
         )  # fmt: skip
         return out
 
@@ -125,13 +92,10 @@ class RecordedOps:
         if 2 * rope.cos.shape[1] > head_dim:
             raise ValueError(f"rope_store: {2 * rope.cos.shape[1]} rotated elements in a head of {head_dim}")
         out = self.recorder.new(qkv.rows, num_heads * head_dim)
-        self.recorder.own(kv, rope, q_norm, k_norm)
         self.recorder.add(
-            fields.RopeOp, x=qkv.buffer, ldx=qkv.ld, out=out.buffer, ldo=out.ld, cache=kv.memory.address,
-            block_bytes=kv.block_bytes, key_bytes=kv.block_bytes // 2, block_size=kv.block_size, heads=num_heads,
-            kv_heads=num_kv_heads, dim=head_dim, q_norm=q_norm.address if q_norm else 0,
-            k_norm=k_norm.address if k_norm else 0, eps=float_bits(eps), slots=self.batch.slots.ctypes.data,
-            positions=self.batch.positions.ctypes.data, **rope.fields,
+            fields.RopeOp, x=qkv, out=out, cache=kv.memory, block_bytes=kv.block_bytes, block_size=kv.block_size,
+            heads=num_heads, kv_heads=num_kv_heads, dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps,
+            slots=self.batch.slots, positions=self.batch.positions, **rope.fields,
         )  # fmt: skip
         return out
 
@@ -168,26 +132,14 @@ class RecordedOps:
         batch, item = self.batch, self.target.item
         rows = max(layout.QUERY_ROWS, heads // groups)
         self.recorder.wants(layout.BIG + rows * (dim * item + value_dim * 4 + layout.KEY_TILE * (item + 4)))
-        self.recorder.own(kv)
         self.recorder.add(
-            fields.AttendOp, q=q.buffer, ldq=q.ld, out=out.buffer, ldo=out.ld, cache=kv.memory.address,
-            block_bytes=kv.block_bytes, chunk_bytes=chunk_bytes, block_size=kv.block_size, heads=heads, groups=groups,
-            dim=dim, scale=float_bits(scale), window=window or 0, seq_start=batch.seq_start.ctypes.data,
-            seq_len=batch.seq_len.ctypes.data, seq_row=batch.seq_row.ctypes.data,
-            table=batch.block_table.ctypes.data, ld_table=batch.block_table.strides[0], group_bytes=group_bytes,
-            value_dim=value_dim, keys_are_values=int(group_bytes == 0),
+            fields.AttendOp, q=q, out=out, cache=kv.memory, block_bytes=kv.block_bytes, chunk_bytes=chunk_bytes,
+            block_size=kv.block_size, heads=heads, groups=groups, dim=dim, scale=scale, window=window,
+            seq_start=batch.seq_start, seq_len=batch.seq_len, seq_row=batch.seq_row, table=batch.block_table,
+            ld_table=batch.block_table.strides[0], group_bytes=group_bytes, value_dim=value_dim,
+            keys_are_values=group_bytes == 0,
         )  # fmt: skip
         return out
-
-    def by_head(self, x: Act, weight: Packed, num_heads: int, rope: Rope | None = None) -> Act:
-        """The weight is not quantised; its K and N / num_heads are multiples of 16."""
-        self.recorder.own(rope)
-        tables = {"cos": 0, "sin": 0, "half": 0} if rope is None else rope.fields
-        return mla_rows.by_head(self.recorder, x, weight, num_heads, tables)
-
-    def mla_store(self, x: Act, kv: PagedLatents, norm: Vector, eps: float, rope: Rope) -> None:
-        self.recorder.own(norm, rope)
-        mla_rows.store(self.recorder, x, kv, (norm.address, norm.length), eps, rope.fields)
 
     def silu_mul(self, gate_up: Act) -> Act:
         self.recorder.expect(gate_up, "silu_mul")
@@ -195,10 +147,7 @@ class RecordedOps:
             raise ValueError(f"silu_mul: {gate_up.columns} columns are not two halves")
         half = gate_up.columns // 2
         out = self.recorder.new(gate_up.rows, half)
-        self.recorder.add(
-            fields.SiluOp, x=gate_up.buffer, ldx=gate_up.ld, out=out.buffer, ldo=out.ld, half=half, padded=up(half, 16),
-            rows=gate_up.rows,
-        )  # fmt: skip
+        self.recorder.add(fields.SiluOp, x=gate_up, out=out, half=half, padded=up(half, 16), rows=gate_up.rows)
         return out
 
     def wide_norm(
@@ -210,17 +159,14 @@ class RecordedOps:
         q, k = widths
         if q % 16 or k % 16:
             raise ValueError(f"wide_norm: {q} and {k} columns are not multiples of 16")
-        self.recorder.own(q_norm, k_norm)
         sums = self.recorder.new(qkv.rows, 2, "float32")
-        row: dict[str, int | Buffer] = {
-            "x": qkv.buffer, "ldx": qkv.ld, "first": q, "second": q * self.target.item, "rows": qkv.rows,
-        }  # fmt: skip
-        self.recorder.add(fields.SquaresOp, out=sums.buffer, ldo=sums.ld, last=k if counts_keys else 0, **row)
+        row: dict[str, Thing] = {"x": qkv, "first": q, "second": q * self.target.item, "rows": qkv.rows}
+        self.recorder.add(fields.SquaresOp, out=sums, last=k if counts_keys else 0, **row)
         if self.recorder.tp.size > 1:
             self.recorder.reduce(sums, sums)
         self.recorder.add(
-            fields.RescaleOp, sums=sums.buffer, lds=sums.ld, last=k, whole_first=whole[0], whole_last=whole[1],
-            first_weight=q_norm.address, last_weight=k_norm.address, eps=float_bits(eps), **row,
+            fields.RescaleOp, sums=sums, last=k, whole_first=whole[0], whole_last=whole[1], first_weight=q_norm,
+            last_weight=k_norm, eps=eps, **row,
         )  # fmt: skip
         return qkv
 
@@ -228,34 +174,12 @@ class RecordedOps:
         self.recorder.expect(x, "gate_rows")
         self.recorder.expect(logit, "the gate of gate_rows", "float32")
         out = self.recorder.new(x.rows, x.columns)
-        self.recorder.add(
-            fields.GateOp, x=x.buffer, ldx=x.ld, logits=logit.buffer, ldl=logit.ld, out=out.buffer, ldo=out.ld,
-            padded=up(x.columns, 16), rows=x.rows,
-        )  # fmt: skip
+        self.recorder.add(fields.GateOp, x=x, logits=logit, out=out, padded=up(x.columns, 16), rows=x.rows)
         return out
-
-    def route(
-        self, logits: Act, rule: MoEConfig, slots: Slots, correction: Vector | None = None
-    ) -> mixture.RoutingBuffers:  # fmt: skip
-        self.recorder.own(correction)
-        return mixture.route(self.recorder, logits, rule, slots, correction.address if correction else 0)
-
-    def experts(
-        self, x: Act, routing: mixture.RoutingBuffers, weights: mixture.ExpertTable, slots: Slots,
-        residual: Act | None = None, *, reduce: bool = False,
-    ) -> Act:  # fmt: skip
-        return mixture.experts(self.recorder, x, routing, weights, slots.held, residual, reduce)
-
-    def dispatch(self, x: Act, routing: mixture.RoutingBuffers) -> tuple[Act, mixture.RoutingBuffers]:
-        return mixture.dispatch(self.recorder, x, routing)
-
-    def combine(self, y: Act, residual: Act) -> Act:
-        return mixture.combine(self.recorder, y, residual)
 
     def take(self, x: Act) -> Act:
         if x.rows != layout.ROWS_TOKENS:
             raise ValueError("take: these rows were taken already")
         out = self.recorder.new(layout.ROWS_SAMPLES, x.columns, x.dtype)
-        index = self.batch.sample_index.ctypes.data
-        self.recorder.add(fields.TakeOp, x=x.buffer, ld=x.ld, out=out.buffer, index=index)
+        self.recorder.add(fields.TakeOp, x=x, ld=x.ld, out=out, index=self.batch.sample_index)
         return out

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
+import numpy as np
 import numpy.typing as npt
 
 from planaria.kernels.cpu import exchange, layout
@@ -16,6 +18,41 @@ from planaria.kernels.cpu.target import Target
 from planaria.kernels.ops import Batch
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, NativeComm
+
+
+class Addressed(Protocol):
+    """What has memory that kernels read: weights, norms, caches."""
+
+    @property
+    def address(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A norm's weight, float32, padded with zeros to 16."""
+
+    values: npt.NDArray[np.float32]
+    length: int
+
+    @property
+    def address(self) -> int:
+        return int(self.values.ctypes.data)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """cos, sin float32 [positions, half]."""
+
+    cos: npt.NDArray[np.float32]
+    sin: npt.NDArray[np.float32]
+
+    @property
+    def fields(self) -> dict[str, Thing]:
+        """Of an operation that rotates."""
+        return {"cos": self.cos, "sin": self.sin, "half": self.cos.shape[1]}
+
+
+Thing = int | float | Buffer | Act | Addressed | npt.NDArray[Any] | None
 
 
 class Recorder:
@@ -36,8 +73,25 @@ class Recorder:
         if not self.open:
             raise RuntimeError("an operation was called outside compile(); pass the forward function to it")
 
-    def add(self, op: type[Operation], **fields: int | Buffer) -> None:
+    def add(self, op: type[Operation], **things: Thing) -> None:
+        """Append an operation. An activation also gives the bytes of its rows (x: ldx) where the operation has such a
+        field; a float its bits; an array or what else has an address that, and is kept; None 0."""
         self.check()
+        words, fields = op.words(), dict[str, int | Buffer]()
+        for name, thing in things.items():
+            if isinstance(thing, int | Buffer):
+                fields[name] = thing
+            elif isinstance(thing, float):
+                fields[name] = float_bits(thing)
+            elif isinstance(thing, Act):
+                fields[name] = thing.buffer
+                if f"ld{name[0]}" in words:
+                    fields[f"ld{name[0]}"] = thing.ld
+            elif thing is None:
+                fields[name] = 0
+            else:
+                self.own(thing)
+                fields[name] = int(thing.ctypes.data) if isinstance(thing, np.ndarray) else thing.address
         self.tape.add(op, **fields)
 
     def cut(self, buffers: list[Buffer], between: Between) -> None:
@@ -83,10 +137,8 @@ class Recorder:
         if self.native_tp is None:
             self.cut([part.buffer, target.buffer], exchange.reducing(self.tp, part, target, self.batch.counts))
         else:
-            self.add(
-                ReduceOp, port=self.tp.port, part=part.buffer, target=target.buffer, ld=part.ld, rows=part.rows,
-                add=int(part is not target),
-            )  # fmt: skip
+            add = int(part is not target)
+            self.add(ReduceOp, port=self.tp.port, part=part, target=target, ld=part.ld, rows=part.rows, add=add)
         return target
 
     def gathered(self, rows: int, vocab: range, size: int) -> tuple[Act, Act]:

@@ -71,6 +71,11 @@ def share(n: int, tid: int, threads: int) -> int:
     return n * tid // threads
 
 
+def rows_from(c: int, kind: int, tid: int) -> int:
+    """The first of the step's rows of a kind that thread `tid` does."""
+    return share(get(get(c, layout.COUNTS), kind), tid, get(c, layout.THREADS))
+
+
 def bring(address: int, size: int) -> None:
     """Ask for what another core may have written last."""
     for line in range(address, address + size, 64):
