@@ -27,15 +27,13 @@ from typing import Any
 from benchmarks import report
 from benchmarks.deployment import Server
 from benchmarks.recovery import KV_BYTES, MAX_LENGTH, PROMPT, STREAMS, TOKENS, prompts, streams
-from planaria.config.options import EngineOptions
-from planaria.config.resolve import resolve
 from planaria.executor.gang import planned_tokens
 from planaria.executor.health import Health
 from planaria.executor.link.segment import FENCE
 from planaria.executor.link.shm import ShmLink
 from planaria.executor.pace import Pace
 from planaria.protocol import Row, StepPlan
-from planaria.server.supervisor import SupervisedEngine
+from planaria.server.engine import Engine
 from planaria.types import Delta, SamplingParams
 from planaria.wire import Submit
 from planaria.worker import main as worker
@@ -58,7 +56,6 @@ def microseconds(run: Callable[[], object], calls: int) -> float:
 
 async def journal() -> float:
     """A step of 32 tokens on its way to 32 sinks."""
-    config = resolve(EngineOptions(model="smollm2"))
     deltas = [[Delta(f"r{i}", step, [7], None) for i in range(STREAMS)] for step in range(STEPS)]
     sinks: dict[str, Callable[[Delta], None]] = {f"r{i}": lambda delta: None for i in range(STREAMS)}
 
@@ -68,12 +65,12 @@ async def journal() -> float:
                 sinks[delta.request_id](delta)
 
     def shipping() -> None:
-        supervisor = SupervisedEngine(config)
+        engine = Engine(0)
         for id, sink in sinks.items():
-            supervisor.submit(Submit(id, [1, 2, 3], SamplingParams(), 7, STEPS), sink)
+            engine.submit(Submit(id, [1, 2, 3], SamplingParams(), 7, STEPS), sink)
         for step in deltas:
             for delta in step:
-                supervisor.queue.deliver(delta)
+                engine.deliver(delta)
 
     return microseconds(shipping, STEPS) - microseconds(plain, STEPS)
 

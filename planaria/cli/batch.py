@@ -88,21 +88,21 @@ async def _answer(
     if quiet.getEffectiveLevel() == logging.INFO:  # a line for each request
         quiet.setLevel(logging.WARNING)
     with contextlib.ExitStack() as bar:
-        client = Fleet(config, bar.enter_context(loading()), *engines(config))
+        fleet = Fleet(config, bar.enter_context(loading()), *engines(config))
         try:
-            await client.start()
+            await fleet.start()
             from planaria.server.batch import answer_all
             from planaria.server.tokenise import load_tokenizer
 
             tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
-            facts = await client.ready()
+            facts = await fleet.dispatcher.ready()
             bar.close()
             console.print(summary(facts, {"total": time.monotonic() - began}))
             update = bar.enter_context(generating(total))
             update(known, 0)
             await answer_all(
-                client, tokenizer, settings, left, answers, most_open=2 * config.scheduler.max_num_seqs,
+                fleet.dispatcher, tokenizer, settings, left, answers, most_open=2 * config.scheduler.max_num_seqs,
                 on_done=lambda tokens: update(len(answers.done), tokens),
             )
         finally:
-            await client.close()
+            await fleet.close()

@@ -29,7 +29,8 @@ from planaria.server.config import ServerConfig
 from planaria.server.connections import raise_descriptor_limit
 
 if TYPE_CHECKING:
-    from planaria.server.fleet import Fleet, Hosts, Make
+    from planaria.server.fleet import Fleet, Hosts
+    from planaria.server.keeper import Make
 
 logger = logging.getLogger("planaria.server")
 
@@ -72,7 +73,8 @@ def _show(table: str) -> None:
 
 def _prepare(fleet: Fleet, planned: Planned | None) -> None:
     """Where ranks are on Ray, who places them says it, before they are started."""
-    fleet.check.plan, fleet.check.on_table = planned, _show
+    check = fleet.dispatcher.check
+    check.plan, check.on_table = planned, _show
 
 
 def engines(config: EngineConfig) -> tuple[Make, Hosts | None]:
@@ -103,10 +105,10 @@ async def _serve(
     if config.parallel.api_server_count > 1:
         return await _serve_from_root(config, settings, started, skip_tokenizer_init, planned)
     with contextlib.ExitStack() as bar:
-        client = Fleet(config, bar.enter_context(loading()), *engines(config))
-        _prepare(client, planned)
+        fleet = Fleet(config, bar.enter_context(loading()), *engines(config))
+        _prepare(fleet, planned)
         try:
-            await client.start()
+            await fleet.start()
             from planaria.server.serve import bind, serve
             from planaria.server.tokenise import load_tokenizer
 
@@ -118,11 +120,13 @@ async def _serve(
 
             def announce(line: str) -> None:
                 bar.close()
-                _announce(line, client, started)
+                _announce(line, fleet, started)
 
-            return await serve(client, tokenizer, settings, started=started, sock=sock, announce=announce)
+            return await serve(
+                fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce
+            )
         finally:
-            await client.close()
+            await fleet.close()
 
 
 async def _serve_from_root(
@@ -155,8 +159,9 @@ def _set_title(sock: socket.socket, config: EngineConfig, settings: ServerConfig
 
 
 def _announce(line: str, fleet: Fleet, started: float) -> None:
-    assert fleet.facts is not None
+    facts = fleet.dispatcher.facts
+    assert facts is not None
     defaults = said(fleet.config.checkpoint["generation_config"])
-    console.print(summary(fleet.facts, {"total": time.monotonic() - started}, defaults))
+    console.print(summary(facts, {"total": time.monotonic() - started}, defaults))
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

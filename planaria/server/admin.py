@@ -19,7 +19,7 @@ from planaria.server.fleet_resize import DRAIN_TIMEOUT
 from planaria.server.metrics import imbalance
 from planaria.server.schema_fleet import LayoutRequest, ScaleRequest
 from planaria.server.service import Service
-from planaria.wire import EngineClient, ProcessInfo
+from planaria.wire import FleetControl, ProcessInfo
 
 
 async def list_processes(request: Request) -> Response:
@@ -28,13 +28,13 @@ async def list_processes(request: Request) -> Response:
     pid = os.getpid()
     state = "draining" if service.draining else "ready" if not service.not_ready() else "not ready"
     own = ProcessInfo("server", None, {}, pid, node_name(), None, state, resident_bytes(pid))
-    return Response(encode_json({"processes": [own, *await service.client.report()]}), media_type="application/json")
+    return Response(encode_json({"processes": [own, *await service.control.report()]}), media_type="application/json")
 
 
 async def show_fleet(request: Request) -> Response:
     """Every engine with its ranks and load, and the latest resizes."""
-    client = request.app.state.service.client
-    engines = client.engines()
+    service: Service = request.app.state.service
+    engines = service.client.engines()
     body = {
         "size": len(engines),
         "imbalance": imbalance(engines),
@@ -47,18 +47,18 @@ async def show_fleet(request: Request) -> Response:
             }
             for engine in engines
         ],
-        "resizes": client.resizes(),
+        "resizes": service.control.resizes(),
     }  # fmt: skip
     return Response(encode_json(body), media_type="application/json")
 
 
 async def show_experts(request: Request) -> Response:
     """Where experts are and what their load was, of each engine that balances them."""
-    engines = await experts_of(request.app.state.service.client)
+    engines = await experts_of(request.app.state.service.control)
     return Response(encode_json({"engines": engines}), media_type="application/json")
 
 
-async def experts_of(client: EngineClient) -> list[dict[str, object]]:
+async def experts_of(control: FleetControl) -> list[dict[str, object]]:
     """Of each engine that balances its experts, as /admin/experts says it."""
     return [
         {
@@ -67,7 +67,7 @@ async def experts_of(client: EngineClient) -> list[dict[str, object]]:
             "seconds_since": time.time() - loads.stats.rearranged_at if loads.stats.rearranged_at else None,
             "bytes_moved": loads.stats.bytes_moved, "bytes_needed": loads.bytes_needed, "layers": loads.layers,
         }
-        for index, loads in (await client.experts()).items()
+        for index, loads in (await control.experts()).items()
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ async def scale_elastic_ep(request: Request) -> Response:
     size = body.new_data_parallel_size
     timeout = DRAIN_TIMEOUT if body.drain_timeout is None else body.drain_timeout
     try:
-        done = await request.app.state.service.client.resize(body.id or uuid.uuid4().hex[:8], size, timeout)
+        done = await request.app.state.service.control.resize(body.id or uuid.uuid4().hex[:8], size, timeout)
     except Refused as e:
         return failure(str(e), 409 if e.busy else 400, param="new_data_parallel_size", code="resize_refused")
     if done.state == ROLLED_BACK:
@@ -97,10 +97,10 @@ async def change_layout(request: Request) -> Response:
     400: it can't be had, or does not fit the model; 409: another change is under way.
     """
     body = await read(request, LayoutRequest)
-    client = request.app.state.service.client
-    numbers = [engine.index for engine in client.engines()]
+    service: Service = request.app.state.service
+    numbers = [engine.index for engine in service.client.engines()]
     try:
-        found = await client.resize_engines(body.tensor_parallel_size, body.pipeline_parallel_size)
+        found = await service.control.resize_engines(body.tensor_parallel_size, body.pipeline_parallel_size)
     except Refused as e:
         return failure(str(e), 409 if e.busy else 400, code="resize_refused")
     failed = next((f"engine {n}: {done.error}" for n, done in zip(numbers, found, strict=False) if done.error), "")

@@ -20,7 +20,8 @@ from planaria.errors import ConfigError, PlanariaError
 from planaria.hosts import child
 from planaria.logs import setup_logging
 from planaria.processes import leave_signals_to_parent, set_title
-from planaria.server.attached import AttachedFleet
+from planaria.server.attached import Attached
+from planaria.server.background import Background
 from planaria.server.channel import Channel
 from planaria.server.counts import counts_of
 from planaria.server.forward import Forward, RootLink
@@ -44,11 +45,11 @@ class ApiServer:
 
     def __init__(self, boot: Boot, channel: Channel[FromRoot]) -> None:
         self.boot, self.channel = boot, channel
-        self.fleet = AttachedFleet(boot.config, boot.number, channel.send)
+        self.engines = Attached(boot.config, boot.number, channel.send)
         self.root = RootLink(channel.send)
         self.stop = asyncio.Event()
         self.app: FastAPI | None = None
-        self._orders: set[asyncio.Task[None]] = set()
+        self._orders = Background()
 
     async def run(self, sock: socket.socket) -> int:
         """Until it was told to stop; returns an exit code."""
@@ -58,8 +59,8 @@ class ApiServer:
             tokenizer = load_tokenizer(msgspec.convert(self.boot.config.checkpoint, Checkpoint))
         try:
             return await serve(
-                self.fleet, tokenizer, self.boot.settings, sock=sock, signals=False, stop=self.stop, shared=True,
-                prepare=self._prepare, announce=lambda line: self.channel.send(Serving()),
+                self.engines.dispatcher, tokenizer, self.boot.settings, sock=sock, signals=False, stop=self.stop,
+                shared=True, prepare=self._prepare, announce=lambda line: self.channel.send(Serving()),
             )  # fmt: skip
         except ConfigError as e:
             self.channel.send(Unable(str(e)))
@@ -67,7 +68,7 @@ class ApiServer:
         except PlanariaError:
             return 1  # the root says why
         finally:
-            await self.fleet.close()
+            self.engines.close()
             listening.cancel()
             await self.channel.close()
 
@@ -79,15 +80,13 @@ class ApiServer:
         while (message := await self.channel.receive()) is not None:
             match message:
                 case State():
-                    self.fleet.follow(message)
+                    self.engines.follow(message)
                 case Stop():
                     self.stop.set()
                 case ForwardedAnswer():
                     self.root.hear(message)
                 case Order():
-                    task = asyncio.create_task(self._carry_out(message))
-                    self._orders.add(task)
-                    task.add_done_callback(self._orders.discard)
+                    self._orders.start(self._carry_out(message))
         os._exit(1)  # the root has ended
 
     async def _carry_out(self, order: Order) -> None:
@@ -95,7 +94,7 @@ class ApiServer:
             counts = counts_of(self.app.state.service) if self.app is not None else None
             self.channel.send(OrderDone(order.id, counts=counts))
         else:
-            self.channel.send(await self.fleet.carry_out(order))
+            self.channel.send(await self.engines.carry_out(order))
 
 
 def main() -> int:

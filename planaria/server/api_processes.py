@@ -24,6 +24,7 @@ from planaria.hosts.local import HERE, LocalHost
 from planaria.hosts.pool import BackOff
 from planaria.logs import current_level
 from planaria.node import node_name, process_state, resident_bytes
+from planaria.server.background import Background
 from planaria.server.channel import Channel
 from planaria.server.config import ServerConfig
 from planaria.server.counts import added
@@ -78,7 +79,7 @@ class ApiProcesses:
         self._numbers = itertools.count()
         self._orders = itertools.count()
         self._limit = Reformations(RESTARTS, WINDOW)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._attending = Background()
 
     async def start(self, count: int) -> None:
         await asyncio.gather(*(self._start(rank) for rank in range(count)))
@@ -108,9 +109,7 @@ class ApiProcesses:
             raise
         api.channel.send(self.state)
         self.all[number] = api
-        task = asyncio.create_task(self._attend(api))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._attending.start(self._attend(api))
 
     async def _attend(self, api: ApiProcess) -> None:
         """Until it has ended."""
@@ -238,13 +237,13 @@ class ApiProcesses:
     async def ended(self, timeout: float) -> None:
         """Wait for all; those that are still there after so many seconds are killed."""
         self.stopping = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout)
+        if self._attending.tasks:
+            await asyncio.wait(self._attending.tasks, timeout=timeout)
         for api in self.all.values():
             logger.warning("API process %d did not end in time: killed", api.pid)
             api.kill()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._attending.tasks:
+            await asyncio.wait(self._attending.tasks)
 
     def report(self) -> list[ProcessInfo]:
         """For people."""

@@ -51,22 +51,21 @@ async def dashboard_script(request: Request) -> Response:
 async def dashboard_data(request: Request) -> Response:
     """All that the page shows: processes, health, engines, the last minutes, faults and changes, experts."""
     service: Service = request.app.state.service
-    client = service.client
     body = {
         "now": time.time(),
         "version": __version__,
         "models": service.model_names,
         "health": health_of(service),
         "requests": service.requests if service.elsewhere is None else service.elsewhere,
-        "processes": await client.report(),
+        "processes": await service.control.report(),
         "engines": [
             {"engine": e.index, "state": e.shown, "layout": e.layout, "open": e.open, "load_tokens": e.load}
-            for e in client.engines()
+            for e in service.client.engines()
         ],
         "columns": Sample.__struct_fields__,
         "samples": list(service.history.samples),
         "events": list(service.faults.recent),
-        "resizes": client.resizes(),
-        "experts": await experts_of(client),
+        "resizes": service.control.resizes(),
+        "experts": await experts_of(service.control),
     }
     return Response(encode_json(body), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
+import time
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
+import msgspec
+
+from planaria.core.router import Router
 from planaria.errors import PlanariaError
+from planaria.server.background import Background
+from planaria.server.engine import Engine, added, error_of
+from planaria.server.placed import Check
+from planaria.server.root_messages import Counts
 from planaria.server.stream import Stream
-from planaria.server.supervisor import SupervisedEngine
 from planaria.types import Delta, FinishReason, SamplingParams
-from planaria.wire import Sink, Submit
-
-if TYPE_CHECKING:
-    from planaria.server.fleet import Fleet
+from planaria.wire import Dead, EngineFacts, EngineState, EngineStats, FleetControl, Recovery, Sink, Submit
 
 _numbers = itertools.count()
 WARM_UP = 60.0  # seconds the other engine gets to compute what a sequence has
@@ -31,16 +35,167 @@ GOES_ON = 1.0  # seconds in which a sequence that was moved is alone with its en
 
 
 class Dispatcher:
-    """fleet: keeps the engines."""
+    """Implements `planaria.wire.EngineClient`. Who keeps the engines says which there are (`add`, `admit`, `leave`,
+    `forget`); on_changed hears when one is another. warm: engines have prefix caches; control: who has their number
+    and layout changed."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet, self.router = fleet, fleet.router
+    def __init__(self, warm: bool, control: FleetControl | None = None) -> None:
+        self.warm, self.control = warm, control
+        self.router = Router()
+        self.members: dict[int, Engine] = {}  # by number
+        self.facts: EngineFacts | None = None
+        self.dead: Dead | None = None
+        self.check = Check()
+        self.on_recovery: Callable[[Recovery], None] = lambda message: None
+        self.on_settled: Callable[[int], None] = lambda index: None
+        self.on_changed: Callable[[], None] = lambda: None
+        self.elsewhere: Counts | None = None  # where API processes have the sequences: what they have
         self.open: dict[str, Stream] = {}
         self.taken = Counter[int]()  # sequences that came to an engine from another
+        self._before = EngineStats()  # what the engines that have left have counted
+        self._ready = asyncio.Event()
         self._left = asyncio.Event()  # an engine that leaves has a sequence less
+        self._background = Background()
+
+    # -- engines
+
+    def add(self, engine: Engine) -> None:
+        """Another. It gets work once it is up and `admit` was called."""
+        engine.on_change = functools.partial(self._changed, engine)
+        engine.on_step = lambda: self.router.snapshot(engine.index, engine.stats)
+        self.members[engine.index] = engine
+
+    def admit(self, engine: Engine) -> None:
+        """From now on this one gets work."""
+        capacity = engine.facts.num_blocks * engine.facts.block_size if engine.facts is not None else None
+        self.router.join(engine.index, capacity)
+        self.router.set_up(engine.index, engine.state == "ready")
+        self.tell_facts()
+        if engine.state == "ready":
+            self.rescue_all()
+        self._ready.set()
+        self.on_changed()
+
+    def joined(self, index: int) -> bool:
+        """Has this engine been given to the router?"""
+        return index in self.router
+
+    def close_to_new_work(self, indices: Iterable[int], closed: bool = True) -> None:
+        """Or (False) open them again."""
+        for index in indices:
+            if index in self.members:
+                self.members[index].leaving = closed
+            if self.joined(index):
+                self.router.drain(index, closed)
+        self.on_changed()
+
+    async def leave(self, engine: Engine) -> None:
+        """One that is about to end: what it has goes on elsewhere."""
+        engine.ending = True
+        self.rescue(engine, certainly=True)
+
+    def forget(self, engine: Engine) -> None:
+        """It has ended."""
+        if self.joined(engine.index):
+            self.router.leave(engine.index)
+        self._before = _sum([self._before, engine.stats])
+        self.on_settled(engine.index)
+        del self.members[engine.index]
+        self.check.forget(engine.index)
+        self._end_with_the_last()
+        self.tell_facts()
+        self.on_changed()
+
+    def _changed(self, engine: Engine) -> None:
+        """An engine's state is another: what waits for one that is not up may go on in one that is."""
+        if self.joined(engine.index):  # else it has not joined yet, or has left
+            if engine.state in ("ready", "ended"):
+                self.on_settled(engine.index)
+            was_up = self.router.is_up(engine.index)
+            self.router.set_up(engine.index, engine.state == "ready")
+            if was_up and engine.state != "ready":
+                for stream in self.of(engine):
+                    stream.lost = engine.had(stream) and not engine.on_purpose
+            if engine.state == "ready":
+                self.tell_facts()
+                if not was_up:
+                    self._background.start(self.take_share(engine))  # of what is open here
+            self.rescue_all()
+            self._end_with_the_last()
+        self.on_changed()
+
+    def _end_with_the_last(self) -> None:
+        """Without an engine there is nobody who could go on."""
+        causes = [engine.dead for engine in self.members.values()]
+        if causes and causes[-1] is not None and None not in causes:
+            self.die(causes[-1])
+
+    def die(self, dead: Dead) -> None:
+        """There will be no engine."""
+        self.dead = self.dead or dead
+        self._ready.set()
+
+    def tell_facts(self) -> None:
+        known = {index: engine.facts for index, engine in sorted(self.members.items()) if engine.facts is not None}
+        for index, facts in known.items():
+            self.check.look(index, facts)
+        if not known:
+            return
+        first, *others = known.values()
+        self.facts = msgspec.structs.replace(
+            first, num_blocks=min(facts.num_blocks for facts in known.values()),
+            layout=f"dp={len(known)} {first.layout}" if others else first.layout,
+            ranks=[pid for facts in known.values() for pid in facts.ranks],
+            places=[place for facts in known.values() for place in facts.places],
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._background.cancel()
+
+    # -- for people
+
+    async def ready(self) -> EngineFacts:
+        """See EngineClient."""
+        await self._ready.wait()
+        if self.dead is not None:
+            raise error_of(self.dead)
+        assert self.facts is not None
+        return self.facts
+
+    @property
+    def stats(self) -> EngineStats:
+        engines = list(self.members.values())
+        total = _sum([self._before, *(engine.stats for engine in engines)])
+        usage = sum(engine.stats.kv_usage for engine in engines) / max(1, len(engines))
+        return msgspec.structs.replace(total, kv_usage=usage)
+
+    @property
+    def last_progress(self) -> float:
+        """Of the engine that has not moved for the longest."""
+        if self.elsewhere is not None:
+            return self.elsewhere.moved or time.monotonic()
+        return min((e.last_progress for e in self.members.values() if e.streams), default=time.monotonic())
+
+    def engines(self) -> list[EngineState]:
+        loads = self.router.loads()
+        return [self._shown(engine, loads.get(index, 0)) for index, engine in sorted(self.members.items())]
+
+    def _shown(self, engine: Engine, load: int) -> EngineState:
+        index, facts, elsewhere = engine.index, engine.facts, self.elsewhere
+        opened = len(engine.streams)
+        taken = self.taken[index]
+        if elsewhere is not None:
+            (opened, load), taken = elsewhere.open.get(index, (0, 0)), elsewhere.taken.get(index, 0)
+        return EngineState(
+            index, engine.state, engine.connection.pid if engine.connection is not None else 0,
+            facts.layout if facts is not None else "", facts.ranks if facts is not None else [], engine.stats, opened,
+            load, engine.leaving, taken, self.check.found.get(index, []),
+        )  # fmt: skip
+
+    # -- sequences
 
     def submit(self, message: Submit, sink: Sink) -> None:
-        dead = self.fleet.dead
+        dead = self.dead
         if dead is not None:
             sink(Delta(message.id, len(message.output), [], FinishReason.ERROR, error=dead.message))
             return
@@ -53,27 +208,26 @@ class Dispatcher:
         self.open[message.id] = stream
         self._send(stream, engine)
 
-    def _up(self, stream: Stream) -> SupervisedEngine | None:
+    def _up(self, stream: Stream) -> Engine | None:
         """The best of those that can admit."""
         history = stream.history() if stream.tokens else stream.submit.prompt
         index = self.router.choose(history, stream.submit.max_tokens - len(stream.tokens))
-        return self.fleet.members[int(index)] if index is not None else None
+        return self.members[int(index)] if index is not None else None
 
-    def _least_busy(self) -> SupervisedEngine | None:
+    def _least_busy(self) -> Engine | None:
         """Nobody is up: who will have the least to do when it is. One that has not joined yet must, if all others were
         given up; one that is to leave, if there is no other at all: then it can't."""
-        fleet = self.fleet
 
-        def cost(engine: SupervisedEngine) -> tuple[bool, bool, int]:
-            return engine.index in fleet.leaving, not fleet.joined(engine.index), len(engine.queue)
+        def cost(engine: Engine) -> tuple[bool, bool, int]:
+            return engine.leaving, not self.joined(engine.index), len(engine.streams)
 
-        able = [engine for engine in fleet.members.values() if engine.dead is None and engine.index not in fleet.ending]
+        able = [engine for engine in self.members.values() if engine.dead is None and not engine.ending]
         found = min(able, key=cost, default=None)
-        if found is not None and not fleet.joined(found.index):
-            fleet.admit(found.index)
+        if found is not None and not self.joined(found.index):
+            self.admit(found)
         return found
 
-    def _send(self, stream: Stream, engine: SupervisedEngine) -> None:
+    def _send(self, stream: Stream, engine: Engine) -> None:
         submit, known = stream.submit, len(stream.tokens)
         self.router.sent(stream.id, engine.index, len(submit.prompt) + known, submit.max_tokens - known)
         engine.take(stream)
@@ -95,29 +249,29 @@ class Dispatcher:
         self.open.pop(stream.id, None)
         stream.heard()
         self.router.ended(stream.id)
-        if stream.engine.index in self.fleet.leaving:
+        if stream.engine.leaving:
             self._left.set()
 
-    def of(self, engine: SupervisedEngine) -> list[Stream]:
+    def of(self, engine: Engine) -> list[Stream]:
         """An engine's open sequences, the oldest first."""
-        if not self.fleet.joined(engine.index):
+        if not self.joined(engine.index):
             return []
         return [self.open[id] for id in self.router.requests(engine.index)]
 
     # -- elsewhere
 
-    def best_for(self, stream: Stream) -> SupervisedEngine | None:
+    def best_for(self, stream: Stream) -> Engine | None:
         """Another engine that can go on with it now."""
         other = self._up(stream)
         return other if other is not stream.engine else None
 
     def rescue_all(self) -> None:
         """What waits for an engine that is not up may go on in one that is."""
-        for engine in self.fleet.members.values():
+        for engine in self.members.values():
             if engine.state != "ready":
                 self.rescue(engine)
 
-    def rescue(self, engine: SupervisedEngine, *, certainly: bool = False) -> None:
+    def rescue(self, engine: Engine, *, certainly: bool = False) -> None:
         """An engine is not up: what it has goes on elsewhere, if it may and can. certainly: there is no way back."""
         certainly = certainly or engine.dead is not None
         for stream in self.of(engine):
@@ -127,7 +281,7 @@ class Dispatcher:
             if other is not None and other is not engine:
                 self.move(stream, other)
 
-    def move(self, stream: Stream, engine: SupervisedEngine) -> None:
+    def move(self, stream: Stream, engine: Engine) -> None:
         """Have another engine go on with a sequence."""
         stream.engine.cancel(stream.name)
         stream.rename()
@@ -135,7 +289,7 @@ class Dispatcher:
         self._send(stream, engine)
         self._left.set()
 
-    async def hand_over_all(self, engine: SupervisedEngine) -> int:
+    async def hand_over_all(self, engine: Engine) -> int:
         """Move everything an engine has to others, one after the other, so that each pauses for a step or two. Returns
         how many. Raises PlanariaError when nobody can take over."""
         moved = 0
@@ -147,11 +301,11 @@ class Dispatcher:
             moved += await self._hand_over(opened[0], other)
         return moved
 
-    async def take_share(self, engine: SupervisedEngine) -> int:
+    async def take_share(self, engine: Engine) -> int:
         """Move sequences to an engine that has come up, until no other has two more than it. Returns how many."""
-        fleet, moved = self.fleet, 0
-        while engine.state == "ready" and engine.index not in fleet.leaving:
-            others = [other for other in fleet.members.values() if other.state == "ready" and fleet.joined(other.index)]
+        moved = 0
+        while engine.state == "ready" and not engine.leaving:
+            others = [other for other in self.members.values() if other.state == "ready" and self.joined(other.index)]
             busiest = max(others, key=lambda other: len(self.of(other)))
             movable = [stream for stream in self.of(busiest) if not stream.stuck]
             if len(self.of(busiest)) - len(self.of(engine)) < 2 or not movable:
@@ -159,11 +313,11 @@ class Dispatcher:
             moved += await self._hand_over(min(movable, key=lambda stream: len(stream.history())), engine)
         return moved
 
-    async def _hand_over(self, stream: Stream, other: SupervisedEngine) -> bool:
+    async def _hand_over(self, stream: Stream, other: Engine) -> bool:
         """Move one, if it is still there when the other engine has its history in its prefix cache. Ends when it goes
         on there: what is computed for the next one would only make it wait."""
         engine = stream.engine
-        if self.fleet.config.cache.enable_prefix_caching and engine.state == "ready":
+        if self.warm and engine.state == "ready":
             done = asyncio.Event()
             id = f"{stream.id}~warm{next(_numbers)}"
             params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -188,6 +342,17 @@ class Dispatcher:
         """Wait until engines that leave have no sequence any more, for so many seconds at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while any(self.of(self.fleet.members[index]) for index in indices):
+                while any(self.of(self.members[index]) for index in indices):
                     self._left.clear()
                     await self._left.wait()
+
+
+def _sum(parts: Iterable[EngineStats]) -> EngineStats:
+    """Added up; of epochs the highest; kv_usage of the last."""
+    total = EngineStats()
+    for stats in parts:
+        total = msgspec.structs.replace(
+            added(total, stats), running=total.running + stats.running, waiting=total.waiting + stats.waiting,
+            epoch=max(total.epoch, stats.epoch),
+        )  # fmt: skip
+    return total

@@ -1,4 +1,4 @@
-"""One engine, as a front end knows it: started, listened to, watched, ended. `supervisor.py` starts another when it
+"""One engine, as a front end knows it: started, listened to, watched, ended. `keeper.py` starts another when it
 ends. Here as a process of this machine; `ray_engine.py` has it as an actor.
 
 Its socket is its own, so nothing of an engine that was given up is ever heard again.
@@ -48,16 +48,14 @@ class Ended(msgspec.Struct, frozen=True):
     fence: float = 0.0
 
 
-class EngineHandle:
+class Connection:
     """The front end's end of an engine's socket. `hear` gets every message; an exception of it counts as the engine's
     fault."""
 
     pid = 0
-    local = True  # it is a process of this machine
 
-    def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
-        self.config, self.hear = config, hear
-        self.again = False  # another served before it; set before `start`
+    def __init__(self, hear: Callable[[FromEngine], None]) -> None:
+        self.hear = hear
         self.silent = 0.0  # seconds without a message, by looks: a server that was stopped itself doesn't count them
         self._said: asyncio.Future[Dead] = asyncio.get_running_loop().create_future()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -65,17 +63,11 @@ class EngineHandle:
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self.address = ""  # of the engine's socket, once it is known
         self.keys: Keys | None = None  # that who comes there needs, where it is open to other nodes
-        self.on_address: Callable[[], None] = lambda: None
-        self.shared_in: str | None = None  # a folder where the socket's name stays, for others who come
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._listener: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Start it and begin to listen."""
-        raise NotImplementedError
-
-    async def _connect(self, address: str, prepare: Callable[[zmq.Socket[Any]], None] = lambda socket: None) -> None:
+    def connect(self, address: str, prepare: Callable[[zmq.Socket[Any]], None] = lambda socket: None) -> None:
         """prepare: sets options of the socket."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -83,23 +75,27 @@ class EngineHandle:
             self._socket.setsockopt(option, value)
         prepare(self._socket)
         self._socket.connect(address)
-        await self._socket.send(b"")
+        self._socket.send(b"")
         self._listener = asyncio.create_task(self._listen())
         self.address = address
-        self.on_address()
 
     def send(self, message: ToEngine) -> None:
         assert self._socket is not None
         # With no high-water mark a send never waits, so the future is done at once.
         self._socket.send(self._encoder.encode(message))
 
-    def connected(self) -> None:
-        """Both ends are."""
-
     def give_up(self, why: str) -> None:
         """It can't be trusted any more: `ended` kills it."""
         if not self._broken.done():
             self._broken.set_result(why)
+
+    def trouble(self, limit: float | None) -> str:
+        """Looked at each LOOK seconds: why it is to be given up, or "". limit: seconds that it may be silent."""
+        # Looks are counted and not seconds: a whole process group that was stopped for a while has done nothing.
+        self.silent = self.silent + LOOK if limit is not None else 0.0
+        if self._broken.done():
+            return self._broken.result()
+        return f"said nothing for {self.silent:.0f} s" if limit is not None and self.silent > limit else ""
 
     async def _listen(self) -> None:
         assert self._socket is not None
@@ -118,6 +114,32 @@ class EngineHandle:
             logger.debug("what the engine said could not be used", exc_info=True)
             self.give_up(f"said what can't be: {e}")
 
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.cancel()
+        if self._socket is not None and self._context is not None:
+            self._socket.close()
+            self._context.term()
+
+
+class EngineHandle(Connection):
+    """And one that started its process."""
+
+    local = True  # it is a process of this machine
+
+    def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
+        super().__init__(hear)
+        self.config = config
+        self.again = False  # another served before it; set before `start`
+        self.shared_in: str | None = None  # a folder where the socket's name stays, for others who come
+
+    async def start(self) -> None:
+        """Start it and begin to listen."""
+        raise NotImplementedError
+
+    def connected(self) -> None:
+        """Both ends are."""
+
     async def ended(self, most_silent: Callable[[], float | None]) -> Ended:
         """Wait for its end; one that is stopped, or silent for longer than it may be (in seconds; None: as long as it
         likes), is killed. Nothing is heard of it after this."""
@@ -128,16 +150,12 @@ class EngineHandle:
             await asyncio.wait(either, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
             if exit.done():
                 break
-            # Looks are counted and not seconds: a whole process group that was stopped for a while has done nothing.
             stopped = stopped + LOOK if self.local and process_state(self.pid) == "T" else 0.0
-            limit = most_silent()
-            self.silent = self.silent + LOOK if limit is not None else 0.0
-            if self._broken.done():
-                why = self._broken.result()
-            elif stopped >= STOPPED:
+            why = self.trouble(most_silent())
+            if not self._broken.done() and stopped >= STOPPED:
                 why, detect = "was stopped", stopped
-            elif limit is not None and self.silent > limit:
-                why, detect = f"said nothing for {self.silent:.0f} s", self.silent
+            elif why and not self._broken.done():
+                detect = self.silent
         began = time.monotonic()
         if why:
             self.kill()
@@ -152,6 +170,9 @@ class EngineHandle:
         """For its end: how it was, and whether it said why before."""
         raise NotImplementedError
 
+    def _close(self) -> None:
+        self.close()
+
     def end(self, *, followed: bool = False) -> None:
         """Ask it to, while it runs; `ended` says when it has. followed: by another process."""
         self.send(Shutdown(followed))
@@ -159,13 +180,6 @@ class EngineHandle:
     def kill(self) -> None:
         """Also a stopped one."""
         raise NotImplementedError
-
-    def _close(self) -> None:
-        if self._listener is not None:
-            self._listener.cancel()
-        if self._socket is not None and self._context is not None:
-            self._socket.close()
-            self._context.term()
 
 
 class Ending:
@@ -203,7 +217,7 @@ class EngineProcess(EngineHandle):
             boot = msgspec.msgpack.encode(self.config)
             self.child = LocalHost(devices=()).spawn((HERE, 0), entry, boot, self._end.news)
             self.pid = self.child.place.pid
-            await self._connect(address)
+            self.connect(address)
         except BaseException:
             self.kill()
             self._close()

@@ -33,7 +33,7 @@ class FarEngine(EngineHandle):
             self._events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._monitor = asyncio.create_task(self._watch_connection(self._events))
 
-        await self._connect(address, prepare)
+        self.connect(address, prepare)
 
     async def _watch_connection(self, monitor: Any) -> None:
         while True:

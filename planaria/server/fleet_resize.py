@@ -17,7 +17,7 @@ from planaria.config.machine import accelerator_ids
 from planaria.core.resize import Refused, Resize, Resizes, Room, room_in_memory
 from planaria.errors import PlanariaError
 from planaria.node import available_memory
-from planaria.server.supervisor import all_ready
+from planaria.server.keeper import all_ready
 from planaria.topology import LaneGroup, Layout
 from planaria.wire import EngineResized
 
@@ -65,15 +65,15 @@ class Resizer:
                 raise Refused(f"an outside balancer knows this server's engines ({option}): start or stop servers")
         if fleet.closing:
             raise Refused("the server is shutting down", busy=True)
-        if fleet.dead is not None:
-            raise Refused(f"the last engine has ended: {fleet.dead.message}")
+        if fleet.dispatcher.dead is not None:
+            raise Refused(f"the last engine has ended: {fleet.dispatcher.dead.message}")
         if self._resizing_engines:
             raise Refused("the engines' layout is being changed; ask again after it", busy=True)
         if fleet.replacing:
             raise Refused(f"engine {min(fleet.replacing)} was told to end and is being replaced; ask again", busy=True)
         if parallel.enable_expert_parallel:
             return await self._resize_lanes(id, size)
-        alive = [index for index, engine in fleet.members.items() if engine.dead is None]
+        alive = [index for index, keeper in fleet.members.items() if keeper.engine.dead is None]
         resize, new = self.resizes.ask(id, size, list(fleet.members), alive, self._room(len(alive)))
         if new:
             self._task = asyncio.create_task(self._run(resize, drain_timeout))
@@ -96,7 +96,7 @@ class Resizer:
 
     async def _run_lanes(self, resize: Resize) -> None:
         fleet, parallel = self.fleet, self.fleet.config.parallel
-        (engine,) = fleet.members.values()
+        (keeper,) = fleet.members.values()
         places, groups = fleet.hosts if isinstance(fleet.hosts, LanePlaces) else None, tuple[LaneGroup, ...]()
         try:
             layout = Layout(parallel.pipeline_parallel_size, resize.after, tp=parallel.tensor_parallel_size)
@@ -104,7 +104,7 @@ class Resizer:
                 self.resizes.enter("places", time.monotonic())
                 groups = await asyncio.to_thread(places.lend, resize.after)
             self.resizes.enter("re-form", time.monotonic())
-            done = await engine.resize(layout.tp, layout.pp, layout.dp, groups)
+            done = await keeper.resize(layout.tp, layout.pp, layout.dp, groups)
             failure = done.error
         except asyncio.CancelledError as e:
             failure = str(e) or "it was cancelled"
@@ -133,8 +133,8 @@ class Resizer:
         self._resizing_engines = True
         found: list[EngineResized] = []
         try:
-            for engine in list(fleet.members.values()):
-                found.append(await engine.resize(tp, pp))
+            for keeper in list(fleet.members.values()):
+                found.append(await keeper.resize(tp, pp))
                 if found[-1].error:
                     break
             else:
@@ -169,7 +169,7 @@ class Resizer:
     def _room(self, running: int) -> Room | None:
         """For how many engines the user gave groups, or this node has devices, or memory; None where ranks are placed
         elsewhere."""
-        config, facts = self.fleet.config, self.fleet.facts
+        config, facts = self.fleet.config, self.fleet.dispatcher.facts
         ranks, groups = config.parallel.world_size, config.parallel.placement_groups
         if groups:
             return Room(len(groups), "--placement-group names a group for each")
@@ -222,33 +222,34 @@ class Resizer:
             if index in fleet.members:  # it was given up
                 await fleet.remove(index)
         fleet.share_out(resize.after)  # first: those that run would else wait for those that load
-        engines = [fleet.add(index, resize.after) for index in resize.start]
-        await asyncio.gather(*(engine.start() for engine in engines))
-        await all_ready(engines)
-        for index in resize.start:
-            if not fleet.joined(index):  # it had to, meanwhile
-                fleet.admit(index)
+        keepers = [fleet.add(index, resize.after) for index in resize.start]
+        await asyncio.gather(*(keeper.start() for keeper in keepers))
+        await all_ready(keepers)
+        for keeper in keepers:
+            if not fleet.dispatcher.joined(keeper.index):  # it had to, meanwhile
+                fleet.dispatcher.admit(keeper.engine)
         self.resizes.enter("balance", time.monotonic())
-        for engine in engines:
-            resize.moved += await fleet.mover.take_share(engine)
+        for keeper in keepers:
+            resize.moved += await fleet.mover.take_share(keeper.engine)
 
     async def _drain(self, resize: Resize, timeout: float) -> None:
         """No new work for those that leave; what they have may finish."""
         fleet = self.fleet
         self.resizes.enter("drain", time.monotonic())
-        fleet.close_to_new_work(resize.stop)
+        fleet.dispatcher.close_to_new_work(resize.stop)
         await fleet.mover.emptied(resize.stop, timeout)
 
     async def _hand_over_all(self, resize: Resize) -> None:
         """Raises PlanariaError when nobody can take over."""
         self.resizes.enter("migrate", time.monotonic())
         for index in resize.stop:
-            resize.moved += await self.fleet.mover.hand_over_all(self.fleet.members[index])
+            resize.moved += await self.fleet.mover.hand_over_all(self.fleet.members[index].engine)
 
     async def _undo(self, resize: Resize) -> None:
         fleet = self.fleet
-        fleet.open_to_new_work([index for index in resize.stop if index in fleet.members])
+        joined = fleet.dispatcher.joined
+        fleet.dispatcher.close_to_new_work([index for index in resize.stop if index in fleet.members], False)
         await asyncio.gather(
-            *(fleet.remove(index) for index in resize.start if index in fleet.members and not fleet.joined(index))
+            *(fleet.remove(index) for index in resize.start if index in fleet.members and not joined(index))
         )
         fleet.share_out()

@@ -22,12 +22,14 @@ from planaria.config.options import EngineConfig
 from planaria.errors import EngineDead
 from planaria.server.api_processes import ApiProcess, ApiProcesses
 from planaria.server.app import create_app
+from planaria.server.background import Background
 from planaria.server.config import ServerConfig
 from planaria.server.counts import put
 from planaria.server.engine_client import EngineProcess
-from planaria.server.fleet import Fleet, Hosts, Make
+from planaria.server.fleet import Fleet, Hosts
 from planaria.server.forward import answer
-from planaria.server.root import RootFleet
+from planaria.server.keeper import Make
+from planaria.server.root import RootEngines
 from planaria.server.root_messages import Question, Replayed, ToRoot
 from planaria.server.serve import ENGINE_LAST_WORDS, LAST_ANSWERS, url_of
 from planaria.server.service import Service
@@ -87,7 +89,7 @@ async def serve_from_root(
     config: EngineConfig,
     settings: ServerConfig,
     sock: socket.socket,
-    announce: Callable[[str, RootFleet], None],
+    announce: Callable[[str, Fleet], None],
     *,
     tokenizer: bool,
     started: float,
@@ -101,7 +103,7 @@ async def serve_from_root(
     of `Fleet`; prepare: gets it before it starts."""
     with names() as folder, sock:
         apis = ApiProcesses(config, settings, tokenizer, sock)
-        fleet = RootFleet(config, on_progress, apis, folder, make, hosts)
+        fleet = Fleet(config, on_progress, make, hosts, folder)
         prepare(fleet)
         root = Root(fleet, apis, settings)
         try:
@@ -119,16 +121,16 @@ async def serve_from_root(
 class Root:
     """The root's life, from the start of its processes to the exit code."""
 
-    def __init__(self, fleet: RootFleet, apis: ApiProcesses, settings: ServerConfig) -> None:
-        self.fleet, self.apis = fleet, apis
-        self.app = create_app(fleet, None, settings)
+    def __init__(self, fleet: Fleet, apis: ApiProcesses, settings: ServerConfig) -> None:
+        self.client, self.apis = fleet.dispatcher, apis
+        self.engines = RootEngines(fleet, apis)
+        self.app = create_app(fleet.dispatcher, None, settings)
         self.service: Service = self.app.state.service
         self.code = 0
         self._told = asyncio.Event()  # a signal has come
         self._counting, self._counted = asyncio.Lock(), -FRESH
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering = Background()
         apis.hear = self._hear
-        fleet.on_replayed = self._on_replayed
 
     async def run(self, announce: Callable[[], None]) -> int:
         """Until the end has come and the API processes have ended."""
@@ -159,19 +161,19 @@ class Root:
             self.service.close()
 
     async def _start(self, announce: Callable[[], None]) -> None:
-        await self.fleet.ready()
+        await self.client.ready()
         await self.apis.serving()
         if not self.apis.failure:
             announce()
 
     def _over(self, starting: asyncio.Task[None]) -> bool:
         """Can nothing be served any more?"""
-        dead, failure = self.fleet.dead, self.apis.failure
+        dead, failure = self.client.dead, self.apis.failure
         if starting.done() and starting.exception() is not None:
             self.service.drain(f"the engine could not start: {starting.exception()}")
             self.apis.stop()
             self.code = 1
-        elif dead is not None and self.fleet.facts is not None:
+        elif dead is not None and self.client.facts is not None:
             logger.error("the engine has ended: %s", dead.message)
             if dead.detail and dead.kind == "error":
                 logger.error("%s", dead.detail)
@@ -198,11 +200,11 @@ class Root:
 
     def _hear(self, api: ApiProcess, message: ToRoot) -> None:
         if isinstance(message, Question):
-            task = asyncio.create_task(self._answer(api, message))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            self._answering.start(self._answer(api, message))
+        elif isinstance(message, Replayed):
+            self.service.faults.replayed(message.engine, message.requests, message.tokens)
         else:
-            self.fleet.hear(api, message)
+            self.engines.hear(api, message)
 
     async def _answer(self, api: ApiProcess, question: Question) -> None:
         """From the application that every server has; its numbers are those of all API processes."""
@@ -215,8 +217,6 @@ class Root:
         async with self._counting:
             if time.monotonic() >= self._counted + FRESH:
                 await self.apis.count()
+                self.client.elsewhere = self.apis.totals
                 put(self.apis.totals, self.service)
                 self._counted = time.monotonic()
-
-    def _on_replayed(self, message: Replayed) -> None:
-        self.service.faults.replayed(message.engine, message.requests, message.tokens)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from planaria.errors import CapacityError, ConfigError, EngineDead, UserError
+from planaria.errors import CapacityError, ConfigError, EngineDead, PlanariaError, UserError
 from planaria.server.app import create_app
 from planaria.server.config import ServerConfig
 from planaria.server.connections import HttpConnection, Listener, connection_bound
@@ -106,7 +106,33 @@ class Lifecycle:
         self.code = 0
         self._ending: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
+        self.failure: PlanariaError | None = None  # why the engine never became ready
         server.on_each_tick = self.look_at_engine
+
+    async def until_ready(self, started: float, announce: Callable[[str], None] | None) -> None:
+        """Say that it is ready, when it is; `failure` keeps why it never will be."""
+        service, server = self.service, self.server
+        try:
+            await service.client.ready()
+            await server.accepting.wait()
+        except (UserError, CapacityError, EngineDead) as e:
+            self.failure = e
+            service.drain(f"the engine could not start: {e}")
+            server.should_exit = True
+            return
+        url, seconds = url_of(server.sock, server.settings), time.monotonic() - started
+        line = f"Planaria serving {service.model_names[0]} at {url} (ready in {seconds:.1f} s)"
+        if announce is not None:
+            announce(line)
+        else:
+            print(line, flush=True)
+
+    async def obey(self, stop: asyncio.Event) -> None:
+        """Each time that it is set is a signal."""
+        while True:
+            await stop.wait()
+            stop.clear()
+            self.on_signal(signal.SIGTERM)
 
     def on_signal(self, number: int) -> None:
         """The first stops admission and drains; the second aborts what is open."""
@@ -184,8 +210,34 @@ async def serve(
     config.verify()
     sock = bind(config) if sock is None else sock
     app = create_app(client, tokenizer, config)
-    service: Service = app.state.service
     prepare(app)
+    server = _Server(_settings(app, config, sock), config, sock, shared)
+    life = Lifecycle(app.state.service, server)
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT) if signals else ()
+    for number in handled:
+        loop.add_signal_handler(number, life.on_signal, number)
+    waiting: list[asyncio.Task[None]] = []
+    try:
+        running = loop.create_task(server.serve(sockets=[sock]))
+        waiting = [loop.create_task(life.until_ready(started, announce))]
+        if stop is not None:
+            waiting.append(loop.create_task(life.obey(stop)))
+        await running
+    finally:
+        for task in waiting:
+            task.cancel()
+        for number in handled:
+            loop.remove_signal_handler(number)
+        sock.close()
+        life.service.close()
+    if life.failure is not None:
+        raise life.failure
+    return life.code or int(client.dead is not None)  # it may have ended with the last request of a drain
+
+
+def _settings(app: FastAPI, config: ServerConfig, sock: socket.socket) -> uvicorn.Config:
+    """Raises ConfigError, with the socket closed, where certificates can't be used."""
     try:
         settings = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", http="h11", ws="none", server_header=False,
@@ -195,57 +247,11 @@ async def serve(
             ssl_cert_reqs=2 if config.ssl_ca_certs else 0, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )  # fmt: skip
         settings.load()
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for whatever bytes a stranger sends
     except OSError as e:  # ssl.SSLError is one
         sock.close()
         raise ConfigError(
             "--ssl-certfile", config.ssl_certfile, f"can't be used ({e})",
             "give a certificate and, with --ssl-keyfile, its private key, both in PEM form",
         ) from None  # fmt: skip
-    server = _Server(settings, config, sock, shared)
-    life = Lifecycle(service, server)
-    url = url_of(sock, config)
-    failure: list[BaseException] = []
-
-    async def wait_ready() -> None:
-        try:
-            await client.ready()
-            await server.accepting.wait()
-        except (UserError, CapacityError, EngineDead) as e:
-            failure.append(e)
-            service.drain(f"the engine could not start: {e}")
-            server.should_exit = True
-            return
-        line = f"Planaria serving {service.model_names[0]} at {url} (ready in {time.monotonic() - started:.1f} s)"
-        if announce is not None:
-            announce(line)
-        else:
-            print(line, flush=True)
-
-    async def wait_stop(stop: asyncio.Event) -> None:
-        while True:
-            await stop.wait()
-            stop.clear()
-            life.on_signal(signal.SIGTERM)
-
-    loop = asyncio.get_running_loop()
-    handled = (signal.SIGTERM, signal.SIGINT) if signals else ()
-    for number in handled:
-        loop.add_signal_handler(number, life.on_signal, number)
-    waiting: list[asyncio.Task[None]] = []
-    try:
-        running = loop.create_task(server.serve(sockets=[sock]))
-        waiting = [loop.create_task(wait_ready())]
-        if stop is not None:
-            waiting.append(loop.create_task(wait_stop(stop)))
-        await running
-    finally:
-        for task in waiting:
-            task.cancel()
-        for number in handled:
-            loop.remove_signal_handler(number)
-        sock.close()
-        service.close()
-    if failure:
-        raise failure[0]
-    return life.code or int(client.dead is not None)  # it may have ended with the last request of a drain
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for whatever bytes a stranger sends
+    return settings

@@ -22,7 +22,7 @@ from planaria.server.history import History
 from planaria.server.inputs import child_seed
 from planaria.server.metrics import Metrics
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
-from planaria.wire import EngineClient, EngineFacts
+from planaria.wire import EngineClient, EngineFacts, FleetControl
 
 if TYPE_CHECKING:
     from planaria.server.generation import Generation
@@ -70,6 +70,12 @@ class Service:
             return names
         facts = self.client.facts
         return (facts.model,) if facts is not None else ("unknown",)
+
+    @property
+    def control(self) -> FleetControl:
+        """For routes that no API process answers itself."""
+        assert self.client.control is not None
+        return self.client.control
 
     def not_ready(self) -> str:
         """Why nothing can be admitted now, or ""."""
@@ -206,7 +212,8 @@ class Service:
     def drain(self, reason: str) -> None:
         """Admit nothing from now on, nor wait for what has come in half."""
         self.draining = self.draining or reason
-        self.client.drain()
+        if self.client.control is not None:
+            self.client.control.drain()
         for clock in self.reading:
             if not clock.expired():
                 clock.reschedule(0)

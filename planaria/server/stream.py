@@ -20,7 +20,7 @@ from planaria.wire import Sink, Submit
 
 if TYPE_CHECKING:
     from planaria.server.dispatcher import Dispatcher
-    from planaria.server.supervisor import SupervisedEngine
+    from planaria.server.engine import Engine
 
 
 class Gap(PlanariaError):
@@ -42,7 +42,7 @@ class Stream:
         self.submit, self.sink, self.dispatcher = submit, sink, dispatcher
         self.id = self.name = submit.id
         self.tokens = list(submit.output)
-        self.engine: SupervisedEngine
+        self.engine: Engine
         self.sent = self.leaving = self.lost = False
         self.moves, self.tried = 0, -1
         self.goes_on: Callable[[], None] | None = None

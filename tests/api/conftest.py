@@ -10,7 +10,7 @@ import pytest
 
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import ModelError
-from planaria.server import dispatcher, supervisor
+from planaria.server import dispatcher, keeper
 from planaria.server.config import ServerConfig
 from planaria.server.serve import bind, serve, url_of
 from planaria.server.tokenise import load_tokenizer
@@ -21,7 +21,7 @@ from tests.api.fake_engine import FakeEngine
 def _no_wait_for_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted engines say a token only when a test tells them to."""
     monkeypatch.setattr(dispatcher, "GOES_ON", 0.0)
-    monkeypatch.setattr(supervisor, "SHORTEST", 0.0)
+    monkeypatch.setattr(keeper, "SHORTEST", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,7 @@ class FakeEngine:
         self.last_progress = time.monotonic()
         self.dead: Dead | None = None
         self.on_recovery = lambda message: None
+        self.control = self
         self.palette = palette(tokenizer) if tokenizer is not None else list(range(100, 200))
         self.delay = delay
         self.eos_every = 23  # on average

@@ -1,4 +1,4 @@
-"""A scripted engine process under the shipping supervisor: what it is sent is kept, what it says is up to the test."""
+"""A scripted engine process under the shipping keeper: what it is sent is kept, what it says is up to the test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from planaria.config.options import CacheConfig, DeviceConfig, FaultConfig, ParallelConfig
 from planaria.server.engine_client import Ended
-from planaria.server.supervisor import SupervisedEngine
+from planaria.server.keeper import EngineKeeper
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason, SamplingParams
 from planaria.wire import Cancel, Dead, EngineResized, EngineStats, Output, Recovery, ResizeEngine, Shutdown, Submit
@@ -17,7 +17,7 @@ from tests.api.fake_engine import facts
 
 
 class Config(msgspec.Struct):
-    """The part of an EngineConfig that a supervisor and a fleet read."""
+    """The part of an EngineConfig that a keeper and a fleet read."""
 
     faults: FaultConfig
     parallel: ParallelConfig
@@ -41,6 +41,7 @@ class Config(msgspec.Struct):
 
 
 class ScriptedProcess:
+    address, keys = "", None
     pid = 4_000_000  # above every pid there can be
 
     def __init__(self, config: Any, hear: Any) -> None:
@@ -116,13 +117,14 @@ class ScriptedProcess:
 
 
 class Client:
-    """A supervisor of scripted processes, and what its sinks were told."""
+    """A keeper of scripted processes, and what its sinks were told."""
 
     def __init__(self, **faults: Any) -> None:
         self.processes: list[ScriptedProcess] = []
-        self.supervisor = SupervisedEngine(Config.of(**faults), make=self._make)  # type: ignore[arg-type]
+        self.keeper = EngineKeeper(Config.of(**faults), make=self._make)  # type: ignore[arg-type]
         self.heard: list[Recovery] = []
-        self.supervisor.on_recovery = self.heard.append
+        self.engine = self.keeper.engine
+        self.keeper.on_recovery = self.heard.append
         self.told: dict[str, list[Delta]] = {}
 
     def _make(self, config: Any, hear: Any) -> Any:
@@ -134,21 +136,21 @@ class Client:
         return self.processes[-1]
 
     async def start(self) -> Client:
-        await self.supervisor.start()
+        await self.keeper.start()
         self.now.become_ready()
         return self
 
     def submit(self, *ids: str) -> None:
         for id in ids:
             told = self.told[id] = []
-            self.supervisor.submit(Submit(id, [1, 2, 3], SamplingParams(), 7, 50), told.append)
+            self.engine.submit(Submit(id, [1, 2, 3], SamplingParams(), 7, 50), told.append)
 
     async def fall(self, how: str = "was killed by signal 9", said: Dead | None = None) -> None:
         """The process of now ends; until another is there, or it is clear that there will be none."""
         before = len(self.processes)
         self.now.die(how, said)
         async with asyncio.timeout(60):
-            while len(self.processes) == before and self.supervisor.dead is None:
+            while len(self.processes) == before and self.engine.dead is None:
                 await asyncio.sleep(0)
 
     async def replace(self) -> None:

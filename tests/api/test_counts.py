@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from planaria.server import root_serve
 from planaria.server.config import ServerConfig
@@ -64,6 +65,7 @@ async def test_however_many_ask_each_process_hears_one_question_at_a_time(monkey
     asking = 0
 
     class Apis:
+        report = None
         totals = added([Counts(requests=3)])
 
         async def count(self) -> None:
@@ -73,7 +75,8 @@ async def test_however_many_ask_each_process_hears_one_question_at_a_time(monkey
             await asyncio.sleep(0)
             asking -= 1
 
-    root = Root(FakeEngine(None), Apis(), ServerConfig())
+    fleet = SimpleNamespace(dispatcher=FakeEngine(None))
+    root = Root(fleet, Apis(), ServerConfig())
     monkeypatch.setattr(root_serve, "FRESH", 3600.0)
     root._counted = -3600.0
     await asyncio.gather(*(root._count() for _ in range(50)))

@@ -36,7 +36,7 @@ class Crowd:
         self.processes: dict[int, list[ScriptedProcess]] = {}
         self.fleet = Fleet(Config.of(data_parallel_size=size, **faults), make=self._make)  # type: ignore[arg-type]
         self.heard: list[Recovery] = []
-        self.fleet.on_recovery = self.heard.append
+        self.fleet.dispatcher.on_recovery = self.heard.append
         self.told: dict[str, list[Delta]] = {}
 
     def _make(self, config: Any, hear: Any) -> Any:
@@ -52,14 +52,14 @@ class Crowd:
         await self.fleet.start()
         for processes in self.processes.values():
             processes[-1].become_ready()
-        await self.fleet.ready()
+        await self.fleet.dispatcher.ready()
         return self
 
     def submit(self, *ids: str, prompt: int = 3) -> None:
         for id in ids:
             told = self.told[id] = []
             tokens = list(range(len(self.told) * 1000, len(self.told) * 1000 + prompt))
-            self.fleet.submit(Submit(id, tokens, SamplingParams(), 7, 50), told.append)
+            self.fleet.dispatcher.submit(Submit(id, tokens, SamplingParams(), 7, 50), told.append)
 
     def where(self, id: str) -> list[int]:
         """Engines that have it now."""
@@ -78,7 +78,7 @@ class Crowd:
         before = len(self.processes[index])
         self[index].die(said=said)
         async with asyncio.timeout(60):
-            while len(self.processes[index]) == before and self.fleet.members[index].dead is None:
+            while len(self.processes[index]) == before and self.fleet.members[index].engine.dead is None:
                 await asyncio.sleep(0)
         await settle()
 
@@ -102,7 +102,8 @@ async def test_requests_are_spread_and_the_answers_come_back(crowd: Crowd) -> No
     crowd.give(*"abcdefgh")
     crowd.give(*"abcdefgh", finish=END)
     assert all(crowd.tokens(id) == [100, 101] and crowd.told[id][-1].finish is END for id in "abcdefgh")
-    assert crowd.fleet.stats.generation_tokens == crowd[0].step + crowd[1].step and crowd.fleet.engines()[0].load == 0
+    client = crowd.fleet.dispatcher
+    assert client.stats.generation_tokens == crowd[0].step + crowd[1].step and client.engines()[0].load == 0
 
 
 async def test_what_an_engine_had_goes_on_in_another_at_once(crowd: Crowd) -> None:
@@ -131,12 +132,12 @@ async def test_ranks_that_begin_anew_are_not_waited_for_either(crowd: Crowd) -> 
     crowd.give("a", "b")
     crowd[0].hear(Recovery(1, [0], "step", "killed"))
     assert crowd[1].has[-1] == f"{mine}~1"
-    assert [state.state for state in crowd.fleet.engines()] == ["recovering", "ready"]
+    assert [state.state for state in crowd.fleet.dispatcher.engines()] == ["recovering", "ready"]
     crowd[0].say(Delta(mine, 1, [7, 7, 7], FinishReason.ERROR, error="late"))
     crowd[1].give(f"{mine}~1")
     assert crowd.tokens(mine) == [100, 101] and not crowd.errors()
     crowd[0].hear(Recovery(1, [0], "step", "killed", seconds={"total": 1.0}))
-    assert [state.state for state in crowd.fleet.engines()] == ["ready", "ready"]
+    assert [state.state for state in crowd.fleet.dispatcher.engines()] == ["ready", "ready"]
 
 
 async def test_with_nobody_up_requests_wait_for_the_first_that_is(crowd: Crowd) -> None:
@@ -162,14 +163,14 @@ async def test_an_engine_that_gives_up_leaves_its_requests_to_the_others(crowd: 
     crowd[0].hear(gone)
     crowd[0].say(*(Delta(name, 1, [], FinishReason.ERROR, error="no more") for name in names))
     await crowd.fall(0, gone)
-    assert not crowd.errors() and crowd.fleet.dead is None
-    assert [state.state for state in crowd.fleet.engines()] == ["ended", "ready"]
+    assert not crowd.errors() and crowd.fleet.dispatcher.dead is None
+    assert [state.state for state in crowd.fleet.dispatcher.engines()] == ["ended", "ready"]
     crowd.submit("e")
     crowd.give(*"abcde", finish=END)
     assert len(crowd.processes[0]) == 1 and not crowd.errors() and all(crowd.told[id][-1].finish for id in "abcde")
     crowd.submit("f")
     crowd[1].hear(gone)
-    assert crowd.fleet.dead is not None and crowd.errors() == {"f": "no more"}
+    assert crowd.fleet.dispatcher.dead is not None and crowd.errors() == {"f": "no more"}
     crowd.submit("g")
     assert crowd.errors()["g"] == "no more"
 
@@ -183,7 +184,7 @@ async def test_a_request_that_kills_engines_does_not_go_round(crowd: Crowd) -> N
             deaths[index] += 1
             await crowd.fall(index)
         for index in (0, 1):
-            if not crowd.fleet.members[index].up:
+            if not crowd.fleet.members[index].engine.up:
                 crowd[index].become_ready()
         await settle()
         crowd.give("a", "b", "c")
@@ -199,11 +200,11 @@ async def test_cancel_reaches_the_engine_that_has_it(crowd: Crowd) -> None:
     crowd.give("a", "b")
     first = next(id for id in "ab" if crowd.where(id) == [0])
     await crowd.fall(0)
-    crowd.fleet.cancel(first)
-    crowd.fleet.cancel(first)
+    crowd.fleet.dispatcher.cancel(first)
+    crowd.fleet.dispatcher.cancel(first)
     await settle()
     assert crowd.where(first) == [] and crowd.told[first][-1].finish is None
-    assert crowd.fleet.engines()[1].open == 1
+    assert crowd.fleet.dispatcher.engines()[1].open == 1
 
 
 async def test_a_start_is_all_or_nothing() -> None:
@@ -213,19 +214,19 @@ async def test_a_start_is_all_or_nothing() -> None:
     crowd[1].hear(Dead("capacity", "no room"))
     crowd[1].die(said=Dead("capacity", "no room"))
     with pytest.raises(CapacityError, match="no room"):
-        await crowd.fleet.ready()
-    assert crowd.fleet.dead is not None and crowd.fleet.facts is None
+        await crowd.fleet.dispatcher.ready()
+    assert crowd.fleet.dispatcher.dead is not None and crowd.fleet.dispatcher.facts is None
     await crowd.fleet.close()
 
 
 async def test_facts_and_processes_are_of_all(crowd: Crowd) -> None:
-    assert crowd.fleet.facts is not None
-    assert crowd.fleet.facts.layout == "dp=2 tp1" and crowd.fleet.facts.ranks == [1, 1]
+    assert crowd.fleet.dispatcher.facts is not None
+    assert crowd.fleet.dispatcher.facts.layout == "dp=2 tp1" and crowd.fleet.dispatcher.facts.ranks == [1, 1]
     for member in crowd.fleet.members.values():
-        member.up = False
+        member.engine.up = False
     assert [row.coordinates for row in await crowd.fleet.report()] == [{"dp": 0}, {"dp": 1}]
     for member in crowd.fleet.members.values():
-        member.up = True
+        member.engine.up = True
 
 
 # Another size.
@@ -275,7 +276,7 @@ async def test_more_engines_get_work_when_all_are_up(scaled: Scaled) -> None:
     scaled.submit(*"cdefghij")
     assert {scaled.where(id)[0] for id in "abcdefghij"} == {0, 1, 2, 3}
     assert (await scaled.fleet.resize("x", 4, 0)) is done and len(scaled.processes) == 4
-    assert scaled.fleet.facts is not None and scaled.fleet.facts.layout == "dp=4 tp1"
+    assert scaled.fleet.dispatcher.facts is not None and scaled.fleet.dispatcher.facts.layout == "dp=4 tp1"
 
 
 async def test_engines_that_cant_come_up_leave_no_trace(scaled: Scaled) -> None:
@@ -283,7 +284,7 @@ async def test_engines_that_cant_come_up_leave_no_trace(scaled: Scaled) -> None:
     scaled.fate = Dead("capacity", "no memory for KV")
     done = await scaled.fleet.resize("x", 4, 0)
     assert (done.state, done.reason) == ("rolled back", "no memory for KV")
-    assert sorted(scaled.fleet.members) == [0, 1] and scaled.fleet.dead is None and not scaled.errors()
+    assert sorted(scaled.fleet.members) == [0, 1] and scaled.fleet.dispatcher.dead is None and not scaled.errors()
     scaled.fate = None
     assert (await scaled.fleet.resize("x", 4, 0)) is done  # the same answer
     assert (await scaled.fleet.resize("y", 3, 0)).state == "committed"
@@ -293,7 +294,7 @@ async def test_a_second_change_is_refused_while_one_is_on(scaled: Scaled) -> Non
     scaled.submit("a", "b")
     one = asyncio.create_task(scaled.fleet.resize("x", 1, 60))
     await settle()
-    assert [state.shown for state in scaled.fleet.engines()] == ["ready", "leaving"]
+    assert [state.shown for state in scaled.fleet.dispatcher.engines()] == ["ready", "leaving"]
     with pytest.raises(Refused, match=r"resize x from 2 to 1 engines is under way \(drain\)"):
         await scaled.fleet.resize("y", 3, 0)
     same = asyncio.create_task(scaled.fleet.resize("x", 1, 60))
@@ -336,7 +337,7 @@ async def test_what_is_still_there_is_moved_when_the_other_engine_knows_it(scale
     assert resumed.output == [100, 101]
     scaled.give(*"abcd", finish=END)
     assert scaled.tokens(first) == [100, 101, 102] and not scaled.errors()
-    assert scaled.fleet.stats.step >= scaled[1].step  # what the engine that left has counted still counts
+    assert scaled.fleet.dispatcher.stats.step >= scaled[1].step  # what the engine that left has counted still counts
 
 
 async def test_with_nobody_to_take_over_nobody_leaves(scaled: Scaled) -> None:
@@ -345,7 +346,7 @@ async def test_with_nobody_to_take_over_nobody_leaves(scaled: Scaled) -> None:
     await scaled.fall(0)
     done = await scaled.fleet.resize("x", 1, 0)
     assert done.state == "rolled back" and "no other engine is up to go on with 2 sequences" in done.reason
-    assert [state.shown for state in scaled.fleet.engines()] == ["loading", "ready"]
+    assert [state.shown for state in scaled.fleet.dispatcher.engines()] == ["loading", "ready"]
     scaled.give("a", "b", finish=END)
     assert not scaled.errors()
 
@@ -382,11 +383,11 @@ async def test_an_engine_that_was_given_up_comes_back_with_the_next_resize(scale
     await settle()
     scaled[0].become_ready()
     assert (await task).state == "committed"
-    assert [state.state for state in scaled.fleet.engines()] == ["ready", "ready"]
+    assert [state.state for state in scaled.fleet.dispatcher.engines()] == ["ready", "ready"]
 
 
 async def test_no_more_than_there_is_room_for(scaled: Scaled) -> None:
-    scaled.fleet.resizer.available = lambda: 2 * (scaled.fleet.facts.weight_bytes + OVERHEAD)  # type: ignore[union-attr]
+    scaled.fleet.resizer.available = lambda: 2 * (scaled.fleet.dispatcher.facts.weight_bytes + OVERHEAD)  # type: ignore[union-attr]
     with pytest.raises(Refused, match=r"5 engines don't fit: each needs 0\.34 GiB .*; 4 fit") as refused:
         await scaled.fleet.resize("x", 5, 0)
     assert not refused.value.busy and len(scaled.processes) == 2
@@ -538,7 +539,7 @@ async def test_the_last_engine_is_given_up_while_the_server_drains(crowd: Crowd)
     crowd.fleet.drain()
     for index in (0, 1):
         crowd[index].hear(Dead("error", "no more"))
-    assert crowd.fleet.dead is not None and crowd.errors() == {"a": "no more", "b": "no more"}
+    assert crowd.fleet.dispatcher.dead is not None and crowd.errors() == {"a": "no more", "b": "no more"}
 
 
 async def test_a_request_that_comes_while_the_only_engine_that_was_not_given_up_leaves(
@@ -555,7 +556,7 @@ async def test_a_request_that_comes_while_the_only_engine_that_was_not_given_up_
     try:
         await settle()
         crowd[0].hear(Dead("error", "its device is gone"))
-        assert crowd.fleet.members[0].dead is not None and crowd.fleet.dead is None
+        assert crowd.fleet.members[0].engine.dead is not None and crowd.fleet.dispatcher.dead is None
         crowd.submit("a")
         assert "no engine is left" in crowd.errors()["a"]
     finally:
@@ -571,8 +572,8 @@ async def test_the_only_engine_of_a_server_has_its_number() -> None:
     crowd = Crowd()
     crowd.fleet = Fleet(config, make=crowd._make)  # type: ignore[arg-type]
     await crowd.start()
-    crowd.fleet.members[2].up = False  # it isn't asked
+    crowd.fleet.members[2].engine.up = False  # it isn't asked
     assert [row.coordinates for row in await crowd.fleet.report()] == [{"dp": 2}]
-    assert [state.index for state in crowd.fleet.engines()] == [2]
-    crowd.fleet.members[2].up = True
+    assert [state.index for state in crowd.fleet.dispatcher.engines()] == [2]
+    crowd.fleet.members[2].engine.up = True
     await crowd.fleet.close()

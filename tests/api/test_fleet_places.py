@@ -56,7 +56,7 @@ class Placed(Crowd):
         self.hosts = Hosts(size)
         config: Any = Config.of(data_parallel_size=size, recovery_limit=3)
         self.fleet = Fleet(config, make=self._make, hosts=self.hosts)
-        self.fleet.on_recovery = self.heard.append
+        self.fleet.dispatcher.on_recovery = self.heard.append
 
     def _make(self, config: Any, hear: Any) -> Any:
         process = ScriptedProcess(config, hear)
@@ -83,7 +83,7 @@ class Placed(Crowd):
 
     @property
     def states(self) -> list[str]:
-        return [engine.state for engine in self.fleet.engines()]
+        return [engine.state for engine in self.fleet.dispatcher.engines()]
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ async def test_an_engine_without_a_place_comes_back_when_there_is_one(placed: Pl
     placed.submit(*"abcd")
     placed.give(*"abcd")
     await placed.lose_node(1)
-    assert placed.states == ["ready", "ended"] and placed.fleet.dead is None
-    assert "no place for engine 1" in placed.fleet.members[1].dead.message  # type: ignore[union-attr]
+    assert placed.states == ["ready", "ended"] and placed.fleet.dispatcher.dead is None
+    assert "no place for engine 1" in placed.fleet.members[1].engine.dead.message  # type: ignore[union-attr]
     placed.give(*"abcd")  # all in the other
     placed.hosts.places += 1
     await placed.until(lambda: placed.states == ["ready", "loading"])
@@ -135,7 +135,7 @@ async def test_a_start_that_fails_is_tried_again_as_often_as_ends_are_allowed(pl
     placed[1].die()
     await placed.until(lambda: placed.states == ["ready", "ended"])
     await settle()
-    assert "did not come up: its node went away" in placed.fleet.members[1].dead.message  # type: ignore[union-attr]
+    assert "did not come up: its node went away" in placed.fleet.members[1].engine.dead.message  # type: ignore[union-attr]
     await asyncio.sleep(0.05)  # several looks, if there were any
     assert placed.states == ["ready", "ended"]
 
@@ -144,7 +144,7 @@ async def test_without_any_place_the_server_ends(placed: Placed) -> None:
     placed.submit("a")
     await placed.lose_node(1)
     await placed.lose_node(0)
-    await placed.until(lambda: placed.fleet.dead is not None)
+    await placed.until(lambda: placed.fleet.dispatcher.dead is not None)
     assert "there is no place for another engine" in placed.errors()["a"]
 
 

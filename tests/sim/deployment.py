@@ -1,4 +1,4 @@
-"""One seed, one thread: a fleet of engines behind one server. The shipping fleet with its router, resizer, supervisors,
+"""One seed, one thread: a fleet of engines behind one server. The shipping fleet with its router, resizer, keepers,
 journals and quarantines, fault log and health, and the shipping engine processes' ends in the server, on an event loop
 with a virtual clock; the processes behind them run the shipping core over the hash model.
 
@@ -21,12 +21,13 @@ from unittest.mock import patch
 from planaria.core.resize import COMMITTED, Refused
 from planaria.core.router import EngineId
 from planaria.executor.told import layout_name
-from planaria.server import engine_client, supervisor
+from planaria.server import engine_client, keeper
 from planaria.server.config import ServerConfig
+from planaria.server.engine import Engine
 from planaria.server.fleet import Fleet
+from planaria.server.keeper import EngineKeeper
 from planaria.server.service import Service
 from planaria.server.stream import Stream
-from planaria.server.supervisor import SupervisedEngine
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason
 from planaria.wire import Cancel, FromEngine, Submit
@@ -58,9 +59,9 @@ class Deployment:
         self.left, self.armed = 0, Counter[str]()
         self.remotes: dict[int, Remote] = {}  # the latest of each engine
         self.all: list[Remote] = []
-        self.owners: dict[int, SupervisedEngine] = {}
+        self.owners: dict[int, EngineKeeper] = {}
         self.opens: dict[str, Stream] = {}
-        self.layouts: dict[SupervisedEngine, Layout] = {}  # that were agreed on
+        self.layouts: dict[EngineKeeper, Layout] = {}  # that were agreed on
         self.gone: set[int] = set()  # nodes
         self.closing = self.over = False  # over: nothing goes wrong any more
         self.fleet: Fleet
@@ -204,7 +205,7 @@ class Deployment:
                 if not self.service.open:
                     self.service.busy_since = self.world.now
                 self.service.open[message.id] = None  # type: ignore[index]
-                self.fleet.submit(message, self._hear)
+                self.fleet.dispatcher.submit(message, self._hear)
                 if (open := self.fleet.dispatcher.open.get(message.id)) is not None:
                     self.opens[message.id] = open
                     self.rules.routed(message.id, open.engine)
@@ -212,7 +213,7 @@ class Deployment:
                 self.client.cancel(message.id)
                 self.client.answers[message.id].finish = FinishReason.ABORT
                 self._close(message.id)
-                self.fleet.cancel(message.id)
+                self.fleet.dispatcher.cancel(message.id)
             case Size() | Shape():
                 ask = self._resize(message) if isinstance(message, Size) else self._resize_engines(message)
                 task = asyncio.get_running_loop().create_task(ask)
@@ -242,7 +243,7 @@ class Deployment:
         self.counts["resizes" if done else "resizes undone"] += 1
         wanted = list(range(size.engines)) if done else before
         members = self.fleet.members
-        gone = [index for index in before if index not in members or members[index].dead is not None]
+        gone = [index for index in before if index not in members or members[index].engine.dead is not None]
         excused = not done and bool(gone)  # then those that were being started had to help out, or are all that is left
         self.world.require(now == wanted or excused, "size", f"{size}: {resize.state}, {now}")
         self.rules.stirred()
@@ -270,7 +271,7 @@ class Deployment:
         with (
             on_clock(self.world) as loop,
             patch.object(engine_client, "process_state", self._state_of),
-            patch.object(supervisor, "process_state", self._state_of),
+            patch.object(keeper, "process_state", self._state_of),
         ):
             loop.run_until_complete(self._run())
             self.world.require(not asyncio.all_tasks(loop), "leaks", f"tasks {asyncio.all_tasks(loop)}")
@@ -283,13 +284,13 @@ class Deployment:
         fleet.resizer.available = lambda: 1 << 50
         move = fleet.dispatcher.move
 
-        def moved(open: Stream, engine: SupervisedEngine) -> None:
+        def moved(open: Stream, engine: Engine) -> None:
             self.rules.routed(open.id, engine)
             self.counts["moved"] += 1
             self.world.note("{} goes on in engine {}", open.id, engine.index)
             move(open, engine)
 
-        choose = fleet.router.choose
+        choose = fleet.dispatcher.router.choose
 
         def chosen(tokens: Sequence[int], max_tokens: int) -> EngineId | None:
             found = choose(tokens, max_tokens)
@@ -297,7 +298,7 @@ class Deployment:
                 self.rules.chosen(found)
             return found
 
-        fleet.dispatcher.move, fleet.router.choose = moved, chosen  # type: ignore[method-assign]
+        fleet.dispatcher.move, fleet.dispatcher.router.choose = moved, chosen  # type: ignore[method-assign]
         remove = fleet.remove
 
         async def removed(index: int) -> None:
@@ -306,9 +307,9 @@ class Deployment:
             await remove(index)
 
         fleet.remove = removed  # type: ignore[method-assign]
-        self.service = Service(fleet, None, ServerConfig())
+        self.service = Service(fleet.dispatcher, None, ServerConfig())
         await fleet.start()
-        await fleet.ready()
+        await fleet.dispatcher.ready()
         self.left = self.scenario.budget
         await self._serve()
         self.closing = True
@@ -348,14 +349,14 @@ class Deployment:
     def _check_empty(self) -> None:
         require, fleet = self.world.require, self.fleet
         require(not fleet.dispatcher.open, "leaks", f"sequences {list(fleet.dispatcher.open)}")
-        tell = [i for i, engine in fleet.members.items() if engine.dead is None and self.remotes[i].harm is None]
-        loads = {i: load for i, load in fleet.router.loads().items() if load and i in tell}
+        tell = [i for i, engine in fleet.members.items() if engine.engine.dead is None and self.remotes[i].harm is None]
+        loads = {i: load for i, load in fleet.dispatcher.router.loads().items() if load and i in tell}
         stale = self.counts["said twice"] + self.counts["said too late"]  # what an engine said of itself
         require(not loads or bool(stale), "leaks", f"loads {loads} of nothing")
         for index, engine in fleet.members.items():
-            held = list(engine.queue.streams)
+            held = list(engine.engine.streams)
             require(not held, "leaks", f"engine {index} has {held} in its journal")
-            require(not engine.queue.quarantine.faults, "leaks", f"suspicions {engine.queue.quarantine.faults}")
+            require(not engine.engine.quarantine.faults, "leaks", f"suspicions {engine.engine.quarantine.faults}")
             core = self.remotes[index].core
             if index in tell and core is not None:
                 require(not core.has_requests(), "leaks", f"engine {index} computes for nobody")

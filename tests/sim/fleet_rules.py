@@ -8,8 +8,9 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from planaria.core.router import EngineId
+from planaria.server.engine import Engine
 from planaria.server.health import health_of
-from planaria.server.supervisor import SupervisedEngine
+from planaria.server.keeper import EngineKeeper
 from planaria.types import Delta, FinishReason
 from tests.sim.client import Answer
 from tests.sim.scenario import Asked
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 LOOK = 1.0
 SURE = 5.0  # seconds after which news have come, also late ones
-MARGIN = 30.0  # see planaria.server.supervisor
+MARGIN = 30.0  # see planaria.server.engine
 STALL = 60.0  # see ServerConfig
 
 
@@ -29,7 +30,7 @@ class FleetRules:
         self.sim, self.world = sim, sim.world
         self.last_event = 0.0  # by the server's own time
         self.exposed: Counter[str] = Counter()  # engines that were lost with a request, since its last token
-        self._gone: list[SupervisedEngine] = []  # given up
+        self._gone: list[EngineKeeper] = []  # given up
         self._waiting: dict[str, float] = {}
         self._busy: dict[int, float] = {}
         self.lost = 0  # processes that nobody told to end, and that others followed
@@ -97,10 +98,10 @@ class FleetRules:
 
     def watch_waiting(self) -> None:
         """Nothing waits for an engine while another could go on with it."""
-        fleet, now = self.sim.fleet, self.world.awake()
-        able = [i for i, engine in fleet.members.items() if engine.state == "ready" and i not in fleet.leaving]
+        fleet, now = self.sim.fleet.dispatcher, self.world.awake()
+        able = [i for i, engine in fleet.members.items() if engine.state == "ready" and not engine.leaving]
         idle = {
-            id: self._waiting.get(id, now) for id, open in fleet.dispatcher.open.items()
+            id: self._waiting.get(id, now) for id, open in fleet.open.items()
             if open.engine.state != "ready" and not open.stuck and any(map(fleet.joined, able))
         }  # fmt: skip
         self._waiting = idle
@@ -123,7 +124,7 @@ class FleetRules:
         """Since when this engine has had sequences without a break, by looks; now, if it has none."""
         now = self.world.awake()
         engine = self.sim.fleet.members[index]
-        if not len(engine.queue) and not engine._resizing:
+        if not engine.engine.streams and not engine._resizing:
             self._busy.pop(index, None)
             return now
         return self._busy.setdefault(index, now)
@@ -131,33 +132,34 @@ class FleetRules:
     def _serves(self, remote: Remote) -> bool:
         """Is it still its engine's process, and one that somebody wants?"""
         engine = self.sim.fleet.members.get(remote.index)
-        wanted = engine is not None and engine.dead is None and not engine._closing
+        wanted = engine is not None and engine.engine.dead is None and not engine._closing
         # With a closed socket its end is known, and another is started, if not at once.
         return wanted and self._current(engine) is remote and not remote.socket.closed  # type: ignore[arg-type]
 
-    def _current(self, engine: SupervisedEngine) -> Remote | None:
-        return getattr(engine.engine, "remote", None)
+    def _current(self, engine: EngineKeeper) -> Remote | None:
+        return getattr(engine.handle, "remote", None)
 
     # -- routing
 
     def chosen(self, index: EngineId) -> None:
         """By the router."""
-        require, fleet = self.world.require, self.sim.fleet
+        require, fleet = self.world.require, self.sim.fleet.dispatcher
         engine = fleet.members.get(int(index))
-        require(engine is not None and index not in fleet.leaving, "route", f"the choice is engine {index} that leaves")
+        require(engine is not None and not engine.leaving, "route", f"the choice is engine {index} that leaves")
         assert engine is not None
         require(engine.state == "ready", "route", f"the choice is engine {index} that is {engine.state}")
 
-    def routed(self, id: str, engine: SupervisedEngine) -> None:
+    def routed(self, id: str, engine: Engine) -> None:
         """A sequence that is new, or goes on elsewhere, was given to this engine."""
-        require, fleet = self.world.require, self.sim.fleet
+        require, fleet = self.world.require, self.sim.fleet.dispatcher
         self.exposed[id] += self.sim.remotes[engine.index].returncode is not None  # which nobody knows yet
         there = fleet.members.get(engine.index) is engine
-        others = [o for o in fleet.members.values() if o.dead is None and o.index not in fleet.leaving]
-        stays = engine.index not in fleet.leaving or not (others or engine._closing)
+        others = [o for o in fleet.members.values() if o.dead is None and not o.leaving]
+        keeper = self.sim.fleet.members.get(engine.index)
+        stays = not engine.leaving or not (others or (keeper is not None and keeper._closing))
         require(there and stays, "route", f"{id} goes to engine {engine.index} that leaves")
         require(engine.dead is None, "route", f"{id} goes to engine {engine.index} that has ended")
-        ready = [o.index for o in fleet.members.values() if o.state == "ready" and o.index not in fleet.leaving]
+        ready = [o.index for o in fleet.members.values() if o.state == "ready" and not o.leaving]
         joined = [index for index in ready if fleet.joined(index)]
         require(
             not joined or engine.state == "ready", "route",
@@ -186,12 +188,12 @@ class FleetRules:
                 require(state in ("ready", "leaving"), "health", f"engine {index} is well and said to be {state}")
             if remote.returncode is not None and passed > SURE:
                 require(state != "ready", "health", f"engine {index} has ended and is said to be ready")
-            if not remote.up and engine.dead is None and remote.follows and passed > LOOK:
+            if not remote.up and engine.engine.dead is None and remote.follows and passed > LOOK:
                 downs.append(index)
             waiting = now - max(remote.stepped, self.busy_since(index))
-            if remote.harm is not None and len(engine.queue) and waiting > STALL + SURE:
+            if remote.harm is not None and len(engine.engine.streams) and waiting > STALL + SURE:
                 stuck.append(index)
-        alive = [index for index, engine in members.items() if engine.dead is None]
+        alive = [index for index, engine in members.items() if engine.engine.dead is None]
         require(body["live"] == bool(alive), "health", f"live is {body['live']}, there are {alive}")
         require(not wells or bool(body["live"]), "health", f"{wells} are well, and it is not live")
         if downs and alive:
@@ -215,9 +217,9 @@ class FleetRules:
 
     def settled(self) -> bool:
         """Are all engines well that have not been given up?"""
-        members = self.sim.fleet.members
+        members = self.sim.fleet.dispatcher.members
         return not self.sim.fleet.replacing and all(
-            not len(engine.queue)
+            not engine.streams
             and (engine.dead is not None or (engine.state == "ready" and not self._shows(self.sim.remotes[index])))
             for index, engine in members.items()
         )
@@ -245,7 +247,7 @@ class FleetRules:
                     self.fruitless[index].clear()
                 sim.counts["convicted" if asked.poison is not None else "convicted though innocent"] += 1
             case FinishReason.ERROR:
-                alive = [index for index, engine in sim.fleet.members.items() if engine.dead is None]
+                alive = [index for index, engine in sim.fleet.members.items() if engine.engine.dead is None]
                 if asked.poison is not None or self.exposed[id] > 1:
                     return  # it may have been what killed them
                 require(not alive, "errors", f"{id}: {answer.error}, and there are engines {alive}")
@@ -254,9 +256,9 @@ class FleetRules:
         """Engines end only for a reason."""
         limit = self.sim.scenario.config.faults.recovery_limit
         for index, engine in self.sim.fleet.members.items():
-            if engine.dead is not None and engine not in self._gone:
+            if engine.engine.dead is not None and engine not in self._gone:
                 self._gone.append(engine)
                 remote = self._current(engine)
                 reason = remote is None or remote.gone or self.sim.counts["start fails"]
                 fair = len(self.fruitless[index]) >= limit
-                self.world.require(bool(reason or fair), "gives up", f"engine {index}: {engine.dead.message}")
+                self.world.require(bool(reason or fair), "gives up", f"engine {index}: {engine.engine.dead.message}")

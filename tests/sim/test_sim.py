@@ -117,7 +117,7 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
     """Nothing here decides anything: processes, links and time are simulated, and no more."""
     taken = {
         "EngineCore", "Lane", "BringUp", "ReplyLedger", "Gang", "EngineLoop", "Health", "Pace", "Quarantine", "Router",
-        "Fleet", "Resizer", "Dispatcher", "SupervisedEngine", "EngineQueue", "Stream", "Service", "FaultLog",
+        "Fleet", "Resizer", "Dispatcher", "EngineKeeper", "Engine", "Stream", "Service", "FaultLog",
         "Reformations",
     }  # fmt: skip
     words = ("scheduler", "gang", "router", "quarantine", "replyledger", "bringup", "core", "health", "pace", "journal")
@@ -133,8 +133,8 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
     core = fleet.remotes[0].core
     parts = [
         one.loop, one.loop.gang, one.loop.gang.ledger, one.loop.gang.health, one.loop.gang.pace, one.loop.epochs.limit,
-        fleet.fleet, fleet.fleet.router, fleet.fleet.resizer, fleet.service, fleet.service.faults, member,
-        fleet.fleet.dispatcher, member.queue, member.queue.quarantine, member.limit, core,
+        fleet.fleet, fleet.fleet.dispatcher.router, fleet.fleet.resizer, fleet.service, fleet.service.faults, member,
+        fleet.fleet.dispatcher, member.engine, member.engine.quarantine, member.limit, core,
     ]  # fmt: skip
     for part in parts:
         assert type(part).__module__.startswith("planaria."), part

@@ -13,19 +13,19 @@ from unittest.mock import patch
 
 from planaria.server import (
     dispatcher,
+    engine,
     engine_client,
-    engine_queue,
     faults,
     fleet,
     fleet_resize,
     health,
+    keeper,
     service,
-    supervisor,
 )
 from tests.sim.world import Violation, World
 
 CLOCKED: tuple[ModuleType, ...] = (
-    dispatcher, engine_client, engine_queue, faults, fleet, fleet_resize, health, service, supervisor,
+    dispatcher, engine, engine_client, faults, fleet, fleet_resize, health, keeper, service,
 )  # fmt: skip
 
 LAST = 1000.0  # seconds, virtual ones

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from planaria.errors import CapacityError, EngineDead
+from planaria.server import engine as engine_module
+from planaria.server import keeper as module
 from planaria.server import questions
-from planaria.server import supervisor as module
 from planaria.server.engine_client import EngineHandle
 from planaria.server.stream import Gap
 from planaria.types import Delta, FinishReason
@@ -26,7 +27,7 @@ ROW = ProcessInfo("engine", None, {}, 1, "here", 0, "idle", 1)
 async def client() -> AsyncIterator[Client]:
     made = await Client(recovery_limit=5).start()
     yield made
-    await made.supervisor.close()
+    await made.keeper.close()
 
 
 async def settle() -> None:
@@ -53,7 +54,7 @@ async def test_open_sequences_go_on_with_the_tokens_they_have(client: Client) ->
     assert done.seconds["total"] > 0 and (done.requests, done.tokens) == (2, 3 + 2 + 3 + 1)
     assert list(done.seconds) == ["detect", "fence", "replace", "regroup", "load", "total"]
     assert 0 < replayed.seconds["first token"] <= replayed.seconds["replay"]
-    assert client.supervisor.stats.step == client.now.step + client.processes[0].step  # counters go on
+    assert client.engine.stats.step == client.now.step + client.processes[0].step  # counters go on
 
 
 async def test_the_replay_is_over_when_the_last_goes_on_or_has_ended(client: Client) -> None:
@@ -64,7 +65,7 @@ async def test_the_replay_is_over_when_the_last_goes_on_or_has_ended(client: Cli
     client.now.give("a", "b", "new")
     client.now.give("a", "b", "new")
     assert len(client.heard) == heard
-    client.supervisor.cancel("c")
+    client.engine.cancel("c")
     assert len(client.heard) == heard + 1 and "replay" in client.heard[-1].seconds
     client.now.give("a", "new")
     assert len(client.heard) == heard + 1
@@ -96,9 +97,9 @@ async def test_what_comes_while_no_engine_is_up_waits_its_turn(client: Client) -
     client.submit("a", "b")
     await client.fall()
     client.submit("c")
-    client.supervisor.cancel("a")
-    assert client.supervisor.facts is not None and client.now.sent == []
-    assert [row.state for row in await client.supervisor.report()] == ["loading"]
+    client.engine.cancel("a")
+    assert client.engine.facts is not None and client.now.sent == []
+    assert [row.state for row in await client.keeper.report()] == ["loading"]
     client.now.become_ready()
     assert client.now.has == ["b", "c"]
     assert client.told["a"] == []
@@ -106,12 +107,12 @@ async def test_what_comes_while_no_engine_is_up_waits_its_turn(client: Client) -
 
 async def test_an_engine_that_ends_while_it_loads_is_replaced_too() -> None:
     client = Client(recovery_limit=2)
-    await client.supervisor.start()
+    await client.keeper.start()
     await client.fall()
     client.now.become_ready()
-    assert await client.supervisor.ready() is client.supervisor.facts
+    assert await client.engine.ready() is client.engine.facts
     assert client.heard[0].phase == "start-up"
-    await client.supervisor.close()
+    await client.keeper.close()
 
 
 async def test_the_limit_counts_deaths_without_a_token(client: Client) -> None:
@@ -124,7 +125,7 @@ async def test_the_limit_counts_deaths_without_a_token(client: Client) -> None:
     for _ in range(2):
         await client.fall("ended with exit code 3")
     await client.fall("ended with exit code 3")
-    assert client.supervisor.dead is not None and "exit code 3" in client.supervisor.dead.message
+    assert client.engine.dead is not None and "exit code 3" in client.engine.dead.message
     assert client.told["a"][-1].finish is FinishReason.ERROR and "exit code 3" in (client.error("a") or "")
     client.submit("b")
     assert client.error("b") == client.error("a")
@@ -134,7 +135,7 @@ async def test_where_there_may_be_no_other_the_first_death_is_the_end() -> None:
     client = await Client(recovery_limit=0).start()
     client.submit("a")
     await client.fall()
-    assert client.error("a") == client.supervisor.dead.message and len(client.processes) == 1  # type: ignore[union-attr]
+    assert client.error("a") == client.engine.dead.message and len(client.processes) == 1  # type: ignore[union-attr]
     assert client.heard == []
 
 
@@ -163,7 +164,7 @@ async def test_what_is_lacking_for_a_while_is_waited_for(
             await asyncio.sleep(0)
     client.now.become_ready()
     client.now.give("a", finish=FinishReason.STOP)
-    assert client.tokens("a") == [100, 101] and client.supervisor.dead is None
+    assert client.tokens("a") == [100, 101] and client.engine.dead is None
     first, second, third = (after - before for before, after in itertools.pairwise(waits))
     assert first >= 0.01 and second >= 0.02 and third >= 0.04  # the longer, the more did not come up
 
@@ -176,7 +177,7 @@ async def test_what_is_lacking_for_ever_is_an_end(client: Client, monkeypatch: p
     monkeypatch.setattr(ScriptedProcess, "start", start)
     client.now.die()
     async with asyncio.timeout(60):
-        while client.supervisor.dead is None:
+        while client.engine.dead is None:
             await asyncio.sleep(0)
     assert "Too many open files" in (client.error("a") or "") and len(client.processes) == 1 + 5
 
@@ -188,7 +189,7 @@ async def test_closing_ends_the_wait_for_another_start(client: Client, monkeypat
     client.now.die()  # before it came up
     await settle()
     async with asyncio.timeout(60):
-        await client.supervisor.close()
+        await client.keeper.close()
     assert len(client.processes) == 2
 
 
@@ -198,19 +199,19 @@ async def test_a_successor_that_takes_no_step_makes_no_progress(client: Client) 
     client.now.give("a")
     await client.replace()
     client.now.give("a")
-    client.supervisor.last_progress = 0.0
+    client.engine.last_progress = 0.0
     client.now.hear(Output([], EngineStats(step=client.now.step)))
-    assert client.supervisor.last_progress == 0.0
+    assert client.engine.last_progress == 0.0
 
 
 @pytest.mark.parametrize(("kind", "error"), [("capacity", CapacityError), ("error", EngineDead)])
 async def test_an_engine_that_gave_up_is_not_followed_by_another(kind: str, error: type[Exception]) -> None:
     client = Client()
-    await client.supervisor.start()
+    await client.keeper.start()
     client.now.hear(Dead(kind, "no room"))
     client.now.die("ended with exit code 1", Dead(kind, "no room"))
     with pytest.raises(error, match="no room"):
-        await client.supervisor.ready()
+        await client.engine.ready()
     await settle()
     assert len(client.processes) == 1
 
@@ -247,7 +248,7 @@ async def test_a_poisonous_request_is_found_and_the_others_go_on(client: Client)
         await settle()
     for id in "ab":
         assert client.tokens(id) == [100 + i for i in range(10)] and client.error(id) is None
-    assert not client.supervisor.queue.quarantine.faults and len(client.supervisor.queue) == 0
+    assert not client.engine.quarantine.faults and not client.engine.streams
 
 
 async def test_suspects_run_one_at_a_time_until_each_got_a_token(client: Client) -> None:
@@ -260,7 +261,7 @@ async def test_suspects_run_one_at_a_time_until_each_got_a_token(client: Client)
     client.now.give("a")
     await settle()  # the engine lets go of it
     assert client.now.has == ["b"]
-    client.supervisor.cancel("b")
+    client.engine.cancel("b")
     await settle()
     assert client.now.has == ["a", "new"]
     client.now.give("a", "new")
@@ -273,15 +274,15 @@ async def test_a_death_while_others_leave_is_not_the_suspects(client: Client) ->
     await client.replace()
     await client.replace()
     client.now.give("a")
-    assert client.supervisor.queue.quarantine.running == "b" and client.now.has == ["a"]  # a still leaves
+    assert client.engine.quarantine.running == "b" and client.now.has == ["a"]  # a still leaves
     await client.replace()
-    assert client.supervisor.queue.quarantine.alone == {}
+    assert client.engine.quarantine.alone == {}
 
 
 async def test_cancel_reaches_the_engine_once(client: Client) -> None:
     client.submit("a")
-    client.supervisor.cancel("a")
-    client.supervisor.cancel("a")
+    client.engine.cancel("a")
+    client.engine.cancel("a")
     assert [m for m in client.now.sent if isinstance(m, Cancel)] == [Cancel("a")]
     await settle()
     assert client.told["a"] == []
@@ -290,26 +291,26 @@ async def test_cancel_reaches_the_engine_once(client: Client) -> None:
 async def test_closing_while_another_engine_starts_ends_it(client: Client) -> None:
     client.submit("a")
     await client.fall()
-    await client.supervisor.close()
+    await client.keeper.close()
     assert client.now.killed and len(client.processes) == 2
     assert client.now.sent == []
 
 
 async def test_closing_asks_an_engine_that_is_up(client: Client) -> None:
-    await client.supervisor.close()
-    await client.supervisor.close()
+    await client.keeper.close()
+    await client.keeper.close()
     assert client.now.sent == [Shutdown()] and not client.now.killed and client.heard == []
 
 
 async def test_recovering_ranks_may_be_silent_for_long(client: Client) -> None:
-    supervisor = client.supervisor
-    assert supervisor._most_silent() is None
+    keeper = client.keeper
+    assert keeper._most_silent() is None
     client.submit("a")
-    assert supervisor._most_silent() == 300 + module.MARGIN
+    assert keeper._most_silent() == 300 + engine_module.MARGIN
     client.now.hear(Recovery(1, [0], "step", "x"))
-    assert supervisor._most_silent() == module.COMING_UP
+    assert keeper._most_silent() == engine_module.COMING_UP
     client.now.hear(Recovery(1, [0], "step", "x", seconds={"total": 1.0}))
-    assert supervisor._most_silent() == 300 + module.MARGIN
+    assert keeper._most_silent() == 300 + engine_module.MARGIN
 
 
 # What is said of an engine's processes when the engine itself can't.
@@ -317,15 +318,15 @@ async def test_recovering_ranks_may_be_silent_for_long(client: Client) -> None:
 
 async def test_an_engine_that_loads_or_has_ended_is_not_asked(client: Client) -> None:
     for change, state in (("up", "loading"), ("dead", "ended")):
-        setattr(client.supervisor, change, False if change == "up" else Dead("error", "x"))
-        (row,) = await client.supervisor.report()
+        setattr(client.engine, change, False if change == "up" else Dead("error", "x"))
+        (row,) = await client.keeper.report()
         assert (row.role, row.pid, row.state) == ("engine", client.now.pid, state)
     assert client.now.sent == []
-    client.supervisor.up = True
+    client.engine.up = True
 
 
 async def test_all_who_ask_hear_the_answer(client: Client) -> None:
-    asked = [asyncio.create_task(client.supervisor.report()) for _ in range(2)]
+    asked = [asyncio.create_task(client.keeper.report()) for _ in range(2)]
     while len(client.now.sent) < 2:
         await asyncio.sleep(0)
     client.now.hear(Processes([ROW]))
@@ -335,10 +336,10 @@ async def test_all_who_ask_hear_the_answer(client: Client) -> None:
 
 async def test_a_silent_engine_is_said_to_be(client: Client, monkeypatch: Any) -> None:
     monkeypatch.setattr(questions, "ANSWER_LIMIT", 0.01)
-    (row,) = await client.supervisor.report()
-    assert row.state == "silent for 0.01 s" and not any(client.supervisor.questions.waiting.values())
+    (row,) = await client.keeper.report()
+    assert row.state == "silent for 0.01 s" and not any(client.keeper.questions.waiting.values())
     monkeypatch.setattr(module, "process_state", lambda pid: "T")
-    (row,) = await client.supervisor.report()
+    (row,) = await client.keeper.report()
     assert row.state == "stopped"
 
 
