@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -61,28 +63,34 @@ def main() -> int:
 
 
 class RemoteEngine:
-    """An engine on another node, in whatever process was made for it there: first it listens, then it is run."""
+    """An engine on another node, in whatever process was made for it there: it hears its configuration, who may come,
+    the host at which it is to listen and the level of its log, and says the address."""
 
-    def listen(self, host: str, keys: bytes, heartbeat: float) -> str:
-        """Returns the address; who comes there needs one of the keys (encoded Keys)."""
-        self.port = Port(f"tcp://{bracketed(host)}:*", msgspec.msgpack.decode(keys, type=Keys), heartbeat)
-        self.told = threading.Event()
-        return self.port.address
+    def __init__(self, made: Callable[[Any], None], say: Callable[[str], None]) -> None:
+        self.say, self.told = say, threading.Event()
+        self.port: Port | None = None
 
     @property
     def silent(self) -> float:
         """Seconds since a front end said anything."""
-        return time.monotonic() - self.port.heard
+        return time.monotonic() - self.port.heard if self.port is not None else 0.0
 
     def leave(self) -> None:
         """It was asked to end. Any thread."""
         self.told.set()
-        self.port.wake()
+        if self.port is not None:
+            self.port.wake()
 
-    def run(self, config: bytes, level: str) -> int:
-        """As `main`."""
+    def hear(self, message: bytes) -> None:
+        self.config, keys, host, level = msgspec.msgpack.decode(message, type=tuple[EngineConfig, Keys, str, str])
         setup_logging(level)
-        return run_engine(msgspec.msgpack.decode(config, type=EngineConfig), self.port, self.told)
+        self.port = Port(f"tcp://{bracketed(host)}:*", keys, self.config.parallel.heartbeat_timeout)
+
+    def run(self) -> int:
+        """As `main`."""
+        assert self.port is not None
+        self.say(self.port.address)
+        return run_engine(self.config, self.port, self.told)
 
 
 def run_engine(

@@ -82,8 +82,9 @@ class Host(Protocol):
         enough from now on."""
         ...
 
-    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News) -> Child:
-        """Start a process; `boot` is the first that it is told. Raises OSError: not now."""
+    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News, *, rank: int = -1) -> Child:
+        """Start a process; `boot` is the first that it is told; rank: its number at first, for people, -1: none.
+        Raises OSError: not now."""
         ...
 
     def await_starts(self, children: Iterable[Child], timeout: float) -> None:

@@ -76,7 +76,7 @@ class _Keeper(threading.Thread):
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ, self._rung)
+        self._selector.register(self._bell, selectors.EVENT_READ, (self._rung,))
         self._waiting: set[LocalChild] = set()  # for them to take what they were told
         self.start()
 
@@ -88,14 +88,27 @@ class _Keeper(threading.Thread):
     def run(self) -> None:
         while True:
             for key, _ in self._selector.select(LOOK if self._waiting else None):
-                try:
-                    key.data()
-                except Exception:
-                    logger.exception("a process could not be seen to")
+                self._act(*key.data)
             for child in [child for child in self._waiting if time.monotonic() - child.taken >= TAKE_TIMEOUT]:
                 child.why = f"took nothing of what it was told in {TAKE_TIMEOUT:.0f} s: killed"
                 self._forget(child)
                 child.kill()
+
+    def _act(self, act: Callable[..., None], *child: LocalChild) -> None:
+        try:
+            act(*child)
+        except Exception:
+            logger.exception("a process could not be seen to")
+            for each in child:  # it would fail again at once
+                with contextlib.suppress(OSError):
+                    self._lose(each)
+
+    def _lose(self, child: LocalChild) -> None:
+        """Kill one that can't be watched any more."""
+        child.kill()
+        child.process.wait()
+        if not child.ended:
+            self._over(child, -signal.SIGKILL, "could not be watched any more: killed")
 
     def _rung(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -132,8 +145,8 @@ class _Keeper(threading.Thread):
             raise
         finally:
             os.close(says)
-        self._selector.register(child.exit, selectors.EVENT_READ, functools.partial(self._exited, child))
-        self._selector.register(hears, selectors.EVENT_READ, functools.partial(self._hear, child))
+        self._selector.register(child.exit, selectors.EVENT_READ, (self._exited, child))
+        self._selector.register(hears, selectors.EVENT_READ, (self._hear, child))
         return child
 
     def tell(self, child: LocalChild, data: bytes) -> None:
@@ -142,7 +155,7 @@ class _Keeper(threading.Thread):
         if not child.untold:
             child.taken = time.monotonic()
             self._waiting.add(child)
-            self._selector.register(child.stdin, selectors.EVENT_WRITE, functools.partial(self._write, child))
+            self._selector.register(child.stdin, selectors.EVENT_WRITE, (self._write, child))
         child.untold.append(memoryview(data))
         self._write(child)
 
@@ -171,7 +184,8 @@ class _Keeper(threading.Thread):
         with contextlib.suppress(BlockingIOError):
             data = os.read(child.says, SAID_LIMIT)
             if not data:
-                self._selector.unregister(child.says)
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(child.says)
             elif not child.said:
                 child.said = data.decode(errors="replace").partition("\n")[0]
                 self._news(child)
@@ -184,17 +198,19 @@ class _Keeper(threading.Thread):
 
     def _exited(self, child: LocalChild) -> None:
         code = child.process.wait()
-        self._selector.unregister(child.exit)
+        self._hear(child)  # its last word
+        self._over(child, code, child.why or how_it_ended(code))
+
+    def _over(self, child: LocalChild, code: int, how: str) -> None:
         self._forget(child)
-        with contextlib.suppress(KeyError):
-            self._hear(child)  # its last word
-            self._selector.unregister(child.says)
+        for descriptor in (child.exit, child.says):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(descriptor)
+            os.close(descriptor)
         assert child.process.stdin is not None
         child.process.stdin.close()
-        os.close(child.says)
-        os.close(child.exit)
         with self.changed:
-            child.code, child.ended = code, child.why or how_it_ended(code)
+            child.code, child.ended = code, how
             self.changed.notify_all()
         self._news(child)
 
@@ -228,7 +244,7 @@ class LocalHost:
             self.room = max(self.room, processes + spares)
 
     def spawn(
-        self, slot: Slot, entry: Program, boot: bytes | None, news: News, fds: Sequence[int] = ()
+        self, slot: Slot, entry: Program, boot: bytes | None, news: News, fds: Sequence[int] = (), *, rank: int = -1
     ) -> LocalChild:
         """fds: descriptors that it inherits."""
         devices = tuple(self.devices[slot[1] : slot[1] + 1])

@@ -26,6 +26,7 @@ START_TIMEOUT = 60.0  # seconds one gets to be started
 TRY_AGAIN = 5.0  # seconds before something that failed is tried again; then ever more
 LONGEST_TRY = 300.0
 
+Deal = Callable[[Layout, Mapping[str, int], Placement | None], Placement]
 BootFor = Callable[[Place], bytes]  # what a process in reserve is told, by where it is
 
 
@@ -78,13 +79,15 @@ def cluster_of(counts: Mapping[str, int]) -> Cluster:
 
 
 class Pool:
-    """spares: that there should be on each node. news: see Host. longest: seconds between tries, at most."""
+    """spares: that there should be, on each node or in all. news: see Host. deal: as `placed`. longest: seconds between
+    tries, at most."""
 
     def __init__(
         self, host: Host, entry: Program, clock: Callable[[], float], news: News, *, spares: int = 0,
-        longest: float = LONGEST_TRY,
+        on_each: bool = True, deal: Deal = placed, longest: float = LONGEST_TRY,
     ) -> None:  # fmt: skip
         self.host, self.entry, self.clock, self.news, self.num_spares = host, entry, clock, news, spares
+        self.on_each, self.deal = on_each, deal
         self.ranks: dict[int, Child] = {}
         self.spares: list[Child] = []
         self.bad: set[Slot] = set()
@@ -105,6 +108,9 @@ class Pool:
     def lost(self) -> dict[int, str]:
         """Ranks whose process has ended, and how."""
         return {rank: child.ended for rank, child in sorted(self.ranks.items()) if child.ended}
+
+    def living(self) -> set[int]:
+        return {rank for rank, child in self.ranks.items() if not child.ended}
 
     def rooms(self) -> dict[str, Capacity]:
         """By node, of those that are here."""
@@ -182,9 +188,9 @@ class Pool:
         """Where its ranks are, or could be at once; else where there is room. Raises Infeasible."""
         rooms, before = self.rooms(), self._standing()
         with contextlib.suppress(Infeasible):
-            return placed(layout, {node: room.ready for node, room in rooms.items()}, before)
+            return self.deal(layout, {node: room.ready for node, room in rooms.items()}, before)
         try:
-            return placed(layout, {node: room.good for node, room in rooms.items()}, before)
+            return self.deal(layout, {node: room.good for node, room in rooms.items()}, before)
         except Infeasible as e:
             raise Infeasible("; ".join([*self.host.absent(), e.why]), e.nearest, e.needed, e.found) from None
 
@@ -192,7 +198,7 @@ class Pool:
         """The placement of before, on each node those that live first."""
         if self.placement is None:
             return None
-        alive = {rank for rank, child in self.ranks.items() if not child.ended}
+        alive = self.living()
         on: Counter[str] = Counter()
         seats: dict[int, Seat] = {}
         for seat in sorted(self.placement.slots, key=lambda seat: (seat.rank not in alive, seat.rank)):
@@ -215,18 +221,20 @@ class Pool:
                     if others := moving.get(node.id):
                         self.ranks[rank] = others.pop(0)
                     else:
-                        self.ranks[rank] = self._take(node, new)
+                        self.ranks[rank] = self._take(rank, node, new)
                     self._last[rank] = self.ranks[rank].slot
         finally:
             self._dismiss([child for others in moving.values() for child in others])
         return new
 
-    def _take(self, node: Node, new: list[Child]) -> Child:
-        """One in reserve, or a new one. Raises OSError."""
+    def _take(self, rank: int, node: Node, new: list[Child]) -> Child:
+        """One in reserve, or a new one, where this rank was if it can be. Raises OSError."""
         if spares := self._spares_on(node.id):
             self.spares.remove(spares[0])
             return spares[0]
-        new.append(self.host.spawn(self._free(node)[0], self.entry, None, self.news))
+        free = self._free(node)
+        slot = last if (last := self._last.get(rank)) in free else free[0]
+        new.append(self.host.spawn(slot, self.entry, None, self.news, rank=rank))
         return new[-1]
 
     def give_up(self, ranks: Iterable[int]) -> None:
@@ -239,23 +247,37 @@ class Pool:
     def stand_by(self, boot_for: BootFor) -> None:
         """Start the spares that are missing; each gets ready by itself. Raises OSError."""
         self._look_at_spares()
-        for node in self.host.slots().nodes:
+        nodes = self.host.slots().nodes
+        wanted = self._spares_by_node(nodes)
+        for node in nodes:
             if self.clock() >= self._back_off(node.id).at:
-                self._fill(node.id, self.num_spares, self._free(node), boot_for)
+                self._fill(node.id, wanted[node.id], self._free(node), boot_for)
+
+    def _spares_by_node(self, nodes: Sequence[Node]) -> dict[str, int]:
+        """How many there should be on each: if not so many on every one, where there are some, then where there is
+        room."""
+        if self.on_each:
+            return {node.id: self.num_spares for node in nodes}
+        left, wanted = self.num_spares, {}
+        for node in sorted(nodes, key=lambda node: not self._spares_on(node.id)):
+            wanted[node.id] = min(left, len(self._spares_on(node.id)) + len(self._free(node)))
+            left -= wanted[node.id]
+        return wanted
 
     def prepare(self, layout: Layout, boot_for: BootFor) -> Layout | None:
         """See Launcher. Slots that were given up are tried now and then."""
         self.host.need(layout.size, self.num_spares)
         before, slots = self._standing(), {node: room.slots for node, room in self.rooms().items()}
         try:
-            wanted = placed(layout, slots, before)
+            wanted = self.deal(layout, slots, before)
         except Infeasible as e:
             if e.nearest is None:
                 return None
-            wanted = placed(e.nearest, slots, before)
-        again = self._to_try_again()
-        for node in self.host.slots().nodes:
-            missing = self.num_spares + len(wanted.on(node.id)) - len(self._ranks_on(node.id))
+            wanted = self.deal(e.nearest, slots, before)
+        again, nodes = self._to_try_again(), self.host.slots().nodes
+        spares = self._spares_by_node(nodes)
+        for node in nodes:
+            missing = spares[node.id] + len(wanted.on(node.id)) - len(self._ranks_on(node.id))
             slots_here = self._free(node) + [slot for slot in again if slot[0] == node.id]
             with contextlib.suppress(OSError):  # not now
                 self._fill(node.id, missing, slots_here, boot_for)

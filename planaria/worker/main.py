@@ -35,15 +35,21 @@ class Life:
     """A rank through its epochs. `boot` may be called from any thread: for the first time before `run`, and whenever an
     epoch is over; what the rank waits for inside the old one ends then.
 
-    made: gets the worker, for who brings it steps by another way. prepared: called when it is a spare that is ready.
+    made: gets the worker, for who brings it steps by another way. say: hears of a spare that is ready.
     """
 
     def __init__(
-        self, made: Callable[[Any], None] = lambda worker: None, prepared: Callable[[], None] = lambda: None
+        self, made: Callable[[Any], None] = lambda worker: None, say: Callable[[str], None] = lambda line: None
     ) -> None:
-        self.made, self.prepared = made, prepared
+        self.made, self.say = made, say
         self.worker: Any = None
         self._boots: queue.SimpleQueue[RankBoot] = queue.SimpleQueue()
+
+    def hear(self, message: bytes) -> None:
+        """An encoded boot."""
+        boot = RankBoot.decode(message)
+        setup_logging(boot.log_level)
+        self.boot(boot)
 
     def boot(self, boot: RankBoot) -> None:
         abort = getattr(self.worker, "abort", None)
@@ -63,7 +69,7 @@ class Life:
             if boot.rank == SPARE:
                 set_title("spare")
                 self.worker.prepare()
-                self.prepared()
+                self.say("ready")
                 boot = self._boots.get()
                 continue
             try:
@@ -114,16 +120,14 @@ def _listen(life: Life) -> None:
     """Boots; their end is the parent's death, where that one's signal doesn't come (it is bound to one thread, and to
     Linux)."""
     for data in child.hear():
-        boot = RankBoot.decode(data)
-        setup_logging(boot.log_level)
-        life.boot(boot)
+        life.hear(data)
     os._exit(1)
 
 
 def main() -> int:
     child.begin()
     leave_signals_to_parent()
-    life = Life(prepared=lambda: child.say("ready"))
+    life = Life(say=child.say)
     threading.Thread(target=_listen, args=(life,), name="planaria-boots", daemon=True).start()
     return life.run()
 

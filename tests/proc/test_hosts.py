@@ -95,3 +95,26 @@ def test_half_a_start_leaves_no_process_and_no_descriptor(monkeypatch: pytest.Mo
             start("1")
     assert psutil.Process().children() == before and len(os.listdir("/proc/self/fd")) == fds
     end(start("1"))
+
+
+def test_one_that_cannot_be_watched_is_ended_and_the_others_are_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its descriptor would be ready again and again."""
+    well, ill = start("1"), start("1")
+    hear = local.keeper().__class__._hear
+
+    def fails(self: Any, child: LocalChild) -> None:
+        if child is ill:
+            raise RuntimeError("cannot be read")
+        hear(self, child)
+
+    monkeypatch.setattr(local.keeper().__class__, "_hear", fails)
+    local.keeper()._selector.modify(ill.says, 1, (local.keeper()._hear, ill))
+    ill.tell(b"say something")
+    assert not LocalHost().await_ends([ill], PATIENCE)
+    assert ill.ended == "could not be watched any more: killed" and ill.code == -9
+    assert len([record for record in caplog.records if record.message == "a process could not be seen to"]) == 1
+    well.tell(b"and you?")
+    wait_until("it answers", lambda: bool(well.said))
+    end(well)

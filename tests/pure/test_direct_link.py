@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
+
+import pytest
 
 from planaria.executor.link.direct import DirectLink
-from planaria.protocol import Call, Command, Done, Probe, Reply
+from planaria.protocol import Call, Command, Done, Failed, Probe, Reply
 
 LIMIT = 60.0
 
@@ -52,3 +55,18 @@ def test_without_a_call_nothing_is_handed_over() -> None:
     assert link.receive(0) == (0, 0, Done(0, 1))
     link.close()
     assert not link.threads
+
+
+def test_a_thread_in_which_a_rank_cannot_compute_fails_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank: Any = Slow()
+    link = DirectLink([rank])
+
+    def fails() -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(rank, "take_thread", fails)
+    link.send(0, Call("any"))
+    answer = link.receive(LIMIT)
+    assert answer is not None and isinstance(answer[2], Failed) and not rank.done
+    assert answer[2].message == "RuntimeError: no such device" and "Traceback" in answer[2].traceback
+    link.close()

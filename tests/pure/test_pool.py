@@ -44,7 +44,7 @@ class FakeHost:
         if self.elastic:
             self.nodes = {node: max(count, processes) for node, count in self.nodes.items()}
 
-    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News) -> Fake:
+    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News, *, rank: int = -1) -> Fake:
         if self.fails:
             self.fails -= 1
             raise OSError("no process can be started")

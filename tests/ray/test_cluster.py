@@ -109,7 +109,7 @@ def test_each_rank_is_on_the_node_that_was_planned(connection: Any, small: Path,
     planned = [(row["node"], row["device"]) for row in plan(capsys, "-pp", "2", "--device", "cpu")["ranks"]]
     with LLM(str(small), **SMALL, **ray_options("pp2")) as llm:
         launcher: Any = llm._loop.gang.launcher
-        nodes = [member.at.ray_node for _, member in sorted(launcher.ranks.items())]
+        nodes = [child.place.host for _, child in sorted(launcher.pool.ranks.items())]
         assert nodes == [slot.node for slot in launcher.group.placement.slots]
         assert nodes == [node for node, _ in planned] == actor_nodes(connection.ray)
         assert nodes[0] == connection.node != nodes[1] and [device for _, device in planned] == [0, 0]

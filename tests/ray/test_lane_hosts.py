@@ -55,7 +55,7 @@ class Places:
     def bundles(self, lane: int) -> list[int]:
         return [0, 1]
 
-    def seat(self, lane: int) -> str:
+    def spawn(self, lane: int, *what: Any) -> str:
         return f"in lane {lane}"
 
     def came_up(self, lane: int, node: str) -> None:
@@ -80,6 +80,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         return hosts, places
 
     return make
+
+
+def sits(hosts: LaneHosts) -> Any:
+    return hosts.spawn(0, "", {}, 0.0, lambda child: None)
 
 
 def groups(*made: int) -> tuple[LaneGroup, ...]:
@@ -112,11 +116,11 @@ def test_another_process_of_the_engine_goes_where_there_are_nodes(make: Any) -> 
     assert hosts.stranded(0)
     places.room_for = 1
     hosts.renew(0, never)
-    assert hosts.fields_of(0)["lane_groups"] == groups(2) and hosts.seat(0) == "in lane 1" and not hosts.stranded(0)
+    assert hosts.fields_of(0)["lane_groups"] == groups(2) and sits(hosts) == "in lane 1" and not hosts.stranded(0)
     assert hosts.differences(0, [CameUp("a")] * 2) == [], "these are not the lanes that were planned"
     places.room_for = 2
     hosts.renew(0, never)
-    assert hosts.fields_of(0)["lane_groups"] == groups(3, 2) and hosts.seat(0) == "in lane 0"
+    assert hosts.fields_of(0)["lane_groups"] == groups(3, 2) and sits(hosts) == "in lane 0"
     hosts.came_up(0, "a")
     assert places.up == [(0, "a")]
     places.gone, places.room_for = {0, 1}, 0

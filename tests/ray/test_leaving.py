@@ -13,12 +13,12 @@ import pytest
 from planaria.config.options import EngineConfig, ParallelConfig
 from planaria.env import RaySettings
 from planaria.errors import PlanariaError
-from planaria.executor.boot import RankBoot
 from planaria.executor.ray import actor, cluster
 from planaria.executor.ray.actor import RayActor
+from planaria.executor.ray.child import RayChild
 from planaria.executor.ray.cluster import Connection
 from planaria.executor.ray.fleet import RayHosts, beside
-from planaria.executor.ray.watch import Watcher
+from planaria.hosts.host import Place
 from planaria.topology import Cluster, Node
 
 
@@ -63,11 +63,11 @@ class Life:
 
     heard: ClassVar[list[bytes]] = []
 
-    def __init__(self, made: Callable[[Any], None], prepared: Callable[[], None]) -> None:
+    def __init__(self, made: Callable[[Any], None], say: Callable[[str], None]) -> None:
         self.heard.clear()
 
-    def boot(self, boot: Any) -> None:
-        self.heard.append(boot.data)
+    def hear(self, message: bytes) -> None:
+        self.heard.append(message)
 
     def run(self) -> int:
         return 0
@@ -75,7 +75,6 @@ class Life:
 
 def test_a_boot_that_comes_while_a_rank_still_imports_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank was lost meanwhile, and each is told of the next epoch."""
-    monkeypatch.setattr(RankBoot, "decode", lambda data: SimpleNamespace(data=data, log_level="info"))
     importing, imported = threading.Event(), threading.Event()
 
     def kind(entry: str, environment: dict[str, str]) -> type[Life]:
@@ -88,34 +87,82 @@ def test_a_boot_that_comes_while_a_rank_still_imports_is_not_lost(monkeypatch: p
     run = threading.Thread(target=rank.run, args=("a:B", b"first", {}))
     run.start()
     importing.wait(60)
-    rank.boot(b"second")
+    rank.hear(b"second")
     imported.set()
     run.join(60)
-    rank.boot(b"third")
+    rank.hear(b"third")
     assert Life.heard == [b"first", b"second", b"third"]
 
 
-class Ended:
-    """A member whose process has ended."""
+class Ray:
+    """Its runs end with 7; asked whether there is any Ray it says `there`."""
 
-    run, here, ended = "a run", True, ""
+    exceptions = SimpleNamespace(
+        RayError=OSError, RayTaskError=ZeroDivisionError, ActorDiedError=LookupError, ActorUnavailableError=EOFError
+    )
 
-    def gone(self, timeout: float = 0.0) -> bool:
-        return True
+    def __init__(self, *there: bool) -> None:
+        self.there = iter(there)
 
+    def is_initialized(self) -> bool:
+        return next(self.there, True)
 
-def test_whoever_comes_after_ray_was_gone_is_watched() -> None:
-    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    there = iter((False, True))
+    def wait(self, runs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        return (["run"], []) if "run" in runs else ([], runs)
 
-    def get(run: str, timeout: float) -> int:
+    def get(self, run: str, timeout: float = 0) -> int:
         return 7
 
-    ray = SimpleNamespace(
-        is_initialized=lambda: next(there), wait=lambda runs, num_returns, timeout: (runs, []), get=get
-    )
-    watcher = Watcher(ray, ended.put)
-    for how in ("can't be watched: Ray is gone (ConnectionError)", "returned 7"):
-        watcher.add(Ended())  # type: ignore[arg-type]
-        assert ended.get(timeout=60).ended == how
-    watcher.stop()
+
+class Several:
+    """In place of Actors: one comes up on this machine, and is gone when it is told so."""
+
+    def __init__(self, ray: Ray, up: threading.Event) -> None:
+        self.connection, self.changed, self.up = SimpleNamespace(ray=ray), threading.Condition(), up
+        self.ended: list[Any] = []
+
+    def bring_up(self, child: RayChild) -> None:
+        assert self.up.wait(60)
+        child.at = SimpleNamespace(home="elsewhere")  # type: ignore[assignment]
+
+    def place(self, child: RayChild) -> Place:
+        return Place(-1, "elsewhere", "a", pid=1)
+
+    def begin(self, child: RayChild, message: bytes) -> tuple[str, str]:
+        return "run", "saying"
+
+    def end(self, child: RayChild) -> None:
+        self.ended.append(child)
+
+    def tell_all(self) -> None: ...
+
+
+def child_of(several: Any) -> tuple[RayChild, queue.SimpleQueue[str]]:
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    child = RayChild(several, ("a", 0), "a:B", lambda: None, 1.0, lambda child: heard.put(child.ended))  # type: ignore
+    child.thread.start()
+    return child, heard
+
+
+@pytest.mark.parametrize(("there", "how"), [
+    ((True,), "returned 7"), ((False,), "can't be watched: Ray is gone (ConnectionError)"),
+])  # fmt: skip
+def test_the_end_of_an_actor_is_seen_and_made_certain(there: tuple[bool, ...], how: str) -> None:
+    """What it is told before it has come up, it hears then."""
+    several = Several(Ray(*there), threading.Event())
+    child, heard = child_of(several)
+    child.tell(b"be a rank")
+    several.up.set()
+    assert heard.get(timeout=60) == how and child.code == (7 if "7" in how else 0)
+    assert child.gone.wait(60) and several.ended == [child]
+    child.kill()
+    child.thread.join(60)
+    assert child.ended == how and several.ended == [child], "once"
+
+
+def test_one_that_is_killed_while_it_comes_up_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = Several(Ray(), threading.Event())
+    child, heard = child_of(several)
+    child.kill()
+    several.up.set()
+    assert heard.get(timeout=60) == "was killed" and child.gone.is_set() and several.ended == [child]

@@ -12,6 +12,7 @@ import pytest
 
 from planaria import LLM
 from planaria.executor.ray.cluster import connect
+from planaria.hosts.pool import is_ready
 from planaria.wire import FromEngine, Recovery
 from tests.proc.servers import SOON, alive, wait_until
 from tests.ray.clusters import kill_node, live_groups, raylet_of, several_nodes
@@ -55,7 +56,7 @@ class Watched:
     def close(self) -> None:
         """Nothing of it is left."""
         pids = [*self.pids, *self.launcher.spare_pids()]
-        groups = {group.handle.id.hex() for group in self.launcher.staff.bundles.groups}
+        groups = {group.handle.id.hex() for group in self.launcher.ray.bundles.groups}
         self.llm.close()
         wait_until("what was killed is gone", lambda: not any(alive(pid) for pid in pids), SOON)
         wait_until("no placement group of it is left", lambda: not groups & set(live_groups()))
@@ -77,7 +78,7 @@ class Watched:
         return str(self.llm._loop.gang.layout)
 
     def node_of(self, cluster: Any, rank: int) -> Any:
-        id = self.launcher.ranks[rank].at.ray_node
+        id = self.launcher.pool.ranks[rank].place.host
         return next(node for node in cluster.list_all_nodes() if node.node_id == id)
 
     def run(self, expected: Any, harm: Any = None) -> None:
@@ -139,7 +140,7 @@ def test_a_raylets_death_is_not_a_ranks(cluster: Any, watched: Watched, expected
     another place for it."""
     before, epoch, node = watched.pids, watched.epoch, watched.node_of(cluster, 1)
     watched.run(expected, lambda: kill_node(node))
-    wait_until("Ray has noticed", lambda: watched.launcher.ranks[1].adrift)
+    wait_until("Ray has noticed", lambda: watched.launcher.pool.ranks[1].leaving)
     watched.run(expected)
     assert watched.pids == before and watched.epoch == epoch
     other = add_node(cluster)
@@ -170,8 +171,8 @@ def test_a_spare_becomes_the_rank(cluster: Any, small: Path, expected: Any) -> N
     node = add_node(cluster, 3)
     watched = Watched(small, spare_workers=1)
     try:
-        before, spares = watched.pids, watched.launcher.staff.spares
-        wait_until("it is ready", lambda: any(map(spares.ready, spares.there())))
+        before, pool = watched.pids, watched.launcher.pool
+        wait_until("it is ready", lambda: any(map(is_ready, pool.spares)))
         (spare,) = watched.launcher.spare_pids()
         watched.run(expected, lambda: os.kill(before[1], signal.SIGKILL))
         assert watched.pids == [before[0], spare]

@@ -52,7 +52,7 @@ class SimHost:
 
     def need(self, processes: int, spares: int) -> None: ...
 
-    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News) -> Process:
+    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News, *, rank: int = -1) -> Process:
         if self.sim.faults.strikes("launch fails", None):
             raise OSError(11, "Resource temporarily unavailable")
         device = self.devices[slot[1]]

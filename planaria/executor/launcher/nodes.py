@@ -99,7 +99,7 @@ class NodesHost:
         self.local.need(share, spares)
         self._room = max(self._room, share + spares)
 
-    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News) -> Child:
+    def spawn(self, slot: Slot, entry: Program, boot: bytes | None, news: News, *, rank: int = -1) -> Child:
         if slot[0] == HERE:
             return self.local.spawn(slot, entry, boot, news)
         return self.peers.spawn(self.peers.all[int(slot[0]) - 1], slot, entry, boot, news)

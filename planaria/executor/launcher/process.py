@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,8 @@ SETTLE = 0.5  # seconds between a process's end, as others notice it, and its co
 
 
 class PoolLauncher:
-    """See Launcher. layout: that `start` has; address: by which others reach this node; clock: seconds, monotonic."""
+    """See Launcher. layout: that `start` has; address: by which others reach this node; clock: seconds, monotonic;
+    others as Pool's."""
 
     name = "mp"
     link, uses_ray, replaces = "queue", False, True
@@ -31,11 +33,11 @@ class PoolLauncher:
 
     def __init__(
         self, host: Host, module: str, layout: Layout, address: str = "127.0.0.1", *, spares: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, **how: Any,
     ) -> None:  # fmt: skip
         self.host, self.layout, self.address = host, layout, address
         self.on_exit: Callable[[], None] = lambda: None
-        self.pool = Pool(host, Program(module), clock, self._news, spares=spares)
+        self.pool = Pool(host, Program(module), clock, self._news, spares=spares, **how)
         self._closing = False
 
     def start(self) -> list[Place]:
@@ -91,7 +93,7 @@ class PoolLauncher:
         """End all ranks for certain, stopped ones too."""
         self.closing()
         self.pool.kill()
-        self.host.close()
+        self.close()
 
     def _news(self, child: Child) -> None:
         if child.ended and not self._closing:

@@ -7,15 +7,15 @@ waiting. What is sent meanwhile waits until it has ended, and is carried out ins
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
+import traceback
 from collections import deque
 from collections.abc import Sequence
 
 from planaria.executor.launcher.inline import Handler
 from planaria.executor.link.address import Address, Inside
-from planaria.protocol import Call, Command, Reply
+from planaria.protocol import Call, Command, Failed, Reply
 
 Answer = tuple[int, int, Reply]  # rank, ticket number, reply
 
@@ -73,21 +73,13 @@ class DirectLink:
             self.threads = [threading.Thread(target=self._call, args=(number, command), name="call", daemon=True)]
             self.threads[0].start()
             return
-        if self._called:  # with how many threads to compute may be another matter now
-            self._called = False
-            self._take_thread()
+        anew, self._called = self._called, False  # with how many threads to compute may be another matter now
         for rank, handler in enumerate(self.ranks):
-            self.answers.put((rank, number, handler.handle(command)))
-
-    def _take_thread(self) -> None:
-        """The calling thread is the one in which ranks with a model compute."""
-        for handler in self.ranks:
-            with contextlib.suppress(Exception):  # what is wrong shows in the answer to the next command
-                getattr(handler, "take_thread", lambda: None)()
+            self.answers.put((rank, number, _answer(rank, handler, command, anew=anew)))
 
     def _call(self, number: int, command: Call) -> None:
-        self._take_thread()
-        answers = [(rank, number, handler.handle(command)) for rank, handler in enumerate(self.ranks)]
+        ranks = enumerate(self.ranks)
+        answers = [(rank, number, _answer(rank, handler, command, anew=True)) for rank, handler in ranks]
         self._calling = False
         for answer in answers:
             self.answers.put(answer)
@@ -114,3 +106,13 @@ class DirectLink:
         for thread in self.threads:
             thread.join(timeout=10)
         self.inboxes, self.threads = [], []
+
+
+def _answer(rank: int, handler: Handler, command: Command, *, anew: bool) -> Reply:
+    """anew: this thread has not computed before; a rank with a model is to do so in it from now on."""
+    try:
+        if anew:
+            getattr(handler, "take_thread", lambda: None)()
+    except Exception as e:
+        return Failed(rank, "take_thread", f"{type(e).__name__}: {e}", traceback.format_exc())
+    return handler.handle(command)

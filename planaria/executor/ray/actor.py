@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import queue
 import re
 import signal
 import threading
@@ -17,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-LIFE_GROUP = "life"  # concurrency group of `run` and `serve`
-READY_GROUP = "ready"  # of `ready`, which waits
+LIFE_GROUP = "life"  # concurrency group of `run`
+SAID_GROUP = "said"  # of `said`, which waits
 GONE = 2.0  # seconds that a killed process gets to be gone
 LOOK = 0.5  # seconds between looks at the raylet
 REAPER_ALONE = 60.0  # seconds without a word after which a reaper whose raylet is gone ends
@@ -44,16 +45,18 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RayActor:
-    """One rank, or a spare: `run`, and steps come by its link, or from a compiled graph's thread, never both at a time.
-    engine: one of a fleet: it is to `listen`, then to `serve`."""
+    """A life of a class that is made with `made(rank)`, for steps that come from a compiled graph's thread, and
+    `say(line)`; it hears messages and runs. Steps come by a rank's link, or from the graph, never both at a time.
+    engine: one of a fleet."""
 
     def __init__(self, engine: bool = False) -> None:
+        self.engine = engine
         self.rank: Any = None  # what `run` made
         self.life: Any = None
         self.thread = 0  # that carries out the graph's steps
         self.parent = os.getppid()  # the raylet
-        self._prepared = threading.Event()
-        self._early: list[Any] = []  # boots that came before there was a life to hear them
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._early: list[bytes] = []  # what came before there was a life to hear it
         self._lock = threading.Lock()
         if engine:
             signal.signal(signal.SIGTERM, lambda number, frame: self.leave())  # Ray's own handler ends it in mid-step
@@ -77,32 +80,32 @@ class RayActor:
             )
         )  # fmt: skip
 
-    def run(self, entry: str, boot: bytes, environment: dict[str, str]) -> int:
-        """Be the rank until it ends: `entry` (package.module:class) is made with what hears of the worker, and gets
-        this boot and those of later epochs."""
-        kind = _kind(entry, environment)
-        from planaria.executor.boot import RankBoot
-        from planaria.logs import setup_logging
-
-        decoded = RankBoot.decode(boot)
-        setup_logging(decoded.log_level)
-        life = kind(self._made, self._prepared.set)
+    def run(self, entry: str, message: bytes, environment: dict[str, str]) -> int:
+        """Be what `entry` (package.module:class) makes of this message and of those that follow, until it ends; its
+        exit code."""
+        life = _kind(entry, environment)(self._made, self._said.put)
         with self._lock:
-            for each in (decoded, *self._early):
-                life.boot(each)
+            for each in (message, *self._early):
+                life.hear(each)
             self.life = life
-        return self._over(self.life.run())
+        if self.engine:
+            threading.Thread(target=self._look, name="planaria-raylet", daemon=True).start()
+        code = int(life.run())
+        if os.getppid() != self.parent:  # the raylet is gone, and nobody else would end this process
+            os._exit(code)
+        return code
 
-    def listen(self, entry: str, environment: dict[str, str], host: str, keys: bytes, heartbeat: float) -> str:
-        """The address where front ends find the engine. entry: a class with `listen`, `run` and `leave`
-        (planaria.engine_process.RemoteEngine)."""
-        self.life = _kind(entry, environment)()
-        return str(self.life.listen(host, keys, heartbeat))
+    def hear(self, message: bytes) -> None:
+        """Maybe while `run` still imports what the first one needs."""
+        with self._lock:
+            if self.life is None:
+                self._early.append(message)
+            else:
+                self.life.hear(message)
 
-    def serve(self, config: bytes, level: str) -> int:
-        """Be the engine until it ends; its exit code."""
-        threading.Thread(target=self._look, name="planaria-raylet", daemon=True).start()
-        return self._over(int(self.life.run(config, level)))
+    def said(self) -> str:
+        """The next thing that it says. Waits."""
+        return self._said.get()
 
     def leave(self) -> None:
         """An engine is to end: its front end takes what is open elsewhere, and then says so."""
@@ -115,29 +118,9 @@ class RayActor:
             time.sleep(LOOK)
         os._exit(1)  # its front end has gone on without it
 
-    def _over(self, code: int) -> int:
-        if os.getppid() != self.parent:  # the raylet is gone, and nobody else would end this process
-            os._exit(code)
-        return code
-
-    def ready(self) -> None:
-        """Returns when this spare is prepared."""
-        self._prepared.wait()
-
     def end(self, processes: list[tuple[int, int]]) -> list[bool]:
         """See `end_processes`: those that had this device before, and were not seen to end."""
         return end_processes(processes)
-
-    def boot(self, boot: bytes) -> None:
-        """Another epoch begins, maybe while `run` still imports what the first one needs."""
-        from planaria.executor.boot import RankBoot
-
-        decoded = RankBoot.decode(boot)
-        with self._lock:
-            if self.life is None:
-                self._early.append(decoded)
-            else:
-                self.life.boot(decoded)
 
     def _made(self, rank: Any) -> None:
         self.rank = rank
@@ -192,7 +175,7 @@ def reserved() -> tuple[str, int]:
 
 
 def report(names: list[str]) -> dict[str, str]:
-    """OrderDone out on a node: which of these variables its processes start with."""
+    """Carried out on a node: which of these variables its processes start with."""
     with open("/proc/self/environ", "rb") as f:  # not os.environ, to which Ray adds
         found = dict(item.split("=", 1) for item in os.fsdecode(f.read()).split("\0") if "=" in item)
     return {name: found[name] for name in names if name in found}
@@ -251,10 +234,9 @@ class NodeReaper:
 
 def remote_class(ray: Any) -> Any:
     """RayActor for Ray: what waits in groups of their own, nodes of the graph with two outputs."""
-    for life in (RayActor.run, RayActor.serve):
-        ray.method(concurrency_group=LIFE_GROUP)(life)  # marks the function
-    ray.method(concurrency_group=READY_GROUP)(RayActor.ready)
+    ray.method(concurrency_group=LIFE_GROUP)(RayActor.run)  # marks the function
+    ray.method(concurrency_group=SAID_GROUP)(RayActor.said)
     for method in (RayActor.first_step, RayActor.step):
         ray.method(num_returns=2)(method)
-    groups = {LIFE_GROUP: 1, READY_GROUP: 1}
+    groups = {LIFE_GROUP: 1, SAID_GROUP: 1}
     return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups=groups)(RayActor)

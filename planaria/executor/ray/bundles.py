@@ -1,25 +1,27 @@
-"""The devices on Ray that are an engine's: bundles of placement groups. Where a rank goes is `place()`'s decision.
+"""The devices on Ray that are an engine's: bundles of placement groups, as slots of its nodes.
 
 Ray's groups neither grow nor give back a bundle, so there is a list of them: the first, which came into being as one,
 or those that were lent, one for each lane; and a group of one bundle for each device that was added. Of a user's group
-only its own spare bundles are used.
+only its own spare bundles are used. A node's slots are its bundles, and devices that are free on Ray.
 
-A bundle is free again only when whoever was in it is known to be gone. Those on a node that Ray has given up are lost:
-when the node returns it has another id.
+Those on a node that Ray has given up are lost: when the node returns it has another id.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from planaria.env import RaySettings
 from planaria.executor.ray.cluster import Connection, bounded
 from planaria.executor.ray.groups import PlacedGroup, lane_group, obtain, single_bundles
-from planaria.topology import Cluster, Infeasible, LaneGroup, Layout, Node, Placement, Slot, place
+from planaria.hosts.host import Slot
+from planaria.topology import Cluster, Device, Infeasible, LaneGroup, Layout, Node, Placement, place
+from planaria.topology import Slot as Seat
 
 DISTRUST = 30.0  # seconds in which nothing is started on a node that did not answer
 TRIES = 3  # to take devices that Ray calls free
@@ -34,14 +36,16 @@ class HeldBundle(NamedTuple):
 
 
 class BundlePool:
-    """`obtain` the first ones, then `find` more; each is the caller's until it is given `back`. Any thread."""
+    """`obtain` the first ones, `look` what there is now; then `hold` any slot. Any thread."""
 
     def __init__(self, connection: Connection, resource: str, settings: RaySettings, name: str) -> None:
         self.connection, self.resource, self.settings, self.name = connection, resource, settings, name
         self.groups: list[PlacedGroup] = []
-        self._added = 0
+        self.looked = 0.0  # when
+        self._now = Cluster(())  # free devices of living nodes, then
+        self._added = self._taken = 0  # groups of one bundle: names, and how many there were
         self._lent: dict[str, PlacedGroup] = {}  # by id, also those that are the engine's no more
-        self._free: list[HeldBundle] = []
+        self._slots: dict[Slot, HeldBundle] = {}
         self._distrusted: dict[str, float] = {}  # node -> until when
         self._lock = threading.RLock()
 
@@ -50,32 +54,21 @@ class BundlePool:
         """Those that the engine began with: one, or one for each lane."""
         return [group for group in self.groups if not group.added]
 
-    def obtain(self, given: str | None, layout: Layout) -> list[HeldBundle]:
-        """By rank. given: the user's group. Raises ConfigError, CapacityError."""
+    def obtain(self, given: str | None, layout: Layout) -> Placement:
+        """given: the user's group. Raises ConfigError, CapacityError."""
         group = obtain(self.connection, given, layout, self.resource, self.settings, self.name)
         self.groups.append(group)
-        self._free += [HeldBundle(node, group, bundle) for bundle, node in group.others]
-        return [
-            HeldBundle(slot.node, group, bundle)
-            for slot, bundle in zip(group.placement.slots, group.bundles, strict=True)
-        ]
+        self._number(group)
+        return _on([slot.node for slot in group.placement.slots], layout)
 
-    def obtain_lanes(self, lanes: Sequence[LaneGroup], layout: Layout) -> list[HeldBundle]:
-        """By rank, in groups that were made before, one for each lane. Raises Infeasible where there are fewer, and
-        then those can be had by `find`; ConfigError, CapacityError."""
-        with self._lock:
-            self.lend(lanes, layout)
-            if len(lanes) < layout.dp:
-                lacks, nearest = layout.dp - len(lanes), Layout(layout.pp, len(lanes), layout.pcp, layout.tp)
-                why = f"{lacks} of {layout.dp} lanes have no place"
-                raise Infeasible(why, nearest, layout.size, nearest.size)
-            bundles = [
-                HeldBundle(slot.node, group, bundle)
-                for group in self.groups[: layout.dp]
-                for slot, bundle in zip(group.placement.slots, group.bundles, strict=True)
-            ]
-            self._free = [bundle for bundle in self._free if bundle not in bundles]
-            return bundles
+    def obtain_lanes(self, lanes: Sequence[LaneGroup], layout: Layout) -> Placement:
+        """In groups that were made before, one for each lane. Raises Infeasible where there are fewer, and then those
+        can be had; ConfigError, CapacityError."""
+        self.lend(lanes, layout)
+        if len(lanes) < layout.dp:
+            lacks, nearest = layout.dp - len(lanes), Layout(layout.pp, len(lanes), layout.pcp, layout.tp)
+            raise Infeasible(f"{lacks} of {layout.dp} lanes have no place", nearest, layout.size, nearest.size)
+        return _on([slot.node for group in self.groups[: layout.dp] for slot in group.placement.slots], layout)
 
     def lend(self, lanes: Sequence[LaneGroup], layout: Layout) -> None:
         """These groups are the engine's, and no others but what was added. Who sits in another one may stay. layout:
@@ -87,70 +80,109 @@ class BundlePool:
             known |= {lane.id: group for lane, group in zip(new, groups, strict=True)}
             self.groups = [*(known[lane.id] for lane in lanes), *(group for group in self.groups if group.added)]
             for group in groups:
-                own = zip(group.placement.slots, group.bundles, strict=True)
-                self._free += [HeldBundle(slot.node, group, bundle) for slot, bundle in own]
-                self._free += [HeldBundle(node, group, bundle) for bundle, node in group.others]
+                self._number(group)
 
-    def back(self, bundles: Collection[HeldBundle]) -> None:
-        with self._lock:
-            self._free += bundles
-
-    def distrust(self, nodes: Collection[str]) -> None:
+    def distrust(self, node: str) -> None:
         """Nothing is started there for a while."""
         with self._lock:
-            self._distrusted |= dict.fromkeys(nodes, time.monotonic() + DISTRUST)
+            self._distrusted[node] = time.monotonic() + DISTRUST
 
-    def find(self, layout: Layout, held: Mapping[int, HeldBundle], only: int | None = None) -> dict[int, HeldBundle]:
-        """A bundle for each rank that isn't `held` (of these for `only` one), as close to its tensor group as there is
-        one. Raises Infeasible; TimeoutError when Ray does not answer."""
+    def look(self) -> None:
+        """Ask Ray. Raises TimeoutError when it does not answer."""
+        while True:
+            at, taken = time.monotonic(), self._taken
+            now = self.connection.snapshot(self.resource)
+            if taken == self._taken:  # else it counts one as free that isn't
+                break
         with self._lock:
-            tries = 0
-            while True:
-                cluster, own = self._cluster(held)
-                keep = [
-                    Slot(rank, layout.coords(rank), bundle.node, own[bundle.node].index(bundle))
-                    for rank, bundle in held.items()
-                    if bundle.node in own and bundle in own[bundle.node]
-                ]
-                placement = _placed(cluster, own, layout, Placement(layout, keep))
-                missing = [slot for slot in placement.slots if slot.rank not in held and only in (None, slot.rank)]
-                deaf = {s.node for s in missing if not self.connection.raylet_answers(s.node)}
-                if deaf:
-                    self.distrust(deaf)
-                elif (found := self._take(missing, own)) is not None:
-                    return found
-                elif (tries := tries + 1) == TRIES:
-                    self.distrust({s.node for s in missing if s.device >= len(own[s.node])})
+            self._now, self.looked = now, at
+            living = {node.id for node in now.nodes}
+            self.groups = [group for group in self.groups if not self._drop(group, living)]
+            self._slots = {slot: bundle for slot, bundle in self._slots.items() if bundle.node in living}
 
-    def trim(self) -> None:
+    def cluster(self, used: Collection[Slot]) -> Cluster:
+        """Slots as of the last look, on nodes that are not distrusted; and those that are in use."""
+        with self._lock:
+            nodes = []
+            for node in self._now.nodes:
+                dark = time.monotonic() < self._distrusted.get(node.id, 0.0)
+                numbers = {number for id, number in self._slots if id == node.id}
+                there = {
+                    number for number in numbers
+                    if (node.id, number) in used or (not dark and self._slots[node.id, number].group in self.groups)
+                }  # fmt: skip
+                if not dark and self._may_add:
+                    free = (number for number in itertools.count() if number not in numbers)
+                    there.update(itertools.islice(free, len(node.devices)))
+                if there:
+                    nodes.append(Node(node.id, tuple(map(Device, sorted(there))), node.addresses))
+            return Cluster(tuple(nodes), self._now.head)
+
+    def deal(
+        self, layout: Layout, counts: Mapping[str, int], before: Placement | None, alive: Collection[int]
+    ) -> Placement:
+        """With so many slots on each node: in bundles that there are, as long as no tensor group spans nodes for that.
+        Ranks that live stay where they were before; all do where none lives. Raises Infeasible."""
+        if before is not None and alive:
+            before = Placement(before.layout, [slot for slot in before.slots if slot.rank in alive])
+        with self._lock:
+            own = Counter(id for (id, _), bundle in self._slots.items() if bundle.group in self.groups)
+            head = self._now.head
+        held = {node: min(count, own[node]) for node, count in counts.items()}
+        clusters = [Cluster(tuple(Node.of(*each) for each in of.items()), head) for of in (held, counts)]
+        try:
+            return place(clusters[0], layout, keep=before)
+        except Infeasible:
+            return place(clusters[1], layout, keep=before, span=True)
+
+    def hold(self, slot: Slot) -> HeldBundle:
+        """Its bundle, which is made where it is a device that was free. Waits. Raises OSError: its node does not
+        answer, or the device is somebody else's by now; then the node is distrusted."""
+        node = slot[0]
+        if not self.connection.raylet_answers(node):
+            self.distrust(node)
+            raise OSError(f"the raylet of node {node} does not answer")
+        if slot in self._slots:
+            return self._slots[slot]
+        for _ in range(TRIES):
+            with self._lock:
+                self._added += 1
+                name = f"{self.name}-{self._added}"  # Ray refuses one that lives
+            if groups := single_bundles(self.resource, [node], [name]):
+                return self._add(slot, groups[0])
+        self.distrust(node)
+        raise OSError(f"devices of node {node} that were free a moment ago are taken")
+
+    def _add(self, slot: Slot, group: PlacedGroup) -> HeldBundle:
+        with self._lock:
+            group.added = True
+            self._taken += 1
+            self.groups.append(group)
+            nodes = (Node(n.id, n.devices[n.id == slot[0] :], n.addresses) for n in self._now.nodes)
+            self._now = Cluster(tuple(nodes), self._now.head)  # one device less
+            self._slots[slot] = HeldBundle(slot[0], group, 0)
+            return self._slots[slot]
+
+    def trim(self, used: Collection[Slot]) -> None:
         """Give back devices that were added and that nobody is in."""
         with self._lock:
-            for bundle in [bundle for bundle in self._free if bundle.group.added]:
-                self._free.remove(bundle)
-                self.groups.remove(bundle.group)
-                bounded("remove a placement group", bundle.group.remove)
+            for slot, bundle in list(self._slots.items()):
+                if bundle.group.added and slot not in used:
+                    del self._slots[slot]
+                    self.groups.remove(bundle.group)
+                    bounded("remove a placement group", bundle.group.remove)
 
     def remove(self) -> None:
         """Of all groups those that were made here."""
         for group in self.groups:
             bounded("remove a placement group", group.remove)
 
-    def _cluster(self, held: Mapping[int, HeldBundle]) -> tuple[Cluster, dict[str, list[HeldBundle]]]:
-        """What there is, and for each node the bundles that its first devices stand for; the others are free on Ray."""
-        now = self.connection.snapshot(self.resource)
-        living = {node.id for node in now.nodes}
-        dark = {node for node, until in self._distrusted.items() if time.monotonic() < until}
-        self._free = [bundle for bundle in self._free if bundle.node in living]
-        self.groups = [group for group in self.groups if not self._drop(group, living)]
-        own: dict[str, list[HeldBundle]] = {id: [] for id in living}
-        free_now = (bundle for bundle in self._free if bundle.node not in dark and bundle.group in self.groups)
-        for bundle in [*held.values(), *free_now]:
-            own.setdefault(bundle.node, []).append(bundle)
-        free = {
-            node.id: 0 if node.id in dark or not self._may_add else len(node.devices) for node in now.nodes
-        }
-        nodes = [Node.of(id, len(bundles) + free.get(id, 0)) for id, bundles in own.items()]
-        return Cluster(tuple(nodes), now.head), own
+    def _number(self, group: PlacedGroup) -> None:
+        """Its bundles are slots: those of ranks first."""
+        own = [(slot.node, bundle) for slot, bundle in zip(group.placement.slots, group.bundles, strict=True)]
+        for node, bundle in [*own, *((node, bundle) for bundle, node in group.others)]:
+            number = next(number for number in itertools.count() if (node, number) not in self._slots)
+            self._slots[node, number] = HeldBundle(node, group, bundle)
 
     @property
     def _may_add(self) -> bool:
@@ -164,33 +196,7 @@ class BundlePool:
             bounded("remove a placement group", group.remove)
         return gone
 
-    def _take(self, slots: Collection[Slot], own: Mapping[str, list[HeldBundle]]) -> dict[int, HeldBundle] | None:
-        """BundlePool for these; None if devices that were free a moment ago are not."""
-        found, new = dict[int, HeldBundle](), list[Slot]()
-        for slot in slots:
-            bundles = own[slot.node]
-            if slot.device < len(bundles):
-                found[slot.rank] = bundles[slot.device]
-            else:
-                new.append(slot)
-        names = [f"{self.name}-{self._added + i}" for i in range(1, len(new) + 1)]  # Ray refuses one that lives
-        self._added += len(new)
-        groups = single_bundles(self.resource, [slot.node for slot in new], names)
-        if groups is None:
-            return None
-        for slot, group in zip(new, groups, strict=True):
-            group.added = True
-            self.groups.append(group)
-            found[slot.rank] = HeldBundle(slot.node, group, 0)
-        taken = set(found.values())
-        self._free = [bundle for bundle in self._free if bundle not in taken]
-        return found
 
-
-def _placed(cluster: Cluster, own: Mapping[str, list[HeldBundle]], layout: Layout, keep: Placement) -> Placement:
-    """On bundles that there are, as long as no tensor group spans nodes for that; else on any device. Raises
-    Infeasible."""
-    bundles = Cluster(tuple(Node.of(id, len(there)) for id, there in own.items()), cluster.head)
-    with contextlib.suppress(Infeasible):
-        return place(bundles, layout, keep=keep)
-    return place(cluster, layout, keep=keep, span=True)
+def _on(nodes: Sequence[str], layout: Layout) -> Placement:
+    """Ranks on these nodes."""
+    return Placement(layout, [Seat(rank, layout.coords(rank), node, 0) for rank, node in enumerate(nodes)])

@@ -19,11 +19,14 @@ from typing import Any, NamedTuple
 from planaria.config.options import EngineConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError, ConfigError, PlanariaError
+from planaria.executor.ray.actors import Actors
 from planaria.executor.ray.bundles import DISTRUST
+from planaria.executor.ray.child import Order, RayChild
 from planaria.executor.ray.cluster import Connection, bounded, connect
 from planaria.executor.ray.given import GivenGroups
 from planaria.executor.ray.groups import on_nodes
 from planaria.executor.ray.waiting import Waiting
+from planaria.hosts.host import News
 from planaria.topology import Cluster, Device, Infeasible, Layout, Node
 from planaria.topology.packing import Packing, pack
 from planaria.topology.table import CameUp, differences, rows, said, short
@@ -55,6 +58,7 @@ class RayHosts:
         self.given: GivenGroups | None = None
         self.packing: Packing | None = None
         self.groups: dict[int, Any] = {}  # by engine
+        self.actors: Actors  # engines, with a connection
         self.on_packing: Callable[[str], None] = lambda table: None  # before the first engines are started
         self._cluster_then = Cluster(())  # that the packing was made for
         self._removed = -math.inf  # when a group was
@@ -67,6 +71,7 @@ class RayHosts:
         parallel = self.config.parallel
         self.connection = connect(self.settings.address, self.layout(size).size, parallel.ray_runtime_env)
         self.resource = self.connection.resource(self.config.device.device)
+        self.actors = Actors(self.connection, parallel, self.resource, self.instance)
         try:
             if self.settings.bundle_indices is not None:
                 indices = ",".join(map(str, self.settings.bundle_indices))
@@ -215,6 +220,7 @@ class RayHosts:
         connection, self.connection = self.connection, None
         if connection is None:
             return
+        self.actors.close()
         if connection.alive:
             for group in self.groups.values():
                 self._remove(group)
@@ -246,7 +252,14 @@ class RayHosts:
         """Fields of its ParallelConfig."""
         return {"placement_group": self.groups[engine].id.hex()}
 
-    def seat_options(self, engine: int) -> dict[str, Any]:
+    def spawn(self, engine: int, entry: str, variables: Mapping[str, str], limit: float, news: News) -> RayChild:
+        """Its process, in its place. entry: of its life; variables: of its environment; limit: seconds to come up."""
+        assert self.packing is not None
+        node = self.seat(engine).node
+        order = Order(None, (node, *self.packing.engines[engine].nodes), self._options(engine), variables, engine=True)
+        return self.actors.spawn((node, engine), entry, lambda: order, limit, news)
+
+    def _options(self, engine: int) -> dict[str, Any]:
         """For the actor that sits there."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 

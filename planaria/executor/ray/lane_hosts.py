@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from planaria.config.options import EngineConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError
-from planaria.executor.ray.cluster import Connection
-from planaria.executor.ray.fleet import LOOK, NO_PLACE, EngineSeat, RayHosts
+from planaria.executor.ray.actors import Actors
+from planaria.executor.ray.child import RayChild
+from planaria.executor.ray.fleet import LOOK, NO_PLACE, RayHosts
 from planaria.executor.ray.waiting import Waiting
+from planaria.hosts.host import News
 from planaria.topology import Infeasible, LaneGroup
 from planaria.topology.table import CameUp
 
@@ -32,16 +34,8 @@ class LaneHosts:
         self.places = RayHosts(config, settings)
 
     @property
-    def connection(self) -> Connection | None:
-        return self.places.connection
-
-    @property
-    def connected(self) -> Connection:
-        return self.places.connected
-
-    @property
-    def resource(self) -> str:
-        return self.places.resource
+    def actors(self) -> Actors:
+        return self.places.actors
 
     @property
     def on_packing(self) -> Callable[[str], None]:
@@ -117,12 +111,9 @@ class LaneHosts:
         """Is a node of the lane with which the engine sits gone?"""
         return not self.places.groups or self.places.stranded(self._there[0])
 
-    def seat(self, engine: int) -> EngineSeat:
-        return self.places.seat(self._there[0])
-
-    def seat_options(self, engine: int) -> dict[str, Any]:
-        """For the actor that sits there."""
-        return self.places.seat_options(self._there[0])
+    def spawn(self, engine: int, entry: str, variables: Mapping[str, str], limit: float, news: News) -> RayChild:
+        """See RayHosts."""
+        return self.places.spawn(self._there[0], entry, variables, limit, news)
 
     def share(self, engine: int) -> int:
         """Engines on its node."""

@@ -1,92 +1,84 @@
-"""Ranks as Ray actors. Translates a placement; decides nothing.
+"""Ranks as Ray actors, dealt out by a Pool; where Ray does not answer any more, as processes of this node.
 
-`start` makes the actors, light, and asks where they came up; `run` completes them: each becomes its rank, and the
-reference of that run is watched. Who replaces a lost one is `Staff`'s; where Ray does not answer any more, ranks go on
-as processes of this node (see `local_fallback`).
+That stays so until the engine starts again, also when Ray is back: a cluster that was lost may have given the devices
+of other nodes to somebody else.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from planaria.config.options import ParallelConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
-from planaria.executor.ray.cluster import Connection, connect
+from planaria.executor.launcher.process import PoolLauncher
 from planaria.executor.ray.groups import PlacedGroup
-from planaria.executor.ray.local_fallback import LocalFallback
-from planaria.executor.ray.members import Member
-from planaria.executor.ray.staff import Staff
-from planaria.hosts.host import Place
-from planaria.topology import LaneGroup, Layout
+from planaria.executor.ray.host import RayHost
+from planaria.executor.ray.waiting import Waiting
+from planaria.hosts.host import Place, Program
+from planaria.hosts.local import LocalHost
+from planaria.hosts.pool import Pool
+from planaria.topology import Infeasible, LaneGroup, Layout, Placement
 from planaria.wire import Placed
 
 logger = logging.getLogger("planaria.ray")
 
 REPLACE_LIMIT = 20.0  # seconds an actor that replaces another gets to come up, before another place is tried
 CHANGE_LIMIT = 60.0  # the same where nothing is lost: another place would not be better
+NO_PLACE = 60.0  # seconds to wait for a place where not one rank has any
+LOOK = 1.0
 
 
-class RayLauncher:
+class RayLauncher(PoolLauncher):
     """entry: `package.module:class` of a rank's life (planaria.worker.main). device: "cpu" or an accelerator's name.
-    spares: actors that get ready to replace one."""
+    spares: actors that get ready to replace one, in all."""
 
     name = "ray"
-    link, uses_ray, replaces, followed = "queue", True, True, False
+    link, uses_ray = "queue", True
 
     def __init__(
         self, parallel: ParallelConfig, device: str, entry: str, settings: RaySettings | None = None, *,
         spares: int = 0,
     ) -> None:  # fmt: skip
-        self.parallel, self.device, self.entry, self.num_spares = parallel, device, entry, spares
+        self.parallel, self.lane_groups, self.entry = parallel, parallel.lane_groups, entry
         self.settings = settings or RaySettings()
-        self.layout, self.lane_groups = parallel.layout, parallel.lane_groups
-        self.on_exit: Callable[[], None] = lambda: None
+        self.ray = RayHost(parallel, self.settings, device)
+        super().__init__(self.ray, entry, parallel.layout, spares=spares, on_each=False, deal=self._deal)
         self.on_placed: Callable[[Placed], None] = lambda message: None
-        self.address = "127.0.0.1"  # of this node, for those elsewhere
         self.before_leaving: list[Callable[[], None]] = []  # what needs Ray to end; called when the ranks have
-        self.connection: Connection | None = None
-        self.fallback: LocalFallback | None = None  # instead, once Ray is gone
-        self._closing = False
-        self.staff: Staff  # with a connection
 
     # -- starting
 
     def start(self) -> list[Place]:
         """Raises ConfigError for a rule that is broken, CapacityError when the cluster stays too small."""
-        slots = self.layout.size + self.num_spares
-        connection = connect(self.settings.address, slots, self.parallel.ray_runtime_env)
-        try:
-            self.staff = Staff(
-                connection, self.parallel, self.settings, self.device, self.entry, secrets.token_hex(3),
-                self.num_spares, self._exited,
-            )  # fmt: skip
-        except Exception:
-            connection.close()
-            raise
-        self.connection, self.address = connection, connection.address
-        pool = self.staff.bundles
+        self.ray.open(self.layout.size + self.pool.num_spares)
+        self.address, bundles = self.ray.address, self.ray.bundles
         if self.parallel.lane_groups:
-            bundles = pool.obtain_lanes(self.parallel.lane_groups, self.layout)
+            self.pool.placement = bundles.obtain_lanes(self.parallel.lane_groups, self.layout)
         else:
-            bundles = pool.obtain(self.parallel.placement_group, self.layout)
+            self.pool.placement = bundles.obtain(self.parallel.placement_group, self.layout)
         self.on_placed(self._placed())
-        for lane, each in enumerate(pool.first):
+        for lane, each in enumerate(bundles.first):
             for group in each.placement.spanning():
                 first = lane * each.placement.layout.size
                 logger.warning(
                     "tensor ranks %s are on several nodes: each layer's sums cross the network",
                     ", ".join(str(first + slot.rank) for slot in group),
                 )
-        self.staff.start(bundles, self.layout, self.settings.wait)
-        return self.staff.places()
+        try:
+            bundles.look()
+            return super().replace((), self.layout)
+        except OSError as e:
+            raise CapacityError(f"ranks can't be started on Ray: {e}") from None
 
     def _placed(self) -> Placed:
         """Where the ranks are to come up."""
-        pool = self.staff.bundles
+        pool = self.ray.bundles
         rows, groups = pool.connection.nodes(), pool.first
         names = () if groups[0].owned or groups[0].lent else (self.parallel.placement_group or "the enclosing group",)
         return Placed(pool.connection.source(pool.resource, names), self.layout, [
@@ -98,128 +90,116 @@ class RayLauncher:
     @property
     def group(self) -> PlacedGroup:
         """The first, which came into being as one."""
-        return self.staff.bundles.groups[0]
+        return self.ray.bundles.groups[0]
+
+    def _deal(self, layout: Layout, counts: Mapping[str, int], before: Placement | None) -> Placement:
+        """See BundlePool."""
+        return self.ray.bundles.deal(layout, counts, before, self.pool.living())
+
+    @property
+    def fallen_back(self) -> bool:
+        """Has Ray gone?"""
+        return self.host is not self.ray
 
     def lend(self, groups: Sequence[LaneGroup]) -> Sequence[LaneGroup]:
         """See Borrower. Without Ray there is nothing to lend."""
-        if self.fallback is None:
-            self.staff.bundles.lend(groups, self.layout)
+        if not self.fallen_back:
+            self.ray.bundles.lend(groups, self.layout)
         before, self.lane_groups = self.lane_groups, tuple(groups)
         return before
 
     @property
-    def ranks(self) -> dict[int, Member]:
-        return self.staff.ranks
-
-    @property
-    def leaving(self) -> Sequence[int]:
-        """Ranks on nodes that Ray has given up: none once there is no Ray to move to."""
-        return self.staff.leaving if self.connection is not None else []
-
-    @property
     def graph(self) -> bool:
         """Do steps travel through a compiled graph?"""
-        return self.parallel.ray_link == "compiled-graph" and self.fallback is None
+        return self.parallel.ray_link == "compiled-graph" and not self.fallen_back
 
     @property
     def actors(self) -> list[object]:
-        return [member.actor for _, member in sorted(self.ranks.items())]
+        return [getattr(child, "actor", None) for _, child in sorted(self.pool.ranks.items())]
 
     def run(self, boots: Sequence[RankBoot]) -> None:
-        (self.fallback or self.staff).run(boots)
+        super().run([self._fitting(boot) for boot in boots])
+
+    def _fitting(self, boot: RankBoot) -> RankBoot:
+        """Without Ray there is no compiled graph."""
+        if not self.fallen_back:
+            return boot
+        parallel = msgspec.structs.replace(boot.config.parallel, ray_link="queue")
+        return msgspec.structs.replace(boot, config=msgspec.structs.replace(boot.config, parallel=parallel))
 
     # -- replacing
 
     def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
         """See Launcher. Where steps come by a compiled graph all are replaced: survivors sit inside its loop. Those
         that Ray has given up are, too: they can't be told of another epoch."""
-        if self.fallback is not None:
-            return self.fallback.replace(ranks, layout)
-        self.staff.end(list(self.ranks) if self.graph else ranks)
+        if self.fallen_back:
+            return super().replace(ranks, layout)
+        self.pool.end(list(self.pool.ranks) if self.graph else [*ranks, *self.pool.leaving])
         self._leave()
-        if not self.staff.connection.answers():
+        connection = self.ray.connection
+        if connection is None or not connection.answers():
             return self._fall_back(layout)
+        self.ray.limit, self.ray.layout = REPLACE_LIMIT if ranks else CHANGE_LIMIT, layout
         try:
-            self.staff.fill(layout, REPLACE_LIMIT if ranks else CHANGE_LIMIT)
+            places = self._place(layout)
         except TimeoutError:  # meanwhile
             return self._fall_back(layout)
+        self.ray.trim()
         self.layout = layout
-        return self.staff.places()
+        return places
+
+    def _place(self, layout: Layout) -> list[Place]:
+        """Where one doesn't come up another place is tried. Raises Infeasible, CapacityError; TimeoutError when Ray
+        does not answer."""
+        waiting, began = Waiting("a place for any rank", NO_PLACE), time.monotonic()
+        while True:
+            self.ray.bundles.look()
+            try:
+                return super().replace((), layout)
+            except Infeasible as e:
+                if e.nearest is not None:
+                    raise
+                elapsed = time.monotonic() - began
+                if waiting.over(elapsed):
+                    raise CapacityError(f"{e.why}; nothing came in {elapsed:.0f} s") from None
+                for line in waiting.lines(elapsed, e.why):
+                    logger.warning("%s", line)
+                time.sleep(LOOK)
+            except TimeoutError:
+                raise
+            except OSError as e:
+                logger.info("%s; trying another place", e)
 
     def _fall_back(self, layout: Layout) -> list[Place]:
         """Without Ray from now on. Raises Infeasible, CapacityError."""
-        room, devices = self.staff.go()
-        if not room:
+        here = {slot: devices for slot, devices in self.ray.here.items() if slot not in self.pool.bad}
+        self.pool.kill()
+        if not here:
             raise CapacityError("Ray does not answer any more, and none of its ranks was on this node")
-        logger.warning("Ray does not answer: ranks go on as processes of this node, which has room for %d", room)
-        self.fallback = LocalFallback(self.entry.partition(":")[0], self.address, room, devices, self._exited)
-        return self.fallback.replace((), layout)
-
-    def give_up(self, ranks: Sequence[int]) -> None:
-        """See Launcher."""
-        (self.fallback or self.staff).give_up(ranks)
+        logger.warning("Ray does not answer: ranks go on as processes of this node, which has room for %d", len(here))
+        devices = [id for ids in here.values() for id in ids]
+        self.host = LocalHost(devices=devices, room=len(here), address=self.address, elastic=False)
+        self.pool = Pool(self.host, Program(self.entry.partition(":")[0]), self.pool.clock, self.pool.news)
+        return super().replace((), layout)
 
     def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
         """See Launcher."""
-        return (self.fallback or self.staff).prepare(layout, boot)
+        return super().prepare(layout, self._fitting(boot))
 
     def room_for(self, layout: Layout) -> bool:
         """See Launcher. A cluster may have to grow first, or turn out to be too small: the change itself finds out."""
-        return self.fallback is not None and self.fallback.room_for(layout)
-
-    def stand_by(self, boot: RankBoot) -> None:
-        """See Launcher."""
-        if self.fallback is None:
-            self.staff.keep_spares(self.layout, boot)
-
-    def spare_pids(self) -> list[int]:
-        """Of this node."""
-        if self.fallback is not None:
-            return self.fallback.spare_pids()
-        return [member.at.pid for member in self.staff.spares.there() if member.here]
+        return self.fallen_back and super().room_for(layout)
 
     # -- ends
-
-    def _exited(self) -> None:
-        self.on_exit()
-
-    def lost(self) -> dict[int, str]:
-        """Ranks that have ended though nobody asked, and how."""
-        return {} if self._closing or self.connection is None else (self.fallback or self.staff).lost()
-
-    def settle(self, ranks: Sequence[int]) -> None: ...
-
-    def closing(self) -> None:
-        self._closing = True
-        if self.connection is not None:
-            self.staff.closing = True
-        if self.fallback is not None:
-            self.fallback.closing()
-
-    def kill(self) -> None:
-        """End all ranks for certain, stopped ones too."""
-        self.closing()
-        if self.fallback is not None:
-            self.fallback.kill()
-        if self.connection is not None:
-            self.staff.members.end(list(self.ranks.values()))
-        self.close()
 
     def close(self) -> None:
         """Let ranks end by themselves for a while, then end what is left; no actor, no placement group made here and no
         process of theirs remains. Idempotent."""
         self.closing()
-        if self.fallback is not None:
-            self.fallback.close()
-        connection, self.connection = self.connection, None
-        if connection is None:
-            return
-        answers = self.staff.close()
+        self.pool.close()
         self._leave()
-        if answers:
-            self.staff.members.close()
-            self.staff.bundles.remove()
-        connection.close()
+        self.host.close()
+        self.ray.close()
 
     def _leave(self) -> None:
         for end in self.before_leaving:
