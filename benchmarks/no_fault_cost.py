@@ -34,6 +34,7 @@ from planaria.executor.link.shm import ShmLink
 from planaria.executor.pace import Pace
 from planaria.protocol import Row, StepPlan
 from planaria.server.engine import Engine
+from planaria.server.stream import Stream
 from planaria.types import Delta, SamplingParams
 from planaria.wire import Submit
 from planaria.worker import main as worker
@@ -57,7 +58,7 @@ def microseconds(run: Callable[[], object], calls: int) -> float:
 async def journal() -> float:
     """A step of 32 tokens on its way to 32 sinks."""
     deltas = [[Delta(f"r{i}", step, [7], None) for i in range(STREAMS)] for step in range(STEPS)]
-    sinks: dict[str, Callable[[Delta], None]] = {f"r{i}": lambda delta: None for i in range(STREAMS)}
+    sinks: dict[str, Callable[..., None]] = {f"r{i}": lambda *what: None for i in range(STREAMS)}
 
     def plain() -> None:
         for step in deltas:
@@ -67,7 +68,7 @@ async def journal() -> float:
     def shipping() -> None:
         engine = Engine(0)
         for id, sink in sinks.items():
-            engine.submit(Submit(id, [1, 2, 3], SamplingParams(), 7, STEPS), sink)
+            engine.submit(Stream(Submit(id, [1, 2, 3], SamplingParams(), 7, STEPS), sink))
         for step in deltas:
             for delta in step:
                 engine.deliver(delta)

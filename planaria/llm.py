@@ -25,7 +25,7 @@ from planaria.config.resolve import resolve
 from planaria.config.vllm_words import ours
 from planaria.errors import ConfigError, EngineDead, RequestError
 from planaria.server.inputs import child_seed, submissions
-from planaria.server.output import Piece, RequestStream
+from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import Tokenizer, load_tokenizer
 from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
 from planaria.wire import (
@@ -178,7 +178,7 @@ class _Front:
 
     def _stream(
         self, prompt: list[int], params: SamplingParams, priority: int = 0
-    ) -> tuple[str, RequestStream, list[Submit]]:
+    ) -> tuple[str, Choices, list[Submit]]:
         params = msgspec.structs.replace(params)  # the caller may go on to change its own
         number = next(self._numbers)
         request_id = f"r{number}"
@@ -188,7 +188,7 @@ class _Front:
             seed=child_seed(seed, number) if seed is not None else None, priority=priority,
         )  # fmt: skip
         tokenizer = self.tokenizer if params.detokenize else None
-        return request_id, RequestStream(prompt, submits, tokenizer), submits
+        return request_id, Choices(prompt, submits, tokenizer), submits
 
 
 class LLM(_Front):
@@ -204,7 +204,7 @@ class LLM(_Front):
 
     def __init__(self, model: str, *, on_progress: Callable[[StartUpNews], None] | None = None, **options: Any) -> None:
         super().__init__(model, options)
-        self._sinks: dict[str, RequestStream] = {}
+        self._sinks: dict[str, Choices] = {}
         self._pieces: list[Piece] = []
         self._on_progress = on_progress
         self._loop = build_loop(self.config, self._hear)
@@ -218,7 +218,7 @@ class LLM(_Front):
             self.stats = message.stats
             for delta in message.deltas:
                 stream = self._sinks.get(delta.request_id)
-                piece = stream.push(delta) if stream is not None else None
+                piece = stream.take(delta) if stream is not None else None
                 if piece is not None:
                     self._pieces.append(piece)
                     if piece.finish is not None:
@@ -278,7 +278,7 @@ class LLM(_Front):
             for (id, stream, _), text in zip(opened, texts, strict=True)
         ]
 
-    def _output(self, stream: RequestStream, request_id: str, prompt: str | None) -> RequestOutput:
+    def _output(self, stream: Choices, request_id: str, prompt: str | None) -> RequestOutput:
         """What a finished stream came to."""
         positions = stream.sequences[0].prompt_logprobs
         return RequestOutput(
@@ -366,7 +366,7 @@ class StreamOutput:
 
 @dataclass(eq=False)
 class _Open:
-    stream: RequestStream
+    stream: Choices
     pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
@@ -452,7 +452,7 @@ class AsyncLLM(_Front):
                 self._inbox.put(Cancel(delta.request_id))
 
     def _push(self, target: _Open, delta: Delta) -> None:
-        piece = target.stream.push(delta)
+        piece = target.stream.take(delta)
         if piece is None:
             return
         if piece.finish is not None:

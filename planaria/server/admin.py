@@ -13,13 +13,14 @@ from starlette.responses import Response
 
 from planaria.core.resize import COMMITTED, ROLLED_BACK, Refused
 from planaria.node import node_name, resident_bytes
+from planaria.server.client import FleetControl
 from planaria.server.common import encode_json, read
 from planaria.server.failure import failure
 from planaria.server.fleet_resize import DRAIN_TIMEOUT
 from planaria.server.metrics import imbalance
 from planaria.server.schema_fleet import LayoutRequest, ScaleRequest
 from planaria.server.service import Service
-from planaria.wire import FleetControl, ProcessInfo
+from planaria.wire import ProcessInfo
 
 
 async def list_processes(request: Request) -> Response:

@@ -16,12 +16,12 @@ from starlette.responses import Response
 import planaria
 from planaria.errors import RequestError
 from planaria.server import admin, chat, completions, dashboard, health, schema, schema_fleet, tokens
+from planaria.server.client import EngineClient
 from planaria.server.config import ServerConfig
 from planaria.server.failure import failure, refused
 from planaria.server.gate import OPEN_PATHS, Gate
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
-from planaria.wire import EngineClient
 
 _ERRORS = {
     400: "Refused; the error names the field.",

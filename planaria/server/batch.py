@@ -16,10 +16,10 @@ from starlette.types import ASGIApp
 from planaria.errors import EngineDead
 from planaria.server.app import create_app
 from planaria.server.batch_file import Answers, Item
+from planaria.server.client import EngineClient
 from planaria.server.config import ServerConfig
 from planaria.server.tokenise import Tokenizer
 from planaria.types import SEED_LIMIT
-from planaria.wire import EngineClient
 
 
 class _Body(msgspec.Struct):

@@ -22,9 +22,9 @@ from planaria.server.common import (
 )
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import check_logprobs, submissions
-from planaria.server.output import Piece, RequestStream
 from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, clip
 from planaria.server.service import Service
+from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.types import TokenLogprobs
 
@@ -71,7 +71,7 @@ async def create_chat_completion(request: Request) -> Response:
         eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, seed=service.next_seed(),
         priority=body.priority or 0, param="messages",
     )  # fmt: skip
-    stream = RequestStream(ids, submits, tokenizer)
+    stream = Choices(ids, submits, tokenizer)
     generation = Generation(service, info, [stream], stream=bool(body.stream))
     generation.writer = ChatWriter(service, info.uid, body, stream)
     return Answer(generation)
@@ -118,7 +118,7 @@ async def chat_prompt(
 class ChatWriter:
     """chat.completion and chat.completion.chunk objects."""
 
-    def __init__(self, service: Service, uid: str, body: ChatCompletionRequest, stream: RequestStream) -> None:
+    def __init__(self, service: Service, uid: str, body: ChatCompletionRequest, stream: Choices) -> None:
         self.tokenizer, self.stream = service.tokenizer, stream
         self.logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self.prompt_logprobs = body.prompt_logprobs

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from planaria.errors import RequestError
 from planaria.server.detokenise import stop_strings
 from planaria.server.inputs import spell_bad_words
-from planaria.server.output import RequestStream
 from planaria.server.schema import GenerationRequest, clip, parse
 from planaria.server.service import Service
+from planaria.server.stream import Choices
 from planaria.server.tokenise import Tokenizer
 from planaria.types import SamplingParams, TokenLogprobs
 
@@ -108,7 +108,7 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST
 
 
-def usage_of(streams: list[RequestStream], *, hidden: bool = False) -> dict[str, Any]:
+def usage_of(streams: list[Choices], *, hidden: bool = False) -> dict[str, Any]:
     """Token counts of a request. `hidden`: what was generated is not shown and not counted."""
     prompt = sum(s.prompt_tokens for s in streams)
     completion = 0 if hidden else sum(s.completion_tokens for s in streams)

@@ -25,9 +25,9 @@ from planaria.server.common import (
 from planaria.server.detokenise import text_offsets
 from planaria.server.generation import AT_ONCE, Answer, Generation
 from planaria.server.inputs import MAX_REPEATED, check_logprobs, submissions
-from planaria.server.output import Piece, RequestStream
 from planaria.server.schema import CompletionRequest
 from planaria.server.service import Service
+from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.types import TokenLogprobs
 
@@ -79,7 +79,7 @@ async def create_completion(request: Request) -> Response:
             f"cmpl-{info.uid}-{index}", ids, params, facts,
             eos_ids=eos, tokenizer=tokenizer, seed=service.next_seed(), priority=body.priority or 0,
         )  # fmt: skip
-        streams.append(RequestStream(ids, submits, tokenizer, index * n))
+        streams.append(Choices(ids, submits, tokenizer, index * n))
     generation = Generation(service, info, streams, stream=bool(body.stream))
     echoes = [_echo_text(ids, text, tokenizer) for ids, text in prompts] if body.echo else None
     generation.writer = CompletionWriter(service, info.uid, body, streams, echoes, scoring)
@@ -116,7 +116,7 @@ class CompletionWriter:
         service: Service,
         uid: str,
         body: CompletionRequest,
-        streams: list[RequestStream],
+        streams: list[Choices],
         echoes: list[str] | None,
         scoring: bool,
     ) -> None:
@@ -220,7 +220,7 @@ class CompletionWriter:
     def _base(self, index: int) -> int:
         return len(self.echoes[index // self.n]) if self.echoes is not None else 0
 
-    def _begin(self, choice: dict[str, Any], stream: RequestStream) -> None:
+    def _begin(self, choice: dict[str, Any], stream: Choices) -> None:
         """What comes before the output: the prompt's text, log-probabilities and ids, as far as asked for."""
         positions = stream.sequences[0].prompt_logprobs
         if self.prompt_logprobs is not None:
@@ -236,7 +236,7 @@ class CompletionWriter:
         prompt, rest = self._prompt_part(stream, text), choice["logprobs"]
         choice["logprobs"] = {k: v + rest[k] for k, v in prompt.items()} if rest is not None else prompt
 
-    def _prompt_json(self, stream: RequestStream) -> msgspec.Raw:
+    def _prompt_json(self, stream: Choices) -> msgspec.Raw:
         """Its `prompt_logprobs`, written once for all choices."""
         known = self.written.get(id(stream))
         if known is not None:
@@ -245,7 +245,7 @@ class CompletionWriter:
         json = self.written[id(stream)] = msgspec.Raw(encode_json(prompt_logprobs_json(positions, self.tokenizer)))
         return json
 
-    def _prompt_part(self, stream: RequestStream, text: str) -> dict[str, list[Any]]:
+    def _prompt_part(self, stream: Choices, text: str) -> dict[str, list[Any]]:
         """Its `logprobs` as of an output, for echo."""
         positions = _cut(stream.sequences[0].prompt_logprobs, self.logprobs or 0) or []
         texts = [token_text(token, self.tokenizer) for token in stream.prompt]

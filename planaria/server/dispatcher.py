@@ -22,12 +22,13 @@ import msgspec
 from planaria.core.router import Router
 from planaria.errors import PlanariaError
 from planaria.server.background import Background
+from planaria.server.client import FleetControl
 from planaria.server.engine import Engine, added, error_of
 from planaria.server.placed import Check
 from planaria.server.root_messages import Counts
-from planaria.server.stream import Stream
-from planaria.types import Delta, FinishReason, SamplingParams
-from planaria.wire import Dead, EngineFacts, EngineState, EngineStats, FleetControl, Recovery, Sink, Submit
+from planaria.server.stream import Piece, Stream
+from planaria.types import SamplingParams
+from planaria.wire import Dead, EngineFacts, EngineState, EngineStats, Recovery, Submit
 
 _numbers = itertools.count()
 WARM_UP = 60.0  # seconds the other engine gets to compute what a sequence has
@@ -35,9 +36,9 @@ GOES_ON = 1.0  # seconds in which a sequence that was moved is alone with its en
 
 
 class Dispatcher:
-    """Implements `planaria.wire.EngineClient`. Who keeps the engines says which there are (`add`, `admit`, `leave`,
-    `forget`); on_changed hears when one is another. warm: engines have prefix caches; control: who has their number
-    and layout changed."""
+    """Implements `planaria.server.client.EngineClient`. Who keeps the engines says which there are (`add`, `admit`,
+    `leave`, `forget`); on_changed hears when one is another. warm: engines have prefix caches; control: who has their
+    number and layout changed."""
 
     def __init__(self, warm: bool, control: FleetControl | None = None) -> None:
         self.warm, self.control = warm, control
@@ -194,18 +195,17 @@ class Dispatcher:
 
     # -- sequences
 
-    def submit(self, message: Submit, sink: Sink) -> None:
-        dead = self.dead
-        if dead is not None:
-            sink(Delta(message.id, len(message.output), [], FinishReason.ERROR, error=dead.message))
+    def submit(self, stream: Stream) -> None:
+        if self.dead is not None:
+            stream.tell(stream.fail(self.dead.message, cancel=False))
             return
-        stream = Stream(message, sink, self)
         engine = self._up(stream) or self._least_busy()
         if engine is None:  # the others were given up while the last one leaves
             error = "no engine is left to go on with it: all were given up, but for those that are leaving; try again"
-            sink(Delta(message.id, len(message.output), [], FinishReason.ERROR, error=error))
+            stream.tell(stream.fail(error, cancel=False))
             return
-        self.open[message.id] = stream
+        stream.dispatcher = self
+        self.open[stream.id] = stream
         self._send(stream, engine)
 
     def _up(self, stream: Stream) -> Engine | None:
@@ -230,7 +230,7 @@ class Dispatcher:
     def _send(self, stream: Stream, engine: Engine) -> None:
         submit, known = stream.submit, len(stream.tokens)
         self.router.sent(stream.id, engine.index, len(submit.prompt) + known, submit.max_tokens - known)
-        engine.take(stream)
+        engine.submit(stream)
 
     def cancel(self, request_id: str) -> None:
         stream = self.open.get(request_id)
@@ -238,12 +238,12 @@ class Dispatcher:
             self._ended(stream)
             stream.engine.cancel(stream.name)
 
-    def progressed(self, stream: Stream, delta: Delta) -> None:
-        """Hears every delta before its client does."""
-        if delta.finish is not None:
+    def progressed(self, stream: Stream, piece: Piece) -> None:
+        """Hears of every piece before its client does."""
+        if piece.finish is not None:
             self._ended(stream)
         else:
-            self.router.progressed(stream.id, len(delta.tokens))
+            self.router.progressed(stream.id, len(piece.tokens))
 
     def _ended(self, stream: Stream) -> None:
         self.open.pop(stream.id, None)
@@ -322,7 +322,7 @@ class Dispatcher:
             id = f"{stream.id}~warm{next(_numbers)}"
             params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
             warm = Submit(id, stream.history(), params, seed=0, max_tokens=1, priority=stream.submit.priority)
-            other.submit(warm, lambda delta: done.set() if delta.finish is not None else None)
+            other.submit(Stream(warm, lambda stream, piece: done.set() if piece.finish is not None else None))
             try:
                 async with asyncio.timeout(WARM_UP):
                     await done.wait()

@@ -31,8 +31,6 @@ from planaria.wire import (
     FromEngine,
     Output,
     Recovery,
-    Sink,
-    Submit,
     ToEngine,
 )
 
@@ -121,7 +119,7 @@ class Engine:
             self._settled.set()
             self.on_change()
         for name in list(self.streams):
-            self.end(name, FinishReason.ERROR, dead.message)
+            self.end(name, dead.message)
 
     def revive(self) -> None:
         """There will be one after all."""
@@ -173,14 +171,11 @@ class Engine:
 
     # -- sequences
 
-    def submit(self, message: Submit, sink: Sink) -> None:
-        self.take(Stream(message, sink))
-
-    def take(self, stream: Stream) -> None:
-        """Go on with a sequence."""
+    def submit(self, stream: Stream) -> None:
+        """Begin, or go on, with a sequence."""
         stream.engine = self
         if self.dead is not None:
-            stream.tell(Delta(stream.name, len(stream.tokens), [], FinishReason.ERROR, error=self.dead.message))
+            stream.tell(stream.fail(self.dead.message, cancel=False))
             return
         if not self.streams:
             self.last_progress = time.monotonic()
@@ -207,12 +202,12 @@ class Engine:
         """Was this sequence with the process that is there, or with the one that has just ended?"""
         return stream.sent or stream.name in self.quarantine.faults
 
-    def end(self, name: str, reason: FinishReason, error: str) -> None:
+    def end(self, name: str, error: str) -> None:
         """Answer it."""
         stream = self.streams.pop(name, None)
         if stream is not None:
             self._clear(name)
-            stream.tell(Delta(name, len(stream.tokens), [], reason, error=error))
+            stream.tell(stream.fail(error, cancel=False))
 
     def _fault(self) -> bool:
         """The process has ended. Did it get anywhere: a token came, or who is to blame is found?"""
@@ -222,7 +217,7 @@ class Engine:
         convict = self.quarantine.fault(present)
         if convict is not None:
             error = "the engine died again and again while it ran this request, and nothing else"
-            self.end(convict, FinishReason.ERROR, error)
+            self.end(convict, error)
         progressed = self.tokens > 0 or convict is not None
         self.tokens = 0
         return progressed
@@ -298,14 +293,16 @@ class Engine:
         # An engine that ends lets go of what it has: its successor goes on. The root's word of it may come later.
         if delta.finish is FinishReason.ABORT and (self.restarting or self.tell is not None):
             return
-        told = stream.take(delta)
-        if told is None:
+        piece = stream.take(delta)
+        if piece is None:
             return
-        self.tokens += len(told.tokens)
-        if told.finish is not None:
+        self.tokens += len(piece.tokens)
+        if piece.finish is not None:
             del self.streams[name]
+            if piece.cancel and not stream.leaving:
+                self.send(Cancel(name))
         self._clear(name)
-        stream.tell(told)
+        stream.tell(piece)
         if self.turn is not None:
             self.admit()
 

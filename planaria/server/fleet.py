@@ -81,7 +81,7 @@ class Mover(Protocol):
 class Fleet:
     """Start with `await start()`; `on_progress` hears how the first start goes. make: gives an engine; hosts: keeps the
     places for engines that are not processes of this node; shared_in: see EngineKeeper. Implements
-    `planaria.wire.FleetControl`."""
+    `planaria.server.client.FleetControl`."""
 
     def __init__(
         self, config: EngineConfig, on_progress: Callable[[StartUpNews], None] | None = None,

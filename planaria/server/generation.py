@@ -22,9 +22,9 @@ from starlette.types import Receive, Scope, Send
 
 from planaria.server.failure import error_body, failure
 from planaria.server.gate import RequestInfo
-from planaria.server.output import Piece, RequestStream, Sequence
 from planaria.server.service import Service, logger
-from planaria.types import Delta, FinishReason
+from planaria.server.stream import Choices, Piece, Stream
+from planaria.types import FinishReason
 
 AT_ONCE = 16  # prompts of a request between two turns of the event loop
 DONE = b"data: [DONE]\n\n"
@@ -59,7 +59,7 @@ class Writer(Protocol):
 class Generation:
     """The sequences of one request and what has come of them."""
 
-    def __init__(self, service: Service, info: RequestInfo, streams: list[RequestStream], *, stream: bool) -> None:
+    def __init__(self, service: Service, info: RequestInfo, streams: list[Choices], *, stream: bool) -> None:
         self.service, self.info, self.streams, self.streaming = service, info, streams, stream
         self.writer: Writer
         self.buffer: list[bytes | Callable[[], bytes]] = []
@@ -84,23 +84,19 @@ class Generation:
                 await asyncio.sleep(0)
             for sequence in stream.sequences:
                 if self.error is None:  # a dead engine answers from within `submit`
-                    client.submit(sequence.submit, self._sink(sequence))
+                    sequence.sink = self._hear
+                    client.submit(sequence)
 
-    def _sink(self, sequence: Sequence) -> Callable[[Delta], None]:
-        def sink(delta: Delta) -> None:
-            try:
-                self._take(sequence, delta)
-            except Exception:
-                # A sink must not raise: the client would drop other requests' deltas.
-                logger.exception("%s: failed to take in a delta", self.info.id)
-                self.fail("internal error while making the answer", 500, "internal_error")
+    def _hear(self, sequence: Stream, piece: Piece) -> None:
+        try:
+            if self.error is None and not self.gone:
+                self._take(sequence, piece)
+        except Exception:
+            # A sink must not raise: the client would drop other requests' deltas.
+            logger.exception("%s: failed to take in a delta", self.info.id)
+            self.fail("internal error while making the answer", 500, "internal_error")
 
-        return sink
-
-    def _take(self, sequence: Sequence, delta: Delta) -> None:
-        piece = sequence.push(delta)
-        if piece is None or self.error is not None or self.gone:
-            return
+    def _take(self, sequence: Stream, piece: Piece) -> None:
         metrics = self.service.metrics
         now = time.perf_counter()
         if piece.tokens:
@@ -117,8 +113,6 @@ class Generation:
         if piece.finish is not None:
             metrics.success[piece.finish] += 1
             metrics.e2e.observe(now - self.info.arrival)
-            if piece.cancel:
-                self.service.client.cancel(sequence.id)
             if piece.error is not None:  # of one choice, but it is the request that can't be answered
                 aborted = piece.finish is FinishReason.ABORT
                 self.fail(piece.error, 503 if aborted else 500, "aborted" if aborted else "engine_error")

@@ -19,11 +19,11 @@ from fastapi import FastAPI
 
 from planaria.errors import CapacityError, ConfigError, EngineDead, PlanariaError, UserError
 from planaria.server.app import create_app
+from planaria.server.client import EngineClient
 from planaria.server.config import ServerConfig
 from planaria.server.connections import HttpConnection, Listener, connection_bound
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
-from planaria.wire import EngineClient
 
 logger = logging.getLogger("planaria.server")
 

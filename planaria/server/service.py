@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.types import Receive
 
 from planaria.errors import RequestError
+from planaria.server.client import EngineClient, FleetControl
 from planaria.server.config import ServerConfig
 from planaria.server.faults import FaultLog
 from planaria.server.history import History
 from planaria.server.inputs import child_seed
 from planaria.server.metrics import Metrics
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
-from planaria.wire import EngineClient, EngineFacts, FleetControl
+from planaria.wire import EngineFacts
 
 if TYPE_CHECKING:
     from planaria.server.generation import Generation

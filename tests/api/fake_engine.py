@@ -1,4 +1,4 @@
-"""A deterministic engine client for server tests: no model, every rule of `planaria.wire.EngineClient`.
+"""A deterministic engine client for server tests: no model, every rule of `planaria.server.client.EngineClient`.
 
 Tokens are a hash of prompt, seed (unless greedy) and position, drawn from a palette that has multi-byte characters
 split over tokens, special tokens and the end-of-sequence token. One step gives every open sequence one token.
@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from planaria.core.resize import Refused, Resize
+from planaria.server.stream import Stream
 from planaria.types import Delta, FinishReason, TokenLogprobs
 from planaria.wire import (
     Dead,
@@ -24,7 +26,6 @@ from planaria.wire import (
     ExpertLoads,
     LayerLoad,
     ProcessInfo,
-    Sink,
     Submit,
 )
 
@@ -49,7 +50,7 @@ def palette(tokenizer, special=(1,)) -> list[int]:
 
 
 class Running:
-    def __init__(self, message: Submit, sink: Sink, cached: int) -> None:
+    def __init__(self, message: Submit, sink: Callable[[Delta], None], cached: int) -> None:
         self.message, self.sink, self.cached = message, sink, cached
         self.output = list(message.output)
 
@@ -91,7 +92,16 @@ class FakeEngine:
             raise EngineDead(self.dead.message)
         return self._facts
 
-    def submit(self, message: Submit, sink: Sink) -> None:
+    def submit(self, stream: Stream) -> None:
+        message = stream.submit
+
+        def sink(delta: Delta) -> None:
+            piece = stream.take(delta)
+            if piece is not None:
+                if piece.cancel:
+                    self.cancel(message.id)
+                stream.tell(piece)
+
         assert message.id not in self.open and message.prompt and message.max_tokens >= 1
         self.submitted.append(message)
         if self.dead is not None:

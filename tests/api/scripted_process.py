@@ -10,6 +10,7 @@ import msgspec
 from planaria.config.options import CacheConfig, DeviceConfig, FaultConfig, ParallelConfig
 from planaria.server.engine_client import Ended
 from planaria.server.keeper import EngineKeeper
+from planaria.server.stream import Piece, Stream
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason, SamplingParams
 from planaria.wire import Cancel, Dead, EngineResized, EngineStats, Output, Recovery, ResizeEngine, Shutdown, Submit
@@ -125,7 +126,7 @@ class Client:
         self.heard: list[Recovery] = []
         self.engine = self.keeper.engine
         self.keeper.on_recovery = self.heard.append
-        self.told: dict[str, list[Delta]] = {}
+        self.told: dict[str, list[Piece]] = {}
 
     def _make(self, config: Any, hear: Any) -> Any:
         self.processes.append(ScriptedProcess(config, hear))
@@ -143,7 +144,8 @@ class Client:
     def submit(self, *ids: str) -> None:
         for id in ids:
             told = self.told[id] = []
-            self.engine.submit(Submit(id, [1, 2, 3], SamplingParams(), 7, 50), told.append)
+            submit = Submit(id, [1, 2, 3], SamplingParams(), 7, 50)
+            self.engine.submit(Stream(submit, lambda stream, piece, told=told: told.append(piece)))
 
     async def fall(self, how: str = "was killed by signal 9", said: Dead | None = None) -> None:
         """The process of now ends; until another is there, or it is clear that there will be none."""
@@ -158,7 +160,7 @@ class Client:
         self.now.become_ready()
 
     def tokens(self, id: str) -> list[int]:
-        return [token for delta in self.told[id] for token in delta.tokens]
+        return [token for piece in self.told[id] for token in piece.tokens]
 
     def error(self, id: str) -> str | None:
         return self.told[id][-1].error if self.told[id] else None

@@ -23,6 +23,7 @@ FACTS = {"max_model_len": 4096, "num_blocks": 100_000}
 def engine_cost() -> float:
     """Seconds of CPU the fake engine takes for the same tokens, alone."""
     from planaria.checkpoint import resolve_checkpoint
+    from planaria.server.stream import Stream
     from planaria.server.tokenise import load_tokenizer
     from planaria.types import SamplingParams
     from planaria.wire import Submit
@@ -33,7 +34,7 @@ def engine_cost() -> float:
         params = SamplingParams(ignore_eos=True, max_tokens=TOKENS, temperature=0)
         engine.draw = lambda message, position: engine.palette[position % 20]
         for i in range(STREAMS):
-            engine.submit(Submit(f"s{i}", [5], params, 0, TOKENS), lambda delta: None)
+            engine.submit(Stream(Submit(f"s{i}", [5], params, 0, TOKENS)))
         started = time.process_time()
         while engine.open:
             engine.step()

@@ -14,9 +14,9 @@ from planaria.server.common import prompt_logprobs_json
 from planaria.server.completions import CompletionWriter
 from planaria.server.config import ServerConfig
 from planaria.server.inputs import submissions
-from planaria.server.output import RequestStream
 from planaria.server.schema import CompletionRequest
 from planaria.server.service import Service
+from planaria.server.stream import Choices
 from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
 from tests.api.fake_engine import FakeEngine, facts
 
@@ -56,13 +56,13 @@ async def test_log_probabilities_of_a_prompt_are_asked_for_once(server, monkeypa
 def test_choices_that_come_before_the_first_wait_for_the_prompts_part(tokenizer):
     params = SamplingParams(n=2, prompt_logprobs=1, max_tokens=2)
     submits = submissions("r", IDS, params, facts(), eos_ids=(2,), tokenizer=tokenizer)
-    stream = RequestStream(IDS, submits, tokenizer)
+    stream = Choices(IDS, submits, tokenizer)
     body = CompletionRequest(prompt=IDS, n=2, prompt_logprobs=1)
     service = Service(FakeEngine(tokenizer), tokenizer, ServerConfig())
     writer = CompletionWriter(service, "1", body, [stream], None, False)
-    assert writer.event(stream.push(Delta("r-1", 0, [9]))) == b""
-    assert writer.event(stream.push(Delta("r-1", 1, [9], FinishReason.LENGTH))) == b""
-    event = writer.event(stream.push(Delta("r-0", 0, [9], prompt_logprobs=POSITIONS)))
+    assert writer.event(stream.take(Delta("r-1", 0, [9]))) == b""
+    assert writer.event(stream.take(Delta("r-1", 1, [9], FinishReason.LENGTH))) == b""
+    event = writer.event(stream.take(Delta("r-0", 0, [9], prompt_logprobs=POSITIONS)))
     choices = [json.loads(line[6:])["choices"][0] for line in event().decode().split("\n\n") if line]
     assert [c["index"] for c in choices] == [1, 1, 0] and choices[1]["finish_reason"] == "length"
     assert choices[0]["prompt_logprobs"] == choices[2]["prompt_logprobs"] and choices[0]["prompt_logprobs"][1]["6"]

@@ -16,6 +16,7 @@ from planaria.errors import CapacityError
 from planaria.server import fleet as fleet_module
 from planaria.server.fleet import Fleet
 from planaria.server.fleet_resize import OVERHEAD
+from planaria.server.stream import Piece, Stream
 from planaria.types import Delta, FinishReason, SamplingParams
 from planaria.wire import Dead, Leaving, Recovery, Shutdown, Submit
 from tests.api.scripted_process import Config, ScriptedProcess
@@ -37,7 +38,7 @@ class Crowd:
         self.fleet = Fleet(Config.of(data_parallel_size=size, **faults), make=self._make)  # type: ignore[arg-type]
         self.heard: list[Recovery] = []
         self.fleet.dispatcher.on_recovery = self.heard.append
-        self.told: dict[str, list[Delta]] = {}
+        self.told: dict[str, list[Piece]] = {}
 
     def _make(self, config: Any, hear: Any) -> Any:
         process = ScriptedProcess(config, hear)
@@ -59,7 +60,8 @@ class Crowd:
         for id in ids:
             told = self.told[id] = []
             tokens = list(range(len(self.told) * 1000, len(self.told) * 1000 + prompt))
-            self.fleet.dispatcher.submit(Submit(id, tokens, SamplingParams(), 7, 50), told.append)
+            submit = Submit(id, tokens, SamplingParams(), 7, 50)
+            self.fleet.dispatcher.submit(Stream(submit, lambda stream, piece, told=told: told.append(piece)))
 
     def where(self, id: str) -> list[int]:
         """Engines that have it now."""
@@ -83,7 +85,7 @@ class Crowd:
         await settle()
 
     def tokens(self, id: str) -> list[int]:
-        return [token for delta in self.told[id] for token in delta.tokens]
+        return [token for piece in self.told[id] for token in piece.tokens]
 
     def errors(self) -> dict[str, str]:
         return {id: told[-1].error for id, told in self.told.items() if told and told[-1].error is not None}
@@ -118,7 +120,6 @@ async def test_what_an_engine_had_goes_on_in_another_at_once(crowd: Crowd) -> No
     crowd.give(*"abcd")
     crowd.give(*"abcd", finish=END)
     assert all(crowd.tokens(id) == [100, 101, 102] for id in "abcd")
-    assert all(delta.request_id == id for id in "abcd" for delta in crowd.told[id])
     assert [message.engine for message in crowd.heard] == [0]
     crowd[0].become_ready()
     crowd.submit("e", "f")

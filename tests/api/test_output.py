@@ -1,4 +1,4 @@
-"""`RequestStream` and `submissions` by themselves: repeated, missing and late deltas, seeds, limits."""
+"""`Choices` and `submissions` by themselves: repeated, missing and late deltas, seeds, limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from planaria.errors import RequestError
 from planaria.server.inputs import child_seed, submissions
-from planaria.server.output import RequestStream
+from planaria.server.stream import Choices
 from planaria.types import SEED_LIMIT, Delta, FinishReason, SamplingParams, TokenLogprobs
 from tests.api.fake_engine import facts
 
@@ -16,50 +16,50 @@ STOP, LENGTH, ERROR, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReaso
 def stream_of(tokenizer, n=1, prompt=(5, 6, 7), eos=(2,), **params):
     values = SamplingParams(n=n, **{"max_tokens": 50, **params})
     submits = submissions("r", list(prompt), values, facts(), eos_ids=eos, tokenizer=tokenizer, seed=1)
-    return RequestStream(list(prompt), submits, tokenizer)
+    return Choices(list(prompt), submits, tokenizer)
 
 
 def test_a_repeated_delta_adds_nothing(tokenizer):
     ids = tokenizer.encode(" one two three four")
     stream = stream_of(tokenizer)
-    text = stream.push(Delta("r-0", 0, ids[:2])).text
-    assert stream.push(Delta("r-0", 0, ids[:2])) is None
-    assert stream.push(Delta("r-0", 1, ids[1:2])) is None
-    piece = stream.push(Delta("r-0", 1, ids[1:3]))  # half known: only the rest is new
+    text = stream.take(Delta("r-0", 0, ids[:2])).text
+    assert stream.take(Delta("r-0", 0, ids[:2])) is None
+    assert stream.take(Delta("r-0", 1, ids[1:2])) is None
+    piece = stream.take(Delta("r-0", 1, ids[1:3]))  # half known: only the rest is new
     assert piece.tokens == ids[2:3]
-    text += piece.text + stream.push(Delta("r-0", 3, ids[3:], LENGTH)).text
+    text += piece.text + stream.take(Delta("r-0", 3, ids[3:], LENGTH)).text
     assert text == stream.sequences[0].text == " one two three four" and stream.done
-    assert stream.push(Delta("r-0", 4, ids)) is None and stream.completion_tokens == 4
+    assert stream.take(Delta("r-0", 4, ids)) is None and stream.completion_tokens == 4
 
 
 def test_a_gap_is_an_error(tokenizer):
     stream = stream_of(tokenizer)
-    stream.push(Delta("r-0", 0, [100]))
-    piece = stream.push(Delta("r-0", 2, [100]))
-    assert piece.finish is ERROR and "tokens 1 to 1 of r-0 never came" in piece.error and piece.cancel
+    stream.take(Delta("r-0", 0, [100]))
+    piece = stream.take(Delta("r-0", 2, [100]))
+    assert piece.finish is ERROR and "skipped tokens 1 to 1 of r-0" in piece.error and piece.cancel
 
 
 def test_the_engines_errors_pass_through(tokenizer):
     stream = stream_of(tokenizer, n=2)
-    piece = stream.push(Delta("r-1", 0, [], ERROR, error="no luck"))
+    piece = stream.take(Delta("r-1", 0, [], ERROR, error="no luck"))
     assert (piece.choice, piece.finish, piece.error, piece.cancel) == (1, ERROR, "no luck", False)
-    piece = stream.push(Delta("r-0", 9, [], ABORT))
+    piece = stream.take(Delta("r-0", 9, [], ABORT))
     assert piece.finish is ABORT and piece.error and stream.done
 
 
 def test_a_text_that_can_not_be_made_ends_its_sequence_alone(tokenizer, monkeypatch):
     stream = stream_of(tokenizer, n=2)
     monkeypatch.setattr(stream.sequences[0], "_detokenizer", object())
-    piece = stream.push(Delta("r-0", 0, [100]))
+    piece = stream.take(Delta("r-0", 0, [100]))
     assert piece.finish is ERROR and piece.cancel and "AttributeError" in piece.error
-    assert stream.push(Delta("r-1", 0, [100])).text and not stream.done
+    assert stream.take(Delta("r-1", 0, [100])).text and not stream.done
 
 
 def test_a_stop_string_inside_one_delta(tokenizer):
     ids = tokenizer.encode(" one two three four five")
     stream = stream_of(tokenizer, stop=("three",), logprobs=0)
     lps = [TokenLogprobs(t, -1.0, 1) for t in ids]
-    piece = stream.push(Delta("r-0", 0, ids, LENGTH, logprobs=lps))
+    piece = stream.take(Delta("r-0", 0, ids, LENGTH, logprobs=lps))
     assert (piece.text, piece.finish, piece.stop_reason, piece.cancel) == (" one two ", STOP, "three", False)
     assert piece.tokens == ids[:3] and len(piece.logprobs) == len(piece.offsets) == 3
     assert stream.completion_tokens == 3
@@ -77,8 +77,8 @@ def test_end_tokens(tokenizer):
         ({"stop_token_ids": (one,), "include_stop_str_in_output": True}, one, " one one", one),
     ):
         stream = stream_of(tokenizer, **params)
-        stream.push(Delta("r-0", 0, [one]))
-        piece = stream.push(Delta("r-0", 1, [token], STOP, stop_reason=token))
+        stream.take(Delta("r-0", 0, [one]))
+        piece = stream.take(Delta("r-0", 1, [token], STOP, stop_reason=token))
         assert (stream.sequences[0].text, piece.stop_reason) == (text, reason), params
         assert stream.completion_tokens == 2
 
@@ -86,17 +86,17 @@ def test_end_tokens(tokenizer):
 def test_held_text_comes_with_the_last_piece(tokenizer):
     stream = stream_of(tokenizer, stop=("abc", "two x"))
     ids = tokenizer.encode(" one two")
-    pieces = [stream.push(Delta("r-0", i, [t], LENGTH if i == 1 else None)) for i, t in enumerate(ids)]
+    pieces = [stream.take(Delta("r-0", i, [t], LENGTH if i == 1 else None)) for i, t in enumerate(ids)]
     assert [p.text for p in pieces] == [" one", " two"]
     stream = stream_of(tokenizer, stop=("two x",))
-    assert stream.push(Delta("r-0", 0, ids)).text == " one "
-    assert stream.push(Delta("r-0", 2, [], LENGTH)).text == "two"
+    assert stream.take(Delta("r-0", 0, ids)).text == " one "
+    assert stream.take(Delta("r-0", 2, [], LENGTH)).text == "two"
 
 
 def test_cached_tokens(tokenizer):
     stream = stream_of(tokenizer, n=2, prompt=[5] * 40)
-    stream.push(Delta("r-0", 0, [9], num_cached=16))
-    stream.push(Delta("r-1", 0, [9], num_cached=32))
+    stream.take(Delta("r-0", 0, [9], num_cached=16))
+    stream.take(Delta("r-1", 0, [9], num_cached=32))
     assert stream.cached_tokens == 16 and stream.prompt_tokens == 40
 
 

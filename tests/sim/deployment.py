@@ -27,7 +27,7 @@ from planaria.server.engine import Engine
 from planaria.server.fleet import Fleet
 from planaria.server.keeper import EngineKeeper
 from planaria.server.service import Service
-from planaria.server.stream import Stream
+from planaria.server.stream import Piece, Stream
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason
 from planaria.wire import Cancel, FromEngine, Submit
@@ -205,7 +205,7 @@ class Deployment:
                 if not self.service.open:
                     self.service.busy_since = self.world.now
                 self.service.open[message.id] = None  # type: ignore[index]
-                self.fleet.dispatcher.submit(message, self._hear)
+                self.fleet.dispatcher.submit(Stream(message, self._hear))
                 if (open := self.fleet.dispatcher.open.get(message.id)) is not None:
                     self.opens[message.id] = open
                     self.rules.routed(message.id, open.engine)
@@ -220,7 +220,9 @@ class Deployment:
                 self._asked.add(task)
                 task.add_done_callback(self._asked.discard)
 
-    def _hear(self, delta: Delta) -> None:
+    def _hear(self, stream: Stream, piece: Piece) -> None:
+        index = len(stream.tokens) - len(piece.tokens)
+        delta = Delta(stream.id, index, piece.tokens, piece.finish, error=piece.error)
         answer = self.client.hear(delta)
         if answer.finish is not None:
             self._close(delta.request_id)
