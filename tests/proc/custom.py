@@ -167,6 +167,9 @@ class HashRank(NullRank):
         return reply
 
 
+HASHED = {"worker_cls": f"{__name__}.HashRank", "max_model_len": 512}  # of an LLM or an engine
+
+
 class Overcommitted(HashRank):
     """Runs out of memory in a late step, as long as it has as many KV blocks as at first."""
 

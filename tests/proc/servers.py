@@ -28,7 +28,8 @@ PATIENCE = 60.0  # seconds, for what takes one when nothing else runs
 SOON = 9.0  # seconds, for what is promised within one or two on a quiet machine: sooner than any time-out
 
 PATIENT = ["--shutdown-timeout", "240"]  # for a drain whose requests must all end by themselves
-SMALL = ["--kv-cache-memory", "256MiB", "--max-model-len", "2048"]
+SMALL = ["--kv-cache-memory", "256MiB", "--max-model-len", "2048"]  # of the real model
+TINY = ["--kv-cache-memory", "8MiB", "--max-model-len", "1024", "--dtype", "float32", "--skip-tokenizer-init"]
 
 
 def wait_until(what: str, condition: Callable[[], object], limit: float = PATIENCE) -> None:

@@ -217,14 +217,14 @@ def test_a_request_that_kills_its_engine_is_found(server: Server) -> None:
 
 def test_the_real_model_goes_on_with_the_same_tokens() -> None:
     with Server("smollm2", *REAL) as server:
-        expected = run(server)
+        expected = run(server, streams=8)
         assert {finish for _, _, finish in expected} == {"stop", "length"}
 
         def harm(tokens: int) -> None:
-            if tokens == 200:
+            if tokens == 100:
                 os.kill(server.engine_pid(), signal.SIGKILL)
 
-        assert run(server, harm) == expected
+        assert run(server, harm, streams=8) == expected
         fault = health(server)["last_fault"]
         assert fault["recovered"] and fault["seconds"]["load"] > 0
 

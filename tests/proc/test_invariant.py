@@ -51,7 +51,7 @@ CASES = [
 @pytest.mark.parametrize(("dtype", "layout"), CASES)
 def test_nothing_but_the_request_counts(dtype: str, layout: str) -> None:
     options = {**OPTIONS, **LAYOUTS[layout], "dtype": dtype, "quantization": "none"}
-    every = range(24 if (dtype, layout) in DEFAULT else 64)
+    every = range(12 if (dtype, layout) in DEFAULT else 64)
     with LLM("smollm2", **options) as llm:
         together = answers(llm, every)
         assert answers(llm, range(5, 6)) + answers(llm, range(8, 9)) == [together[5], together[8]]  # alone

@@ -1,10 +1,11 @@
-"""An engine whose layout changes while requests run: because a device is gone, is back, or somebody asks for it."""
+"""An engine whose layout changes while requests run: because a device is gone, is back, or somebody asks for it.
+Of a small model: what becomes of a large one's weights is in test_recovery.py."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,8 @@ import pytest
 
 from planaria.wire import EngineResized, FromEngine, ResizeEngine
 from tests.model.engines import ask_for
-from tests.proc.servers import needs_smollm2, wait_until
-from tests.proc.test_recovery import Watched
-
-pytestmark = needs_smollm2
+from tests.proc.servers import wait_until
+from tests.proc.test_recovery import Watched, watched_small
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +36,24 @@ TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 
 
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest, missing: Path) -> Iterator[Watched]:
-    watched = Watched(distributed_executor_backend="tests.proc.custom.ShortLauncher", **{request.param: 2})
-    yield watched
-    watched.llm.close()
+def engines(small: Path, missing: Path) -> Iterator[Callable[[str], Watched]]:
+    """With two ranks along an axis; each from when it is first asked for to the end of all tests here."""
+    made: dict[str, Watched] = {}
+
+    def engine(axis: str) -> Watched:
+        if axis not in made:
+            short = "tests.proc.custom.ShortLauncher"
+            made[axis] = watched_small(small, distributed_executor_backend=short, **{axis: 2})
+        return made[axis]
+
+    yield engine
+    for each in made.values():
+        each.llm.close()
+
+
+@pytest.fixture
+def two(request: pytest.FixtureRequest, engines: Callable[[str], Watched]) -> Watched:
+    return engines(request.param)
 
 
 def cases(*default: tuple[str, int]) -> list[object]:
@@ -114,5 +127,5 @@ def test_another_layout_is_asked_for(two: Watched) -> None:
         loop.emit = hear
     assert [(done.id, done.layout) for done in heard[:2]] == [("a", "tp=1 pp=1"), ("b", f"tp={asked.tp} pp={asked.pp}")]
     assert [bool(done.error) for done in heard] == [False, False, True, True, False]
-    assert "30 layers" in heard[3].error
+    assert "2 layers" in heard[3].error
     assert loop.gang.epoch == epoch, "what can't be, or is so already, costs nobody anything"

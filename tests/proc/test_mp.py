@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import httpx2
 import openai
@@ -13,10 +14,12 @@ import pytest
 
 from planaria import LLM, SamplingParams
 from planaria.errors import ConfigError, EngineDead
+from tests.proc import custom
 from tests.proc.servers import (
     PATIENCE,
     SMALL,
     SOON,
+    TINY,
     Server,
     alive,
     needs_smollm2,
@@ -25,11 +28,12 @@ from tests.proc.servers import (
     titled,
     wait_until,
 )
+from tests.proc.test_engine_death import HASH, counting
 
 pytestmark = needs_smollm2
 
 MP = ["--distributed-executor-backend", "mp"]
-OPTIONS = {"distributed_executor_backend": "mp", "kv_cache_memory": "128MiB", "max_model_len": 1024}
+OPTIONS = {"distributed_executor_backend": "mp", **custom.HASHED}
 LAST = ["--recovery-limit", "0"]  # the first loss is the engine's end: what everybody is told then
 
 
@@ -38,8 +42,8 @@ def ranks_of(pid: int) -> list[int]:
     return titled(pid, "worker")
 
 
-def test_the_same_answers_as_uni() -> None:
-    args = ["generate", "smollm2", *SMALL, "--prompt", "The capital of France is", "--max-tokens", "24", "--json"]
+def test_the_same_answers_as_uni(small: Path) -> None:
+    args = ["generate", str(small), *TINY, "--prompt-token-ids", "5,6,7", "--max-tokens", "24", "--json"]
     lines = [json.loads(planaria(*args, *more).stdout) for more in ([], MP)]
     assert lines[0]["token_ids"] == lines[1]["token_ids"]
     assert (lines[1]["executor"], lines[1]["link"]) == ("mp", "shm") and len(lines[1]["ranks"]) == 1
@@ -61,8 +65,10 @@ def test_layouts_give_the_same_tokens(layout: list[str]) -> None:
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_either_rank_of_two_is_named(victim: int) -> None:
-    llm = LLM("smollm2", tensor_parallel_size=2, kv_cache_memory="128MiB", max_model_len=1024, recovery_limit=0)
+def test_either_rank_of_two_is_named(small: Path, victim: int) -> None:
+    """And not the one whose sums with it have failed."""
+    tiny = {"skip_tokenizer_init": True, "kv_cache_memory": "8MiB", "max_model_len": 1024}
+    llm = LLM(str(small), tensor_parallel_size=2, **tiny, recovery_limit=0)
     pids, killed = llm.facts.ranks, 0.0
 
     def kill(done: int, tokens: int) -> None:
@@ -73,7 +79,7 @@ def test_either_rank_of_two_is_named(victim: int) -> None:
 
     params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
     with pytest.raises(EngineDead, match=rf"rank {victim}"):
-        llm.generate(["Once upon a time"], params, on_tokens=kill)
+        llm.generate([[5, 6, 7]], params, on_tokens=kill)
     assert time.monotonic() - killed < SOON
     llm.close()
     assert not any(alive(pid) for pid in pids)
@@ -96,7 +102,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
             killed = time.monotonic()
             os.kill(rank, signal.SIGKILL)
 
-    params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
     with pytest.raises(EngineDead, match=r"rank 0 failed in step: its process was killed by signal 9"):
         llm.generate(["Once upon a time"], params, on_tokens=kill)
     assert time.monotonic() - killed < SOON
@@ -113,19 +119,19 @@ def test_close_ends_the_rank() -> None:
 
 def test_a_rank_killed_while_idle() -> None:
     """The server learns of it without a request, says why and ends with 1."""
-    with Server("smollm2", *SMALL, *MP, *LAST) as server:
+    with Server("smollm2", *HASH, *MP, *LAST) as server:
         (rank,) = ranks_of(server.pid)
         os.kill(rank, signal.SIGKILL)
         assert server.ended() == 1 and "killed by signal 9" in "".join(server.log)
 
 
 def test_a_rank_killed_under_load_answers_every_stream() -> None:
-    with Server("smollm2", *SMALL, *MP, *LAST) as server:
+    with Server("smollm2", *HASH, *MP, *LAST) as server, counting():  # no client says that it has any
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         streams = [
             iter(
                 client.completions.create(
-                    model="smollm2", prompt=f"{i}", max_tokens=1900, temperature=0, stream=True,
+                    model="smollm2", prompt=f"{i}", max_tokens=400, temperature=0, stream=True,
                     extra_body={"ignore_eos": True},
                 )  # fmt: skip
             )
@@ -145,7 +151,7 @@ def test_a_rank_killed_under_load_answers_every_stream() -> None:
 def test_nothing_is_left_behind(victim: str) -> None:
     """SIGKILL of the server or of the engine: engine and rank end soon, no shared memory stays."""
     before = segments()
-    with Server("smollm2", *SMALL, *MP, *LAST) as server:
+    with Server("smollm2", *HASH, *MP, *LAST) as server:
         assert httpx2.get(server.url + "/health").status_code == 200
         (rank,) = ranks_of(server.pid)
         engine = server.engine_pid()

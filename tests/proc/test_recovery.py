@@ -1,4 +1,5 @@
-"""A rank that dies, stops or fails while requests run: they go on, with the same tokens."""
+"""A rank that dies, stops or fails while requests run: they go on, with the same tokens. The model is the real one
+where what it computes or holds is looked at; else a small one, or none, where it is how ranks are kept."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import fcntl
 import itertools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from planaria.executor.replay import is_replayed
 from planaria.protocol import StepPlan
 from planaria.server.detokenise import Detokenizer
 from planaria.wire import FromEngine, Processes, Recovery, Report
+from tests.model.engines import texts
 from tests.proc import custom
-from tests.proc.servers import PATIENCE, SMALL, Server, alive, needs_smollm2, titled, wait_until
+from tests.proc.servers import PATIENCE, Server, alive, needs_smollm2, titled, wait_until
 
 pytestmark = needs_smollm2
 
@@ -33,13 +35,14 @@ PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, seed=5)
 SLACK = 4096  # bytes: a page
 FAULT = 65536  # bytes, as the kernel does it by default
 PROMPTS = ["Once upon a time", "The capital of France is", "1 2 3 4", "def f(n):"]
+NO_MODEL = {**custom.HASHED, "kv_cache_memory": None}
 
 
 class Watched:
     """An LLM, and what it was told of recoveries."""
 
-    def __init__(self, **options: Any) -> None:
-        self.llm = LLM("smollm2", **{**OPTIONS, **options})
+    def __init__(self, model: str = "smollm2", prompts: Sequence[str | list[int]] = PROMPTS, **options: Any) -> None:
+        self.llm, self.prompts = LLM(model, **{**OPTIONS, **options}), prompts
         self.expected = self.run()
         self.heard: list[Recovery] = []
         self.processes: list[Processes] = []
@@ -76,27 +79,57 @@ class Watched:
             if count > at and left:
                 left.pop()()
 
-        outputs = self.llm.generate(PROMPTS, PARAMS, on_tokens=count_up)
+        outputs = self.llm.generate(self.prompts, PARAMS, on_tokens=count_up)
         assert all(output.outputs[0].finish_reason == "length" for output in outputs)
         return [output.outputs[0].token_ids for output in outputs]
 
 
+def watched_small(small: Path, **options: Any) -> Watched:
+    """Of a random model of two layers, with all that ranks do with one."""
+    prompts = [prompt for prompt, _ in texts(131, [(5, 0), (30, 0), (1, 0), (12, 0)])]
+    few = {"kv_cache_memory": "8MiB", "max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True}
+    return Watched(str(small), prompts, **few, **options)
+
+
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest) -> Iterator[Watched]:
-    size = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}[request.param]
-    watched = Watched(**{size: 2})
-    yield watched
-    watched.llm.close()
+def engines(small: Path) -> Iterator[Callable[[str], Watched]]:
+    """By name, each from when it is first asked for to the end of all tests here."""
+    made: dict[str, Watched] = {}
+
+    def engine(name: str) -> Watched:
+        if name not in made:
+            size = SIZES[name.split()[-1]]
+            made[name] = watched_small(small, **size) if name.startswith("small") else Watched(**size)
+        return made[name]
+
+    yield engine
+    for each in made.values():
+        each.llm.close()
 
 
+@pytest.fixture
+def two(request: pytest.FixtureRequest, engines: Callable[[str], Watched]) -> Watched:
+    """Two ranks."""
+    return engines(request.param)
+
+
+SIZES = {"tp": {"tensor_parallel_size": 2}, "pp": {"pipeline_parallel_size": 2}}
+NAMES = ("tp", "pp", "small pp")
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-DEFAULT = {("tp", 0, KILL), ("pp", 1, STOP)}
+DEFAULT = {("tp", 0, KILL), ("small pp", 1, STOP)}
 CASES = [
     pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.long)
-    for case in itertools.product(("tp", "pp"), (0, 1), (KILL, STOP))
+    for case in itertools.product(NAMES, (0, 1), (KILL, STOP))
 ]
-on_tp = pytest.mark.parametrize("two", ["tp", pytest.param("pp", marks=pytest.mark.long)], indirect=True)
-on_pp = pytest.mark.parametrize("two", [pytest.param("tp", marks=pytest.mark.long), "pp"], indirect=True)
+
+
+def on(default: str) -> pytest.MarkDecorator:
+    """This one, and the others where long tests are asked for."""
+    names = [name if name == default else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
+    return pytest.mark.parametrize("two", names, indirect=True)
+
+
+on_real = pytest.mark.parametrize("two", ["tp", pytest.param("pp", marks=pytest.mark.long)], indirect=True)
 
 
 @pytest.mark.parametrize(("two", "victim", "how"), CASES, indirect=["two"])
@@ -127,7 +160,7 @@ class Reads:
         self.faults = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
-@on_tp
+@on_real
 def test_survivors_keep_their_weights_and_read_no_file(two: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank reads in a recovery is its boot, from the engine's pipe, and how much memory is free. It maps no part
     of the checkpoint again, nor does it touch one that was still mapped."""
@@ -148,7 +181,7 @@ def test_survivors_keep_their_weights_and_read_no_file(two: Watched, monkeypatch
     assert new.calls > 100 * (after.calls - before.calls)  # which a rank that begins can't do without
 
 
-@on_tp
+@on("small pp")
 def test_a_rank_that_is_stopped_while_another_dies_keeps_nobody_waiting(two: Watched) -> None:
     """Both are told of the next epoch, which is more than the pipe to one that reads nothing takes."""
     before, launcher = two.pids, two.llm._loop.gang.launcher
@@ -164,7 +197,7 @@ def test_a_rank_that_is_stopped_while_another_dies_keeps_nobody_waiting(two: Wat
     assert not {*before} & {*two.pids} and not any(map(alive, before))
 
 
-@on_pp
+@on("small pp")
 def test_a_rank_that_dies_while_idle_is_replaced(two: Watched) -> None:
     before = two.pids
     two.heard.clear()
@@ -173,7 +206,7 @@ def test_a_rank_that_dies_while_idle_is_replaced(two: Watched) -> None:
     assert len(two.done) == 1 and two.pids[1] == before[1]
 
 
-@on_tp
+@on("tp")
 def test_an_exception_costs_an_epoch_and_no_process(two: Watched) -> None:
     """A plan that a rank finds wrong, which is what a mistake in a kernel looks like."""
     before = two.pids
@@ -198,7 +231,7 @@ def test_an_exception_costs_an_epoch_and_no_process(two: Watched) -> None:
     assert two.pids == before
 
 
-@on_pp
+@on_real
 def test_what_is_wrong_with_a_request_is_its_own_matter(two: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """One may draw no token at all, one's stop rule raises: each fails by itself. No epoch ends, no rank notices."""
     two.heard.clear()
@@ -224,7 +257,7 @@ def test_what_is_wrong_with_a_request_is_its_own_matter(two: Watched, monkeypatc
 
 def test_a_spare_takes_over_and_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "SPARES_AFTER", 10 * PATIENCE)  # however long the replay takes here
-    watched = Watched(tensor_parallel_size=2, spare_workers=1)
+    watched = Watched(**NO_MODEL, tensor_parallel_size=2, spare_workers=1)
     try:
         launcher: Any = watched.llm._loop.gang.launcher
         (spare,) = launcher.pool.spares
@@ -272,7 +305,7 @@ def test_losses_that_lead_nowhere_end_the_engine() -> None:
 
 def test_async_llm_looks_after_its_ranks_while_idle() -> None:
     """Nobody asks for anything: a rank is killed, then the other stopped, and each is replaced all the same."""
-    llm = AsyncLLM("smollm2", **OPTIONS, tensor_parallel_size=2)
+    llm = AsyncLLM("smollm2", **OPTIONS | NO_MODEL, tensor_parallel_size=2)
 
     def pids() -> list[int]:
         return [member.pid for member in llm._loop.gang.members]
@@ -316,11 +349,18 @@ def get(server: Server) -> dict[str, Any]:
     return health
 
 
+def ask(server: Server) -> list[int]:
+    body = {"model": "smollm2", "prompt": PROMPTS[1], "max_tokens": 20, "seed": 3, "return_token_ids": True}
+    answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=60).json()
+    return list(answer["choices"][0]["token_ids"])
+
+
 @pytest.mark.parametrize("how", [pytest.param(KILL, marks=pytest.mark.long), STOP])
 def test_a_server_notices_while_it_has_nothing_to_do(how: signal.Signals) -> None:
     """No request asks for the rank: another takes its place all the same, and the next request finds it."""
-    with Server("smollm2", *SMALL, "-tp", "2") as server:
-        engine = server.engine_pid()
+    options = ["--worker-cls", custom.HASHED["worker_cls"], "--max-model-len", "512", "-tp", "2"]
+    with Server("smollm2", *options) as server:
+        engine, expected = server.engine_pid(), ask(server)
         before = titled(engine, "worker")
         os.kill(before[1], how)
         wait_until("it is replaced", lambda: len(after := titled(engine, "worker")) == 2 and after[1] != before[1])
@@ -328,9 +368,7 @@ def test_a_server_notices_while_it_has_nothing_to_do(how: signal.Signals) -> Non
         health = get(server)
         assert titled(engine, "worker")[0] == before[0] and not alive(before[1])
         assert health["epoch"] == 1 and health["last_fault"]["ranks"] == [1] and health["last_fault"]["recovered"]
-        body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-        answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=60).json()
-        assert "Paris" in answer["choices"][0]["text"]
+        assert ask(server) == expected
 
 
 def test_spares_are_refused_where_nothing_can_keep_them() -> None:

@@ -1,4 +1,4 @@
-"""A real server with the real model: what a user and an operator see, faults included."""
+"""A real server: what a user sees, of the real model, and an operator, where any worker will do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import httpx2
 import openai
 import pytest
 
-from tests.proc.servers import PATIENCE, PATIENT, SMALL, SOON, Server, alive, needs_smollm2, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, SMALL, SOON, TINY, Server, alive, needs_smollm2, wait_until
+from tests.proc.test_engine_death import HASH, counting
 
 pytestmark = needs_smollm2
 
@@ -73,12 +74,12 @@ def test_the_server_has_no_torch(server: Server) -> None:
     assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
 
 
-def test_a_seed_and_no_tokenizer() -> None:
+def test_a_seed_and_no_tokenizer(small: Path) -> None:
     """--seed: what comes first gets the same seed in every run. --skip-tokenizer-init: ids in and out."""
-    body = {"prompt": [504, 3575, 282], "max_tokens": 6, "n": 2, "return_token_ids": True, "temperature": 1}
+    body = {"prompt": [50, 35, 28], "max_tokens": 6, "n": 2, "return_token_ids": True, "temperature": 1}
     runs = []
     for _ in range(2):
-        with Server("smollm2", *SMALL, "--seed", "5", "--skip-tokenizer-init") as server:
+        with Server(str(small), *TINY, "--seed", "5") as server:
             answers = [httpx2.post(server.url + "/v1/completions", json=body, timeout=60).json() for _ in range(2)]
             refused = httpx2.post(server.url + "/v1/completions", json={"prompt": "text"})
             assert refused.status_code == 400 and "--skip-tokenizer-init" in refused.text
@@ -117,7 +118,7 @@ def test_bad_request_costs_nobody(client: openai.OpenAI) -> None:
 
 def test_terminate_drains() -> None:
     """SIGTERM: what runs ends with its finish reason, what comes is refused, exit code 0."""
-    with Server("smollm2", *SMALL, *PATIENT) as server:
+    with Server("smollm2", *HASH, *PATIENT) as server, counting() as told:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         stream = iter(
             client.completions.create(
@@ -133,6 +134,7 @@ def test_terminate_drains() -> None:
             client.completions.create(model="smollm2", prompt="x", max_tokens=1)
         for chunk in stream:
             count += 1
+            told(count)
             last = chunk
         assert count == 200 and last.choices[0].finish_reason == "length"
         assert server.process.wait(PATIENCE) == 0
@@ -140,11 +142,11 @@ def test_terminate_drains() -> None:
 
 
 def test_second_signal_aborts() -> None:
-    with Server("smollm2", *SMALL) as server:
+    with Server("smollm2", *HASH) as server, counting():
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         stream = iter(
             client.completions.create(
-                model="smollm2", prompt="Once", max_tokens=1900, temperature=0, stream=True,
+                model="smollm2", prompt="Once", max_tokens=400, temperature=0, stream=True,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
         )
@@ -160,14 +162,14 @@ def test_second_signal_aborts() -> None:
 def test_engine_death_answers_everyone() -> None:
     """kill -9 of an engine that may not be replaced: each stream ends with an error that says so, the server exits
     with 1."""
-    with Server("smollm2", *SMALL, "--recovery-limit", "0") as server:
+    with Server("smollm2", *HASH, "--recovery-limit", "0") as server, counting():
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         started = threading.Barrier(5)
 
         def stream(i: int) -> str:
             chunks = iter(
                 client.completions.create(
-                    model="smollm2", prompt=f"{i}", max_tokens=1900, temperature=0, stream=True,
+                    model="smollm2", prompt=f"{i}", max_tokens=400, temperature=0, stream=True,
                     extra_body={"ignore_eos": True},
                 )  # fmt: skip
             )
@@ -191,7 +193,7 @@ def test_engine_death_answers_everyone() -> None:
 
 def test_server_death_ends_the_engine(tmp_path: Path) -> None:
     """kill -9 of the server: its engine goes with it, and nothing of theirs stays in the folder for temporary files."""
-    with Server("smollm2", *SMALL, env={"TMPDIR": str(tmp_path)}) as server:
+    with Server("smollm2", *HASH, env={"TMPDIR": str(tmp_path)}) as server:
         engine = server.engine_pid()
         kill(server.pid)
         server.process.wait(PATIENCE)
