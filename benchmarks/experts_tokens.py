@@ -23,7 +23,7 @@ import torch
 from benchmarks import report
 from planaria import LLM, SamplingParams
 from planaria.errors import ConfigError
-from planaria.executor.wishes import ARRIVAL_LOOK
+from planaria.executor.layout_change import ARRIVAL_LOOK
 from planaria.wire import ResizeEngine
 
 SMALL = {
@@ -80,7 +80,7 @@ def lanes(count: int) -> Callable[[LLM], None]:
     def harm(llm: LLM) -> None:
         loop = llm._loop
         loop.handle(ResizeEngine(f"to {count}", 1, 1, count))
-        while (arrival := loop.wishes.arrival) is not None and not loop.gang.came(arrival.layout):
+        while (arrival := loop.layout_change.arrival) is not None and not loop.gang.came(arrival.layout):
             time.sleep(ARRIVAL_LOOK)
 
     return harm

@@ -28,10 +28,9 @@ from benchmarks import report
 from benchmarks.deployment import Server
 from benchmarks.recovery import KV_BYTES, MAX_LENGTH, PROMPT, STREAMS, TOKENS, prompts, streams
 from planaria.executor.gang import planned_tokens
-from planaria.executor.health import Health
+from planaria.executor.health import Health, Pace
 from planaria.executor.link.segment import FENCE
 from planaria.executor.link.shm import ShmLink
-from planaria.executor.pace import Pace
 from planaria.protocol import Row, StepPlan
 from planaria.server.engine import Engine
 from planaria.server.stream import Stream

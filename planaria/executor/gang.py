@@ -1,4 +1,4 @@
-"""The ranks of one engine: their processes, the link of the present epoch, who owes an answer, who is silent.
+"""The ranks of one engine: their processes, the link of the present epoch, who owes an answer.
 
 An epoch is never repaired. When a rank is lost, `reform` fences the epoch, makes the lost processes end for certain,
 puts others in their place and brings all of them up again under the next one, over a new link, in new groups; ranks
@@ -21,18 +21,15 @@ from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.boot import SPARE, RankBoot, boots_for
 from planaria.executor.bring_up import PHASES, BringUp, Memory
-from planaria.executor.health import LONGEST_LOOK, Health
+from planaria.executor.health import LONGEST_LOOK
 from planaria.executor.link.address import Inside
 from planaria.executor.link.faults import ConnectionLost, LinkError
-from planaria.executor.pace import Pace
-from planaria.executor.preflight import Needs, check_node, look
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
-from planaria.executor.reshape import placing
 from planaria.executor.startup import StartUp, parts_of
 from planaria.executor.transition import Transition
+from planaria.executor.watch import Gone, System, Watch
 from planaria.hosts.host import Place
-from planaria.node import home, node_name, process_state
-from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply, StepPlan, StepResult
+from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply
 from planaria.topology import Infeasible, Layout
 from planaria.topology.experts import ExpertMap
 from planaria.wire import FromEngine, Travel
@@ -44,7 +41,6 @@ EXIT_TIMEOUT = 5.0
 LAST_WORDS = 1.0  # seconds a rank gets to say why another rank could not go on
 TIMEOUTS: dict[type[Command], float] = {Join: 60.0, Regroup: 90.0}  # seconds for a command while coming up
 START_TIMEOUT = 1800.0  # for the others; loading from a slow disk is the longest
-SHARED = 64 << 20  # bytes of memory file that a node must be able to make
 
 
 MakeLink = Callable[[list[Place], int], Any]
@@ -58,24 +54,6 @@ def failure(failed: Failed) -> PlanariaError:
     if failed.kind in kinds:
         return kinds[failed.kind](failed.message)
     return EngineDead(f"rank {failed.rank} failed in {failed.phase}: {failed.message}")
-
-
-def planned_tokens(plan: StepPlan) -> int:
-    """That the plan names, and one for the rows that go on by themselves."""
-    return 1 + sum(row.count for lane in plan.lanes for row in lane)
-
-
-class System:
-    """What a gang asks of the node it runs on."""
-
-    def problems(self, num_ranks: int) -> list[str]:
-        """Why so many ranks can't start here, worst first."""
-        needs = Needs(num_ranks, SHARED)
-        return check_node(look(node_name(), needs), needs)
-
-    def is_stopped(self, pid: int) -> bool:
-        """Does the kernel hold this process still?"""
-        return process_state(pid) in ("T", "t")
 
 
 class Refusal(PlanariaError):
@@ -94,12 +72,10 @@ class Gang:
         clock: Callable[[], float], system: System,
     ) -> None:  # fmt: skip
         self.config, self.launcher, self.link_for, self.emit, self.clock = config, launcher, link_for, emit, clock
-        self.system = system
+        self.system, self.watch = system, Watch(config, launcher, clock, system)
         self.epoch = 0
         self.asked = self.layout = config.parallel.layout  # what there should be, and what there is
         self.ledger = ReplyLedger(self.layout.size)
-        self.health = Health(config.parallel.heartbeat_timeout)
-        self.pace = Pace(config.faults.step_timeout)
         self.places: list[Place] = []
         self.members: tuple[Hello, ...] = ()
         self.link: Link | None = None
@@ -112,7 +88,6 @@ class Gang:
         self.seconds: dict[str, float] = {}  # of the last time they came up, by phase
         self.broken = False  # a rank is lost: the link can't be trusted to answer
         self.came_up = False  # at least once, or an engine before this one: then a smaller layout is better than none
-        self._ending: float | None = None  # when a rank's process was seen to end, in this epoch
 
     # -- coming up
 
@@ -189,8 +164,8 @@ class Gang:
             self.link.close()
             self.link = None
         self.ledger.end_epoch(why)
-        self.health = Health(self.config.parallel.heartbeat_timeout)
-        self.broken, self._ending = False, None
+        self.watch.fenced()
+        self.broken = False
 
     def _form(self, phases: StartUp) -> None:
         config = self.config
@@ -229,7 +204,7 @@ class Gang:
 
     def placing(self, layout: Layout) -> Placing | None:
         """Where whole experts may go in a layout."""
-        found, sent = placing(self.config, layout, self.maps), self.sent
+        found, sent = Placing.of(self.config, layout, self.maps), self.sent
         if found is None or sent is None:
             return found
         return msgspec.structs.replace(found, sent=sent.sent, needed=sent.needed)
@@ -238,10 +213,6 @@ class Gang:
         """A rank failed at what worked before: it may work again, with less memory if that was it."""
         enough = failed.phase == "allocate" or (failed.phase == "probe" and self.layout in self.kv_bytes)
         return failed.kind == "error" or (failed.kind == "capacity" and enough)
-
-    def stepped(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn from a step that was answered."""
-        self.pace.took(planned_tokens(plan), result.seconds)
 
     # -- talking
 
@@ -269,7 +240,7 @@ class Gang:
                 if phases is not None:
                     phases.waiting(owing)
                 if waited >= timeout:
-                    raise self.lost(owing, f"did not answer within {timeout:g} s", waited)
+                    raise self.lost(Gone(tuple(owing), f"did not answer within {timeout:g} s", waited))
             if phases is not None and len(ticket.replies) > answered:
                 phases.done(list(ticket.replies)[-1])
         return ticket
@@ -295,22 +266,10 @@ class Gang:
                 return None
 
     def check(self) -> None:
-        """Raises WorkersLost if a rank has ended, is stopped or silent."""
+        """Raises WorkersLost if a rank has ended, is stopped, silent or late."""
         assert self.link is not None
-        ending, lost = self._ending, self.launcher.lost()
-        if not lost:
-            if ending is not None:
-                self._ending = None  # it was a spare's, or one that was asked for
-            here = [place.pid if place.home == home() else 0 for place in self.places]
-            lost = self.health.look(self.link.pulses(), self.clock(), self.system.is_stopped, here)
-            if lost:
-                raise self.lost(tuple(lost), "; ".join(lost.values()), self.health.silent(lost))
-        if lost:
-            raise self.lost(tuple(lost), "; ".join(lost.values()), self._since_end())
-        if self.ledger.open and isinstance(plan := self.ledger.open[0].command, StepPlan):
-            waited = self.pace.look(self.ledger.open[0].number, planned_tokens(plan), self.clock())
-            if waited is not None:
-                raise self.lost(self.ledger.owing(), f"did not finish its step in {waited:.0f} s", waited)
+        if (gone := self.watch.look(self.link, self.places, self.ledger)) is not None:
+            raise self.lost(gone)
 
     def root_cause(self, failed: Failed) -> Failed:
         """A rank that only says that another did not come waits for what that one has to say. Raises WorkersLost if
@@ -330,18 +289,9 @@ class Gang:
         command = type(self.ledger.open[0].command)
         return PHASES.get(command, {"StepPlan": "step"}.get(command.__name__, command.__name__.lower()))
 
-    def ending(self) -> None:
-        """A process was seen to end. Any thread."""
-        if self._ending is None and self.launcher.replaces:
-            self._ending = self.clock()
-
-    def _since_end(self) -> float:
-        return 0.0 if self._ending is None else self.clock() - self._ending
-
-    def lost(self, ranks: Sequence[int], how: str, detect: float = 0.0) -> WorkersLost:
-        """A loss of these ranks, whose processes `how`; known `detect` seconds after the first sign of it."""
+    def lost(self, gone: Gone) -> WorkersLost:
         self.broken = True
-        return WorkersLost(self.epoch, tuple(ranks), f"its process {how}", self.phase(), detect=detect)
+        return WorkersLost(self.epoch, gone.ranks, f"its process {gone.how}", self.phase(), detect=gone.detect)
 
     def loss_of(self, failed: Failed) -> WorkersLost:
         """What a rank's failure costs: its epoch, not its process."""
@@ -356,9 +306,8 @@ class Gang:
         ranks = tuple(rank for rank in error.ranks if rank >= 0)
         if isinstance(error, ConnectionLost):
             self.launcher.settle(ranks)
-        lost = self.launcher.lost()
-        if lost:
-            return self.lost(tuple(lost), "; ".join(lost.values()), self._since_end())
+        if (gone := self.watch.ended()) is not None:
+            return self.lost(gone)
         self.broken = True
         return WorkersLost(self.epoch, ranks, str(error), self.phase())
 

@@ -21,14 +21,15 @@ from planaria.executor.backend import Launcher, Link
 from planaria.executor.balancing import Balancing
 from planaria.executor.boot import boots_for
 from planaria.executor.epochs import Epochs
-from planaria.executor.gang import Gang, Refusal, System, failure
+from planaria.executor.gang import Gang, Refusal, failure
+from planaria.executor.layout_change import LayoutChange
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
 from planaria.executor.reply_ledger import Ticket
 from planaria.executor.status import Reports, facts_of
 from planaria.executor.transition import Transition, Wish
-from planaria.executor.wishes import Wishes
+from planaria.executor.watch import System
 from planaria.hosts.host import Place
 from planaria.protocol import Call, Command, Failed, StepPlan, StepResult
 from planaria.topology import Layout
@@ -53,7 +54,6 @@ logger = logging.getLogger("planaria.engine")
 Emit = Callable[[FromEngine], None]
 
 STEP_TOKENS = 128  # of a step, for each thread of a CPU
-ROOM_LOOK = 1.0  # seconds between looks for devices that are back
 SPARES_AFTER = 15.0  # seconds that a replay has the node's cores to itself, before another spare is started
 
 __all__ = ["Emit", "EngineLoop", "Launcher", "Link"]
@@ -77,10 +77,9 @@ class EngineLoop:
         self.core: EngineCore | None = None
         self.stopping = False
         self.dead: Dead | None = None
-        self._look_for_room = 0.0
         say: Emit = lambda message: self.emit(message)  # noqa: E731
         self.epochs = Epochs(config, self.gang, clock, say, self._emit, self.balancing.formed)
-        self.wishes = Wishes(config, self.gang, say, clock, self._change)
+        self.layout_change = LayoutChange(config, self.gang, say, clock, self._change, self._prepare)
         self.reports = Reports(self.gang, self.call, self.busy, say)
 
     # -- starting and ending
@@ -137,7 +136,7 @@ class EngineLoop:
 
     def _on_exit(self) -> None:
         """From another thread: end the wait for an answer that may never come."""
-        self.gang.ending()
+        self.gang.watch.ending()
         link = self.gang.link
         if link is not None:
             link.wake()
@@ -153,41 +152,20 @@ class EngineLoop:
             return
         try:
             self.gang.check()
+            self.layout_change.look(not self._has_work())
         except WorkersLost as e:
             self._begin_next(e)
-        self._for_a_wish(self.wishes.look(not self._has_work()))
-        self._grow()
+        self._look_for_room()
 
-    def _grow(self) -> None:
-        """About once a second: see to the spares; where there are fewer ranks than there should be, or some in places
-        that are going, look whether there could be others."""
-        gang, leaving = self.gang, self.gang.launcher.leaving
-        whole = gang.layout == gang.asked and not leaving
-        if self.dead is not None or (whole and not self.config.faults.spare_workers):
-            return
-        if self.clock() < self._look_for_room:
-            return
-        self._look_for_room = self.clock() + ROOM_LOOK
-        if whole:
+    def _look_for_room(self) -> None:
+        if self.dead is None:
             replay = self.epochs.replay
-            if replay is None or self.clock() - replay.began >= SPARES_AFTER:
-                gang.stand_by()
-        elif (layout := gang.room()) is not None:
-            where = f"ranks {', '.join(map(str, leaving))} move to places that stay"
-            self._change(layout, where if leaving else "there are devices for it again")
+            self.layout_change.look_for_room(spares=replay is None or self.clock() - replay.began >= SPARES_AFTER)
 
-    def _resize_engine(self, wish: ResizeEngine) -> None:
-        self._for_a_wish(self.wishes.ask(wish, self.dead is not None))
-
-    def _for_a_wish(self, command: Command | None) -> None:
-        """What all ranks are to do for another layout, while requests go on."""
-        if command is None:
-            return
+    def _prepare(self, command: Command) -> None:
+        """What all ranks are to do for another layout, while requests go on. Raises WorkersLost."""
         self.balancing.formed()  # what it was about is off: there will be other maps
-        try:
-            self.gang.send(command)
-        except WorkersLost as e:
-            self._begin_next(e)
+        self.gang.send(command)
 
     def _has_work(self) -> bool:
         return self.core is not None and bool(self.core.has_requests() or self.gang.ledger.open)
@@ -229,7 +207,10 @@ class EngineLoop:
             case Share():
                 self._share(message.engines)
             case ResizeEngine():
-                self._resize_engine(message)
+                try:
+                    self.layout_change.ask(message, self.dead is not None)
+                except WorkersLost as e:
+                    self._begin_next(e)
             case Shutdown():
                 self.stopping, self.gang.launcher.followed = True, message.followed
 
@@ -251,15 +232,15 @@ class EngineLoop:
 
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""
-        return self.core is not None and bool(self._has_work() or self.reports.open or self.wishes.departure)
+        return self.core is not None and bool(self._has_work() or self.reports.open or self.layout_change.departure)
 
     def step(self) -> bool:
         """One round; True if something was computed. Lost ranks are replaced; open requests are always answered."""
         core, gang = self.core, self.gang
         assert core is not None
-        self._grow()
+        self._look_for_room()
         try:
-            self._for_a_wish(self.wishes.look(not self._has_work()))
+            self.layout_change.look(not self._has_work())
             while core.in_flight < max(gang.layout.pp, self.config.scheduler.depth):
                 plan = core.plan(self.clock())
                 if plan is None:
@@ -316,7 +297,7 @@ class EngineLoop:
         if isinstance(ticket.command, StepPlan):
             drawn = [ticket.replies[rank] for rank in self.gang.layout.drawing]
             self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
-        if self.wishes.answered(ticket):
+        if self.layout_change.answered(ticket):
             return  # until ranks have left nothing is rearranged
         if isinstance(ticket.command, StepPlan):
             self.balancing.stepped(ticket)
@@ -330,7 +311,7 @@ class EngineLoop:
         if len(parts) > 1:
             lanes, seconds = tuple(part.lanes[0] for part in parts), max(part.seconds for part in parts)
             result = StepResult(result.epoch, result.step, lanes, seconds)
-        self.gang.stepped(plan, result)
+        self.gang.watch.stepped(plan, result)
         self._emit(self.core.commit(result), stepped=True)
 
     def _emit(self, deltas: list[Delta], *, stepped: bool = False) -> None:
@@ -341,11 +322,11 @@ class EngineLoop:
                 stats = msgspec.structs.replace(stats, experts=self.balancing.stats)
             self.emit(Output(deltas, stats))
         if self.epochs.replay is not None and self.epochs.watch(deltas):
-            self._look_for_room = 0.0  # spares that waited for it are next
+            self.layout_change.look_at_once()
 
     def _abort_all(self, reason: FinishReason, error: str | None) -> None:
         assert self.core is not None
-        self.wishes.end(error or "the engine ends")
+        self.layout_change.end(error or "the engine ends")
         deltas = []
         for request in self.core.snapshot():
             for delta in self.core.cancel(request.id, reason):

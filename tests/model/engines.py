@@ -103,6 +103,6 @@ def texts(vocab: int, sizes: list[tuple[int, int]]) -> list[tuple[list[int], int
 def ask_for(loop: Any, wish: ResizeEngine) -> None:
     """Another layout, with ranks that are to come ready by then: so the change falls where it is asked for."""
     loop.handle(wish)
-    if (arrival := loop.wishes.arrival) is not None:
+    if (arrival := loop.layout_change.arrival) is not None:
         wait_until("the ranks that are to come are ready", lambda: loop.gang.came(arrival.layout))
         arrival.look_at = 0.0

@@ -7,7 +7,7 @@ import pytest
 from planaria.config.options import CacheConfig
 from planaria.core.eplb.places import Placing, departing, placed
 from planaria.executor.bring_up import BringUp, Memory
-from planaria.executor.departure import VERSION, Departure, leaving
+from planaria.executor.layout_change import VERSION, Departure, leaving
 from planaria.executor.reply_ledger import Ticket
 from planaria.protocol import Command, Hello, Join, Load, PlaceExperts, Ready, Reply, SendExperts, StepPlan, StepResult
 from planaria.topology import Layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planaria.core.quarantine import Quarantine
-from planaria.executor.pace import FLOOR, Pace
+from planaria.executor.health import FLOOR, Pace
 from planaria.executor.reformations import Reformations
 
 ALL = ["a", "b", "c"]

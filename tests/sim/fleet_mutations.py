@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,14 @@ from unittest.mock import patch
 import msgspec
 
 from planaria.core.router import Router
+from planaria.executor.layout_change import LayoutChange
 from planaria.executor.loop import EngineLoop
 from planaria.executor.reply_ledger import Ticket
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine_client import EngineHandle
 from planaria.server.faults import FaultLog
 from planaria.server.stream import Stream
+from planaria.server.supervisor import SupervisedEngine
 from planaria.wire import Submit
 
 
@@ -63,7 +66,7 @@ def mix_up_the_lanes() -> Iterator[None]:
 
 @contextmanager
 def never_grow() -> Iterator[None]:
-    with patch.object(EngineLoop, "_grow", lambda self: None):
+    with patch.object(LayoutChange, "look_for_room", lambda self, spares: None):
         yield
 
 
@@ -113,4 +116,28 @@ def trust_silence() -> Iterator[None]:
         return await ended(self, lambda: None)
 
     with patch.object(EngineHandle, "ended", patient):
+        yield
+
+
+@contextmanager
+def dawdle_before_another() -> Iterator[None]:
+    """An engine's end is noticed, and another is started two minutes later."""
+
+    async def dawdle(self: SupervisedEngine) -> None:
+        await asyncio.sleep(120.0)
+
+    with patch.object(SupervisedEngine, "_back_off", dawdle):
+        yield
+
+
+@contextmanager
+def count_no_fault_of_who_leaves() -> Iterator[None]:
+    """What an engine was recovering from is forgotten when it leaves."""
+    settled = FaultLog.settled
+
+    def forget(self: FaultLog, index: int) -> None:
+        self.faults["engine"] -= index in self.open
+        settled(self, index)
+
+    with patch.object(FaultLog, "settled", forget):
         yield

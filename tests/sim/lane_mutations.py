@@ -10,7 +10,7 @@ from unittest.mock import patch
 from planaria.core.eplb import rearrangement
 from planaria.core.eplb.balance import ExpertBalance
 from planaria.core.eplb.rearrangement import Rearrangement
-from planaria.executor import bring_up, wishes
+from planaria.executor import bring_up, layout_change
 from planaria.executor.balancing import Balancing
 from planaria.executor.bring_up import BringUp
 from planaria.protocol import Command, Load, StepPlan
@@ -85,7 +85,7 @@ def rearrange_while_a_resize_runs() -> Iterator[None]:
 @contextmanager
 def leave_with_the_only_copy() -> Iterator[None]:
     """Nobody asks ranks that leave for what they have."""
-    with patch.object(wishes, "leaving", lambda *args: None):
+    with patch.object(layout_change, "leaving", lambda *args: None):
         yield
 
 

@@ -27,9 +27,9 @@ from typing import Any
 
 from planaria.core.engine import EngineCore
 from planaria.errors import PlanariaError
-from planaria.executor.gang import System
 from planaria.executor.loop import EngineLoop
 from planaria.executor.replay import is_replayed
+from planaria.executor.watch import System
 from planaria.hosts.host import Place
 from planaria.topology import Layout
 from planaria.topology.experts import Maps
@@ -213,7 +213,7 @@ class Simulation:
             if loop.stopping:
                 break
             if not loop.busy():
-                if at == len(messages) and loop.wishes.arrival is None:
+                if at == len(messages) and loop.layout_change.arrival is None:
                     break
                 look = world.now + LOOK
                 self._idle(min(came + messages[at][0], look) if at < len(messages) else look)

@@ -132,7 +132,8 @@ def test_what_is_simulated_is_the_shipping_code() -> None:
     member = fleet.fleet.members[0]
     core = fleet.remotes[0].core
     parts = [
-        one.loop, one.loop.gang, one.loop.gang.ledger, one.loop.gang.health, one.loop.gang.pace, one.loop.epochs.limit,
+        one.loop, one.loop.gang, one.loop.gang.ledger, one.loop.gang.watch.health, one.loop.gang.watch.pace,
+        one.loop.layout_change, one.loop.epochs, one.loop.epochs.limit,
         fleet.fleet, fleet.fleet.dispatcher.router, fleet.fleet.resizer, fleet.service, fleet.service.faults, member,
         fleet.fleet.dispatcher, member.engine, member.engine.quarantine, member.limit, core,
     ]  # fmt: skip

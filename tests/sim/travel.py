@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from planaria.core.eplb.balance import ASK, ExpertBalance
-from planaria.executor.departure import VERSION as LEAVING
+from planaria.executor.layout_change import VERSION as LEAVING
 from planaria.protocol import Command, PlaceExperts, SendExperts, StepPlan
 
 if TYPE_CHECKING:

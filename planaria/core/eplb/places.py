@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from planaria.config.experts import expert_map
+from planaria.config.options import EngineConfig
 from planaria.core.eplb.rearrangement import resized, transfers
+from planaria.models.deal import deal_layers
 from planaria.topology.experts import ExpertMap, Maps, Move
 from planaria.topology.layout import Coords, Layout
 
@@ -27,6 +30,19 @@ class Placing(msgspec.Struct, frozen=True):
     in_force: tuple[ExpertMap, ...] = ()
     sent: int = 0
     needed: int = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig, layout: Layout, in_force: tuple[ExpertMap, ...]) -> Placing | None:
+        """Where whole experts may go in a layout; None: they are sliced, or there are none."""
+        configured = expert_map(config.model, config.parallel, layout.dp * layout.tp)
+        if configured is None:
+            return None
+        partition = config.parallel.pp_layer_partition
+        if partition is not None and len(partition) != layout.pp:
+            partition = None
+        layers = deal_layers(config.model.num_layers, layout.pp, partition)
+        stages = (stage for layer in config.model.moe_layers for stage, own in enumerate(layers) if layer in own)
+        return cls(configured, tuple(stages), in_force)
 
 
 class ExpertsPlaced(msgspec.Struct, frozen=True):
@@ -54,27 +70,26 @@ class ExpertsPlaced(msgspec.Struct, frozen=True):
 
 def placed(placing: Placing, layout: Layout, holdings: Sequence[Holding]) -> ExpertsPlaced:
     """For ranks of `layout` with this in memory, by world rank."""
-    maps: list[ExpertMap] = []
-    moves: list[Move] = []
-    needed = 0
+    held = []
     for layer, stage in enumerate(placing.stages):
         ranks = layout.group(layout.rank(Coords(0, stage, 0, 0)), "dp", "pcp", "tp")
-        held = [holdings[rank].get(layer, ()) for rank in ranks]
-        new = _map(placing, layer, held)
-        maps.append(new)
-        moves += transfers(layer, held, new)
-        needed += least(held, new)
-    return ExpertsPlaced(tuple(maps), tuple(moves), needed)
+        held.append([holdings[rank].get(layer, ()) for rank in ranks])
+    return _placed(placing, held, None)
 
 
 def departing(placing: Placing, ranks: int) -> ExpertsPlaced:
     """What ranks after the first `ranks` of each expert group send before they leave, so that nothing that is in memory
     must be read again. placing: in_force is what they have."""
+    held = [[sorted(set(old.of(rank))) for rank in range(old.num_ranks)] for old in placing.in_force]
+    return _placed(placing, held, ranks)
+
+
+def _placed(placing: Placing, holdings: Sequence[Sequence[Sequence[int]]], ranks: int | None) -> ExpertsPlaced:
+    """holdings: by layer and rank of its expert group, of which the first `ranks` stay; None: all."""
     maps: list[ExpertMap] = []
     moves: list[Move] = []
     needed = 0
-    for layer, old in enumerate(placing.in_force):
-        held = [sorted(set(old.of(rank))) for rank in range(old.num_ranks)]
+    for layer, held in enumerate(holdings):
         new = _map(placing, layer, held[:ranks])
         maps.append(new)
         moves += transfers(layer, held, new)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from planaria.executor import wishes as module
+from planaria.executor import layout_change as module
 from planaria.executor.gang import START_TIMEOUT
-from planaria.executor.wishes import Wishes
+from planaria.executor.layout_change import LayoutChange
+from planaria.protocol import Command
 from planaria.topology import Layout
 from planaria.wire import EngineResized, ResizeEngine
 
@@ -24,8 +25,8 @@ class Engine:
         self.said: list[EngineResized] = []
         self.launcher = SimpleNamespace(name="mp", replaces=True, room_for=lambda layout: self.room)
         gang: Any = self
-        self.wishes = Wishes(
-            None, gang, self.said.append, lambda: self.now, self.change  # type: ignore[arg-type]
+        self.layout_change = LayoutChange(
+            None, gang, self.said.append, lambda: self.now, self.change, self.prepare  # type: ignore[arg-type]
         )  # fmt: skip
 
     def placing(self, layout: Layout) -> None:
@@ -37,9 +38,12 @@ class Engine:
     def change(self, layout: Layout, why: str) -> None:
         self.layout = layout
 
+    def prepare(self, command: Command) -> None:
+        pytest.fail(f"nobody has anything to send, but {command}")
+
     def look_at(self, now: float) -> Layout:
         self.now = now
-        assert self.wishes.look(True) is None
+        self.layout_change.look(True)
         return self.layout
 
 
@@ -50,7 +54,7 @@ def nothing_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_that_load_are_waited_for_as_long_as_loading_may_take() -> None:
     engine = Engine(Layout(dp=2))
-    engine.wishes.ask(ResizeEngine("more", 1, 1, 3))
+    engine.layout_change.ask(ResizeEngine("more", 1, 1, 3))
     assert engine.look_at(START_TIMEOUT - 1.0) == Layout(dp=2) and not engine.said
     engine.ready = True
     assert engine.look_at(START_TIMEOUT - 0.5) == Layout(dp=3)
@@ -59,16 +63,16 @@ def test_ranks_that_load_are_waited_for_as_long_as_loading_may_take() -> None:
 
 def test_ranks_that_end_on_the_way_are_not_waited_for() -> None:
     engine = Engine(Layout(dp=2))
-    engine.wishes.ask(ResizeEngine("more", 1, 1, 3))
+    engine.layout_change.ask(ResizeEngine("more", 1, 1, 3))
     assert engine.look_at(1.0) == Layout(dp=2)
     engine.room = False
     assert engine.look_at(2.0) == Layout(dp=3), "the change itself finds out"
     assert [said.id for said in engine.said] == ["more"]
 
 
-@pytest.mark.parametrize("wish", [ResizeEngine("a", 2, 1), ResizeEngine("b", 1, 2), ResizeEngine("c", 2, 1, 3)])
-def test_nobody_gets_ready_for_all_parts_of_another_layout(wish: ResizeEngine) -> None:
+@pytest.mark.parametrize("resize", [ResizeEngine("a", 2, 1), ResizeEngine("b", 1, 2), ResizeEngine("c", 2, 1, 3)])
+def test_nobody_gets_ready_for_all_parts_of_another_layout(resize: ResizeEngine) -> None:
     """Each would hold the whole model until it knows which part is its own."""
     engine = Engine(Layout(dp=2))
-    engine.wishes.ask(wish)
-    assert engine.wishes.arrival is None and (engine.layout.tp, engine.layout.pp) == (wish.tp, wish.pp)
+    engine.layout_change.ask(resize)
+    assert engine.layout_change.arrival is None and (engine.layout.tp, engine.layout.pp) == (resize.tp, resize.pp)
