@@ -5,6 +5,7 @@ with a virtual clock; the processes behind them run the shipping core over the h
 Rules beside those of `simulation.py` that are meant for any engine
 - route: new work, and work that goes on elsewhere, is given to an engine that is in the fleet, and ready if any is
 - size: a change of the fleet's size does what it says, or nothing
+- follows: an engine whose process's end is known gets another one, or is given up, before long
 - health: /health tells the truth about every engine and about all of them, and counts every fault once
 - errors: a request ends with an error only when no engine is left; verdict: a process that is killed was harmed, or is
   not wanted any more; leaks: no sequence, load, block, process or task is left
@@ -94,6 +95,7 @@ class Deployment:
         if self.strikes("start fails", None):
             if self.owners.get(index) is self.fleet.members[index]:  # which had one before
                 self.rules.lost += 1
+                self.rules.tried(index)
             return False
         return True
 
@@ -304,8 +306,8 @@ class Deployment:
         remove = fleet.remove
 
         async def removed(index: int) -> None:
-            # Perhaps one whose process's end was told, and that leaves before another has been started.
-            self.rules.left_out += index in fleet.members and fleet.members[index]._recovery is not None
+            if index in fleet.members:
+                self.rules.leaves(fleet.members[index])
             await remove(index)
 
         fleet.remove = removed  # type: ignore[method-assign]

@@ -17,8 +17,8 @@ from planaria.executor.reply_ledger import Ticket
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine_client import EngineHandle
 from planaria.server.faults import FaultLog
+from planaria.server.keeper import EngineKeeper
 from planaria.server.stream import Stream
-from planaria.server.supervisor import SupervisedEngine
 from planaria.wire import Submit
 
 
@@ -123,10 +123,10 @@ def trust_silence() -> Iterator[None]:
 def dawdle_before_another() -> Iterator[None]:
     """An engine's end is noticed, and another is started two minutes later."""
 
-    async def dawdle(self: SupervisedEngine) -> None:
+    async def dawdle(self: EngineKeeper) -> None:
         await asyncio.sleep(120.0)
 
-    with patch.object(SupervisedEngine, "_back_off", dawdle):
+    with patch.object(EngineKeeper, "_back_off", dawdle):
         yield
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from planaria.core.router import EngineId
 from planaria.server.engine import Engine
 from planaria.server.health import health_of
-from planaria.server.keeper import EngineKeeper
+from planaria.server.keeper import LONGEST, EngineKeeper
 from planaria.types import Delta, FinishReason
 from tests.sim.client import Answer
 from tests.sim.scenario import Asked
@@ -33,8 +33,9 @@ class FleetRules:
         self._gone: list[EngineKeeper] = []  # given up
         self._waiting: dict[str, float] = {}
         self._busy: dict[int, float] = {}
-        self.lost = 0  # processes that nobody told to end, and that others followed
-        self.left_out = 0  # engines that left while they waited for another process: it may never have been started
+        # Processes that nobody told to end, and that others followed; or that nobody did, as their engine left first.
+        self.lost = 0
+        self._unfollowed: dict[int, float] = {}  # engines whose process's end is known, and since when nobody follows
         # Of each engine, when processes ended from which nothing was heard; and those from which no token came.
         self.silent: dict[int, list[float]] = defaultdict(list)
         self.fruitless: dict[int, list[float]] = defaultdict(list)
@@ -69,6 +70,16 @@ class FleetRules:
         recent = self._recent(self.silent[index])
         self.world.require(recent <= limit, "gives up", f"engine {index}: attempt {recent} of {limit}")
 
+    def leaves(self, engine: EngineKeeper) -> None:
+        """Perhaps its process's end was told, and it leaves before another has been started."""
+        latest = self.sim.remotes.get(engine.index)
+        known = latest is not None and latest.socket.closed and not latest.told_to_end
+        self.lost += engine.engine.dead is None and engine._recovery is not None and known
+
+    def tried(self, index: int) -> None:
+        """Another process could not be started; it will be tried again."""
+        self._unfollowed.pop(index, None)
+
     def ended(self, remote: Remote) -> None:
         """A process, or its ranks."""
         for id, open in self.sim.opens.items():
@@ -83,8 +94,16 @@ class FleetRules:
         self.world.require(harmed or asked, "verdict", f"engine {remote.index} is well and was given up")
 
     def watch(self) -> None:
-        """Is every harm noticed in time?"""
+        """Is every harm noticed in time, and is who ended followed by another?"""
         now = self.world.awake()
+        for index, engine in self.sim.fleet.members.items():
+            latest = self.sim.remotes.get(index)  # not yet, where the first can't be started
+            if latest is None or not latest.socket.closed or engine.engine.dead is not None or engine._closing:
+                self._unfollowed.pop(index, None)
+                continue
+            waited = now - self._unfollowed.setdefault(index, now)
+            most = SURE if latest.was_heard and not self.sim.counts["start fails"] else LONGEST + SURE
+            self.world.require(waited <= most, "follows", f"engine {index} ended {waited:.2f} s ago, none follows it")
         for remote in self.sim.remotes.values():
             if remote.harm is None or self.sim.closing or not self._serves(remote):
                 continue
@@ -133,7 +152,7 @@ class FleetRules:
         """Is it still its engine's process, and one that somebody wants?"""
         engine = self.sim.fleet.members.get(remote.index)
         wanted = engine is not None and engine.engine.dead is None and not engine._closing
-        # With a closed socket its end is known, and another is started, if not at once.
+        # With a closed socket its end is known: see `watch` for what follows.
         return wanted and self._current(engine) is remote and not remote.socket.closed  # type: ignore[arg-type]
 
     def _current(self, engine: EngineKeeper) -> Remote | None:
@@ -207,8 +226,7 @@ class FleetRules:
     def check_counts(self) -> None:
         """Faults were counted, each once."""
         counted = self.sim.service.faults.faults
-        least, most = self.lost, self.lost + self.left_out
-        self.world.require(least <= counted["engine"] <= most, "health", f"{counted} faults, {least} engines lost")
+        self.world.require(counted["engine"] == self.lost, "health", f"{counted} faults, {self.lost} engines lost")
 
     @staticmethod
     def _shows(remote: Remote) -> bool:

@@ -5,6 +5,7 @@ rank, and where, the shipping Pool decides.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from planaria.errors import CapacityError
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.executor.launcher.process import PoolLauncher
 from planaria.hosts.host import News, Place, Program, Slot
+from planaria.hosts.pool import cluster_of
 from planaria.topology import Cluster, Infeasible, Layout, Node, shrink
 from tests.sim.process import NOTICED, Process
 
@@ -109,9 +111,10 @@ class SimLauncher(PoolLauncher):
         self._news(process)
 
     def best(self, layout: Layout) -> Layout | None:
-        """The largest one up to this that the devices which are well could have."""
-        well = sum(device.is_well for device in self.devices)
-        return shrink(Cluster((Node.of("", well),)), layout)
+        """The largest one up to this that the devices which are well could have; a smaller one than this keeps tensor
+        groups on a node."""
+        well = Counter(str(device.node) for device in self.devices if device.is_well)
+        return layout if well.total() >= layout.size else shrink(cluster_of(well), layout)
 
     def start(self) -> list[Place]:
         self.world.pass_by(self.sim.takes(0.01))
@@ -123,7 +126,6 @@ class SimLauncher(PoolLauncher):
             if process.epoch < 0 and process.link is None and not process.begun:
                 process.begun = self.world.awake()
             process.moved = process.moved or process.rank not in (SPARE, boot.rank)
-            process.rank = boot.rank
             self.world.note("rank {} is pid {}", boot.rank, process.pid)
             process.boot(boot, self.sim.link)
 

@@ -24,6 +24,8 @@ from planaria.types import Delta
 from tests.reference_worker import RowState, Work, mix
 from tests.sim.fleet_mutations import (
     always_healthy,
+    count_no_fault_of_who_leaves,
+    dawdle_before_another,
     keep_the_answering_rank,
     leave_them_there,
     lose_a_request_at_a_layout_change,
@@ -236,6 +238,8 @@ MUTATIONS = [
     ),
     Mutation("leave requests where they are", leave_them_there, frozenset({"route", "errors"})),
     Mutation("always healthy", always_healthy, frozenset({"health"})),
+    Mutation("dawdle before another", dawdle_before_another, frozenset({"follows", "ends"})),
+    Mutation("count no fault of who leaves", count_no_fault_of_who_leaves, frozenset({"health"})),
     Mutation("trust silence", trust_silence, frozenset({"detect"}), soon=560),
     Mutation("skip a step with nothing to do", skip_a_step_with_nothing_to_do, frozenset({"deadlock"})),
     Mutation("commit before all have it", commit_before_all_have_it, frozenset({"prepared"})),
