@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.02)
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
-    link = ShmLink.create(1)
+    link = ShmLink(1)
     found = parts(link)
     rested: dict[str, list[float]] = {name: [] for name in found}
     again: dict[str, list[float]] = {name: [] for name in found}

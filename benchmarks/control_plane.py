@@ -73,7 +73,7 @@ def answer_all(port: RankPort) -> None:
 
 
 def linked(kind: str, workers: int) -> tuple[Trip, Trip]:
-    link: ShmLink | TcpLink = ShmLink.create(workers) if kind == "shm" else TcpLink.create(workers)
+    link: ShmLink | TcpLink = ShmLink(workers) if kind == "shm" else TcpLink.create(workers)
     processes = []
     for rank in range(workers):
         command = [sys.executable, "-m", "benchmarks.control_plane", "--rank"]
@@ -118,7 +118,7 @@ def ray_linked(workers: int) -> tuple[Trip, Trip]:
 
             control_plane.answer_all(open_port(msgspec.msgpack.decode(address, type=At)))
 
-    link = ShmLink.create(workers)
+    link = ShmLink(workers)
     actors = [Rank.remote() for _ in range(workers)]
     runs = [actor.run.remote(msgspec.msgpack.encode(link.address_of(rank))) for rank, actor in enumerate(actors)]
 

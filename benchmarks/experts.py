@@ -103,10 +103,12 @@ def moved(exponent: float, least_gain: float) -> dict[str, float]:
         load = window(odds, chance)
         moving = Rearrangement(now, balance(load, SLOTS, RANKS, now=now, least_gain=least_gain), 1, AT_A_TIME)
         steps.append(len(moving.steps))
+        sent = []
         while (step := moving.prepare()) is not None:
-            largest.append(step.bytes)
+            sent.append(step.bytes)
             moving.commit()
-        experts.append(moving.bytes_moved)
+        largest += sent
+        experts.append(sum(sent))
         needed.append(moving.bytes_needed)
         now = moving.maps
         even.append(balancedness(load, now))

@@ -76,7 +76,7 @@ async def journal() -> float:
 
 
 def epochs() -> float:
-    link = ShmLink.create(2)
+    link = ShmLink(2)
     words, epoch = link.segment.words, link.epoch
 
     def looks() -> None:
@@ -135,7 +135,7 @@ def pulse() -> float:
 
 
 def look() -> float:
-    link, health = ShmLink.create(2), Health(10.0)
+    link, health = ShmLink(2), Health(10.0)
     try:
         def looks() -> None:
             for _ in range(STEPS):

@@ -85,13 +85,9 @@ class ExpertMap(msgspec.Struct, frozen=True, array_like=True):
         large = more * (each + 1)  # slots of the ranks with one more
         return slot // (each + 1) if slot < large else more + (slot - large) // each
 
-    def replicas(self, expert: int) -> tuple[int, ...]:
-        """Slots that hold an expert, ascending; at least one. They share its tokens evenly."""
-        return tuple(slot for slot, held in enumerate(self.slots) if held == expert)
-
     @property
     def counts(self) -> list[int]:
-        """How many slots each expert has."""
+        """How many slots each expert has, which share its tokens evenly."""
         counts = [0] * self.num_experts
         for expert in self.slots:
             counts[expert] += 1

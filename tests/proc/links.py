@@ -30,9 +30,9 @@ KINDS = ["shm", "tcp", "joined"]
 def make(kind: str, num_ranks: int, **options: Any) -> Any:
     """joined: shared memory to even ranks, TCP to odd ones."""
     if kind == "shm":
-        return ShmLink.create(num_ranks, **options)
+        return ShmLink(num_ranks, **options)
     if kind == "tcp":
-        return TcpLink.create(num_ranks, heartbeat=LIMIT, **options)
+        return TcpLink(num_ranks, heartbeat=LIMIT, **options)
     near, far = range(0, num_ranks, 2), range(1, num_ranks, 2)
     return JoinedLink([(make("shm", len(near), **options), near), (make("tcp", len(far), **options), far)])
 

@@ -35,7 +35,7 @@ class Deployment:
     """A link of two ranks: rank 0 is real, rank 1 is ours to misuse."""
 
     def __init__(self) -> None:
-        self.link = TcpLink.create(2, heartbeat=LIMIT)
+        self.link = TcpLink(2, heartbeat=LIMIT)
         self.process = start_rank(0, self.link.address_of(0))
         self.number = 0
 
@@ -96,7 +96,7 @@ def test_a_wrong_key_is_refused(deployment: Deployment) -> None:
     with pytest.raises(LinkError, match="refused the key of rank 1"):
         TcpPort.connect(stranger, timeout=LIMIT)
     deployment.counted("unauthenticated")
-    assert deployment.link.attached() == [0]
+    assert deployment.link.ranks("connected") == [0]
     deployment.serves()
 
 
@@ -104,7 +104,7 @@ def test_a_driver_with_another_key_is_not_trusted(deployment: Deployment) -> Non
     deceived = msgspec.structs.replace(deployment.link.invitation(1), driver_key=Keys.generate(0).driver.public)
     with pytest.raises(LinkError, match="another deployment"):
         TcpPort.connect(deceived, timeout=1.0)
-    assert deployment.link.attached() == [0]
+    assert deployment.link.ranks("connected") == [0]
     deployment.serves()
 
 
@@ -120,7 +120,7 @@ def test_no_key_at_all(deployment: Deployment) -> None:
         with socket.create_connection(("127.0.0.1", int(deployment.port()))) as stranger:
             stranger.sendall(greeting)
         deployment.serves()
-    assert deployment.link.attached() == [0]
+    assert deployment.link.ranks("connected") == [0]
     plain.close()
     context.term()
 
@@ -186,15 +186,15 @@ def test_a_frame_beyond_all_measure_ends_the_connection_only(deployment: Deploym
     link = deployment.link
     with raw(link.invitation(1)) as dealer:
         dealer.send_multipart([stream().header(Kind.HELLO), b""])
-        while link.attached() != [0, 1]:
+        while link.ranks("connected") != [0, 1]:
             assert link.receive(0.02) is None
         dealer.send_multipart([bytes(64 << 20)])
         end = time.monotonic() + LIMIT
-        while link.dead() != [1]:
+        while link.ranks("lost") != [1]:
             assert time.monotonic() < end
             with contextlib.suppress(LinkError):
                 link.receive(0.02)
-    assert link.dead() == [1]
+    assert link.ranks("lost") == [1]
 
 
 def test_a_rank_refuses_what_isnt_a_command() -> None:
@@ -259,7 +259,7 @@ class Cable:
 
 def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> None:
     """Neither says anything; both ends of the cable learn of it."""
-    link = TcpLink.create(3, heartbeat=HEARTBEAT)
+    link = TcpLink(3, heartbeat=HEARTBEAT)
     cable = Cable(int(link.address.rpartition(":")[2]))
     through = msgspec.structs.replace(link.invitation(1), address=f"tcp://127.0.0.1:{cable.port}")
     addresses = [link.address_of(0), TcpAddress(through.encode()), link.address_of(2)]
@@ -287,29 +287,29 @@ def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> No
 
 
 def test_who_is_forgotten_while_it_is_there_is_fenced_and_may_come_again() -> None:
-    link = TcpLink.create(1)
+    link = TcpLink(1)
     try:
         for number in (1, 2):
             port = TcpPort.connect(link.invitation(0))
-            wait_until("it is there", lambda: link.attached() == [0])
+            wait_until("it is there", lambda: link.ranks("connected") == [0])
             link.send(number, Exit())
             assert port.receive(LIMIT) == (number, Exit())
             link.forget(0)
             with pytest.raises(Fenced):
                 port.receive(LIMIT)
             port.close()
-            assert link.attached() == []
+            assert link.ranks("connected") == []
     finally:
         link.close()
 
 
 def test_the_port_is_bound_before_it_is_told() -> None:
-    link = TcpLink.create(1)
+    link = TcpLink(1)
     number = int(link.address.rpartition(":")[2])
     assert link.address == f"tcp://127.0.0.1:{number}" and number > 0
-    assert TcpLink.create(1, heartbeat=7.5).invitation(0).heartbeat == 7.5
+    assert TcpLink(1, heartbeat=7.5).invitation(0).heartbeat == 7.5
     with pytest.raises(LinkError, match=f"port {number}"):
-        TcpLink.create(1, port=number)
+        TcpLink(1, port=number)
     with socket.create_connection(("127.0.0.1", number)):
         pass
     link.close()

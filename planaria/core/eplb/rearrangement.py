@@ -3,8 +3,7 @@
 A step is prepared (each rank reads the weights it is sent into memory aside, nothing in use changes) and then committed
 (between two steps of the engine every rank writes them into their slots, and the new maps are in force). Whenever it
 stops, the maps in force are complete: a slot is overwritten only when its expert has another, or gets one in the same
-step. A step that was prepared and not committed is as if it had never been: `version` tells a rank that missed the
-word which it is.
+step. A step that was prepared and not committed is as if it had never been.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ class Rearrangement:
         if shapes[0] != shapes[1]:
             raise ValueError("maps of another shape can't be reached while experts are used: form the group again")
         self.maps = tuple(old)  # in force
-        self.version = 0  # steps committed
-        self.bytes_moved = 0  # between ranks, by committed steps
         self.bytes_needed = sum(map(missing_copies, old, new)) * expert_bytes
         self.preparing: Step | None = None
         self.steps = deque(_steps(old, new, expert_bytes, step_bytes))  # to be prepared
@@ -67,15 +64,7 @@ class Rearrangement:
             msgspec.structs.replace(placed, slots=tuple(slots[layer])) if layer in slots else placed
             for layer, placed in enumerate(self.maps)
         )
-        self.version += 1
-        self.bytes_moved += step.bytes
         self.preparing = None
-        return self.maps
-
-    def stop(self) -> tuple[ExpertMap, ...]:
-        """Ranks were lost, or it is not wanted any more. What was prepared is dropped; returns the maps in force."""
-        self.preparing = None
-        self.steps.clear()
         return self.maps
 
 

@@ -103,7 +103,7 @@ class NodePeers:
     def listen(self, host: str, port: int, keys: Keys, heartbeat: float) -> None:
         """Raises CapacityError: not there."""
         try:
-            self._link = TcpLink.create(
+            self._link = TcpLink(
                 len(self.all), host=host, port=port, keys=keys, heartbeat=heartbeat, encode=messages.encode,
                 decode=messages.decode,
             )  # fmt: skip

@@ -25,13 +25,13 @@ def make_link(
     if near:
         from planaria.executor.link.shm import SLOT_BYTES, ShmLink
 
-        parts.append((ShmLink.create(len(near), epoch=epoch, chunk_bytes=chunk or SLOT_BYTES), near))
+        parts.append((ShmLink(len(near), epoch=epoch, chunk_bytes=chunk or SLOT_BYTES), near))
     if far:
         from planaria.executor.link.tcp import TcpLink
         from planaria.executor.link.tcp_socket import CHUNK_BYTES
 
         size = chunk or CHUNK_BYTES
-        parts.append((TcpLink.create(len(far), host=host, epoch=epoch, heartbeat=heartbeat, chunk_bytes=size), far))
+        parts.append((TcpLink(len(far), host=host, epoch=epoch, heartbeat=heartbeat, chunk_bytes=size), far))
     if len(parts) == 1:
         return parts[0][0]
     from planaria.executor.link.joined import JoinedLink

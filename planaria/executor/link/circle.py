@@ -80,7 +80,7 @@ class Circle:
         if size == 1:
             return circle
         if rank == 0:
-            circle._link = TcpLink.create(
+            circle._link = TcpLink(
                 size - 1, host=address, heartbeat=heartbeat, encode=encode, decode=lambda data, peer: decode(data)
             )
             for other in range(1, size):
@@ -169,7 +169,7 @@ class Circle:
                 self._parts[peer + 1] = message
             else:
                 self._stop(f"rank {peer + 1} said what can't be understood: {message}", peer + 1)
-        elif left := [peer + 1 for peer in link.left() if peer + 1 not in self._parts]:
+        elif left := [peer + 1 for peer in link.ranks("left") if peer + 1 not in self._parts]:
             self._stop(f"rank {left[0]} has left: its program ended, or closed its engine", *left)
 
     def _from_rank_0(self, port: TcpPort, timeout: float | None) -> list[bytes] | None:

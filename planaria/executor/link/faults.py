@@ -5,6 +5,7 @@ A link is of one epoch and is never repaired: after any of these but PeerLags th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from planaria.errors import PlanariaError
@@ -39,6 +40,11 @@ class Fenced(LinkError):
 
 class LinkClosed(LinkError):
     """The other end (or this one) was closed in order."""
+
+
+def named(ranks: Sequence[int]) -> str:
+    """For an error: `rank 1`, `ranks 1, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class RankPort(Protocol):

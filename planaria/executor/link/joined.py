@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from planaria.executor.link.codec import encode_command
-from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, MessageLost, PeerLags
+from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, MessageLost, PeerLags, named
 from planaria.protocol import Command, Failed, Reply
 
 Answer = tuple[int, int, Reply]
@@ -158,5 +158,4 @@ def _renamed(error: LinkError, ranks: Sequence[int]) -> LinkError:
     """The same error, naming world ranks."""
     world = [ranks[rank] if 0 <= rank < len(ranks) else rank for rank in error.ranks]
     kind, phrase = next(((k, p) for k, p in _PHRASES if isinstance(error, k)), (LinkError, str(error)))
-    names = ", ".join(map(str, world))
-    return kind(f"rank{'s' if len(world) > 1 else ''} {names} {phrase}" if names else str(error), *world)
+    return kind(f"{named(world)} {phrase}" if world else str(error), *world)

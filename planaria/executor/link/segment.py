@@ -121,9 +121,6 @@ class Segment:
         own, own_bytes = self.words[_REPLY_SLOTS], self.words[_REPLY_SLOT_BYTES]
         return start + slots * slot_bytes + rank * own * own_bytes, own, own_bytes
 
-    def address(self, word: int) -> int:
-        return self.base + 4 * word
-
     def futex(self, word: int) -> futex.Word:
         return futex.Word(self.base + 4 * word)
 
@@ -198,6 +195,16 @@ class Outlet:
         words[self.head_word] = head
         words[self.bell] = self.tag | next(self.rings) & COUNT
         self.wake()
+
+    def write_all(self, number: int, data: bytes, await_room: Callable[[int], None]) -> None:
+        """A message of any length. await_room(bytes written so far): returns when a slot is free."""
+        size, room, at = len(data), self.room, 0
+        view: bytes | memoryview = data if size <= room else memoryview(data)
+        while at < size:
+            if self.full():
+                await_room(at)
+            self.write(number, view[at : at + room] if size > room else view, size - at)
+            at += room
 
     def ring(self) -> None:
         """Wake the readers for another reason."""

@@ -4,7 +4,7 @@ A ring carries commands to all ranks, a ring per rank carries its replies. Who h
 ranks on the bell that the driver rings, the driver on one doorbell that any rank rings. No wait is longer than its
 deadline; all end when the epoch is fenced, and within ALIVE_CHECK seconds of a peer's death.
 
-    link = ShmLink.create(num_ranks)                       in the driver
+    link = ShmLink(num_ranks)                              in the driver
     link.address_of(rank)                                  to the rank, through a pipe
     port = open_port(address)                              in the rank (see address.py)
 """
@@ -29,7 +29,7 @@ from planaria.executor.link.codec import (
     unreadable_command,
     unreadable_reply,
 )
-from planaria.executor.link.faults import DRIVER, ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
+from planaria.executor.link.faults import DRIVER, ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags, named
 from planaria.executor.link.segment import (
     ATTACHED,
     BELL,
@@ -73,12 +73,19 @@ class ShmLink:
 
     name = "shm"
 
-    def __init__(self, segment: Segment, *, send_timeout: float = 30.0) -> None:
-        self.segment, self.send_timeout = segment, send_timeout
-        self.num_ranks = segment.num_ranks
-        self.epoch = segment.words[EPOCH]
+    def __init__(
+        self, num_ranks: int, *, chunk_bytes: int = SLOT_BYTES, epoch: int = 0, send_timeout: float = 30.0
+    ) -> None:
+        """chunk_bytes: of a ring's slot; memory is taken as it is used. Raises LinkError where futexes can't be had."""
+        if missing := futex.available():
+            raise LinkError(f"shared memory can't be used for links: {missing}; use the tcp link")
+        if not 1 <= num_ranks <= MAX_RANKS:
+            raise LinkError(f"a shared-memory link has 1 to {MAX_RANKS} ranks, not {num_ranks}")
+        ring = SLOTS, max(4096, chunk_bytes // 4096 * 4096)
+        self.segment = segment = Segment.create(num_ranks, ring, ring, epoch)
+        self.num_ranks, self.epoch, self.send_timeout = num_ranks, epoch, send_timeout
         self._words = segment.words
-        ranks = range(self.num_ranks)
+        ranks = range(num_ranks)
         tails = [rank_word(rank) + TAIL for rank in ranks]
         self._outlet = Outlet(segment, segment.ring(), HEAD, tails, BELL, 0, itertools.count(1))
         self._inlets = [
@@ -97,31 +104,9 @@ class ShmLink:
         self._broken: LinkError | None = None
         self._closed = False
 
-    @classmethod
-    def create(
-        cls, num_ranks: int, *, chunk_bytes: int = SLOT_BYTES, epoch: int = 0, send_timeout: float = 30.0
-    ) -> ShmLink:
-        """chunk_bytes: of a ring's slot; memory is taken as it is used. Raises LinkError where futexes can't be had."""
-        if missing := futex.available():
-            raise LinkError(f"shared memory can't be used for links: {missing}; use the tcp link")
-        if not 1 <= num_ranks <= MAX_RANKS:
-            raise LinkError(f"a shared-memory link has 1 to {MAX_RANKS} ranks, not {num_ranks}")
-        ring = SLOTS, max(4096, chunk_bytes // 4096 * 4096)
-        segment = Segment.create(num_ranks, ring, ring, epoch)
-        return cls(segment, send_timeout=send_timeout)
-
     def address_of(self, rank: int) -> ShmAddress:
         """Where this rank attaches, if its process has the same `planaria.node.home`."""
         return ShmAddress(Shared.of(self.segment.fd), rank)
-
-    @property
-    def fence_address(self) -> int:
-        """Address of the word that differs from `epoch` (4 bytes, unsigned) once the epoch is fenced."""
-        return self.segment.address(FENCE)
-
-    def attached(self) -> list[int]:
-        """Ranks that have been at the link (and may have left)."""
-        return [rank for rank in range(self.num_ranks) if self._words[rank_word(rank) + STATE]]
 
     def pulses(self) -> list[tuple[int, int]]:
         """By rank: its pid and how often it has said that it lives; (0, 0) before it attaches."""
@@ -142,22 +127,11 @@ class ShmLink:
         data = encode_command(command)
         if self._broken is not None or self._words[FENCE] != self.epoch:
             raise self._why()
-        outlet = self._outlet
-        size, room, at = len(data), outlet.room, 0
-        if size <= room and outlet.free > 0:
+        outlet, size = self._outlet, len(data)
+        if size <= outlet.room and outlet.free > 0:
             outlet.write(number, data, size)
-            return
-        view: bytes | memoryview = data if size <= room else memoryview(data)
-        while at < size:
-            if outlet.full():
-                try:
-                    self._wait_for_room()
-                except LinkError as e:
-                    if at:  # half a message is in the ring
-                        self._broken = e
-                    raise
-            outlet.write(number, view[at : at + room] if size > room else view, size - at)
-            at += room
+        else:
+            outlet.write_all(number, data, self._await_room)
 
     def receive(self, timeout: float | None) -> tuple[int, int, Reply] | None:
         """The next reply: rank, number, reply. None after `timeout` seconds or a `wake`.
@@ -242,8 +216,16 @@ class ShmLink:
                 return rank, found[0], found[1]
         return None
 
-    def _wait_for_room(self) -> None:
+    def _await_room(self, written: int) -> None:
         """Until no rank is a whole ring behind. Replies are taken in meanwhile, for a rank may wait for that."""
+        try:
+            self._wait_for_room()
+        except LinkError as e:
+            if written:  # half a message is in the ring
+                self._broken = e
+            raise
+
+    def _wait_for_room(self) -> None:
         words, outlet = self._words, self._outlet
         began = time.monotonic()
         while True:
@@ -259,7 +241,7 @@ class ShmLink:
             waited = time.monotonic() - began
             if waited >= self.send_timeout:
                 raise PeerLags(
-                    f"{_names(behind)} took no command for {waited:.1f} s and the ring is full: stopped, stuck or busy",
+                    f"{named(behind)} took no command for {waited:.1f} s and the ring is full: stopped, stuck or busy",
                     *behind,
                 )
             self._doorbell.wait(seen, min(ROOM_CHECK, self.send_timeout - waited))
@@ -270,7 +252,7 @@ class ShmLink:
             if dead:
                 raise _lost(dead)
             if left:
-                raise LinkClosed(f"{_names(left)} left the link", *left)
+                raise LinkClosed(f"{named(left)} left the link", *left)
 
     def _why(self) -> LinkError:
         return self._broken or Fenced(f"epoch {self.epoch} is over")
@@ -314,11 +296,6 @@ class ShmPort:
         port = cls(segment, rank, reply_timeout=reply_timeout)
         port._outlet.ring()
         return port
-
-    @property
-    def fence_address(self) -> int:
-        """As ShmLink's."""
-        return self.segment.address(FENCE)
 
     def receive(self, timeout: float | None) -> tuple[int, Command] | None:
         """The next command and its number. None after `timeout` seconds.
@@ -365,17 +342,11 @@ class ShmPort:
         data = answer(self.rank, reply)
         if self._words[FENCE] != self.epoch:
             raise self._why()
-        outlet = self._outlet
-        size, room, at = len(data), outlet.room, 0
-        if size <= room and outlet.free > 0:
+        outlet, size = self._outlet, len(data)
+        if size <= outlet.room and outlet.free > 0:
             outlet.write(number, data, size)
-            return
-        view: bytes | memoryview = data if size <= room else memoryview(data)
-        while at < size:
-            if outlet.full():
-                self._wait_for_room()
-            outlet.write(number, view[at : at + room] if size > room else view, size - at)
-            at += room
+        else:
+            outlet.write_all(number, data, self._wait_for_room)
 
     def close(self) -> None:
         """Idempotent."""
@@ -388,7 +359,7 @@ class ShmPort:
 
     # -- inside
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, written: int) -> None:
         words, outlet, tail = self._words, self._outlet, self._at + REPLY_TAIL
         began = time.monotonic()
         while True:
@@ -410,9 +381,5 @@ class ShmPort:
         return Fenced(f"epoch {self.epoch} is over")
 
 
-def _names(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _lost(ranks: list[int]) -> ConnectionLost:
-    return ConnectionLost(f"the process of {_names(ranks)} has ended", *ranks)
+    return ConnectionLost(f"the process of {named(ranks)} has ended", *ranks)

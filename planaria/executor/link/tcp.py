@@ -4,7 +4,7 @@ The port is bound first and published after, in the invitations. Frames that no 
 (unauthenticated, malformed, oversized, replayed, of another epoch) are dropped and counted in `refused`, and serving
 goes on.
 
-    link = TcpLink.create(num_ranks, host="10.0.0.1")       in the driver
+    link = TcpLink(num_ranks, host="10.0.0.1")              in the driver
     link.invitation(rank).encode()                          to the rank, through a pipe
     port = TcpPort.connect(Invitation.decode(data))         in the rank (planaria.executor.link.tcp_port)
 """
@@ -21,7 +21,7 @@ import zmq
 
 from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import Bytes, encode_command, heard
-from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
+from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags, named
 from planaria.executor.link.gatekeeper import guard
 from planaria.executor.link.keys import HEARTBEAT, Invitation, Keys
 from planaria.executor.link.stream import FrameDropped, FrameStream, Kind
@@ -52,21 +52,25 @@ class _Peer:
 class TcpLink:
     """The driver's end. One thread sends and receives; `wake` and `fence` may be called from any.
 
-    `address`: where ranks connect; `refused`: dropped frames and connections by reason. `send_timeout`: seconds without
-    progress after which a rank that takes nothing is reported. `heartbeat`: seconds without a sign of life after which
-    either end takes a connection for dead. `encode` and `decode` are for other messages than
-    commands and replies; `decode(bytes, rank)` never raises.
+    host, port: where it listens (0: any); `address`: where ranks connect; `refused`: dropped frames and connections by
+    reason. `send_timeout`: seconds without progress after which a rank that takes nothing is reported. `heartbeat`:
+    seconds without a sign of life after which either end takes a connection for dead. `encode` and `decode` are for
+    other messages than commands and replies; `decode(bytes, rank)` never raises.
     """
 
     name = "tcp"
 
     def __init__(
-        self, keys: Keys, host: str, port: int, advertise: str, epoch: int, chunk_bytes: int, heartbeat: float,
-        send_timeout: float, encode: Callable[[Any], bytes], decode: Callable[[Bytes, int], Any],
+        self, num_ranks: int, *, host: str = "127.0.0.1", port: int = 0, keys: Keys | None = None, epoch: int = 0,
+        chunk_bytes: int = CHUNK_BYTES, heartbeat: float = HEARTBEAT, send_timeout: float = 30.0,
+        encode: Callable[[Any], bytes] = encode_command, decode: Callable[[Bytes, int], Any] = heard,
     ) -> None:  # fmt: skip
-        self.keys, self.epoch, self.chunk_bytes, self.send_timeout = keys, epoch, chunk_bytes, send_timeout
-        self.heartbeat = heartbeat
-        self.num_ranks = len(keys.ranks)
+        """Raises LinkError."""
+        if not zmq.has("curve"):
+            raise LinkError("this ZeroMQ has no CurveZMQ; install pyzmq from its wheel")
+        self.keys = keys = keys or Keys.generate(num_ranks)
+        self.epoch, self.chunk_bytes, self.send_timeout = epoch, chunk_bytes, send_timeout
+        self.num_ranks, self.heartbeat = num_ranks, heartbeat
         self.refused: Counter[str] = Counter()
         self._encode, self._decode = encode, decode
         self._peers = [self._new_peer(rank) for rank in range(self.num_ranks)]
@@ -85,21 +89,7 @@ class TcpLink:
             self._end.close()
             raise LinkError(f"can't listen on {host} port {port}: {e}") from None
         bound = int(socket.get(zmq.LAST_ENDPOINT).decode().rstrip("\0").rpartition(":")[2])  # type: ignore[union-attr]
-        self.address = f"tcp://{bracketed(advertise or host)}:{bound}"
-
-    @classmethod
-    def create(
-        cls, num_ranks: int, *, host: str = "127.0.0.1", port: int = 0, advertise: str = "", keys: Keys | None = None,
-        epoch: int = 0, chunk_bytes: int = CHUNK_BYTES, heartbeat: float = HEARTBEAT, send_timeout: float = 30.0,
-        encode: Callable[[Any], bytes] = encode_command, decode: Callable[[Bytes, int], Any] = heard,
-    ) -> TcpLink:  # fmt: skip
-        """`host` is where to listen, `advertise` what ranks connect to if that differs. Raises LinkError."""
-        if not zmq.has("curve"):
-            raise LinkError("this ZeroMQ has no CurveZMQ; install pyzmq from its wheel")
-        return cls(
-            keys or Keys.generate(num_ranks), host, port, advertise, epoch, chunk_bytes, heartbeat, send_timeout,
-            encode, decode,
-        )  # fmt: skip
+        self.address = f"tcp://{bracketed(host)}:{bound}"
 
     def address_of(self, rank: int) -> TcpAddress:
         """For this rank alone: it contains its secret key."""
@@ -116,16 +106,6 @@ class TcpLink:
             self.heartbeat,
         )  # fmt: skip
 
-    def attached(self) -> list[int]:
-        """Ranks that have been at the link (and may have left)."""
-        self._take_in()
-        return [rank for rank, peer in enumerate(self._peers) if peer.state != "expected"]
-
-    def dead(self) -> list[int]:
-        """Ranks whose connection broke without `close`."""
-        self._take_in()
-        return [rank for rank, peer in enumerate(self._peers) if peer.state == "lost"]
-
     def forget(self, rank: int) -> None:
         """This rank's loss has been dealt with: another process may come in its place. Who is still there is fenced."""
         with self._end.lock:
@@ -134,10 +114,10 @@ class TcpLink:
                 self._put(peer, peer.stream.header(Kind.FENCE), NOTHING)
             self._peers[rank] = self._new_peer(rank)
 
-    def left(self) -> list[int]:
-        """Ranks that closed their end in order."""
+    def ranks(self, *states: str) -> list[int]:
+        """Those that are "expected", "connected", "left" (in order), or "lost": their connection broke."""
         self._take_in()
-        return [rank for rank, peer in enumerate(self._peers) if peer.state == "left"]
+        return [rank for rank, peer in enumerate(self._peers) if peer.state in states]
 
     def send(self, number: int, command: Any, to: int | None = None) -> None:
         """To every rank, or to one. Raises CodecError; PeerLags or ConnectionLost when a rank takes nothing; Fenced,
@@ -313,19 +293,15 @@ class TcpLink:
             if gone := [rank for rank in behind if self._peers[rank].state == "lost"]:
                 raise _lost(gone)
             if gone := [rank for rank in behind if self._peers[rank].state == "left"]:
-                raise LinkClosed(f"{_names(gone)} left the link", *gone)
+                raise LinkClosed(f"{named(gone)} left the link", *gone)
             waited = time.monotonic() - began
             if waited >= self.send_timeout:
                 never = [rank for rank in behind if self._peers[rank].state == "expected"]
                 what = "never connected" if never else "stopped, stuck or busy"
-                raise PeerLags(f"{_names(behind)} took no command for {waited:.1f} s: {what}", *behind)
+                raise PeerLags(f"{named(behind)} took no command for {waited:.1f} s: {what}", *behind)
             left = self.send_timeout - waited
             self._end.wait(min(left, PROBE) if self._probes else left)
 
 
-def _names(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _lost(ranks: list[int]) -> ConnectionLost:
-    return ConnectionLost(f"the connection to {_names(ranks)} broke: process ended or stopped, or network", *ranks)
+    return ConnectionLost(f"the connection to {named(ranks)} broke: process ended or stopped, or network", *ranks)
