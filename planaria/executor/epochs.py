@@ -16,10 +16,8 @@ from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
 from planaria.errors import CapacityError, WorkersLost
 from planaria.executor.gang import Gang, Refusal
-from planaria.executor.reformations import Reformations
-from planaria.executor.replay import Replay, told_replay
+from planaria.executor.recovery import Reformations, Replay, layout_name, told, told_replay
 from planaria.executor.status import places_of
-from planaria.executor.told import layout_name, told
 from planaria.executor.transition import Transition, Wish
 from planaria.protocol import Failed
 from planaria.types import Delta

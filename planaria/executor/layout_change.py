@@ -16,8 +16,8 @@ from planaria.core.eplb.places import ExpertsPlaced, Placing, departing
 from planaria.errors import ConfigError, PlanariaError
 from planaria.executor.backend import Borrower
 from planaria.executor.gang import START_TIMEOUT, Gang
+from planaria.executor.recovery import layout_name
 from planaria.executor.reply_ledger import Ticket
-from planaria.executor.told import layout_name
 from planaria.models.deal import deal
 from planaria.protocol import Command, SendExperts, StepResult
 from planaria.topology import Layout

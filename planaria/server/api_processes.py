@@ -18,7 +18,7 @@ import msgspec
 
 from planaria.config.data_parallel import as_api_process
 from planaria.config.options import EngineConfig
-from planaria.executor.reformations import Reformations
+from planaria.executor.recovery import Reformations
 from planaria.hosts.host import Child, Program
 from planaria.hosts.local import HERE, LocalHost
 from planaria.hosts.pool import BackOff

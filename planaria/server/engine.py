@@ -17,7 +17,7 @@ import msgspec
 from planaria.core.quarantine import Quarantine
 from planaria.core.turns import Turn
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, UserError
-from planaria.executor.replay import Replay
+from planaria.executor.recovery import Replay
 from planaria.server.engine_client import Connection
 from planaria.server.root_messages import LetGo, Wants
 from planaria.server.stream import Stream

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from planaria.executor.replay import is_replayed
+from planaria.executor.recovery import is_replayed
 from planaria.wire import Recovery
 
 PARTS = ("detect", "fence", "replace", "regroup", "load", "replay")

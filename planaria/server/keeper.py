@@ -20,8 +20,7 @@ import zmq
 from planaria.config.options import EngineConfig
 from planaria.core.turns import Turns
 from planaria.errors import CapacityError, PlanariaError
-from planaria.executor.reformations import Reformations
-from planaria.executor.replay import Replay, told_replay
+from planaria.executor.recovery import Reformations, Replay, told_replay
 from planaria.executor.startup import parts_of
 from planaria.node import node_name, process_state, resident_bytes
 from planaria.server import questions

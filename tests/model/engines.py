@@ -11,7 +11,7 @@ import msgspec
 from planaria.build import build_loop
 from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
-from planaria.executor.replay import is_replayed
+from planaria.executor.recovery import is_replayed
 from planaria.types import FinishReason, SamplingParams
 from planaria.wire import EngineResized, FromEngine, Output, Recovery, ResizeEngine, Submit
 from tests.proc.servers import wait_until

@@ -12,7 +12,7 @@ import pytest
 
 from planaria import LLM, SamplingParams
 from planaria.errors import CallFailed, EngineDead, PlanariaError, UserError
-from planaria.executor import census, status
+from planaria.executor import status
 from planaria.wire import Report
 from tests.proc import custom
 from tests.proc.servers import SMALL, alive, needs_smollm2, planaria
@@ -121,7 +121,6 @@ def test_refused_calls(two: LLM, method: str, args: tuple[Any, ...], says: str) 
 def test_ranks_that_cannot_be_looked_into_say_their_memory(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of another node; asked after the steps that are on their way."""
     heard: list[Any] = []
-    monkeypatch.setattr(census, "here", lambda member: False)
     monkeypatch.setattr(status, "here", lambda member: False)
     monkeypatch.setattr(two._loop, "emit", heard.append)
     two._loop.handle(Report())

@@ -20,7 +20,7 @@ import pytest
 from planaria import LLM, AsyncLLM, SamplingParams
 from planaria.errors import ConfigError, EngineDead
 from planaria.executor import loop as loop_module
-from planaria.executor.replay import is_replayed
+from planaria.executor.recovery import is_replayed
 from planaria.protocol import StepPlan
 from planaria.server.detokenise import Detokenizer
 from planaria.wire import FromEngine, Processes, Recovery, Report

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from planaria.executor.census import census
+from planaria.executor.status import census
 from planaria.node import home, node_name
 from planaria.protocol import Hello
 from planaria.topology import Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planaria.core.quarantine import Quarantine
 from planaria.executor.health import FLOOR, Pace
-from planaria.executor.reformations import Reformations
+from planaria.executor.recovery import Reformations
 
 ALL = ["a", "b", "c"]
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from planaria.core.resize import COMMITTED, Refused
 from planaria.core.router import EngineId
-from planaria.executor.told import layout_name
+from planaria.executor.recovery import layout_name
 from planaria.server import engine_client, keeper
 from planaria.server.config import ServerConfig
 from planaria.server.engine import Engine

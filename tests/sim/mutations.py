@@ -17,7 +17,7 @@ from planaria.core.kv_cache import BlockPool
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.executor.health import Health
-from planaria.executor.reformations import Reformations
+from planaria.executor.recovery import Reformations
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.protocol import LaneResult, Reply, StepResult
 from planaria.types import Delta

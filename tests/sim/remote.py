@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from planaria.core.engine import EngineCore
-from planaria.executor.told import layout_name
+from planaria.executor.recovery import layout_name
 from planaria.hosts.host import how_it_ended
 from planaria.protocol import StepPlan, StepResult
 from planaria.server.engine_client import EngineProcess

@@ -28,7 +28,7 @@ from typing import Any
 from planaria.core.engine import EngineCore
 from planaria.errors import PlanariaError
 from planaria.executor.loop import EngineLoop
-from planaria.executor.replay import is_replayed
+from planaria.executor.recovery import is_replayed
 from planaria.executor.watch import System
 from planaria.hosts.host import Place
 from planaria.topology import Layout
