@@ -73,7 +73,7 @@ def answer_all(port: RankPort) -> None:
 
 
 def linked(kind: str, workers: int) -> tuple[Trip, Trip]:
-    link: ShmLink | TcpLink = ShmLink(workers) if kind == "shm" else TcpLink.create(workers)
+    link: ShmLink | TcpLink = ShmLink(workers) if kind == "shm" else TcpLink(workers)
     processes = []
     for rank in range(workers):
         command = [sys.executable, "-m", "benchmarks.control_plane", "--rank"]

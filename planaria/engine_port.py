@@ -17,8 +17,7 @@ from collections import deque
 import msgspec
 import zmq
 
-from planaria.executor.link.gatekeeper import guard, keep_alive
-from planaria.executor.link.keys import HEARTBEAT, Keys
+from planaria.executor.link.keys import HEARTBEAT, Keys, guard, keep_alive
 from planaria.types import Delta
 from planaria.wire import Cancel, EngineFacts, FromEngine, Gone, Output, Recovery, Submit, ToEngine
 

@@ -1,4 +1,7 @@
-"""The block pool: reference counts, and what a free block still remembers.
+"""The block pool: reference counts, what a free block still remembers, and the key of what a block holds.
+
+A full block's key hashes its tokens and its parent's key, so equal keys mean equal histories up to and including that
+block. Blocks get theirs at commit, never at plan: what has one was computed.
 
 A block is in exactly one of three states: used (count > 0), idle (count 0, holds a prefix that may be hit, evicted
 oldest first) or empty. A key maps to at most one block.
@@ -6,10 +9,13 @@ oldest first) or empty. A key maps to at most one block.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
-from planaria.core.prefix_cache import BlockKey
+BlockKey = bytes
+ROOT: BlockKey = b""
 
 
 class BlockPool:
@@ -90,3 +96,15 @@ class BlockPool:
         assert len(used) + len(self.empty) + len(self.idle) == self.num_blocks
         assert {b: k for k, b in self.block_of.items()} == self.key_of
         assert set(self.idle) <= set(self.key_of) and not set(self.empty) & set(self.key_of)
+
+
+def block_key(parent: BlockKey, tokens: Sequence[int]) -> BlockKey:
+    """Key of a full block after `parent`. 128 bits: a collision would show one user another's history."""
+    return blake2b(array("q", tokens).tobytes(), digest_size=16, key=parent).digest()
+
+
+def chain(tokens: Sequence[int], block_size: int, known: list[BlockKey]) -> list[BlockKey]:
+    """Keys of all full blocks of `tokens`, continuing `known` (the keys of the first blocks), which is extended."""
+    for i in range(len(known), len(tokens) // block_size):
+        known.append(block_key(known[-1] if known else ROOT, tokens[i * block_size : (i + 1) * block_size]))
+    return known

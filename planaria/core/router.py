@@ -37,7 +37,7 @@ def draw(seed: int, count: int) -> int:
 
 def prefix_keys(tokens: Sequence[int]) -> list[int]:
     """A key for each whole block, of it and all before it. Python's own hash, several times faster than the one in
-    prefix_cache: it is not salted for numbers, and two prefixes with one key only send a request to the wrong place."""
+    kv_cache: it is not salted for numbers, and two prefixes with one key only send a request to the wrong place."""
     keys, key = [], 0
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         key = hash((key, *tokens[start : start + BLOCK]))

@@ -22,9 +22,8 @@ import heapq
 from collections import deque
 
 from planaria.config.options import CacheConfig, SchedulerConfig
-from planaria.core.kv_cache import BlockPool
+from planaria.core.kv_cache import BlockKey, BlockPool, chain
 from planaria.core.policy import POLICIES, Key
-from planaria.core.prefix_cache import BlockKey, chain
 from planaria.core.sequence import NEVER, MicroStep, SequenceState
 from planaria.core.step import StepBuilder
 from planaria.protocol import LanePlan, LaneResult

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from planaria.core.kv_cache import BlockKey
 from planaria.core.policy import Key
-from planaria.core.prefix_cache import BlockKey
 from planaria.types import Request, TokenLogprobs
 
 NEVER = 1 << 62

@@ -12,8 +12,8 @@ import heapq
 from array import array
 from typing import TYPE_CHECKING
 
+from planaria.core.kv_cache import chain
 from planaria.core.policy import Key
-from planaria.core.prefix_cache import chain
 from planaria.core.sequence import NEVER, SequenceState
 from planaria.protocol import Fresh, LanePlan, Row
 

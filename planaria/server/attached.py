@@ -16,7 +16,7 @@ import zmq
 
 from planaria.config.options import EngineConfig
 from planaria.errors import PlanariaError
-from planaria.executor.link.gatekeeper import introduce, keep_alive
+from planaria.executor.link.keys import introduce, keep_alive
 from planaria.server.background import Background
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine import Engine

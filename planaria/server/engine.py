@@ -3,7 +3,7 @@ becomes of its processes. Who keeps those (`keeper.py`; for an API process, the 
 
 A sequence that was there at several deaths is run alone, and answered with an error if that kills its engine too
 (`planaria.core.quarantine`): a dead engine can't keep that account. Of several servers that use an engine each keeps
-its own, and asks for a turn to run one alone (`planaria.core.turns`).
+its own, and asks for a turn to run one alone (`planaria.core.quarantine`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from planaria.core.quarantine import Quarantine
-from planaria.core.turns import Turn
+from planaria.core.quarantine import Quarantine, Turn
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, UserError
 from planaria.executor.recovery import Replay
 from planaria.server.engine_client import Connection

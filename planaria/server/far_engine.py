@@ -13,8 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from planaria.config.options import EngineConfig
-from planaria.executor.link.gatekeeper import introduce, keep_alive
-from planaria.executor.link.keys import Keys, Pair
+from planaria.executor.link.keys import Keys, Pair, introduce, keep_alive
 from planaria.hosts.host import Child
 from planaria.server.engine_client import EngineHandle
 from planaria.wire import FromEngine

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from planaria.config.options import EngineConfig
-from planaria.core.turns import Turns
+from planaria.core.quarantine import Turns
 from planaria.errors import CapacityError, PlanariaError
 from planaria.executor.recovery import Reformations, Replay, told_replay
 from planaria.executor.startup import parts_of

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from planaria.core.turns import Turns
+from planaria.core.quarantine import Turns
 from planaria.errors import PlanariaError
 from planaria.server.api_processes import ApiProcess, ApiProcesses
 from planaria.server.attached import client_name

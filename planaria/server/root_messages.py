@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from planaria.config.options import EngineConfig
-from planaria.core.turns import Turn
+from planaria.core.quarantine import Turn
 from planaria.executor.link.keys import Keys
 from planaria.server.config import ServerConfig
 from planaria.server.engine_client import Ended

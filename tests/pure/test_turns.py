@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.core.turns import Turns
+from planaria.core.quarantine import Turns
 
 
 def test_a_turn_is_free_when_all_others_have_let_go() -> None:

@@ -2,12 +2,14 @@
 
 A connection is encrypted and both ends are known by their keys; a key that isn't on the list gets no further than the
 handshake, and a rank's key speaks for that rank only. Secrets are handed to ranks through a pipe or a private file,
-never on a command line or in the environment of another user's process.
+never on a command line or in the environment of another user's process. ZeroMQ asks at each handshake who may come.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
+from typing import Any
 
 import msgspec
 import zmq
@@ -17,6 +19,7 @@ from planaria.executor.link.codec import BAD_BYTES
 from planaria.executor.link.faults import LinkError
 
 MIN_SECRET = 32
+_DOMAIN = b"planaria"
 HEARTBEAT = 5.0  # seconds without a sign of life (ZeroMQ's own thread gives it) after which a connection is dead
 
 
@@ -80,3 +83,47 @@ def _derived(secret: bytes, label: str) -> Pair:
     key = hashlib.blake2b(label.encode(), key=hashlib.blake2b(secret).digest(), digest_size=32).digest()
     own = z85.encode(key)
     return Pair(zmq.curve_public(own).decode(), own.decode())
+
+
+def guard(context: zmq.Context[Any], socket: zmq.Socket[Any], keys: Keys) -> None:
+    """Before it is bound: only who has one of `keys.ranks` gets past the handshake. One socket for each context."""
+    allowed = {z85.decode(pair.public): rank for rank, pair in enumerate(keys.ranks)}
+    _Gatekeeper(context, allowed).start()
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.driver.secret.encode())
+    socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+
+
+def introduce(socket: zmq.Socket[Any], driver_key: str, pair: Pair) -> None:
+    """Before it connects to a guarded one."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, driver_key.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+
+
+def keep_alive(socket: zmq.Socket[Any], seconds: float) -> None:
+    """A connection without a sign of life for so long is dead; ZeroMQ's own thread gives and looks for it."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(seconds * 200)))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(seconds * 800)))
+
+
+class _Gatekeeper(threading.Thread):
+    """Answers ZeroMQ's question whether a key may connect, and as which rank. Ends with the context."""
+
+    def __init__(self, context: zmq.Context[Any], allowed: dict[bytes, int]) -> None:
+        super().__init__(name="link keys", daemon=True)
+        self.allowed = allowed
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def run(self) -> None:
+        while True:
+            try:
+                version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+                rank = self.allowed.get(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else None
+                verdict = (b"400", b"key not on the list", b"") if rank is None else (b"200", b"", b"%d" % rank)
+                self.socket.send_multipart([version, request, *verdict, b""])
+            except zmq.ContextTerminated:
+                self.socket.close()
+                return

@@ -22,8 +22,7 @@ import zmq
 from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import Bytes, encode_command, heard
 from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags, named
-from planaria.executor.link.gatekeeper import guard
-from planaria.executor.link.keys import HEARTBEAT, Invitation, Keys
+from planaria.executor.link.keys import HEARTBEAT, Invitation, Keys, guard
 from planaria.executor.link.stream import FrameDropped, FrameStream, Kind
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, NOTHING, WINDOW, End, bracketed
 

@@ -11,8 +11,7 @@ import zmq
 
 from planaria.executor.link.codec import Bytes, CodecError, answer, decode_command
 from planaria.executor.link.faults import DRIVER, ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
-from planaria.executor.link.gatekeeper import introduce
-from planaria.executor.link.keys import Invitation
+from planaria.executor.link.keys import Invitation, introduce
 from planaria.executor.link.stream import FrameDropped, FrameStream, Kind
 from planaria.executor.link.tcp_socket import NOTHING, WINDOW, End
 from planaria.protocol import Command, Failed

@@ -11,7 +11,7 @@ import threading
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from planaria.executor.link.gatekeeper import keep_alive
+from planaria.executor.link.keys import keep_alive
 
 CHUNK_BYTES = 1 << 18
 WINDOW = 32  # chunks under way to one peer
