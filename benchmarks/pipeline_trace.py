@@ -13,29 +13,43 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 from planaria import LLM, SamplingParams
+from planaria.worker.stage import Stage
 
 OUT = Path(__file__).resolve().parent / "out" / "pipeline.json"
-Span = tuple[int, float, float]  # step, begin, end in seconds
+Span = tuple[int, float, float]  # number of the step, begin, end in seconds
+
+
+def traced(stage: Stage) -> list[Span]:
+    """Each of its forward passes from now on."""
+    forward, spans = stage.forward, list[Span]()
+
+    def timed() -> Any:
+        since = time.monotonic()
+        out = forward()
+        spans.append((len(spans) + 1, since, time.monotonic()))
+        return out
+
+    stage.forward = timed
+    return spans
 
 
 class Recorder:
     """What workers are extended by."""
 
     runner: Any
+    spans: list[Span]
 
     def record_steps(self) -> None:
         """From now on."""
-        self.runner.stage.trace = []
+        self.spans = traced(self.runner.stage)
 
     def recorded_steps(self) -> list[Span]:
-        """What was recorded, and no more from now on."""
-        trace: list[Span] = self.runner.stage.trace
-        self.runner.stage.trace = None
-        return trace
+        return self.spans
 
 
 def overlap(stages: list[list[Span]]) -> tuple[float, float]:

@@ -85,7 +85,7 @@ class Runner:
         self.batch.counts[:3] = (num_tokens, num_seqs, num_samples)
         if not num_tokens and not self.meets:
             return LaneResult([], [], errors=refused)
-        logits = self.stage.run(step, num_tokens)
+        logits = self.stage.run(num_tokens)
         sampler = self.sampler if isinstance(self.sampler, Sampler) else None
         prompt_logprobs = {}
         if logits is not None and sampler is not None:

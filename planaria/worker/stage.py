@@ -10,7 +10,6 @@ from there along the tensor axis. Every rank knows from the plan which rows draw
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -40,8 +39,6 @@ class Stage:
         self.samples = self.mesh.samples
         self._waits = self.mesh.reads_tokens and not self.samples
         self._open: deque[tuple[int, list[int]]] = deque()  # steps whose tokens have not come: (turn, rows)
-        # (step, begin, end) of each forward pass in seconds of the node's monotonic clock, while it is a list
-        self.trace: list[tuple[int, float, float]] | None = None
 
     def take_tokens(self, turn: int, last: Tokens) -> None:
         """Put the tokens that rows of this turn go on with into `last`."""
@@ -54,17 +51,12 @@ class Stage:
         while self._open:
             self.take_tokens(self._open[-1][0], last)
 
-    def run(self, step: int, num_tokens: int) -> torch.Tensor | None:
+    def run(self, num_tokens: int) -> torch.Tensor | None:
         """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others."""
         pp = self.mesh.pp
         if pp.rank > 0:
             self._receive_hidden(num_tokens)
-        if self.trace is None:
-            out = self.forward()
-        else:
-            since = time.monotonic()
-            out = self.forward()
-            self.trace.append((step, since, time.monotonic()))
+        out = self.forward()
         if pp.rank == pp.size - 1:
             return out
         pp.send(out.to(pp.device).contiguous(), pp.rank + 1)

@@ -420,7 +420,7 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
         batch = Batch(8, 2, 4, 2)
         batch.counts[:] = 5, 1, 1, 1
         stage = Stage(batch, lambda: values(3, (5, 12)), Mesh(comm.rank, pp=comm), 12)
-        out = stage.run(0, 5)
+        out = stage.run(5)
         if comm.rank == 1:
             stage.drew(0, [1], [77])
             assert batch.hidden is None

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from benchmarks.pipeline_trace import overlap
+from benchmarks.pipeline_trace import overlap, traced
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core.engine import EngineCore
 from planaria.kernels.ops import Batch
@@ -104,8 +104,7 @@ def test_a_stage_goes_on_while_the_next_is_held() -> None:
         params = SamplingParams(temperature=0, ignore_eos=True)
         assert core.admit(Request(f"r{i}", [10 * i + 1], params, 0, max_tokens=COUNT)) == []
     with pipeline() as (first, last):
-        for rank in (first, last):
-            rank.runner.stage.trace = []
+        spans = [traced(rank.runner.stage) for rank in (first, last)]
 
         def plan() -> None:
             made = core.plan(0.0)
@@ -134,7 +133,6 @@ def test_a_stage_goes_on_while_the_next_is_held() -> None:
                 for rank in (first, last):
                     rank.plans.put(made)
                 flight.append(made.step)
-        spans = [rank.runner.stage.trace or [] for rank in (first, last)]
     assert [step for step, _, _ in spans[0]] == [step for step, _, _ in spans[1]] == list(range(1, 2 * COUNT + 1))
     assert spans[0][1][2] <= spans[1][1][1]  # step 2: the first stage's end, the last's begin
     assert tokens == {f"r{i}": [10 * i + 2 + k for k in range(COUNT)] for i in range(2)}
