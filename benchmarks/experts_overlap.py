@@ -22,9 +22,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import report
+from benchmarks.micro_batch_trace import Span, traced
 
 OUT = Path(__file__).resolve().parent / "out"
 SHAPE = {
@@ -41,29 +42,22 @@ WAYS = {
 }
 
 
-class Span(NamedTuple):
-    """As of planaria.worker.turns."""
-
-    place: int
-    what: str
-    begin: float
-    end: float
-
-
 class Recorder:
     """What workers are extended by."""
 
     micro_batches: Any
+    spans: list[Span]
 
     def record(self, split: bool) -> None:
         """From now on, with all steps split or none."""
         self.micro_batches.splits = lambda tokens, prefill: split
-        self.micro_batches.trace = []
+        if hasattr(self, "spans"):
+            self.spans.clear()
+        else:
+            self.spans = traced(self.micro_batches)
 
     def recorded(self) -> list[Span]:
-        spans: list[Span] = self.micro_batches.trace
-        self.micro_batches.trace = None
-        return spans
+        return self.spans
 
 
 def exchanged(spans: Sequence[Span]) -> tuple[float, float]:

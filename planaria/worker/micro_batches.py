@@ -19,7 +19,7 @@ from planaria.config.options import ParallelConfig
 from planaria.kernels.ops import Act, Batch, Operations, Ops
 from planaria.mesh.mesh import Mesh
 from planaria.worker.streams import Streams
-from planaria.worker.turns import InTurns, Rotation, Span
+from planaria.worker.turns import InTurns, Rotation
 
 if TYPE_CHECKING:
     from planaria.mesh.all2all import All2All
@@ -153,15 +153,6 @@ class MicroBatches:
             self._joined = results[0].new_empty(rows, results[0].shape[1])
         torch.cat(results, out=self._joined[:rows])
         return self._joined[:rows]
-
-    @property
-    def trace(self) -> list[Span] | None:
-        """Spans of all steps, while it is a list."""
-        return self.turns.trace
-
-    @trace.setter
-    def trace(self, spans: list[Span] | None) -> None:
-        self.once.trace = self.turns.trace = spans
 
     def close(self) -> None:
         self._threads.shutdown()

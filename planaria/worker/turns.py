@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from planaria.mesh.all2all import All2All
 
@@ -23,33 +22,19 @@ if TYPE_CHECKING:
 
     from planaria.worker.streams import Streams
 
-COMPUTE = "compute"
-
-
-class Span(NamedTuple):
-    """What a micro-batch of a step did; seconds of the node's monotonic clock."""
-
-    place: int
-    what: str  # compute, dispatch or combine
-    begin: float
-    end: float
-
 
 class TurnsOver(Exception):
     """Another micro-batch has failed: what is left of this one is of no use."""
 
 
 class Rotation:
-    """Of `count` micro-batches. streams: of the device they compute on. trace: where spans are put, while it is a
-    list."""
+    """Of `count` micro-batches. streams: of the device they compute on."""
 
     def __init__(self, count: int, streams: Streams | None = None) -> None:
         self.count, self.streams = count, streams
-        self.trace: list[Span] | None = None
         self.error: BaseException | None = None  # the first that ended a micro-batch
         self._changed = threading.Condition()
         self._next = 0
-        self._since = 0.0
 
     def begin(self) -> None:
         """Another step. Nobody is in a turn."""
@@ -65,11 +50,9 @@ class Rotation:
                 raise TurnsOver
         if self.streams is not None:
             self.streams.taken()
-        self._since = time.monotonic()
 
     def hand_on(self, place: int) -> None:
         """The turn is over."""
-        self.note(Span(place, COMPUTE, self._since, time.monotonic()))
         if self.streams is not None:
             self.streams.handed_on()
         with self._changed:
@@ -84,10 +67,6 @@ class Rotation:
                 self.error = error
             self._changed.notify_all()
         return first
-
-    def note(self, span: Span) -> None:
-        if self.trace is not None:
-            self.trace.append(span)
 
 
 class InTurns:
@@ -109,17 +88,15 @@ class InTurns:
         return self.exchange.count(counts)
 
     def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        with self._outside("dispatch"):
+        with self._outside():
             self.exchange.dispatch(parts, into)
 
     def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
-        with self._outside("combine"):
+        with self._outside():
             self.exchange.combine(y, out)
 
     @contextlib.contextmanager
-    def _outside(self, what: str) -> Iterator[None]:
+    def _outside(self) -> Iterator[None]:
         self.turns.hand_on(self.place)
-        since = time.monotonic()
         yield
-        self.turns.note(Span(self.place, what, since, time.monotonic()))
         self.turns.take(self.place)

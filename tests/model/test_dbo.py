@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.micro_batch_trace import COMPUTE, traced
 from planaria.config import ParallelConfig
 from planaria.config.experts import expert_map
 from planaria.kernels.cpu import CpuOps
@@ -29,7 +30,7 @@ from planaria.mesh.mesh import Mesh
 from planaria.models import model_config
 from planaria.models.deal import deal
 from planaria.worker.micro_batches import MicroBatches, cut
-from planaria.worker.turns import COMPUTE, Rotation, TurnsOver
+from planaria.worker.turns import Rotation, TurnsOver
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint
 from tests.model.driver import Driver
 from tests.model.test_mesh import SOON, Group
@@ -160,13 +161,14 @@ def test_logits_are_those_of_the_whole_step(
         whole, split = (Rank(folders[family], kernels, name, groups, tp) for _ in range(2))
         expected, parts = whole.steps(lane), split.split()
         how: list[list[int]] = []
+        spans = traced(parts)
         for number in range(len(FED)):
-            parts.trace = []
+            spans.clear()
             split_step = split.driver.step(
                 {s: tokens(n, 10 * number + s + 5 * lane) for s, n in FED[number][lane].items()}
             )
             found = torch.cat(list(split_step.values()))
-            how.append([span.place for span in parts.trace if span.what == COMPUTE])
+            how.append([span.place for span in spans if span.what == COMPUTE])
             if tp.rank == 0 and kernels == "native" and name != "naive":
                 assert torch.equal(found, expected[number]), f"step {number}"
             elif tp.rank == 0:
@@ -237,13 +239,13 @@ def test_one_computes_while_another_exchanges(folders: dict[str, Path]) -> None:
     driver, parts = one_lane(folders["qwen2_moe"], [Gated(computed), second], Mesh())
     alone, whole = one_lane(folders["qwen2_moe"], [Gated(always), Gated(always)], Mesh())
     whole.splits = lambda tokens, prefill: False
-    parts.trace = []
+    spans = traced(parts)
     fed = {0: tokens(9, 1), 1: tokens(6, 2)}
     found, expected = driver.step(fed), alone.step(fed)
     for sequence in fed:
         torch.testing.assert_close(found[sequence], expected[sequence], rtol=1e-4, atol=1e-4)
-    first = next(span for span in parts.trace if (span.place, span.what) == (0, "dispatch"))
-    other = next(span for span in parts.trace if (span.place, span.what) == (1, COMPUTE))
+    first = next(span for span in spans if (span.place, span.what) == (0, "dispatch"))
+    other = next(span for span in spans if (span.place, span.what) == (1, COMPUTE))
     assert first.begin <= other.begin < first.end
     parts.close()
     whole.close()

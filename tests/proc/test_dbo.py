@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.micro_batch_trace import COMPUTE, Span, traced
 from planaria.wire import ResizeEngine
 from tests.model.engines import Engine, ask_for
 from tests.proc.experts import ASKED, EP
@@ -27,16 +28,16 @@ class Extension:
 
     rank: int
     micro_batches: Any
+    spans: list[Span]
 
     def look_on(self) -> None:
         """From now on."""
-        self.micro_batches.trace = []
+        self.spans = traced(self.micro_batches)
 
     def done(self) -> tuple[list[int], list[str]]:
         """Places of the micro-batches that computed, in order, and threads that belong to micro-batches."""
-        spans = self.micro_batches.trace
         threads = [t.name for t in threading.enumerate() if t.name.startswith("planaria-micro-batch")]
-        return [span.place for span in spans if span.what == "compute"], threads
+        return [span.place for span in self.spans if span.what == COMPUTE], threads
 
     def die(self, rank: int, place: int) -> None:
         """In the third exchange of the micro-batch at this place, the others' in flight or not."""
