@@ -1,4 +1,4 @@
-"""Carries out what `core/expert_balance.py` decides: the loop tells of steps and answers, and commands go out between
+"""Carries out what `core/eplb/balance.py` decides: the loop tells of steps and answers, and commands go out between
 steps. Without `--enable-eplb` nothing happens here.
 """
 
