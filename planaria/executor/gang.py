@@ -27,7 +27,7 @@ from planaria.executor.link.faults import ConnectionLost, LinkError
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.executor.startup import StartUp, parts_of
 from planaria.executor.transition import Transition
-from planaria.executor.watch import Gone, System, Watch
+from planaria.executor.watch import LostRanks, System, Watch
 from planaria.hosts.host import Place
 from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply
 from planaria.topology import Infeasible, Layout
@@ -240,7 +240,7 @@ class Gang:
                 if phases is not None:
                     phases.waiting(owing)
                 if waited >= timeout:
-                    raise self.lost(Gone(tuple(owing), f"did not answer within {timeout:g} s", waited))
+                    raise self.lost(LostRanks(tuple(owing), f"did not answer within {timeout:g} s", waited))
             if phases is not None and len(ticket.replies) > answered:
                 phases.done(list(ticket.replies)[-1])
         return ticket
@@ -289,7 +289,7 @@ class Gang:
         command = type(self.ledger.open[0].command)
         return PHASES.get(command, {"StepPlan": "step"}.get(command.__name__, command.__name__.lower()))
 
-    def lost(self, gone: Gone) -> WorkersLost:
+    def lost(self, gone: LostRanks) -> WorkersLost:
         self.broken = True
         return WorkersLost(self.epoch, gone.ranks, f"its process {gone.how}", self.phase(), detect=gone.detect)
 

@@ -66,7 +66,7 @@ class Arrival:
         self.look_at = began
 
 
-class LayoutChange:
+class LayoutChanger:
     """change(layout, why): have another layout now; the gang has it afterwards, or it could not be had. prepare: sends
     all ranks a command beside their steps."""
 

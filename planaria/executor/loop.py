@@ -22,7 +22,7 @@ from planaria.executor.balancing import Balancing
 from planaria.executor.boot import boots_for
 from planaria.executor.epochs import Epochs
 from planaria.executor.gang import Gang, Refusal, failure
-from planaria.executor.layout_change import LayoutChange
+from planaria.executor.layout_change import LayoutChanger
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
@@ -79,7 +79,7 @@ class EngineLoop:
         self.dead: Dead | None = None
         say: Emit = lambda message: self.emit(message)  # noqa: E731
         self.epochs = Epochs(config, self.gang, clock, say, self._emit, self.balancing.formed)
-        self.layout_change = LayoutChange(config, self.gang, say, clock, self._change, self._prepare)
+        self.layout_change = LayoutChanger(config, self.gang, say, clock, self._change, self._prepare)
         self.reports = Reports(self.gang, self.call, self.busy, say)
 
     # -- starting and ending

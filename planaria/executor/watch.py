@@ -31,7 +31,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Gone:
+class LostRanks:
     """Ranks that are lost; their processes `how`; known `detect` seconds after the first sign of it."""
 
     ranks: tuple[int, ...]
@@ -63,14 +63,14 @@ class Watch:
         """Learn from a step that was answered."""
         self.pace.took(planned_tokens(plan), result.seconds)
 
-    def ended(self) -> Gone | None:
+    def ended(self) -> LostRanks | None:
         """Those whose processes have ended."""
         lost = self.launcher.lost()
         if not lost:
             return None
-        return Gone(tuple(lost), "; ".join(lost.values()), 0.0 if self._ending is None else self.clock() - self._ending)
+        return LostRanks(tuple(lost), "; ".join(lost.values()), 0.0 if self._ending is None else self.clock() - self._ending)
 
-    def look(self, link: Link, places: Sequence[Place], ledger: ReplyLedger) -> Gone | None:
+    def look(self, link: Link, places: Sequence[Place], ledger: ReplyLedger) -> LostRanks | None:
         """Those that have ended, are stopped, silent, or late."""
         ending = self._ending
         if (gone := self.ended()) is not None:
@@ -79,11 +79,11 @@ class Watch:
             self._ending = None  # it was a spare's, or one that was asked for
         here = [place.pid if place.home == home() else 0 for place in places]
         if lost := self.health.look(link.pulses(), self.clock(), self.system.is_stopped, here):
-            return Gone(tuple(lost), "; ".join(lost.values()), self.health.silent(lost))
+            return LostRanks(tuple(lost), "; ".join(lost.values()), self.health.silent(lost))
         if ledger.open and isinstance(plan := ledger.open[0].command, StepPlan):
             waited = self.pace.look(ledger.open[0].number, planned_tokens(plan), self.clock())
             if waited is not None:
-                return Gone(tuple(ledger.owing()), f"did not finish its step in {waited:.0f} s", waited)
+                return LostRanks(tuple(ledger.owing()), f"did not finish its step in {waited:.0f} s", waited)
         return None
 
 

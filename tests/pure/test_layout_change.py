@@ -9,7 +9,7 @@ import pytest
 
 from planaria.executor import layout_change as module
 from planaria.executor.gang import START_TIMEOUT
-from planaria.executor.layout_change import LayoutChange
+from planaria.executor.layout_change import LayoutChanger
 from planaria.protocol import Command
 from planaria.topology import Layout
 from planaria.wire import EngineResized, ResizeEngine
@@ -25,7 +25,7 @@ class Engine:
         self.said: list[EngineResized] = []
         self.launcher = SimpleNamespace(name="mp", replaces=True, room_for=lambda layout: self.room)
         gang: Any = self
-        self.layout_change = LayoutChange(
+        self.layout_change = LayoutChanger(
             None, gang, self.said.append, lambda: self.now, self.change, self.prepare  # type: ignore[arg-type]
         )  # fmt: skip
 

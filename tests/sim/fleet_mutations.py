@@ -11,7 +11,7 @@ from unittest.mock import patch
 import msgspec
 
 from planaria.core.router import Router
-from planaria.executor.layout_change import LayoutChange
+from planaria.executor.layout_change import LayoutChanger
 from planaria.executor.loop import EngineLoop
 from planaria.executor.reply_ledger import Ticket
 from planaria.server.dispatcher import Dispatcher
@@ -66,7 +66,7 @@ def mix_up_the_lanes() -> Iterator[None]:
 
 @contextmanager
 def never_grow() -> Iterator[None]:
-    with patch.object(LayoutChange, "look_for_room", lambda self, spares: None):
+    with patch.object(LayoutChanger, "look_for_room", lambda self, spares: None):
         yield
 
 
