@@ -34,7 +34,7 @@ import msgspec
 
 from benchmarks import machine, proc, report
 from benchmarks.peers import round_trips
-from planaria.executor.link.address import Address, At, open_port
+from planaria.executor.link.address import Address, open_port
 from planaria.executor.link.codec import decode_command, decode_reply, encode_command, encode_reply
 from planaria.executor.link.faults import LinkClosed, RankPort
 from planaria.executor.link.shm import ShmLink
@@ -116,7 +116,7 @@ def ray_linked(workers: int) -> tuple[Trip, Trip]:
         def run(self, address: bytes) -> None:
             from benchmarks import control_plane
 
-            control_plane.answer_all(open_port(msgspec.msgpack.decode(address, type=At)))
+            control_plane.answer_all(open_port(msgspec.msgpack.decode(address, type=Address)))
 
     link = ShmLink(workers)
     actors = [Rank.remote() for _ in range(workers)]

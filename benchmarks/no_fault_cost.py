@@ -27,10 +27,10 @@ from typing import Any
 from benchmarks import report
 from benchmarks.deployment import Server
 from benchmarks.recovery import KV_BYTES, MAX_LENGTH, PROMPT, STREAMS, TOKENS, prompts, streams
-from planaria.executor.gang import planned_tokens
 from planaria.executor.health import Health, Pace
 from planaria.executor.link.segment import FENCE
 from planaria.executor.link.shm import ShmLink
+from planaria.executor.watch import planned_tokens
 from planaria.protocol import Row, StepPlan
 from planaria.server.engine import Engine
 from planaria.server.stream import Stream

@@ -68,7 +68,8 @@ class Watch:
         lost = self.launcher.lost()
         if not lost:
             return None
-        return LostRanks(tuple(lost), "; ".join(lost.values()), 0.0 if self._ending is None else self.clock() - self._ending)
+        detect = 0.0 if self._ending is None else self.clock() - self._ending
+        return LostRanks(tuple(lost), "; ".join(lost.values()), detect)
 
     def look(self, link: Link, places: Sequence[Place], ledger: ReplyLedger) -> LostRanks | None:
         """Those that have ended, are stopped, silent, or late."""

@@ -155,8 +155,6 @@ class Faults:
         self.world.note("{} devices of node {} are well again", len(devices), devices[0].node)
         self.sim.rules.stirred()
         for device in devices:
-            if device.gone:
-                device.given_up = False
             device.bad = device.gone = False
 
     def kill(self, process: Process, delay: float) -> None:
