@@ -78,7 +78,7 @@ class LayoutChanger:
         self.change, self.prepare = change, prepare
         self.departure: Departure | None = None
         self.arrival: Arrival | None = None
-        self._look_for_room = 0.0
+        self.look_at = 0.0  # when there is a look for room
 
     # -- a resize
 
@@ -166,24 +166,16 @@ class LayoutChanger:
     # -- devices that come and go
 
     def look_for_room(self, *, spares: bool = True) -> None:
-        """About once a second: where there are fewer ranks than there should be, or some in places that are going, look
+        """From `look_at` on: where there are fewer ranks than there should be, or some in places that are going, look
         whether there could be others; else see to the spares, if these may be started now."""
+        self.look_at = self.clock() + ROOM_LOOK
         gang, leaving = self.gang, self.gang.launcher.leaving
-        whole = gang.layout == gang.asked and not leaving
-        now = self.clock()
-        if now < self._look_for_room or (whole and not self.config.faults.spare_workers):
-            return
-        self._look_for_room = now + ROOM_LOOK
-        if whole:
-            if spares:
-                gang.stand_by()
-        elif (layout := gang.room()) is not None:
-            where = f"ranks {', '.join(map(str, leaving))} move to places that stay"
-            self.change(layout, where if leaving else "there are devices for it again")
-
-    def look_at_once(self) -> None:
-        """What spares waited for is over."""
-        self._look_for_room = 0.0
+        if leaving or gang.layout != gang.asked:
+            if (layout := gang.room()) is not None:
+                where = f"ranks {', '.join(map(str, leaving))} move to places that stay"
+                self.change(layout, where if leaving else "there are devices for it again")
+        elif spares and self.config.faults.spare_workers:
+            gang.stand_by()
 
 
 def wanted(resize: ResizeEngine, asked: Layout) -> Layout:

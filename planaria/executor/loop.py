@@ -79,7 +79,7 @@ class EngineLoop:
         self.dead: Dead | None = None
         say: Emit = lambda message: self.emit(message)  # noqa: E731
         self.epochs = Epochs(config, self.gang, clock, say, self._emit, self.balancing.formed)
-        self.layout_change = LayoutChanger(config, self.gang, say, clock, self._change, self._prepare)
+        self.layout_change = LayoutChanger(config, self.gang, say, lambda: self.clock(), self._change, self._prepare)
         self.reports = Reports(self.gang, self.call, self.busy, say)
 
     # -- starting and ending
@@ -158,7 +158,7 @@ class EngineLoop:
         self._look_for_room()
 
     def _look_for_room(self) -> None:
-        if self.dead is None:
+        if self.dead is None and self.clock() >= self.layout_change.look_at:
             replay = self.epochs.replay
             self.layout_change.look_for_room(spares=replay is None or self.clock() - replay.began >= SPARES_AFTER)
 
@@ -322,7 +322,7 @@ class EngineLoop:
                 stats = msgspec.structs.replace(stats, experts=self.balancing.stats)
             self.emit(Output(deltas, stats))
         if self.epochs.replay is not None and self.epochs.watch(deltas):
-            self.layout_change.look_at_once()
+            self.layout_change.look_at = 0.0  # spares that waited for it are next
 
     def _abort_all(self, reason: FinishReason, error: str | None) -> None:
         assert self.core is not None

@@ -100,7 +100,7 @@ def test_it_grows_back_while_requests_run(two: Watched, missing: Path) -> None:
     loop = two.llm._loop
     try_now(two)
     wait_until("a process is ready", lambda: loop.gang.room() is not None, 120)  # what the loop looks for now and then
-    loop.layout_change.look_at_once()
+    loop.layout_change.look_at = 0.0
     assert two.run() == two.expected
     assert len(two.pids) == 2 and two.done[-1].requests == len(two.expected)
 
