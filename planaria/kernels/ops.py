@@ -128,20 +128,16 @@ class Operations(Protocol):
     def embed(self, table: Weight, vocab: range | None = None) -> Act:
         """[T, H] float32: rows of the table for the batch's tokens. The table may be the packed output head. vocab: the
         token ids of its rows, where other ranks of the group hold the others."""
-        ...
 
     def hidden(self, columns: int) -> Act:
         """[T, H] float32: the batch's `hidden`, instead of `embed` on a stage that isn't the first."""
-        ...
 
     def rms_norm(self, x: Act, weight: Any, eps: float) -> Act:
         """x / sqrt(mean(x^2) + eps) * weight, in the activation dtype. x: the residual, or a product."""
-        ...
 
     def linear(self, x: Act, weight: Weight, residual: Act | None = None, *, reduce: bool = False) -> Act:
         """x W^T + bias, in the activation dtype; with `residual` (float32): adds that to it and returns it. With
         `reduce` (and a residual) each rank of the group has some of K, and what is added is the sum over the ranks."""
-        ...
 
     def rope_store(
         self, qkv: Act, kv: KVLayer, rope: RopeTable, num_heads: int, num_kv_heads: int, head_dim: int,
@@ -149,7 +145,6 @@ class Operations(Protocol):
     ) -> Act:  # fmt: skip
         """Split [T, (heads + 2 kv_heads) * head_dim]; RMS-normalise q and k per head where norms are given; rotate q
         and k by position; store k and v at the batch's slots. Returns q [T, heads * head_dim]."""
-        ...
 
     def attend(
         self, q: Act, kv: KVLayer, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
@@ -157,27 +152,22 @@ class Operations(Protocol):
     ) -> Act:  # fmt: skip
         """Causal attention of each token over its sequence's cache (its own key included), query head h reading kv head
         h // (heads / kv_heads); with `window` w, only positions > p - w. [T, heads * head_dim], activation dtype."""
-        ...
 
     def by_head(self, x: Act, weight: Weight, num_heads: int, rope: RopeTable | None = None) -> Act:
         """Every head's columns of x times its own rows of the weight [heads * N, K]: x [T, heads * K] to
         [T, heads * N]. With `rope` a head of x has the rotated columns of the table after its K, and they are rotated
         by position and put after its N."""
-        ...
 
     def mla_store(self, x: Act, kv: KVLayer, norm: Any, eps: float, rope: RopeTable) -> None:
         """x [T, width]: RMS-normalise the first columns, as many as `norm` has; rotate the rest by position; store
         both at the batch's slots."""
-        ...
 
     def mla_attend(self, q: Act, kv: KVLayer, num_heads: int, rank: int, scale: float) -> Act:
         """Causal attention of q [T, heads * width] over its sequence's cache, whose rows are the keys of all heads and
         whose first `rank` columns are the values. [T, heads * rank], activation dtype."""
-        ...
 
     def silu_mul(self, gate_up: Act) -> Act:
         """silu(first half) * second half of the columns."""
-        ...
 
     def wide_norm(
         self, qkv: Act, widths: tuple[int, int], whole: tuple[int, int], q_norm: Any, k_norm: Any, eps: float, *,
@@ -185,20 +175,16 @@ class Operations(Protocol):
     ) -> Act:  # fmt: skip
         """qkv with its first columns (`widths`: of q, of k) RMS-normalised, q and k each over all its columns on all
         ranks (`whole`: how many). counts_keys: no other rank has these k."""
-        ...
 
     def gate_rows(self, x: Act, logit: Act) -> Act:
         """x times the sigmoid of a float32 column [T, 1]."""
-        ...
 
     def scores(self, x: Act, weight: Weight) -> Act:
         """x W^T in float32 [T, N]; nothing is summed over ranks."""
-        ...
 
     def route(self, logits: Act, rule: MoEConfig, slots: Slots, correction: Any = None) -> Routing:
         """Which experts each token chooses by float32 logits [T, experts], and with which weights. Of experts (and
         groups) that score alike the one with the lower number is chosen. correction: a `vector` [experts]."""
-        ...
 
     def experts(
         self, x: Act, routing: Routing, weights: Weight, slots: Slots, residual: Act | None = None, *,
@@ -207,25 +193,20 @@ class Operations(Protocol):
         """For each row the sum, in order of its choice, of weight * down(silu(gate x) * up x) over the chosen experts
         whose slots this rank holds; float32. A row's result does not depend on the others. Added to `residual` where
         one is given, after summing over the ranks with `reduce`; else a new activation."""
-        ...
 
     def dispatch(self, x: Act, routing: Routing) -> tuple[Act, Routing]:
         """Where experts are `spread`: the rows of all lanes, for `experts` (without a residual)."""
-        ...
 
     def combine(self, y: Act, residual: Act) -> Act:
         """After `dispatch`: the sum over all ranks of what their experts made of this lane's rows, added to the
         residual."""
-        ...
 
     def take(self, x: Act) -> Act:
         """Rows of x at the batch's sample_index: [S, H]."""
-        ...
 
     def logits(self, x: Act, weight: Weight, vocab: range | None = None, size: int | None = None) -> Act:
         """x W^T in float32, [S, vocabulary]. vocab, size: the token ids of the weight's rows, of how many in all; then
         rank 0 of the group gets the whole, and what the others get means nothing."""
-        ...
 
 
 class Ops(Protocol):
@@ -239,64 +220,50 @@ class Ops(Protocol):
     def join(self, tp: Comm, lanes: All2All | None = None) -> None:
         """Share the work with these tensor ranks from now on, and experts with the ranks of other lanes; what was
         compiled before is of no more use."""
-        ...
 
     def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Weight:
         """A weight [N, K] (and bias [N]) in the layout its kernels read. The argument may be freed afterwards.
 
         A float tensor is stored in the activation dtype; a `Quantized` stays packed.
         """
-        ...
 
     def vector(self, values: torch.Tensor) -> Any:
         """A norm's weight [K], kept in float32."""
-        ...
 
     def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> RopeTable:
         """cos, sin float32 [max_position, rotary_dim / 2]; halves convention (x1, x2) -> (x1 c - x2 s, x2 c + x1 s)."""
-        ...
 
     def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer:
         """One layer's paged cache."""
-        ...
 
     def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         """Bytes of one block of one layer, keys and values."""
-        ...
 
     def mla_layer(self, num_blocks: int, block_size: int, width: int) -> KVLayer:
         """One layer's paged cache of `width` numbers a token, the same for all heads."""
-        ...
 
     def mla_block_bytes(self, block_size: int, width: int) -> int:
         """Bytes of one block of one such layer."""
-        ...
 
     def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
         """The experts of this rank's slots, slot by slot: (gate over up [2 I, H], down [H, I]), all of one kind."""
-        ...
 
     def put(self, experts: Weight, slot: int, expert: tuple[Weight, Weight]) -> None:
         """Another expert of the same kind in a slot of a `group` (counted from the rank's first), from the next step
         on: called between steps, what was compiled stays good."""
-        ...
 
     def form(self, weight: Weight) -> tuple[int, ...]:
         """Of a packed weight without a bias: at most 7 numbers from which `blank` makes another of its kind and shape,
         on any rank with the same back end and dtype."""
-        ...
 
     def blank(self, form: Sequence[int]) -> Weight:
         """A weight whose `memory` is to be filled. May be called beside steps, by one thread at a time."""
-        ...
 
     def memory(self, weight: Weight) -> torch.Tensor:
         """All bytes of a packed weight without a bias: copied to another of its form they make it the same weight."""
-        ...
 
     def release(self, weight: Weight) -> None:
         """A weight without a bias isn't used any more: its memory goes to later ones, or back to the system."""
-        ...
 
     def compile(
         self, forward: Callable[[Operations], Act], batch: Batch, lanes: All2All | None = None
@@ -306,12 +273,9 @@ class Ops(Protocol):
         tensor. Raises CollectiveAborted when a rank of the group is gone. lanes: a way to exchange tokens in place of
         the one that was joined; functions with ways of their own may run in several threads, as long as only one of
         them computes while others exchange."""
-        ...
 
     def use_threads(self, threads: int) -> None:
         """Compute with so many threads from the next run on."""
-        ...
 
     def close(self) -> None:
         """End threads, free memory."""
-        ...

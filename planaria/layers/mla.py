@@ -50,12 +50,12 @@ class LatentAttention:
         hidden, q_rank = (range(c.hidden_size), c.hidden_size), m.q_lora_rank
         self.q_down: Weight = None
         if q_rank is None:
-            self.q: Weight = load.linear([TensorPart(f"{name}.q_proj", *queries)], *hidden, bias=False)
+            self.q: Weight = load.linear([TensorPart(f"{name}.q_proj", *queries)], *hidden)
         else:
             down = TensorPart(f"{name}.q_a_proj", q_rank, range(q_rank))
             self.q_down = load.linear([down], *hidden, bias=c.attention_bias)
             self.q_norm = load.vector(f"{name}.q_a_layernorm.weight", q_rank)
-            self.q = load.linear([TensorPart(f"{name}.q_b_proj", *queries)], range(q_rank), q_rank, bias=False)
+            self.q = load.linear([TensorPart(f"{name}.q_b_proj", *queries)], range(q_rank), q_rank)
         latent = TensorPart(f"{name}.kv_a_proj_with_mqa", m.width, range(m.width), order(m.kv_lora_rank))
         self.latent: Weight = load.linear([latent], *hidden, bias=c.attention_bias)
         self.norm = load.vector(f"{name}.kv_a_layernorm.weight", m.kv_lora_rank)

@@ -52,8 +52,8 @@ class MoE:
             name = f"{block}.experts.{expert}"
             both = [TensorPart(f"{name}.{part}", size, columns) for part in (gate, up)]
             self.held[expert] = (
-                load.linear(both, hidden, width, bias=False),
-                load.linear([TensorPart(f"{name}.{down}", width, hidden)], columns, size, bias=False),
+                load.linear(both, hidden, width),
+                load.linear([TensorPart(f"{name}.{down}", width, hidden)], columns, size),
             )
 
     def place(self, ops: Ops, experts: Sequence[int], held: range) -> None:

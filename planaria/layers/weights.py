@@ -86,15 +86,18 @@ class WeightLoader:
         self._finish([name])
         return packed
 
-    def linear(self, parts: Sequence[TensorPart], columns: range, size: int, *, bias: bool) -> Weight:
-        """`columns` (of `size`) of the parts' rows, one below the other, with the parts' biases."""
+    def linear(
+        self, parts: Sequence[TensorPart], columns: range, size: int, *, bias: bool = False, kind: str = ""
+    ) -> Weight:
+        """`columns` (of `size`) of the parts' rows, one below the other, with the parts' biases. kind: of quantization,
+        default what all are packed to."""
         for part in parts:
             self._expect(f"{part.name}.weight", (part.size, size), len(part.rows) * len(columns))
             if bias:
                 self._expect(f"{part.name}.bias", (part.size,), len(part.rows))
         if self._ops is None:
             return None
-        weight = stack([self._matrix(part, columns, size, self._quantization) for part in parts])
+        weight = stack([self._matrix(part, columns, size, kind or self._quantization) for part in parts])
         biases = [
             ordered(self._float(f"{part.name}.bias", cut(part.rows, part.size)), part.order) for part in parts if bias
         ]
@@ -103,11 +106,7 @@ class WeightLoader:
 
     def plain(self, name: str, rows: int, columns: int) -> Weight:
         """All of a matrix that is kept in the activation dtype, whatever the others are packed to."""
-        self._expect(f"{name}.weight", (rows, columns), rows * columns)
-        if self._ops is None:
-            return None
-        weight = self._matrix(TensorPart(name, rows, range(rows)), range(columns), columns, "none")
-        return self._pack([f"{name}.weight"], weight)
+        return self.linear([TensorPart(name, rows, range(rows))], range(columns), columns, kind="none")
 
     def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
         """Experts read by `linear`, as one."""
@@ -115,12 +114,8 @@ class WeightLoader:
 
     def table(self, name: str, rows: range, size: int, width: int) -> Weight:
         """The embedding or the output head: `rows` of [size, width]."""
-        part = TensorPart(name, size, rows)
-        self._expect(f"{name}.weight", (size, width), len(rows) * width)
-        if self._ops is None:
-            return None
-        kind = "q8_0" if self._quantization == "q4_1" else self._quantization
-        return self._pack([f"{name}.weight"], self._matrix(part, range(width), width, kind))
+        kind = "q8_0" if self._quantization == "q4_1" else ""
+        return self.linear([TensorPart(name, size, rows)], range(width), width, kind=kind)
 
     def keys_and_values(
         self, name: str, heads: range, num_heads: int, key: int, value: int, rank: int

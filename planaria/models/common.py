@@ -6,6 +6,10 @@ from planaria.models.config import RopeConfig
 from planaria.models.fields import HF, MOST_LAYERS, flag, number, refuse, size, token_ids
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+OPTIONAL = {
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "longrope": ("factor", "attention_factor"),
+}
 ACTIVATIONS = ("silu", "swish")
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -99,7 +103,7 @@ def rotary(hf: HF, head_dim: int) -> tuple[RopeConfig, int]:
     known = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     p = {name: value for name, value in given.items() if name not in known}
     p["max_position_embeddings"] = trained
-    _CHECKS[kind](p, hf, dim, where)
+    _check_scaling(kind, p, hf, dim, where)
     config = RopeConfig(theta=theta, kind=kind, params=p, dim=rotated)
     if kind in ("linear", "dynamic"):
         return config, int(trained * p["factor"])
@@ -108,52 +112,25 @@ def rotary(hf: HF, head_dim: int) -> tuple[RopeConfig, int]:
     return config, trained
 
 
-def _check_factor(p: HF, hf: HF, dim: int, where: str) -> None:
-    number(p, "factor", least=1.0, where=where)
-
-
-def _check_original(p: HF, hf: HF, dim: int, where: str) -> None:
-    """The context before the scaling: beside the parameters (it wins), among them, or the trained one."""
-    name = "original_max_position_embeddings"
-    p[name] = (
-        size(hf, name) if hf.get(name) is not None else size(p, name, int(p["max_position_embeddings"]), where=where)
-    )
-
-
-def _check_optional(p: HF, where: str, *names: str) -> None:
-    for name in names:
+def _check_scaling(kind: str, p: HF, hf: HF, dim: int, where: str) -> None:
+    """What a kind of rotary embedding needs: `p` are its parameters, `dim` the rotated columns of a head."""
+    if kind in ("linear", "dynamic", "llama3"):
+        number(p, "factor", least=1.0, where=where)
+    if kind in ("yarn", "llama3", "longrope"):  # the context before: beside the parameters, among them, or the trained
+        name = "original_max_position_embeddings"
+        given = hf.get(name) is not None
+        p[name] = size(hf, name) if given else size(p, name, int(p["max_position_embeddings"]), where=where)
+    for name in OPTIONAL.get(kind, ()):
         if p.get(name) is not None:
             number(p, name, where=where, least=1.0 if name == "factor" else 0.0)
-
-
-def _check_yarn(p: HF, hf: HF, dim: int, where: str) -> None:
-    _check_original(p, hf, dim, where)
-    _check_optional(p, where, "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-
-
-def _check_llama3(p: HF, hf: HF, dim: int, where: str) -> None:
-    _check_factor(p, hf, dim, where)
-    _check_original(p, hf, dim, where)
-    low = number(p, "low_freq_factor", where=where)
-    if number(p, "high_freq_factor", where=where) <= low:
-        raise refuse(f"{where}high_freq_factor", p["high_freq_factor"], f"must be more than low_freq_factor {low:g}")
-
-
-def _check_longrope(p: HF, hf: HF, dim: int, where: str) -> None:
-    _check_original(p, hf, dim, where)
-    _check_optional(p, where, "factor", "attention_factor")
-    for name in ("short_factor", "long_factor"):
+    if kind == "llama3":
+        low = number(p, "low_freq_factor", where=where)
+        if number(p, "high_freq_factor", where=where) <= low:
+            rule = f"must be more than low_freq_factor {low:g}"
+            raise refuse(f"{where}high_freq_factor", p["high_freq_factor"], rule)
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
         factors = p.get(name)
         if not isinstance(factors, list) or len(factors) != dim // 2:
             raise refuse(f"{where}{name}", factors, f"must be a list of {dim // 2} numbers")
         for factor in factors:
             number({name: factor}, name, where=where)
-
-
-_CHECKS = {
-    "linear": _check_factor,
-    "dynamic": _check_factor,
-    "yarn": _check_yarn,
-    "llama3": _check_llama3,
-    "longrope": _check_longrope,
-}

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from planaria.config import MoEConfig
 from planaria.errors import ConfigError
-from planaria.kernels.cpu import CpuOps
-from planaria.kernels.cpu import ops as cpu
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.ops import Batch, Slots
 from planaria.kernels.quant import dequantise, quantise
 from planaria.kernels.reference import TorchOps
+from planaria.models.config import MoEConfig
 from tests.model.test_cpu_ops import batch_of, close, draw, run
 
 RULES = {
@@ -48,14 +47,11 @@ def routed(rule: MoEConfig, table: torch.Tensor, bias: torch.Tensor | None, batc
 
         return of
 
-    def act(buffer: Any) -> Any:
-        return cpu.Act(buffer, 0, rule.top_k, 4 * rule.top_k, "float32")
-
     weights = [
         run(reference, forward(reference, lambda routing: routing.weights), batch),
-        run(native, forward(native, lambda routing: act(routing.weights)), batch),
+        run(native, forward(native, lambda routing: routing.weights), batch),
     ]
-    chosen = native.compile(forward(native, lambda routing: act(routing.slots)), batch)()
+    chosen = native.compile(forward(native, lambda routing: routing.slots), batch)()
     native.close()
     return [(found[0].slots, weights[0]), (chosen.clone().view(torch.int32).long(), weights[1]), load]
 

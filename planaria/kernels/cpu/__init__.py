@@ -5,21 +5,3 @@ program.py runs one (integer Python, compiled by compiler.py) · micro.py and ve
 through emit.py) · build.py compiles and loads them · running.py and team.py run recordings, on threads · pack.py,
 caches.py and memory.py own weights and caches.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from planaria.kernels.cpu.ops import CpuOps
-
-__all__ = ["CpuOps"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: kernels are compiled without torch."""
-    if name == "CpuOps":
-        from planaria.kernels.cpu.ops import CpuOps
-
-        return CpuOps
-    raise AttributeError(f"module 'planaria.kernels.cpu' has no attribute {name!r}")

@@ -15,6 +15,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 
+from planaria.kernels.cpu.emit import Function
+
 ARITHMETIC = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.FloorDiv: "sdiv", ast.Mod: "srem", ast.LShift: "shl",
     ast.RShift: "ashr", ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor",
@@ -24,69 +26,57 @@ COMPARISON = {
 }  # fmt: skip
 
 
-class Body:
-    """One function being compiled: its lines, its variables (stack slots that LLVM turns into registers)."""
+class Body(Function):
+    """One function being compiled; its variables are stack slots that LLVM turns into registers."""
 
     def __init__(self, module: Module, node: ast.FunctionDef) -> None:
+        super().__init__(module.symbol(node.name), [a.arg for a in node.args.args], "i64")
         self.module, self.node = module, node
-        self.lines: list[str] = []
         self.variables: dict[str, str] = {}
-        self.count = 0
         self.open = True  # the current block has no terminator yet
         self.loops: list[tuple[str, str]] = []  # labels of continue and break
         # arguments that are addresses of numbers with names: the class that numbers them
         self.views = {a.arg: module.known(a.annotation) for a in node.args.args if module.known(a.annotation)}
 
     def text(self) -> str:
-        args = [a.arg for a in self.node.args.args]
-        for arg in args:
+        for arg in self.args:
             self.put(arg, f"%{arg}")
-        for statement in self.node.body:
-            self.statement(statement)
+        self.all(self.node.body)
         if self.open:
             self.do("ret i64 0")
-        slots = [f"  {slot} = alloca i64" for slot in self.variables.values()]
-        head = ", ".join(f"i64 %{a}" for a in args)
-        linkage = "" if self.node.name == self.module.entry else "internal "
-        name = self.module.symbol(self.node.name)
-        body = "\n".join(["entry:", *slots, *self.lines])
-        return f"define {linkage}i64 @{name}({head}) nounwind {{\n{body}\n}}\n"
+        self.lines[1:1] = [f"  {slot} = alloca i64" for slot in self.variables.values()]
+        return self.defined("nounwind", "" if self.node.name == self.module.entry else "internal ")
 
     def error(self, node: ast.AST, what: str) -> SyntaxError:
         line = getattr(node, "lineno", "?")
         return SyntaxError(f"{self.node.name}, line {line}: {what} can't be compiled; see compiler.py")
 
     # lines
-    def new(self) -> str:
-        self.count += 1
-        return f"%t{self.count}"
-
-    def label(self) -> str:
-        self.count += 1
-        return f"b{self.count}"
-
     def do(self, line: str) -> None:
-        self.lines.append(f"  {line}")
+        super().do(line)
         self.open = self.open and not line.startswith(("br ", "ret "))
 
-    def op(self, rhs: str) -> str:
-        name = self.new()
-        self.do(f"{name} = {rhs}")
-        return name
+    def start(self, label: str) -> None:
+        super().start(label)
+        self.open = True
+
+    def branch(self, label: str) -> None:
+        """Go on there, unless the block has ended."""
+        if self.open:
+            super().branch(label)
 
     def put(self, name: str, value: str) -> None:
         slot = self.variables.setdefault(name, f"%v.{name}")
         self.do(f"store i64 {value}, ptr {slot}")
 
     # statements
-    def block(self, statements: list[ast.stmt]) -> None:
+    def all(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
             self.statement(statement)
 
     def statement(self, node: ast.stmt) -> None:
         if not self.open:  # after return, break, continue: unreachable, but must be in some block
-            self.lines.append(f"{self.label()}:")
-            self.open = True
+            self.start(self.label())
         match node:
             case ast.Expr(value=ast.Constant()) | ast.Pass() | ast.AnnAssign(value=None):
                 pass
@@ -108,9 +98,9 @@ class Body:
             case ast.Return(value=ast.expr() as value):
                 self.do(f"ret i64 {self.value(value)}")
             case ast.Continue():
-                self.do(f"br label %{self.loops[-1][0]}")
+                self.branch(self.loops[-1][0])
             case ast.Break():
-                self.do(f"br label %{self.loops[-1][1]}")
+                self.branch(self.loops[-1][1])
             case _:
                 raise self.error(node, type(node).__name__)
 
@@ -130,32 +120,25 @@ class Body:
     def choose(self, node: ast.If) -> None:
         then, other, done = self.label(), self.label(), self.label()
         self.condition(node.test, then, other)
-        self.begin(then)
-        self.block(node.body)
-        if self.open:
-            self.do(f"br label %{done}")
-        self.begin(other)
-        self.block(node.orelse)
-        if self.open:
-            self.do(f"br label %{done}")
-        self.begin(done)
-
-    def begin(self, label: str) -> None:
-        self.lines.append(f"{label}:")
-        self.open = True
+        self.start(then)
+        self.all(node.body)
+        self.branch(done)
+        self.start(other)
+        self.all(node.orelse)
+        self.branch(done)
+        self.start(done)
 
     def repeat(self, node: ast.While) -> None:
         head, body, done = self.label(), self.label(), self.label()
-        self.do(f"br label %{head}")
-        self.begin(head)
+        self.branch(head)
+        self.start(head)
         self.condition(node.test, body, done)
-        self.begin(body)
+        self.start(body)
         self.loops.append((head, done))
-        self.block(node.body)
+        self.all(node.body)
         self.loops.pop()
-        if self.open:
-            self.do(f"br label %{head}")
-        self.begin(done)
+        self.branch(head)
+        self.start(done)
 
     def count_up(self, node: ast.For) -> None:
         match node.target, node.iter:
@@ -167,24 +150,23 @@ class Body:
         end = self.value(args[1] if len(args) > 1 else args[0])
         step = self.value(args[2]) if len(args) > 2 else "1"
         # as in Python the loop has its own counter; the name is set from it at each turn
-        counter = f".{name}.{self.count}"
+        counter = f".{name}.{self.label()}"
         self.put(counter, begin)
         head, body, following, done = (self.label() for _ in range(4))
-        self.do(f"br label %{head}")
-        self.begin(head)
+        self.branch(head)
+        self.start(head)
         now = self.op(f"load i64, ptr {self.variables[counter]}")
         self.do(f"br i1 {self.op(f'icmp slt i64 {now}, {end}')}, label %{body}, label %{done}")
-        self.begin(body)
+        self.start(body)
         self.put(name, now)
         self.loops.append((following, done))
-        self.block(node.body)
+        self.all(node.body)
         self.loops.pop()
-        if self.open:
-            self.do(f"br label %{following}")
-        self.begin(following)
+        self.branch(following)
+        self.start(following)
         self.put(counter, self.op(f"add i64 {now}, {step}"))
-        self.do(f"br label %{head}")
-        self.begin(done)
+        self.branch(head)
+        self.start(done)
 
     # expressions
     def condition(self, node: ast.expr, yes: str, no: str) -> None:
@@ -197,7 +179,7 @@ class Body:
                         self.condition(value, further, no)
                     else:
                         self.condition(value, yes, further)
-                    self.begin(further)
+                    self.start(further)
                 self.condition(values[-1], yes, no)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 self.condition(operand, no, yes)
@@ -254,13 +236,13 @@ class Body:
 
     def conditional(self, test: ast.expr, body: ast.expr, other: ast.expr) -> str:
         yes, no, done = self.label(), self.label(), self.label()
-        name = f".if.{self.count}"
+        name = f".if.{self.label()}"
         self.condition(test, yes, no)
         for label, node in ((yes, body), (no, other)):
-            self.begin(label)
+            self.start(label)
             self.put(name, self.value(node))
-            self.do(f"br label %{done}")
-        self.begin(done)
+            self.branch(done)
+        self.start(done)
         return self.op(f"load i64, ptr {self.variables[name]}")
 
     def call(self, node: ast.Call) -> str:
@@ -293,8 +275,7 @@ class Body:
         return self.op(f"call i64 @{self.module.symbol(name)}({passed})")
 
     def place(self, address: str, index: str, kind: str) -> str:
-        base = self.op(f"inttoptr i64 {address} to ptr")
-        return self.op(f"getelementptr {kind}, ptr {base}, i64 {index}")
+        return self.op(f"getelementptr {kind}, ptr {self.ptr(address)}, i64 {index}")
 
 
 class Module:

@@ -23,8 +23,12 @@ class Function:
 
     def text(self) -> str:
         """The finished definition."""
+        return self.defined("nounwind noinline")
+
+    def defined(self, attributes: str, linkage: str = "") -> str:
         head = ", ".join(f"i64 %{a}" for a in self.args)
-        return f"define {self.returns} @{self.name}({head}) nounwind noinline {{\n" + "\n".join(self.lines) + "\n}\n"
+        body = "\n".join(self.lines)
+        return f"define {linkage}{self.returns} @{self.name}({head}) {attributes} {{\n{body}\n}}\n"
 
     def name_new(self) -> str:
         self._next += 1
@@ -99,6 +103,22 @@ class Function:
 
     def const_f32(self, value: float) -> str:
         return "<" + ", ".join(f"float {literal(value)}" for _ in range(16)) + ">"
+
+    def floats(self, array: str, i: str) -> str:
+        """Elements i to i + 15 of an array of float32."""
+        return self.load(F32, self.at(array, self.shl(i, 2)), 4)
+
+    def put_floats(self, value: str, array: str, i: str) -> None:
+        self.store(F32, value, self.at(array, self.shl(i, 2)), 4)
+
+    def load_some(self, pointer: str, mask: str, kind: str = "float") -> str:
+        """Lanes outside the mask are 0 and are not read."""
+        vector, short = f"<16 x {kind}>", "f32" if kind == "float" else kind
+        rest = f"ptr {pointer}, i32 1, <16 x i1> {mask}, {vector} zeroinitializer"
+        return self.op(f"call {vector} @llvm.masked.load.v16{short}.p0({rest})")
+
+    def select(self, mask: str, yes: str, no: str = "zeroinitializer") -> str:
+        return self.op(f"select <16 x i1> {mask}, {F32} {yes}, {F32} {no}")
 
     def vec(self, code: str, a: str, b: str) -> str:
         """A binary float operation on 16 lanes: fadd, fsub, fmul, fdiv."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from planaria.kernels.cpu.emit import F32, Function, literal
 from planaria.kernels.cpu.micro import Elements
 from planaria.kernels.cpu.target import Target
-from planaria.kernels.cpu.vector import LOWEST, below, exp, inverse_rms, lanes, total
+from planaria.kernels.cpu.vector import LOWEST, below, exp, inverse_rms, lanes, one_and_exp, squares_of, total
 
 SOFTMAX, SIGMOID = 0, 1  # how logits become scores
 LEAST = 1e-20  # added to the sum that weights are divided by
@@ -28,38 +28,29 @@ def scores() -> str:
     f.start(sigmoid)
 
     def logistic(i: str) -> None:
-        place = f.shl(i, 2)
-        e = exp(f, f.op(f"fneg {F32} {f.load(F32, f.at(x, place), 4)}"))
-        s = f.vec("fdiv", f.const_f32(1.0), f.vec("fadd", e, f.const_f32(1.0)))
-        f.store(F32, f.op(f"select <16 x i1> {valid(i)}, {F32} {s}, {F32} zeroinitializer"), f.at(out, place), 4)
+        s = f.vec("fdiv", f.const_f32(1.0), one_and_exp(f, f.floats(x, i)))
+        f.put_floats(f.select(valid(i), s), out, i)
 
     f.each("%padded", 16, logistic)
     f.branch(done)
     f.start(soft)
 
     def largest(i: str, acc: list[str]) -> list[str]:
-        v = f.load(F32, f.at(x, f.shl(i, 2)), 4)
-        v = f.op(f"select <16 x i1> {valid(i)}, {F32} {v}, {F32} {lowest}")
+        v = f.select(valid(i), f.floats(x, i), lowest)
         return [f.op(f"call {F32} @llvm.maxnum.v16f32({F32} {v}, {F32} {acc[0]})")]
 
     top = f.loop(0, "%padded", 16, [(F32, lowest)], largest)[0]
     most = f.splat("float", f.op(f"call nnan float @llvm.vector.reduce.fmax.v16f32({F32} {top})"))
 
     def raise_e(i: str, acc: list[str]) -> list[str]:
-        place = f.shl(i, 2)
-        e = exp(f, f.vec("fsub", f.load(F32, f.at(x, place), 4), most))
-        e = f.op(f"select <16 x i1> {valid(i)}, {F32} {e}, {F32} zeroinitializer")
-        f.store(F32, e, f.at(out, place), 4)
+        e = f.select(valid(i), exp(f, f.vec("fsub", f.floats(x, i), most)))
+        f.put_floats(e, out, i)
         return [f.vec("fadd", acc[0], e)]
 
     sums = f.loop(0, "%padded", 16, [(F32, "zeroinitializer")], raise_e)[0]
     whole = f.splat("float", total(f, sums))
 
-    def divide(i: str) -> None:
-        place = f.at(out, f.shl(i, 2))
-        f.store(F32, f.vec("fdiv", f.load(F32, place, 4), whole), place, 4)
-
-    f.each("%padded", 16, divide)
+    f.each("%padded", 16, lambda i: f.put_floats(f.vec("fdiv", f.floats(out, i), whole), out, i))
     f.branch(done)
     f.start(done)
     return f.end()
@@ -114,44 +105,37 @@ def combine() -> str:
 
 def gate(target: Target) -> str:
     """out = x * sigmoid(the first element of `logit`, float32)."""
-    f, act = Function("pl_gate", ("x", "logit", "out", "padded")), Elements(target)
+    f = Function("pl_gate", ("x", "logit", "out", "padded"))
+    act = Elements(f, target)
     x, out = f.ptr("%x"), f.ptr("%out")
-    e = exp(f, f.op(f"fneg {F32} {f.splat('float', f.load('float', f.ptr('%logit'), 4))}"))
-    factor = f.vec("fdiv", f.const_f32(1.0), f.vec("fadd", e, f.const_f32(1.0)))
-
-    def body(i: str) -> None:
-        place = f.mul(i, target.item)
-        act.store(f, f.vec("fmul", act.load(f, f.at(x, place)), factor), f.at(out, place))
-
-    f.each("%padded", 16, body)
+    logit = f.splat("float", f.load("float", f.ptr("%logit"), 4))
+    factor = f.vec("fdiv", f.const_f32(1.0), one_and_exp(f, logit))
+    f.each("%padded", 16, lambda i: act.store(f.vec("fmul", act.load(act.place(x, i)), factor), act.place(out, i)))
     return f.end()
 
 
 def squares(target: Target) -> str:
     """out = the sum of squares of `count` elements (a multiple of 16), one float32."""
-    f, act = Function("pl_squares", ("x", "count", "out")), Elements(target)
+    f = Function("pl_squares", ("x", "count", "out"))
+    act = Elements(f, target)
     x = f.ptr("%x")
-
-    def body(i: str, acc: list[str]) -> list[str]:
-        v = act.load(f, f.at(x, f.mul(i, target.item)))
-        return [f.fma(v, v, acc[0])]
-
-    sums = f.loop(0, "%count", 16, [(F32, "zeroinitializer")], body)[0]
+    sums = squares_of(f, "%count", lambda i: act.load(act.place(x, i)))
     f.store("float", total(f, sums), f.ptr("%out"), 4)
     return f.end()
 
 
 def rescale(target: Target) -> str:
     """x[0:count] in place: RMS-normalised by a sum of squares over `whole` elements, times the weight."""
-    f, act = Function("pl_rescale", ("x", "sum", "weight", "count", "whole", "eps")), Elements(target)
+    f = Function("pl_rescale", ("x", "sum", "weight", "count", "whole", "eps"))
+    act = Elements(f, target)
     x, weight = f.ptr("%x"), f.ptr("%weight")
     first = f.op(f"insertelement {F32} zeroinitializer, float {f.load('float', f.ptr('%sum'), 4)}, i64 0")
     scale = inverse_rms(f, first, "%whole", f.float_of("%eps"))
 
     def body(i: str) -> None:
-        place = f.at(x, f.mul(i, target.item))
-        v = f.vec("fmul", act.load(f, place), scale)
-        act.store(f, f.vec("fmul", v, f.load(F32, f.at(weight, f.shl(i, 2)), 4)), place)
+        place = act.place(x, i)
+        v = f.vec("fmul", act.load(place), scale)
+        act.store(f.vec("fmul", v, f.floats(weight, i)), place)
 
     f.each("%count", 16, body)
     return f.end()

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from planaria.errors import ConfigError
-from planaria.kernels.cpu import exchange, layout
+from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.expert_kernels import SIGMOID, SOFTMAX
 from planaria.kernels.cpu.fields import CombineOp, GroupedOp, RouteOp, SortOp
 from planaria.kernels.cpu.micro import STORE_ACT, STORE_F32
 from planaria.kernels.cpu.pack import Packed, up
 from planaria.kernels.cpu.recorder import Recorder, Vector
-from planaria.kernels.cpu.tape import Act, Buffer, buffer
+from planaria.kernels.cpu.tape import Act, buffer
 from planaria.kernels.ops import Slots
 from planaria.models.config import MoEConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,10 @@ class ExpertTable:
 
 @dataclass(frozen=True)
 class RoutingBuffers:
-    """slots int32, weights float32 [rows, k]."""
+    """slots int32 (said to be float32: they travel as the bits they are), weights float32 [rows, k]."""
 
-    slots: Buffer
-    weights: Buffer
-    rows: int
-    k: int
+    slots: Act
+    weights: Act
 
 
 def group(experts: Sequence[tuple[Packed, Packed]]) -> ExpertTable:
@@ -73,21 +75,25 @@ class ExpertOps:
         recorder.expect(logits, "route", "float32")
         recorder.own(slots)
         recorder.wants(layout.BIG + 8 * up(rule.num_experts, 16) + 8 * up(rule.num_groups, 16))
-        chosen, weights = (buffer(recorder.rows(logits.rows), 4 * k) for _ in range(2))
+        routing = self._routing(logits.rows, k)
         recorder.add(
-            RouteOp, logits=logits, slots=chosen, weights=weights, k=k, experts=rule.num_experts,
+            RouteOp, logits=logits, slots=routing.slots, weights=routing.weights, k=k, experts=rule.num_experts,
             scoring=SOFTMAX if rule.scoring == "softmax" else SIGMOID, correction=correction, groups=rule.num_groups,
             top_groups=rule.top_groups, sum2=rule.group_score == "sum2", renormalize=rule.renormalize,
             scaling=rule.scaling, table=slots.table, ld_table=slots.table.shape[1], load=slots.load,
             positions=recorder.batch.positions,
         )  # fmt: skip
-        return RoutingBuffers(chosen, weights, logits.rows, k)
+        return routing
+
+    def _routing(self, rows: int, k: int) -> RoutingBuffers:
+        slots, weights = (Act(buffer(self.recorder.rows(rows), 4 * k), rows, k, 4 * k, "float32") for _ in range(2))
+        return RoutingBuffers(slots, weights)
 
     def experts(
         self, x: Act, routing: RoutingBuffers, weights: ExpertTable, slots: Slots, residual: Act | None = None, *,
         reduce: bool = False,
     ) -> Act:  # fmt: skip
-        recorder, held, k = self.recorder, slots.held, routing.k
+        recorder, held, k = self.recorder, slots.held, routing.slots.columns
         recorder.expect(x, "experts")
         recorder.own(weights)
         rows, gate_up, down = recorder.rows(x.rows), weights.gate_up[0], weights.down[0]
@@ -96,7 +102,7 @@ class ExpertOps:
         most = rows * k
         starts, places, by_slot = buffer(2 * len(held) + 1, 8), buffer(rows, 4 * k), buffer(most, x.ld)
         recorder.add(
-            SortOp, slots=routing.slots, k=k, rows=routing.rows, first=held.start, held=len(held), starts=starts,
+            SortOp, slots=routing.slots, k=k, rows=x.rows, first=held.start, held=len(held), starts=starts,
             places=places, x=x, out=by_slot,
         )  # fmt: skip
         inner = buffer(most, inner_ld := down.columns * recorder.target.item)
@@ -120,22 +126,26 @@ class ExpertOps:
         return recorder.reduce(target, residual) if residual is not None and summed else target
 
     def dispatch(self, x: Act, routing: RoutingBuffers) -> tuple[Act, RoutingBuffers]:
-        recorder, k = self.recorder, routing.k
-        assert recorder.lanes is not None
+        recorder, lanes = self.recorder, self.recorder.lanes
+        assert lanes is not None
         recorder.expect(x, "dispatch")
         every = recorder.new(layout.ROWS_ALL, x.columns, x.dtype)
-        slots, weights = (buffer(recorder.rows(layout.ROWS_ALL), 4 * k) for _ in range(2))
-        given, taken = [x.buffer, routing.slots, routing.weights], [every.buffer, slots, weights]
-        kinds = [(x.ld, x.dtype), (4 * k, "float32"), (4 * k, "float32")]  # slots travel as the bits they are
-        between = exchange.dispatching(recorder.lanes, given, taken, kinds, recorder.batch.counts)
-        recorder.cut([*given, *taken], between)
-        return every, RoutingBuffers(slots, weights, layout.ROWS_ALL, k)
+        chosen = self._routing(layout.ROWS_ALL, routing.slots.columns)
+
+        def between(*views: torch.Tensor) -> None:
+            lanes.dispatch(list(views[:3]), list(views[3:]))
+
+        recorder.cut(between, x, routing.slots, routing.weights, every, chosen.slots, chosen.weights)
+        return every, chosen
 
     def combine(self, y: Act, residual: Act) -> Act:
-        recorder = self.recorder
-        assert recorder.lanes is not None
+        recorder, lanes = self.recorder, self.recorder.lanes
+        assert lanes is not None
         recorder.expect(residual, "the residual of combine", "float32")
-        sums = recorder.new(residual.rows, y.columns, "float32")
-        between = exchange.combining(recorder.lanes, y, sums, residual, recorder.batch.counts)
-        recorder.cut([y.buffer, sums.buffer, residual.buffer], between)
+
+        def between(whole: torch.Tensor, own: torch.Tensor, target: torch.Tensor) -> None:
+            lanes.combine(whole, own)
+            target += own
+
+        recorder.cut(between, y, recorder.new(residual.rows, y.columns, "float32"), residual)
         return residual

@@ -166,6 +166,6 @@ class RescaleOp(Operation):
 
 
 class ExchangeOp(Operation):
-    """Never run: the recording is cut there (exchange.py). Its fields are the buffers read and written, in order."""
+    """Never run: the recording is cut there, for Python to reach the other ranks."""
 
     code = 48

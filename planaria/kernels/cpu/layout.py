@@ -28,7 +28,8 @@ SUM_PIECE = 4096  # bytes added up at a time, so that they stay in the nearest c
 
 # A thread's scratch memory, byte offsets
 POINTERS = 0  # addresses of chunks: keys, then values
-PLAN = 1920  # addresses and lengths of what a tile asks for: the next panels, keys and values
+MOST_POINTERS = 240
+PLAN = POINTERS + 8 * MOST_POINTERS  # addresses and lengths of what a tile asks for: the next panels, keys and values
 CURSOR = 1984  # how far keys and values were asked for: sequence, block, line
 STATE = 2048  # float32 [rows][4] of a softmax
 TEMP = STATE + 16 * 512  # one head in float32, twice

@@ -112,23 +112,22 @@ class Dot:
 
 
 class Elements:
-    """Loads and stores of 16 activation elements as float32."""
+    """16 elements of an activation in memory, as float32."""
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, f: Function, target: Target) -> None:
+        self.f, self.target = f, target
 
-    def widen(self, f: Function, halves: str) -> str:
+    def _widen(self, halves: str) -> str:
+        f = self.f
         words = f.op(f"shl {I32} {f.op(f'zext <16 x i16> {halves} to {I32}')}, {f.const_i32(16)}")
         return f.op(f"bitcast {I32} {words} to {F32}")
 
-    def narrow(self, f: Function, value: str) -> str:
+    def _narrow(self, value: str) -> str:
         """To bfloat16, nearest even."""
-        if not self.target.native:
-            return self._narrow_by_hand(f, value)
-        rounded = f.op(f"fptrunc {F32} {value} to <16 x bfloat>")
-        return f.op(f"bitcast <16 x bfloat> {rounded} to <16 x i16>")
-
-    def _narrow_by_hand(self, f: Function, value: str) -> str:
+        f = self.f
+        if self.target.native:
+            rounded = f.op(f"fptrunc {F32} {value} to <16 x bfloat>")
+            return f.op(f"bitcast <16 x bfloat> {rounded} to <16 x i16>")
         bits = f.op(f"bitcast {F32} {value} to {I32}")
         odd = f.op(f"and {I32} {f.op(f'lshr {I32} {bits}, {f.const_i32(16)}')}, {f.const_i32(1)}")
         rounded = f.op(f"add {I32} {f.op(f'add {I32} {bits}, {odd}')}, {f.const_i32(0x7FFF)}")
@@ -137,30 +136,26 @@ class Elements:
         chosen = f.op(f"select <16 x i1> {nan}, {I32} {quiet}, {I32} {rounded}")
         return f.op(f"trunc {I32} {f.op(f'lshr {I32} {chosen}, {f.const_i32(16)}')} to <16 x i16>")
 
-    def load(self, f: Function, pointer: str) -> str:
-        if self.target.item == 4:
-            return f.load(F32, pointer)
-        return self.widen(f, f.load("<16 x i16>", pointer))
+    def place(self, array: str, i: str) -> str:
+        """Where element i is."""
+        return self.f.at(array, self.f.mul(i, self.target.item))
 
-    def store(self, f: Function, value: str, pointer: str) -> None:
+    def load(self, pointer: str) -> str:
         if self.target.item == 4:
-            f.store(F32, value, pointer)
+            return self.f.load(F32, pointer)
+        return self._widen(self.f.load("<16 x i16>", pointer))
+
+    def store(self, value: str, pointer: str) -> None:
+        if self.target.item == 4:
+            self.f.store(F32, value, pointer)
         else:
-            f.store("<16 x i16>", self.narrow(f, value), pointer)
+            self.f.store("<16 x i16>", self._narrow(value), pointer)
 
-    def load_some(self, f: Function, pointer: str, mask: str) -> str:
+    def load_some(self, pointer: str, mask: str) -> str:
         """Lanes outside the mask are 0 and are not read."""
         if self.target.item == 4:
-            return f.op(
-                f"call {F32} @llvm.masked.load.v16f32.p0(ptr {pointer}, i32 1, <16 x i1> {mask}, {F32} zeroinitializer)"
-            )
-        return self.widen(
-            f,
-            f.op(
-                f"call <16 x i16> @llvm.masked.load.v16i16.p0(ptr {pointer}, i32 1, <16 x i1> {mask}, "
-                "<16 x i16> zeroinitializer)"
-            ),
-        )
+            return self.f.load_some(pointer, mask)
+        return self._widen(self.f.load_some(pointer, mask, "i16"))
 
 
 def dispatcher(name: str, args: Sequence[str], selector: str, cases: dict[int, str]) -> str:
@@ -178,14 +173,19 @@ def dispatcher(name: str, args: Sequence[str], selector: str, cases: dict[int, s
     return f.end()
 
 
+def rows_of(f: Function, address: str, ld: str, rows: int) -> list[str]:
+    """Pointers to rows `ld` bytes apart."""
+    first = f.ptr(address)
+    return [first if r == 0 else f.at(first, f.mul(ld, r)) for r in range(rows)]
+
+
 def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str, mode: str, bias: str) -> None:
     """Add the bias to acc[rows][panels] and write it in one of three ways."""
-    act = Elements(target)
+    act = Elements(f, target)
     bias_at = f.ptr(bias)
     shifts = [f.load(F32, f.at(bias_at, 64 * v), 4) for v in range(len(acc[0]))]
     total = [[f.vec("fadd", a, b) for a, b in zip(row, shifts, strict=True)] for row in acc]
-    base = f.ptr(out)
-    rows = [base if r == 0 else f.at(base, f.mul(ldo, r)) for r in range(len(acc))]
+    rows = rows_of(f, out, ldo, len(acc))
     labels = [f.label() for _ in range(4)]
     f.do(
         f"switch i64 {mode}, label %{labels[STORE_ACT]} "
@@ -196,7 +196,7 @@ def finish(f: Function, target: Target, acc: list[list[str]], out: str, ldo: str
         for pointer, values in zip(rows, total, strict=True):
             for v, value in enumerate(values):
                 if how == STORE_ACT:
-                    act.store(f, value, f.at(pointer, 16 * target.item * v))
+                    act.store(value, f.at(pointer, 16 * target.item * v))
                 else:
                     place = f.at(pointer, 64 * v)
                     if how == ADD_RESIDUAL:
@@ -229,13 +229,12 @@ def tile(target: Target, rows: int, panels: int, name: str = "pl_tile") -> str:
     broadcast, step = (dot.broadcast_widened, 4 * target.pair) if widened else (dot.broadcast, 4)
     table = f.ptr("%wp")
     weights = [f.load("ptr", f.at(table, 8 * v), 8) for v in range(panels)]
-    x0 = f.ptr("%x")
+    xs = rows_of(f, "%x", "%ldx", rows)
     if panels > 1 or of_rows:
         plan = f.ptr("%plan")
         ahead, limit = f.load("ptr", plan, 8), f.load("i64", f.at(plan, 8), 8)
     if panels > 1:
         other, other_limit = f.load("ptr", f.at(plan, 16), 8), f.load("i64", f.at(plan, 24), 8)
-    xs = [x0 if r == 0 else f.at(x0, f.mul("%ldx", r)) for r in range(rows)]
     unroll = 4 if rows * panels <= 8 else 2
     end = f.shl("%steps", 2)  # counted in bytes of x
 
@@ -289,8 +288,7 @@ def values(target: Target, rows: int, panels: int) -> str:
     f, dot = Function(f"pl_values_{rows}_{panels}", VALUE_ARGS), Dot(target)
     steps = 16 // target.pair
     table = f.ptr("%vp")
-    p0 = f.ptr("%p")
-    ps = [p0 if r == 0 else f.at(p0, f.mul("%ldp", r)) for r in range(rows)]
+    ps = rows_of(f, "%p", "%ldp", rows)
 
     def body(i: str, acc: list[str]) -> list[str]:
         chunk = f.at(f.load("ptr", f.at(table, f.shl(i, 3)), 8), "%first")
@@ -306,11 +304,9 @@ def values(target: Target, rows: int, panels: int) -> str:
 
     sums = f.loop(0, "%chunks", 1, [(F32, "zeroinitializer")] * (rows * panels), body)
     state = f.ptr("%state")
-    base = f.ptr("%out")
-    for r in range(rows):
+    for r, pointer in enumerate(rows_of(f, "%out", "%ldo", rows)):
         keep = f.splat("float", f.load("float", f.at(state, 16 * r + 8), 4))
         take = f.splat("float", f.load("float", f.at(state, 16 * r + 12), 4))
-        pointer = base if r == 0 else f.at(base, f.mul("%ldo", r))
         for v in range(panels):
             place = f.at(pointer, 64 * v)
             old = f.vec("fmul", f.load(F32, place, 4), keep)
@@ -427,12 +423,6 @@ def packed(target: Target, kind: int, rows: int) -> str:
     total = f.loop(0, "%blocks", 1, [(F32, "zeroinitializer")] * rows, body)
     finish(f, target, [[t] for t in total], "%out", "%ldo", "%mode", "%bias")
     return f.text()
-
-
-def rows_of(f: Function, address: str, ld: str, rows: int) -> list[str]:
-    """Pointers to rows `ld` bytes apart."""
-    first = f.ptr(address)
-    return [first if r == 0 else f.at(first, f.mul(ld, r)) for r in range(rows)]
 
 
 def block_sum(f: Function, row: str, block: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.micro import STORE_ACT
 from planaria.kernels.cpu.native import TARGET, atomic_add, get, get32, put
+from planaria.kernels.cpu.products import tiles
 from planaria.kernels.cpu.threads import clear, rows_from, scratch, whole_chunks
 
 
@@ -41,7 +42,10 @@ def op_by_head(c: int, row: fields.ByHeadOp, tid: int, ticket: int) -> None:
         count = min(n - first, layout.ROW_BLOCK)
         x = row.x + first * row.ldx + h * row.x_head
         out = row.out + first * row.ldo + h * row.out_head
-        head_product(c, row, mine, h, x, out, count)
+        for v in range(row.panels):
+            put(mine + layout.POINTERS, v, row.w + (h * row.panels + v) * row.stride)
+        most = TARGET.tile_panels if count > layout.STREAM_ROWS else 1
+        tiles(c, count, x, row.ldx, row.length, mine + layout.POINTERS, row.panels, most, out, row.ldo, STORE_ACT)
         if row.rotated:
             for t in range(count):
                 turn = get32(row.positions, first + t) * row.half * 4
@@ -50,21 +54,3 @@ def op_by_head(c: int, row: fields.ByHeadOp, tid: int, ticket: int) -> None:
                     row.cos + turn, row.sin + turn, row.half, row.rotated, 0, 0,
                 )  # fmt: skip
         unit = atomic_add(ticket, 0, 1)
-
-
-def head_product(c: int, row: fields.ByHeadOp, mine: int, h: int, x: int, out: int, count: int) -> None:
-    """`count` rows x the panels of head h."""
-    panel, end, stride = 0, row.panels, row.stride
-    w = row.w + h * end * stride
-    while panel < end:
-        panels = TARGET.tile_panels if count > layout.STREAM_ROWS and end - panel >= TARGET.tile_panels else 1
-        for v in range(panels):
-            put(mine + layout.POINTERS, v, w + (panel + v) * stride)
-        for r in range(0, count, TARGET.tile_rows):
-            rows = min(TARGET.tile_rows, count - r)
-            native.tile(
-                rows * 4 + panels, x + r * row.ldx, row.ldx, mine + layout.POINTERS, row.length,
-                out + r * row.ldo + panel * 16 * TARGET.item, row.ldo, STORE_ACT,
-                get(c, layout.ZEROS), get(c, layout.ZEROS),
-            )  # fmt: skip
-        panel += panels

@@ -33,6 +33,8 @@ class LatentOps:
         if w.kind != DENSE or x.columns % num_heads or rotated < 2 * half or bool(rotated) != bool(half):
             raise ValueError(f"by_head: {x.columns} columns do not fit {num_heads} heads of {w.columns}")
         sixteens(rows, w.columns, rotated)
+        if rows // 16 > layout.MOST_POINTERS:
+            raise ValueError(f"by_head: {rows} rows of a head; at most {16 * layout.MOST_POINTERS} are taken")
         out, item = recorder.new(x.rows, num_heads * (rows + rotated)), recorder.target.item
         recorder.wants(layout.BIG + 4 * rotated)
         recorder.add(

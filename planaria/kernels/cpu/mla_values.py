@@ -10,7 +10,7 @@ The rule of micro.py holds: chunks in ascending order, then the tree, whatever t
 from __future__ import annotations
 
 from planaria.kernels.cpu.emit import F32, I32, Function
-from planaria.kernels.cpu.micro import VALUE_ARGS, Dot, Elements, dispatcher
+from planaria.kernels.cpu.micro import VALUE_ARGS, Dot, Elements, dispatcher, rows_of
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.cpu.vector import total
 
@@ -18,9 +18,9 @@ from planaria.kernels.cpu.vector import total
 def latents(target: Target, rows: int, steps: int) -> str:
     """out = out * a + (p . v) * b, as `micro.values`, for the columns of `steps` steps from byte `first` of each chunk
     on. `vp` holds the address of each chunk of keys; p is in the activation dtype, out in float32."""
-    f, act, dot = Function(f"pl_latents_{rows}_{steps}", VALUE_ARGS), Elements(target), Dot(target)
-    table, p0 = f.ptr("%vp"), f.ptr("%p")
-    ps = [p0 if r == 0 else f.at(p0, f.mul("%ldp", r)) for r in range(rows)]
+    f, dot = Function(f"pl_latents_{rows}_{steps}", VALUE_ARGS), Dot(target)
+    act = Elements(f, target)
+    table, ps = f.ptr("%vp"), rows_of(f, "%p", "%ldp", rows)
     columns = steps * target.pair
 
     def body(i: str, acc: list[str]) -> list[str]:
@@ -31,17 +31,16 @@ def latents(target: Target, rows: int, steps: int) -> str:
             weights += [f.load(F32, place, 64)] if target.item == 4 else dot.split(f, f.load(I32, place, 64))
         at = f.mul(i, 16 * target.item)
         for r in range(rows):
-            p = act.load(f, f.at(ps[r], at))
+            p = act.load(f.at(ps[r], at))
             for k in range(columns):
                 acc[r * columns + k] = f.fma(weights[k], p, acc[r * columns + k])
         return acc
 
     sums = f.loop(0, "%chunks", 1, [(F32, "zeroinitializer")] * (rows * columns), body)
-    state, base = f.ptr("%state"), f.ptr("%out")
-    for r in range(rows):
+    state = f.ptr("%state")
+    for r, pointer in enumerate(rows_of(f, "%out", "%ldo", rows)):
         keep = f.load("float", f.at(state, 16 * r + 8), 4)
         take = f.load("float", f.at(state, 16 * r + 12), 4)
-        pointer = base if r == 0 else f.at(base, f.mul("%ldo", r))
         for k in range(columns):
             place = f.at(pointer, 4 * k)
             old = f.op(f"fmul float {f.load('float', place, 4)}, {keep}")

@@ -30,8 +30,6 @@ from planaria.kernels.ops import Batch, Quantized
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, NativeComm, Solo
 
-__all__ = ["Act", "CpuOps"]
-
 
 class CpuOps:
     """dtype: of activations, weights and cache; the residual stream is float32.

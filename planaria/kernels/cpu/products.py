@@ -13,6 +13,23 @@ from planaria.kernels.cpu.native import TARGET, get, get32, put
 from planaria.kernels.cpu.threads import barrier, bring, grab, scratch, share
 
 
+def tiles(
+    c: int, rows: int, x: int, ldx: int, steps: int, pointers: int, panels: int, most: int, out: int, ldo: int,
+    mode: int,
+) -> None:  # fmt: skip
+    """Rows x dense panels, whose addresses are at `pointers`, `most` of them at a time; nothing is added."""
+    wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
+    panel = 0
+    while panel < panels:
+        some = most if panels - panel >= most else 1
+        for r in range(0, rows, TARGET.tile_rows):
+            native.tile(
+                min(TARGET.tile_rows, rows - r) * 4 + some, x + r * ldx, ldx, pointers + 8 * panel, steps,
+                out + r * ldo + panel * wide, ldo, mode, get(c, layout.ZEROS), get(c, layout.ZEROS),
+            )  # fmt: skip
+        panel += some
+
+
 def foresee(c: int, row: fields.LinearOp, mine: int, most: int) -> int:
     """Choose up to `most` lines of keys and values of the next attention to come into the cache now: how many, their
     address in PLAN. Each thread walks over every so many-th sequence; attention sets it back to the start."""

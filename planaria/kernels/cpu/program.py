@@ -11,6 +11,7 @@ from __future__ import annotations
 from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.micro import STORE_F32
 from planaria.kernels.cpu.native import TARGET, atomic_add, atomic_get, get, get32, operate, prefetch, put, put32, relax
+from planaria.kernels.cpu.products import tiles
 from planaria.kernels.cpu.threads import barrier, bring, clear, rows_from, scratch, sleep_while, wake_all, whole_chunks
 
 # Operations
@@ -122,19 +123,9 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
             put(vp, i, place + chunk)
             for line in range(place, place + both, 256):
                 prefetch(line)  # one in four: the core fetches their neighbours by itself
-        i = 0
-        while i < chunks:
-            panels = TARGET.tile_panels if chunks - i >= TARGET.tile_panels else 1
-            r = 0
-            while r < rows:
-                some = min(TARGET.tile_rows, rows - r)
-                native.tile(
-                    some * 4 + panels, q + r * head, head, kp + 8 * i, head >> 2,
-                    scores + (r * layout.KEY_TILE + 16 * i) * 4, layout.KEY_TILE * 4, STORE_F32,
-                    get(c, layout.ZEROS), get(c, layout.ZEROS),
-                )  # fmt: skip
-                r += some
-            i += panels
+        tiles(
+            c, rows, q, head, head >> 2, kp, chunks, TARGET.tile_panels, scores, layout.KEY_TILE * 4, STORE_F32
+        )  # fmt: skip
         for i in range(count):
             at = position + i
             lo = 0

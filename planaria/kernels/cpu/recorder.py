@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from planaria.kernels.cpu import exchange, layout
+from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.fields import MeetOp, Operation, ReduceOp
 from planaria.kernels.cpu.micro import DENSE
 from planaria.kernels.cpu.pack import Packed, up
@@ -18,6 +18,9 @@ from planaria.kernels.cpu.target import Target
 from planaria.kernels.ops import Batch
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, NativeComm
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Addressed(Protocol):
@@ -94,9 +97,10 @@ class Recorder:
                 fields[name] = int(thing.ctypes.data) if isinstance(thing, np.ndarray) else thing.address
         self.tape.add(op, **fields)
 
-    def cut(self, buffers: list[Buffer], between: Between) -> None:
+    def cut(self, between: Between, *acts: Act) -> None:
+        """Have Python do that with these, at this place of the recording."""
         self.check()
-        self.tape.cut(buffers, between)
+        self.tape.cut(acts, between)
 
     def own(self, *things: object) -> None:
         """Keep them as long as the recording."""
@@ -135,7 +139,13 @@ class Recorder:
     def reduce(self, part: Act, target: Act) -> Act:
         """The sum of the ranks' parts, added to the target; where the part is the target, in its place."""
         if self.native_tp is None:
-            self.cut([part.buffer, target.buffer], exchange.reducing(self.tp, part, target, self.batch.counts))
+
+            def between(parts: torch.Tensor, sums: torch.Tensor) -> None:
+                self.tp.all_reduce(parts)
+                if part is not target:
+                    sums += parts
+
+            self.cut(between, part, target)
         else:
             add = int(part is not target)
             self.add(ReduceOp, port=self.tp.port, part=part, target=target, ld=part.ld, rows=part.rows, add=add)
@@ -159,7 +169,12 @@ class Recorder:
     def gather(self, part: Act, whole: Act, vocab: range) -> Act:
         """The whole, once all ranks have written their parts."""
         if self.native_tp is None:
-            self.cut([part.buffer, whole.buffer], exchange.gathering(self.tp, part, whole, vocab, self.batch.counts))
+
+            def between(own: torch.Tensor, every: torch.Tensor) -> None:
+                columns = own[:, : part.columns].contiguous()
+                every[:, : whole.columns] = self.tp.gather_columns(columns, vocab, whole.columns)
+
+            self.cut(between, part, whole)
         else:
             self.add(MeetOp, port=self.tp.port)
         return whole

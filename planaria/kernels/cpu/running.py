@@ -12,7 +12,7 @@ from planaria.kernels.cpu.fields import ROW_WORDS
 from planaria.kernels.cpu.memory import Region
 from planaria.kernels.cpu.pack import up
 from planaria.kernels.cpu.recorder import Recorder
-from planaria.kernels.cpu.tape import Act, Buffer, View
+from planaria.kernels.cpu.tape import Act, TapeRow
 from planaria.kernels.cpu.team import Team
 
 Piece = tuple[dict[int, int], Callable[[], None] | None]  # control words of a part of the tape, what follows it
@@ -33,9 +33,8 @@ def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int
         layout.SCRATCH_BYTES: scratch_bytes, layout.TICKETS: tickets.address, layout.SHARED: shared.address,
         layout.COUNTS: int(batch.counts.ctypes.data), layout.ZEROS: zeros,
     }  # fmt: skip
-    view = _views(recorder, memory)
-    out = view(result.buffer, result.ld, result.rows, result.dtype)[:, : result.columns]
-    pieces = _pieces(recorder, words, view)
+    out = _view(recorder, memory, result)[:, : result.columns]
+    pieces = _pieces(recorder, words, memory)
     owners = (memory, scratch, shared, tickets, rows, recorder.external, *recorder.owners)
     counts, native_tp = batch.counts, recorder.native_tp
 
@@ -59,22 +58,20 @@ def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int
     return run
 
 
-def _views(recorder: Recorder, memory: Region) -> View:
-    external, most = recorder.external, recorder.rows
-
-    def view(buffer: Buffer, ld: int, rows: int, dtype: str = "float32") -> torch.Tensor:
-        kind, item = (np.float32, 4) if dtype == "float32" else (np.int16, 2)
-        if buffer.address:
-            array = external[buffer.address].reshape(-1)[: most(rows) * ld].view(kind).reshape(most(rows), ld // item)
-        else:
-            array = memory.array(buffer.offset, kind, (most(rows), ld // item))
-        values = torch.from_numpy(array)
-        return values.view(torch.bfloat16) if dtype == "bfloat16" else values
-
-    return view
+def _view(recorder: Recorder, memory: Region, act: Act) -> torch.Tensor:
+    """All rows that there can be, with their padding."""
+    kind, item = (np.float32, 4) if act.dtype == "float32" else (np.int16, 2)
+    rows, buffer = recorder.rows(act.rows), act.buffer
+    if buffer.address:
+        flat = recorder.external[buffer.address].reshape(-1)[: rows * act.ld]
+        array = flat.view(kind).reshape(rows, act.ld // item)
+    else:
+        array = memory.array(buffer.offset, kind, (rows, act.ld // item))
+    values = torch.from_numpy(array)
+    return values.view(torch.bfloat16) if act.dtype == "bfloat16" else values
 
 
-def _pieces(recorder: Recorder, words: dict[int, int], view: View) -> list[Piece]:
+def _pieces(recorder: Recorder, words: dict[int, int], memory: Region) -> list[Piece]:
     """The recording in one piece, or cut where Python must reach the other ranks."""
     rows, pieces, start = recorder.tape.rows, list[Piece](), 0
     for end, row in enumerate([*rows, None]):
@@ -84,6 +81,14 @@ def _pieces(recorder: Recorder, words: dict[int, int], view: View) -> list[Piece
             layout.TAPE: words[layout.TAPE] + start * ROW_WORDS * 8, layout.OPS: end - start,
             layout.TICKETS: words[layout.TICKETS] + start * layout.TICKET_BYTES,
         }  # fmt: skip
-        pieces.append((words | place, row.between(view) if row is not None and row.between is not None else None))
+        pieces.append((words | place, None if row is None else _after(recorder, memory, row)))
         start = end + 1
     return pieces
+
+
+def _after(recorder: Recorder, memory: Region, row: TapeRow) -> Callable[[], None]:
+    """What Python does in this row's place, with those rows of its activations that the step has."""
+    between, counts = row.between, recorder.batch.counts
+    views = [(_view(recorder, memory, act), act.rows) for act in row.acts]
+    assert between is not None
+    return lambda: between(*(values[: counts[rows]] for values, rows in views))

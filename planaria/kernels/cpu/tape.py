@@ -5,18 +5,14 @@ The rule: a buffer's memory is another's once nothing on the tape uses it any mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from planaria.kernels.cpu.fields import CODE, ROW_WORDS, AttendOp, ExchangeOp, LinearOp, Operation, SiluOp
 from planaria.kernels.cpu.layout import FORESIGHT_BYTES
 from planaria.kernels.cpu.memory import ALIGN, Region
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(eq=False)
@@ -39,20 +35,21 @@ class Act:
     dtype: str  # float32 | bfloat16
 
 
-View = Callable[..., "torch.Tensor"]  # (buffer, bytes of a row, kind of rows, dtype): all rows that there can be
-Between = Callable[[View], Callable[[], None]]  # what Python does there, once memory is given out
+Between = Callable[..., None]  # what Python does with the present rows of some activations: float32 or bfloat16 tensors
 
 
 @dataclass
 class TapeRow:
-    """One operation. A field is a number or the address of a buffer. between: what Python does in its place."""
+    """One operation. A field is a number or the address of a buffer. between: what Python does in its place, with
+    these activations."""
 
     op: type[Operation]
     fields: dict[str, int | Buffer]
+    acts: tuple[Act, ...] = ()
     between: Between | None = None
 
     def buffers(self) -> list[Buffer]:
-        return [v for v in self.fields.values() if isinstance(v, Buffer)]
+        return [v for v in self.fields.values() if isinstance(v, Buffer)] + [act.buffer for act in self.acts]
 
 
 @dataclass
@@ -66,9 +63,9 @@ class Tape:
             raise ValueError(f"{op.__name__} with the fields {', '.join(fields)}; it has {', '.join(words)}")
         self.rows.append(TapeRow(op, fields))
 
-    def cut(self, buffers: Sequence[Buffer], between: Between) -> None:
-        """Stop the recording here, for Python to read and write these buffers."""
-        self.rows.append(TapeRow(ExchangeOp, {str(number): buffer for number, buffer in enumerate(buffers)}, between))
+    def cut(self, acts: tuple[Act, ...], between: Between) -> None:
+        """Stop the recording here, for Python to read and write these."""
+        self.rows.append(TapeRow(ExchangeOp, {}, acts, between))
 
     def fuse(self, result: Buffer) -> None:
         """Join a linear operation and the gated activation that alone reads it: no product goes to memory."""
@@ -117,11 +114,10 @@ class Tape:
         out = np.zeros((len(self.rows), ROW_WORDS), np.int64)
         for line, row in zip(out, self.rows, strict=True):
             line[CODE] = row.op.code
-            if row.between is None:
-                words = row.op.words()
-                for name, value in row.fields.items():
-                    there = value.address or memory.address + value.offset if isinstance(value, Buffer) else value
-                    line[words[name]] = there
+            words = row.op.words()
+            for name, value in row.fields.items():
+                there = value.address or memory.address + value.offset if isinstance(value, Buffer) else value
+                line[words[name]] = there
         self._foresee(out)
         return out
 

@@ -5,6 +5,8 @@ Rows are padded to 16 elements; the padding of every buffer is 0 and stays 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
 from planaria.kernels.cpu.micro import DENSE, Q4_0, Q4_1, Q8_0, Elements, dispatcher
 from planaria.kernels.cpu.native import X86
@@ -18,8 +20,8 @@ def exp(f: Function, x: str) -> str:
     low, high = f.const_f32(-87.0), f.const_f32(88.0)
     under = f.op(f"fcmp olt {F32} {x}, {low}")
     over = f.op(f"fcmp ogt {F32} {x}, {high}")
-    c = f.op(f"select <16 x i1> {under}, {F32} {low}, {F32} {x}")
-    c = f.op(f"select <16 x i1> {over}, {F32} {high}, {F32} {c}")
+    c = f.select(under, low, x)
+    c = f.select(over, high, c)
     magic = f.const_f32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
     shifted = f.fma(c, f.const_f32(1.4426950408889634), magic)
     n = f.vec("fsub", shifted, magic)
@@ -33,6 +35,11 @@ def exp(f: Function, x: str) -> str:
     power = f.op(f"shl {I32} {f.op(f'add {I32} {bits}, {f.const_i32(127)}')}, {f.const_i32(23)}")
     result = f.vec("fmul", p, f.op(f"bitcast {I32} {power} to {F32}"))
     return f.op(f"select <16 x i1> {under}, {F32} zeroinitializer, {F32} {result}")
+
+
+def one_and_exp(f: Function, x: str) -> str:
+    """1 + e^-x: a sigmoid is one over it."""
+    return f.vec("fadd", exp(f, f.op(f"fneg {F32} {x}")), f.const_f32(1.0))
 
 
 def total(f: Function, v: str) -> str:
@@ -60,22 +67,26 @@ def inverse_rms(f: Function, squares: str, count: str, eps: str) -> str:
     return f.splat("float", f.op(f"fdiv float {literal(1.0)}, {root}"))
 
 
-def norm(target: Target) -> str:
-    f, act = Function("pl_norm", ("x", "weight", "out", "padded", "count", "eps")), Elements(target)
-    x, weight, out, eps = f.ptr("%x"), f.ptr("%weight"), f.ptr("%out"), f.float_of("%eps")
+def squares_of(f: Function, count: str, values: Callable[[str], str]) -> str:
+    """Sums of squares, lane by lane, of the `values` from element i on."""
 
     def square(i: str, acc: list[str]) -> list[str]:
-        v = f.load(F32, f.at(x, f.shl(i, 2)), 4)
+        v = values(i)
         return [f.fma(v, v, acc[0])]
 
-    squares = f.loop(0, "%padded", 16, [(F32, "zeroinitializer")], square)[0]
-    scale = inverse_rms(f, squares, "%count", eps)
+    return f.loop(0, count, 16, [(F32, "zeroinitializer")], square)[0]
+
+
+def norm(target: Target) -> str:
+    f = Function("pl_norm", ("x", "weight", "out", "padded", "count", "eps"))
+    act = Elements(f, target)
+    x, weight, out, eps = f.ptr("%x"), f.ptr("%weight"), f.ptr("%out"), f.float_of("%eps")
+
+    scale = inverse_rms(f, squares_of(f, "%padded", lambda i: f.floats(x, i)), "%count", eps)
 
     def write(i: str) -> None:
-        place = f.shl(i, 2)
-        v = f.vec("fmul", f.load(F32, f.at(x, place), 4), scale)
-        v = f.vec("fmul", v, f.load(F32, f.at(weight, place), 4))
-        act.store(f, v, f.at(out, f.mul(i, target.item)))
+        v = f.vec("fmul", f.floats(x, i), scale)
+        act.store(f.vec("fmul", v, f.floats(weight, i)), act.place(out, i))
 
     f.each("%padded", 16, write)
     return f.end()
@@ -83,17 +94,14 @@ def norm(target: Target) -> str:
 
 def silu(target: Target) -> str:
     """out[0:padded] = silu(gate) * up for `count` elements, 0 after them."""
-    f, act = Function("pl_silu", ("gate", "up", "out", "count", "padded")), Elements(target)
+    f = Function("pl_silu", ("gate", "up", "out", "count", "padded"))
+    act = Elements(f, target)
     gate, up, out = f.ptr("%gate"), f.ptr("%up"), f.ptr("%out")
 
     def body(i: str) -> None:
         mask = below(f, lanes(f, i), "%count")
-        place = f.mul(i, target.item)
-        g = act.load_some(f, f.at(gate, place), mask)
-        u = act.load_some(f, f.at(up, place), mask)
-        e = exp(f, f.op(f"fneg {F32} {g}"))
-        s = f.vec("fdiv", g, f.vec("fadd", e, f.const_f32(1.0)))
-        act.store(f, f.vec("fmul", s, u), f.at(out, place))
+        g, u = act.load_some(act.place(gate, i), mask), act.load_some(act.place(up, i), mask)
+        act.store(f.vec("fmul", f.vec("fdiv", g, one_and_exp(f, g)), u), act.place(out, i))
 
     f.each("%padded", 16, body)
     return f.end()
@@ -106,7 +114,7 @@ def softmax(target: Target) -> str:
     tile's values are weighted against each other.
     """
     f = Function("pl_softmax", ("scores", "p", "padded", "lo", "hi", "scale", "state"))
-    act = Elements(target)
+    act = Elements(f, target)
     s, p, state = f.ptr("%scores"), f.ptr("%p"), f.ptr("%state")
     factor = f.float_of("%scale")
     lowest = f.const_f32(LOWEST)
@@ -119,24 +127,22 @@ def softmax(target: Target) -> str:
         return f.op(f"and <16 x i1> {over}, {f.op(f'icmp slt {I32} {index}, {hi}')}")
 
     def largest(i: str, acc: list[str]) -> list[str]:
-        v = f.load(F32, f.at(s, f.shl(i, 2)), 4)
-        v = f.op(f"select <16 x i1> {valid(i)}, {F32} {v}, {F32} {lowest}")
+        v = f.select(valid(i), f.floats(s, i), lowest)
         more = f.op(f"fcmp ogt {F32} {v}, {acc[0]}")
-        return [f.op(f"select <16 x i1> {more}, {F32} {v}, {F32} {acc[0]}")]
+        return [f.select(more, v, acc[0])]
 
     top = f.loop(0, "%padded", 16, [(F32, lowest)], largest)[0]
     top_one = f.op(f"call nnan float @llvm.vector.reduce.fmax.v16f32({F32} {top})")
     m_tile = f.op(f"fmul float {top_one}, {factor}")
-    m_tile = f.op(
-        f"select i1 {f.op(f'fcmp ogt float {m_tile}, {literal(LOWEST)}')}, float {m_tile}, float {literal(LOWEST)}"
-    )
+    above = f.op(f"fcmp ogt float {m_tile}, {literal(LOWEST)}")
+    m_tile = f.op(f"select i1 {above}, float {m_tile}, float {literal(LOWEST)}")
     minus = f.splat("float", f.op(f"fneg float {m_tile}"))
     factors = f.splat("float", factor)
 
     def weigh(i: str, acc: list[str]) -> list[str]:
-        v = f.fma(f.load(F32, f.at(s, f.shl(i, 2)), 4), factors, minus)
-        e = f.op(f"select <16 x i1> {valid(i)}, {F32} {exp(f, v)}, {F32} zeroinitializer")
-        act.store(f, e, f.at(p, f.mul(i, target.item)))
+        v = f.fma(f.floats(s, i), factors, minus)
+        e = f.select(valid(i), exp(f, v))
+        act.store(e, act.place(p, i))
         return [f.vec("fadd", acc[0], e)]
 
     sums = f.loop(0, "%padded", 16, [(F32, "zeroinitializer")], weigh)[0]
@@ -156,56 +162,46 @@ def softmax(target: Target) -> str:
 
 def divide(target: Target) -> str:
     """out = o / l, in the activation dtype."""
-    f, act = Function("pl_divide", ("o", "state", "out", "count")), Elements(target)
+    f = Function("pl_divide", ("o", "state", "out", "count"))
+    act = Elements(f, target)
     o, out = f.ptr("%o"), f.ptr("%out")
     l = f.load("float", f.at(f.ptr("%state"), 4), 4)
     inverse = f.splat("float", f.op(f"fdiv float {literal(1.0)}, {l}"))
 
-    def body(i: str) -> None:
-        v = f.vec("fmul", f.load(F32, f.at(o, f.shl(i, 2)), 4), inverse)
-        act.store(f, v, f.at(out, f.mul(i, target.item)))
-
-    f.each("%count", 16, body)
+    f.each("%count", 16, lambda i: act.store(f.vec("fmul", f.floats(o, i), inverse), act.place(out, i)))
     return f.end()
 
 
 def rotate(target: Target) -> str:
     """One head: RMS norm where `weight` is not 0, then the first 2 * half elements rotated. temp: float32 [dim]."""
     f = Function("pl_rotate", ("src", "dst", "temp", "cos", "sin", "half", "dim", "weight", "eps"))
-    act = Elements(target)
+    act = Elements(f, target)
     src, dst, temp, cos, sin = (f.ptr(f"%{a}") for a in ("src", "dst", "temp", "cos", "sin"))
 
-    def widen(i: str, acc: list[str]) -> list[str]:
-        v = act.load(f, f.at(src, f.mul(i, target.item)))
-        f.store(F32, v, f.at(temp, f.shl(i, 2)), 4)
-        return [f.fma(v, v, acc[0])]
+    def widened(i: str) -> str:
+        v = act.load(act.place(src, i))
+        f.put_floats(v, temp, i)
+        return v
 
-    squares = f.loop(0, "%dim", 16, [(F32, "zeroinitializer")], widen)[0]
+    squares = squares_of(f, "%dim", widened)
 
     def normalise() -> None:
         scale = inverse_rms(f, squares, "%dim", f.float_of("%eps"))
         weight = f.ptr("%weight")
 
         def body(i: str) -> None:
-            place = f.at(temp, f.shl(i, 2))
-            v = f.vec("fmul", f.load(F32, place, 4), scale)
-            f.store(F32, f.vec("fmul", v, f.load(F32, f.at(weight, f.shl(i, 2)), 4)), place, 4)
+            f.put_floats(f.vec("fmul", f.vec("fmul", f.floats(temp, i), scale), f.floats(weight, i)), temp, i)
 
         f.each("%dim", 16, body)
 
     f.when(f.op("icmp ne i64 %weight, 0"), normalise)
 
-    def some(pointer: str, mask: str) -> str:
-        return f.op(
-            f"call {F32} @llvm.masked.load.v16f32.p0(ptr {pointer}, i32 4, <16 x i1> {mask}, {F32} zeroinitializer)"
-        )
-
     def turn(i: str) -> None:
         mask = below(f, lanes(f, i), "%half")
         first = f.at(temp, f.shl(i, 2))
         second = f.at(first, f.shl("%half", 2))
-        x1, x2 = some(first, mask), some(second, mask)
-        c, s = some(f.at(cos, f.shl(i, 2)), mask), some(f.at(sin, f.shl(i, 2)), mask)
+        x1, x2 = f.load_some(first, mask), f.load_some(second, mask)
+        c, s = (f.load_some(f.at(table, f.shl(i, 2)), mask) for table in (cos, sin))
         y1 = f.vec("fsub", f.vec("fmul", x1, c), f.vec("fmul", x2, s))
         y2 = f.vec("fadd", f.vec("fmul", x2, c), f.vec("fmul", x1, s))
         for y, place in ((y1, first), (y2, second)):
@@ -213,10 +209,7 @@ def rotate(target: Target) -> str:
 
     f.each("%half", 16, turn)
 
-    def narrow(i: str) -> None:
-        act.store(f, f.load(F32, f.at(temp, f.shl(i, 2)), 4), f.at(dst, f.mul(i, target.item)))
-
-    f.each("%dim", 16, narrow)
+    f.each("%dim", 16, lambda i: act.store(f.floats(temp, i), act.place(dst, i)))
     return f.end()
 
 
@@ -225,10 +218,7 @@ def store_key(target: Target) -> str:
     f = Function("pl_store_key", ("src", "dst", "steps"))
     src, dst = f.ptr("%src"), f.ptr("%dst")
 
-    def body(i: str) -> None:
-        f.store("i32", f.load("i32", f.at(src, f.shl(i, 2)), 4), f.at(dst, f.shl(i, 6)), 4)
-
-    f.each("%steps", 1, body)
+    f.each("%steps", 1, lambda i: f.store("i32", f.load("i32", f.at(src, f.shl(i, 2)), 4), f.at(dst, f.shl(i, 6)), 4))
     return f.end()
 
 
@@ -247,7 +237,7 @@ def store_value(target: Target) -> str:
     def body(i: str) -> None:
         panel = f.at(dst, f.mul(i, 16 * target.item))
         if target.item == 4:
-            f.store(F32, f.load(F32, f.at(src, f.shl(i, 2)), 4), f.at(panel, f.shl("%token", 6)), 4)
+            f.store(F32, f.floats(src, i), f.at(panel, f.shl("%token", 6)), 4)
             return
         place = f.at(panel, f.shl(f.op("lshr i64 %token, 1"), 6))
         new = f.op(f"zext <16 x i16> {f.load('<16 x i16>', f.at(src, f.shl(i, 1)), 2)} to {I32}")
@@ -323,12 +313,13 @@ def embed_packed(kind: int) -> str:
 
 def block_sums(target: Target) -> str:
     """out[b] = sum of x over block b of 32."""
-    f, act = Function("pl_block_sums", ("x", "blocks", "out")), Elements(target)
+    f = Function("pl_block_sums", ("x", "blocks", "out"))
+    act = Elements(f, target)
     x, out = f.ptr("%x"), f.ptr("%out")
 
     def body(i: str) -> None:
         place = f.at(x, f.mul(i, 32 * target.item))
-        v = f.vec("fadd", act.load(f, place), act.load(f, f.at(place, 16 * target.item)))
+        v = f.vec("fadd", act.load(place), act.load(f.at(place, 16 * target.item)))
         f.store("float", total(f, v), f.at(out, f.shl(i, 2)), 4)
 
     f.each("%blocks", 1, body)
@@ -342,13 +333,11 @@ def copy() -> str:
 
 
 def widen(target: Target) -> str:
-    f, act = Function("pl_widen", ("src", "dst", "count")), Elements(target)
+    f = Function("pl_widen", ("src", "dst", "count"))
+    act = Elements(f, target)
     src, dst = f.ptr("%src"), f.ptr("%dst")
 
-    def body(i: str) -> None:
-        f.store(F32, act.load(f, f.at(src, f.mul(i, target.item))), f.at(dst, f.shl(i, 2)), 4)
-
-    f.each("%count", 16, body)
+    f.each("%count", 16, lambda i: f.put_floats(act.load(act.place(src, i)), dst, i))
     return f.end()
 
 
@@ -370,11 +359,7 @@ def add() -> str:
     f = Function("pl_sum", ("out", "a", "b", "count"))
     out, a, b = f.ptr("%out"), f.ptr("%a"), f.ptr("%b")
 
-    def body(i: str) -> None:
-        place = f.shl(i, 2)
-        f.store(F32, f.vec("fadd", f.load(F32, f.at(a, place), 4), f.load(F32, f.at(b, place), 4)), f.at(out, place), 4)
-
-    f.each("%count", 16, body)
+    f.each("%count", 16, lambda i: f.put_floats(f.vec("fadd", f.floats(a, i), f.floats(b, i)), out, i))
     return f.end()
 
 
