@@ -45,6 +45,7 @@ logger = logging.getLogger("planaria")
 
 Prompt = str | list[int] | dict[str, Any]  # as a dict: {"prompt": text} or {"prompt_token_ids": ids}
 Message = dict[str, Any]
+OnProgress = Callable[[StartUpNews], None]
 LOOK = 1.0  # seconds between an idle engine's looks at its ranks
 
 
@@ -78,16 +79,21 @@ class PositionLogprobs(dict[int, Logprob]):
 
 
 @dataclass
-class Completion:
-    """One of the n continuations. `finish_reason` is stop, length, abort or error (`error` then says why)."""
+class StreamOutput:
+    """A piece of one choice, as it comes. `finish_reason` is set on a choice's last one: stop, length, abort or error
+    (`error` then says why)."""
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[PositionLogprobs] | None = None
     error: str | None = None
+
+
+class Completion(StreamOutput):
+    """One of the n continuations, whole."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -134,9 +140,11 @@ def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
 
 
 class _Front:
-    """What both kinds share: configuration, tokenizer, and turning prompts into streams."""
+    """What both kinds share: configuration, tokenizer, an engine that isn't started, turning prompts into streams."""
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: str, options: dict[str, Any], on_progress: OnProgress | None, deliver: Callable[[Delta], None]
+    ) -> None:
         self.options = make_options(model, options)
         self.config: EngineConfig = resolve(self.options)
         refuse_several_engines(self.config.parallel, "an engine in this process")
@@ -145,7 +153,16 @@ class _Front:
             self.tokenizer = load_tokenizer(msgspec.convert(self.config.checkpoint, Checkpoint))
         self.facts: EngineFacts
         self.stats = EngineStats()
-        self._numbers = itertools.count()
+        self._numbers, self._on_progress, self._to = itertools.count(), on_progress, deliver
+        self._loop = build_loop(self.config, self._hear)
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, Output):
+            self.stats = message.stats
+            for delta in message.deltas:
+                self._to(delta)
+        elif isinstance(message, Progress | Phase) and self._on_progress is not None:
+            self._on_progress(message)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of a request that brings none: of the model's generation_config.json (option `generation_config`)."""
@@ -202,31 +219,24 @@ class LLM(_Front):
     ends between two of them is replaced by the next.
     """
 
-    def __init__(self, model: str, *, on_progress: Callable[[StartUpNews], None] | None = None, **options: Any) -> None:
-        super().__init__(model, options)
+    def __init__(self, model: str, *, on_progress: OnProgress | None = None, **options: Any) -> None:
+        super().__init__(model, options, on_progress, self._deliver)
         self._sinks: dict[str, Choices] = {}
         self._pieces: list[Piece] = []
-        self._on_progress = on_progress
-        self._loop = build_loop(self.config, self._hear)
         self.facts = self._loop.start()
         self._finalizer = weakref.finalize(self, self._loop.close)
         self._finalizer.atexit = True
         atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
 
-    def _hear(self, message: FromEngine) -> None:
-        if isinstance(message, Output):
-            self.stats = message.stats
-            for delta in message.deltas:
-                stream = self._sinks.get(delta.request_id)
-                piece = stream.take(delta) if stream is not None else None
-                if piece is not None:
-                    self._pieces.append(piece)
-                    if piece.finish is not None:
-                        del self._sinks[delta.request_id]
-                    if piece.cancel:
-                        self._loop.handle(Cancel(delta.request_id))
-        elif isinstance(message, Progress | Phase) and self._on_progress is not None:
-            self._on_progress(message)
+    def _deliver(self, delta: Delta) -> None:
+        stream = self._sinks.get(delta.request_id)
+        piece = stream.take(delta) if stream is not None else None
+        if piece is not None:
+            self._pieces.append(piece)
+            if piece.finish is not None:
+                del self._sinks[delta.request_id]
+            if piece.cancel:
+                self._loop.handle(Cancel(delta.request_id))
 
     def generate(
         self,
@@ -351,19 +361,6 @@ def _is_ids(prompts: object) -> bool:
     return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
 
 
-@dataclass
-class StreamOutput:
-    """A piece of one choice, as it comes. `finish_reason` is set on a choice's last one."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[PositionLogprobs] | None = None
-    error: str | None = None
-
-
 @dataclass(eq=False)
 class _Open:
     stream: Choices
@@ -379,13 +376,11 @@ class AsyncLLM(_Front):
     ...     print(piece.text, end="")
     """
 
-    def __init__(self, model: str, *, on_progress: Callable[[StartUpNews], None] | None = None, **options: Any) -> None:
-        super().__init__(model, options)
+    def __init__(self, model: str, *, on_progress: OnProgress | None = None, **options: Any) -> None:
+        super().__init__(model, options, on_progress, self._deliver)
         refuse_outer_launcher(self.config.parallel, "AsyncLLM")
-        self._on_progress = on_progress
         self._inbox: queue.SimpleQueue[ToEngine | str | None] = queue.SimpleQueue()  # "look" at the ranks; None: end
         self._open: dict[str, _Open] = {}
-        self._loop = build_loop(self.config, self._hear)
         self._loop.on_loss = lambda: self._inbox.put("look")
         self._failure: BaseException | None = None
         self._ended = ""  # why nothing will come any more
@@ -432,17 +427,11 @@ class AsyncLLM(_Front):
             if not self._loop.step():
                 self._loop.check()
 
-    def _hear(self, message: FromEngine) -> None:
-        """In the engine's thread: hand each event loop its deltas."""
-        if isinstance(message, Progress | Phase) and self._on_progress is not None:
-            self._on_progress(message)
-        if not isinstance(message, Output):
-            return
-        self.stats = message.stats
-        for delta in message.deltas:
-            target = self._open.get(delta.request_id)
-            if target is not None:
-                self._tell(target, delta)
+    def _deliver(self, delta: Delta) -> None:
+        """In the engine's thread: to the event loop of its request."""
+        target = self._open.get(delta.request_id)
+        if target is not None:
+            self._tell(target, delta)
 
     def _tell(self, target: _Open, delta: Delta) -> None:
         try:
