@@ -1,29 +1,24 @@
-"""One rank in a process of its own: `python rank_main.py`, its boot as a pickled value on stdin's first line,
-then one plan per line; one reply per line on stdout. For tests and benchmarks: the product's launchers do more."""
+"""One rank in a process of its own: it is sent its boot, then commands, and answers each.
+
+Importing this imports what a rank needs, so that a process that was forked after that begins at once.
+"""
 
 from __future__ import annotations
 
-import base64
-import pickle
-import sys
-from typing import Any
+from multiprocessing.connection import Connection
 
+import planaria.kernels.cpu.ops
+import planaria.layers.build
+import planaria.worker.runner
+import planaria.worker.sampler  # noqa: F401
 from planaria.worker.worker import Worker
 
 
-def decode(line: str) -> Any:
-    return pickle.loads(base64.b64decode(line))
-
-
-def encode(value: Any) -> str:
-    return base64.b64encode(pickle.dumps(value)).decode()
-
-
-def main() -> None:
-    worker = Worker(decode(sys.stdin.readline()))
-    for line in sys.stdin:
-        print(encode(worker.handle(decode(line))), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def serve(commands: Connection) -> None:
+    worker = Worker(commands.recv())
+    while True:
+        try:
+            command = commands.recv()
+        except EOFError:
+            return
+        commands.send(worker.handle(command))

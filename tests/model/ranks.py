@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 
 import msgspec
 
@@ -17,7 +16,10 @@ from planaria.hosts.host import Place
 from planaria.node import home
 from planaria.protocol import Command, Hello, Join, Ready, Regroup, Reply
 from planaria.topology import Layout
-from tests.model.rank_main import decode, encode
+from tests.model.rank_main import serve
+
+CONTEXT = multiprocessing.get_context("forkserver")  # ranks begin in a fork of a process that has imported torch
+CONTEXT.set_forkserver_preload(["tests.model.rank_main"])
 
 
 def boot_of(config: EngineConfig, rank: int = 0, size: int = 1) -> RankBoot:
@@ -39,43 +41,39 @@ class Ranks:
             config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, disable_custom_all_reduce=gloo
         )
         config = msgspec.structs.replace(config, parallel=parallel)
-        self.procs: list[subprocess.Popen[str]] = []
+        self.procs: list[ForkServerProcess] = []
+        self.ends: list[Connection] = []
         for rank in range(self.size):
-            proc = subprocess.Popen(
-                [sys.executable, "-m", "tests.model.rank_main"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, cwd=Path(__file__).parents[2],
-            )  # fmt: skip
+            own, theirs = CONTEXT.Pipe()
+            proc = CONTEXT.Process(target=serve, args=(theirs,), daemon=True)
+            proc.start()
+            theirs.close()
             self.procs.append(proc)
-            self._write(proc, boot_of(config, rank, self.size))
+            self.ends.append(own)
+            own.send(boot_of(config, rank, self.size))
         hellos = self.ask(Join(0, layout))
         self.members = tuple(hello for hello in hellos if isinstance(hello, Hello))
         for reply in self.ask(Regroup(0, layout, self.members, deadline)):
             assert isinstance(reply, Ready), reply
 
-    @staticmethod
-    def _write(proc: subprocess.Popen[str], value: Any) -> None:
-        assert proc.stdin is not None
-        proc.stdin.write(encode(value) + "\n")
-        proc.stdin.flush()
-
     def send(self, command: Command, ranks: list[int] | None = None) -> None:
         """Give the command to all ranks, or to some."""
         for rank in ranks if ranks is not None else range(self.size):
-            self._write(self.procs[rank], command)
+            self.ends[rank].send(command)
 
     def answer(self, rank: int) -> Reply:
         """The rank's next reply."""
-        stdout = self.procs[rank].stdout
-        assert stdout is not None
-        line = stdout.readline()
-        if not line:
-            raise EOFError(f"rank {rank} ended with {self.procs[rank].wait()}")
-        reply: Reply = decode(line)
+        reply: Reply = self.ends[rank].recv()
         return reply
 
     def ask(self, command: Command) -> list[Reply]:
         self.send(command)
         return [self.answer(rank) for rank in range(self.size)]
+
+    def pid(self, rank: int) -> int:
+        pid = self.procs[rank].pid
+        assert pid is not None
+        return pid
 
     @property
     def drawing(self) -> int:
@@ -88,8 +86,6 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         for proc in self.procs:
             proc.kill()
-        for proc in self.procs:
-            proc.wait()
-            for stream in (proc.stdin, proc.stdout):
-                assert stream is not None
-                stream.close()
+        for proc, end in zip(self.procs, self.ends, strict=True):
+            proc.join()
+            end.close()

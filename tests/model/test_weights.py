@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from planaria.config import ModelConfig
 from planaria.errors import ModelError
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import dequantise, quantise
 from planaria.kernels.reference import TorchOps
 from planaria.layers.build import build
 from planaria.models import model_config
+from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
 from tests.model.checkpoints import DictSource
 from tests.model.driver import Driver
