@@ -71,15 +71,12 @@ def root(
 
 
 @app.command()
-@engine_command
+@functools.partial(engine_command, serves=True)
 @body("serve")
 def serve(
     model: Model,
     skip_tokenizer_init: NoTokenizer = False,
     log_level: LogLevel = None,
-    *,
-    server: dict[str, Any],
-    engine: dict[str, Any],
 ) -> None:
     """Serve MODEL through the OpenAI API."""
 
@@ -111,8 +108,6 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
     skip_tokenizer_init: NoTokenizer = False,
     as_json: Json = False,
-    *,
-    engine: dict[str, Any],
 ) -> None:
     """Complete prompts and print the text (raw completion, no chat template)."""
 
@@ -128,8 +123,6 @@ def batch(
         list[str] | None, typer.Option(help="Name(s) by which requests may call it; default: MODEL as typed.")
     ] = None,
     log_level: LogLevel = None,
-    *,
-    engine: dict[str, Any],
 ) -> None:
     """Answer a file of requests.
 
@@ -147,8 +140,6 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's, else 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Default: the model's, else 1.")] = None,
-    *,
-    engine: dict[str, Any],
 ) -> None:
     """Talk to MODEL in the terminal. An empty line or Ctrl-D ends it; Ctrl-C stops an answer."""
 
@@ -182,8 +173,6 @@ def plan(
         typer.Option(help="A cluster as JSON; default: the Ray cluster that runs, else this machine."),
     ] = None,
     as_json: Json = False,
-    *,
-    engine: dict[str, Any],
 ) -> None:
     """Print where every rank would go, before anything is started.
 
@@ -250,7 +239,7 @@ def experts(
 @app.command()
 @engine_command
 @body("demo")
-def demo(model: Model = "smollm2", *, engine: dict[str, Any]) -> None:
+def demo(model: Model = "smollm2") -> None:
     """Start a server, ask it a question through the OpenAI API, print the answer and its speed, stop the server."""
 
 
@@ -268,8 +257,6 @@ def bench_latency(
     output_len: OutputLen = 128,
     repeat: Repeat = 3,
     as_json: Json = False,
-    *,
-    engine: dict[str, Any],
 ) -> None:
     """One stream: time to first token and tokens per second."""
 
@@ -284,8 +271,6 @@ def bench_throughput(
     output_len: OutputLen = 128,
     repeat: Repeat = 3,
     as_json: Json = False,
-    *,
-    engine: dict[str, Any],
 ) -> None:
     """Many requests at once, in process: output tokens per second."""
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from planaria.cli.admin import server_at
 from planaria.cli.look import show_table
 from planaria.errors import UserError
+from planaria.wire import LayerLoad
 
 NONE = (
     "no engine of this server says where its experts are: it is still loading, or was started without "
@@ -18,24 +19,16 @@ NONE = (
 )
 
 
-class Layer(msgspec.Struct):
+class BalancedEngine(msgspec.Struct):
     """As /admin/experts says it."""
 
-    layer: int
-    load: list[int]  # tokens of each expert
-    slots: list[int]
-    rank_loads: list[float]
-    balancedness: float
-
-
-class BalancedEngine(msgspec.Struct):
     engine: int
     ranks: int
     steps: int
     balancedness: float
     rearrangements: int
     bytes_moved: int
-    layers: list[Layer]
+    layers: list[LayerLoad]
 
 
 class ExpertReport(msgspec.Struct):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planaria.cli.experts import BalancedEngine, Layer, line_of
+from planaria.cli.experts import BalancedEngine, line_of
 from planaria.errors import PlanariaError, UserError
+from planaria.wire import LayerLoad
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,7 +119,7 @@ def _write(axes: Axes, values: Any, norm: Any, colors: Any) -> None:
         )  # fmt: skip
 
 
-def _bars(axes: Axes, layers: list[Layer], together: float) -> None:
+def _bars(axes: Axes, layers: list[LayerLoad], together: float) -> None:
     values = [layer.balancedness for layer in layers]
     axes.barh(range(len(layers)), values, height=0.7, color=BAR)
     axes.axvline(together, color=INK, linewidth=1, linestyle="--")

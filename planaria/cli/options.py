@@ -27,12 +27,11 @@ def parameters(kind: type[msgspec.Struct]) -> list[inspect.Parameter]:
     ]  # fmt: skip
 
 
-def engine_command(function: Callable[..., None], *, agents: bool = True) -> Callable[..., None]:
-    """Adds the engine's options to a command, and the server's where it takes them. `function` takes `engine: dict`,
-    and maybe `server: dict`, of values by field name. agents: on nodes but the first it runs their ranks."""
-    own = inspect.signature(function, eval_str=True)
-    kinds: dict[str, type[msgspec.Struct]] = {"server": ServerConfig, "engine": EngineOptions}
-    added = {part: parameters(kind) for part, kind in kinds.items() if part in own.parameters}
+def engine_command(function: Callable[..., None], *, agents: bool = True, serves: bool = False) -> Callable[..., None]:
+    """Adds the engine's options to a command. `function` also gets `engine`: their values by field name. agents: on
+    nodes but the first it runs their ranks. serves: it has the server's options as well, as `server`."""
+    kinds: dict[str, type[msgspec.Struct]] = {"server": ServerConfig} if serves else {}
+    added = {part: parameters(kind) for part, kind in (kinds | {"engine": EngineOptions}).items()}
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -42,8 +41,8 @@ def engine_command(function: Callable[..., None], *, agents: bool = True) -> Cal
             _be_agent(values["model"], engine, values.get("log_level"))
         function(**values, **parts)
 
-    first = [p for p in own.parameters.values() if p.name not in kinds]
-    shown = [*first, *(p for found in added.values() for p in found)]
+    own = inspect.signature(function, eval_str=True)
+    shown = [*own.parameters.values(), *(p for found in added.values() for p in found)]
     command.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in shown}
     return command
