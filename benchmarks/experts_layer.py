@@ -82,7 +82,7 @@ def write(folder: Path, dtype: torch.dtype, shape: dict[str, Any] = SHAPE) -> No
 def ours(folder: Path, dtype: str, x: torch.Tensor, quantization: str) -> tuple[Callable[[int], torch.Tensor], Any]:
     """A step over the first rows of x, which come in as the previous stage's residual."""
     from planaria.checkpoint import resolve_checkpoint
-    from planaria.kernels.cpu import CpuOps
+    from planaria.kernels.cpu.ops import CpuOps
     from planaria.kernels.ops import Batch
     from planaria.layers.build import build
     from planaria.loader import WeightSource

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from planaria.kernels.cpu import CpuOps
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.ops import Batch, Quantized
 
 HIDDEN, INTER, LAYERS, VOCAB, HEADS, KV_HEADS, DIM = 576, 1536, 30, 49152, 9, 3, 64

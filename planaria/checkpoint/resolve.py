@@ -13,10 +13,8 @@ import msgspec
 from planaria.cache import kept_folder
 from planaria.checkpoint.folder import read_folder, read_json
 from planaria.checkpoint.gguf import read_gguf, split_parts
-from planaria.checkpoint.spec import Checkpoint, TensorInfo
+from planaria.checkpoint.spec import Checkpoint
 from planaria.errors import ModelError
-
-__all__ = ["ALIASES", "Checkpoint", "TensorInfo", "resolve_checkpoint"]
 
 PACKAGES = "packages"  # a kind of folder in the cache
 

@@ -29,8 +29,6 @@ from planaria.errors import ConfigError
 from planaria.models import model_config
 from planaria.models.deal import deal
 
-__all__ = ["parse_bytes", "resolve", "usable_cores"]
-
 logger = logging.getLogger("planaria.config")
 
 # A step's most tokens where nobody says: on a CPU the matrix rate is reached with few rows, and who streams waits for
@@ -150,9 +148,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             micro_steps=parallel.pipeline_parallel_size,
             max_logit_rows=options.max_num_seqs + LOGIT_ROWS,
         ),
-        cache=CacheConfig(
-            block_size=options.block_size, memory=memory, enable_prefix_caching=options.enable_prefix_caching
-        ),
+        cache=CacheConfig(memory=memory, **picked(CacheConfig, options)),
         device=device,
         parallel=parallel,
         faults=_faults(options, parallel),

@@ -27,7 +27,7 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
     """The kernels of the configured device."""
     device = config.device
     if device.kernels == "native":
-        from planaria.kernels.cpu import CpuOps
+        from planaria.kernels.cpu.ops import CpuOps
 
         return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels")
     from planaria.kernels.reference import TorchOps

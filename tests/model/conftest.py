@@ -27,7 +27,7 @@ def make_ops(request: pytest.FixtureRequest) -> Iterator[Any]:
             made.append(TorchOps("cpu", dtype))
         else:
             try:
-                from planaria.kernels.cpu import CpuOps
+                from planaria.kernels.cpu.ops import CpuOps
             except ImportError as e:
                 pytest.skip(f"CPU kernels can't be imported: {e}")
             made.append(CpuOps(dtype, 2))

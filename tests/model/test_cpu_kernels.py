@@ -18,9 +18,10 @@ from torch import Tensor
 
 from planaria.errors import ConfigError
 from planaria.kernels import objects
-from planaria.kernels.cpu import CpuOps, build
+from planaria.kernels.cpu import build
 from planaria.kernels.cpu.build import host_isa, target_for
 from planaria.kernels.cpu.compiler import Module
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.ops import Batch, Quantized
 from planaria.kernels.quant import dequantise
 

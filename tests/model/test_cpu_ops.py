@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from planaria.kernels.cpu import CpuOps
 from planaria.kernels.cpu.build import host_isa
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.cpu.target import ISAS
 from planaria.kernels.ops import Batch, Quantized
 from planaria.kernels.quant import dequantise, quantise

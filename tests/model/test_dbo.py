@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.micro_batch_trace import COMPUTE, traced
-from planaria.config import ParallelConfig
 from planaria.config.experts import expert_map
-from planaria.kernels.cpu import CpuOps
+from planaria.config.options import ParallelConfig
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.ops import Batch
 from planaria.kernels.reference import TorchOps
 from planaria.layers.build import build

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from planaria.errors import ConfigError, ModelError
-from planaria.kernels.cpu import CpuOps
 from planaria.kernels.cpu.build import host_isa
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.cpu.target import ISAS
 from planaria.kernels.reference import TorchOps
 from planaria.layers.build import build

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from planaria.config import ModelConfig, ParallelConfig
 from planaria.config.experts import expert_map
-from planaria.kernels.cpu import CpuOps
+from planaria.config.options import ParallelConfig
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.reference import TorchOps
 from planaria.layers.build import build
 from planaria.models import model_config
+from planaria.models.config import ModelConfig
 from planaria.models.deal import deal
 from planaria.topology.experts import ExpertMap
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint

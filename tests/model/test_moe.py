@@ -16,7 +16,7 @@ from planaria.checkpoint import resolve_checkpoint
 from planaria.checkpoint.fused import unfused
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
-from planaria.kernels.cpu import CpuOps
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.reference import TorchOps
 from planaria.layers.build import build
 from planaria.loader import WeightSource

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.kernels.cpu import CpuOps
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.reference import TorchOps
 from planaria.layers.build import build
 from planaria.models import model_config

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from planaria.kernels.cpu import CpuOps
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.mesh.comm import Solo
 from tests.model.test_cpu_ops import batch_of, draw
 

@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from planaria.config import RopeConfig
 from planaria.layers.rope import rope_tables
 from planaria.models.common import rotary
+from planaria.models.config import RopeConfig
 
 FACTORS = {"short_factor": [1 + 0.03 * i for i in range(32)], "long_factor": [1 + 0.7 * i for i in range(32)]}
 KINDS: list[tuple[str, dict[str, Any], int]] = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.kernels.cpu import CpuOps
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.cpu.shared import SharedComm
 from planaria.kernels.ops import Ops
 from planaria.kernels.reference import TorchOps

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.config import EngineConfig
+from planaria.config.options import EngineConfig
 from planaria.executor.boot import RankBoot
 from planaria.executor.launcher.inline import InlineLauncher
 from planaria.executor.launcher.process import ProcessLauncher

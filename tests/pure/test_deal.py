@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.config import ModelConfig
 from planaria.errors import ConfigError
-from planaria.models.config import RopeConfig
+from planaria.models.config import ModelConfig, RopeConfig
 from planaria.models.deal import MLP_BLOCK, VOCAB_BLOCK, deal, deal_layers, deal_tensor
 from planaria.models.memory import num_parameters, rank_memory
 

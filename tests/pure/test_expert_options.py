@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from planaria.config import EngineOptions, ParallelConfig
 from planaria.config.all2all import BACKENDS, LIBRARIES, ExpertShapes
 from planaria.config.experts import eplb_config, not_yet, resolve_experts
 from planaria.config.machine import Machine
-from planaria.config.options import EPLBConfig
+from planaria.config.options import EngineOptions, EPLBConfig, ParallelConfig
 from planaria.config.parallel import ranks_here, resolve_parallel
 from planaria.env import SpmdDataParallel
 from planaria.errors import ConfigError

@@ -10,9 +10,9 @@ import pytest
 import typer
 
 from planaria.cli.app import app
-from planaria.config import EngineOptions
 from planaria.config.declared import check, option, options_of, table
 from planaria.config.digest import NOT_HASHED
+from planaria.config.options import EngineOptions
 from planaria.core.policy import POLICIES
 from planaria.errors import ConfigError
 from planaria.server.config import ServerConfig

@@ -11,12 +11,19 @@ import typer
 
 from planaria.checkpoint import Checkpoint
 from planaria.cli.app import app
-from planaria.config import EngineConfig, EngineOptions, ParallelConfig
 from planaria.config.data_parallel import as_api_process, engine_config
 from planaria.config.digest import NOT_HASHED, compared, compute_hash, hash_fields
 from planaria.config.engine_nodes import EngineNodes
 from planaria.config.machine import LauncherFacts, Machine, check_module, launcher_facts
-from planaria.config.options import CacheConfig, DeviceConfig, FaultConfig, SchedulerConfig
+from planaria.config.options import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    EngineOptions,
+    FaultConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from planaria.config.parallel import (
     ranks_here,
     refuse_outer_launcher,
