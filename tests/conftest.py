@@ -28,13 +28,14 @@ RAY = "tests/ray/"
 LONGEST_FIRST = (
     "ray/test_ray.py", "ray/test_facts.py", "ray/test_fleet.py", "ray/test_lanes.py", "ray/test_fleet_networks.py",
     "ray/test_losses.py", "ray/test_fault_matrix.py", "ray/test_without_ray.py", "ray/test_cluster.py",
-    "ray/test_devices.py", "model/test_exact.py", "sim/test_sim.py", "proc/test_recovery.py", "model/test_parallel.py",
-    "proc/test_layouts.py", "proc/test_nodes.py", "proc/test_expert_nodes.py", "proc/test_fault_matrix.py",
-    "proc/test_mp.py", "proc/test_node_loss.py", "proc/test_serve.py", "proc/test_engine_death.py",
-    "proc/test_api_servers.py", "proc/test_security.py", "proc/test_invariant.py", "proc/test_fleet.py",
-    "proc/test_soak.py", "proc/test_external.py", "proc/test_every_prompt.py", "proc/test_links.py",
+    "ray/test_devices.py", "model/test_exact.py", "model/test_parallel.py", "proc/test_node_loss.py",
+    "proc/test_fault_matrix.py", "proc/test_recovery.py", "proc/test_expert_nodes.py", "proc/test_fleet_nodes.py",
+    "proc/test_nodes.py", "sim/test_sim.py", "proc/test_fleet.py", "proc/test_api_servers.py", "proc/test_soak.py",
+    "proc/test_engine_death.py", "proc/test_expert_travel.py", "proc/test_balancing.py",
+    "proc/test_expert_parallel.py", "proc/test_cli.py", "proc/test_serve.py", "proc/test_external.py",
+    "proc/test_mp.py", "proc/test_invariant.py", "proc/test_every_prompt.py", "proc/test_links.py",
+    "proc/test_dashboard.py", "proc/test_security.py", "proc/test_custom.py", "proc/test_layouts.py",
     "model/test_models.py", "model/test_mesh.py", "proc/test_batch.py", "proc/test_ps.py",
-    "proc/test_expert_travel.py", "proc/test_balancing.py",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A program under an outer launcher: `python -m tests.proc.spmd_program FOLDER JSON`. Every process runs it.
 
-JSON: options of LLM, and by rank what this program does differently. It writes what it saw to FOLDER/RANK.json.
+JSON: a model and options of LLM, prompts, and parameters of each generation. It writes what it saw to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 from planaria import LLM, SamplingParams
 from planaria.errors import PlanariaError
 from planaria.executor.link import spmd
-
-PROMPTS = ["The capital of France is", "def fibonacci(n):", "1 2 3 4 5 6"]
 
 
 def main() -> int:
@@ -29,7 +27,6 @@ def main() -> int:
         return plain(data)
 
     spmd.digest = noted
-    mine = what.get(f"rank {rank}", {})
     begun = False
 
     def on_tokens(done: int, tokens: int) -> None:
@@ -39,11 +36,9 @@ def main() -> int:
             (folder / f"begun {rank}").write_text(str(os.getpid()))
 
     try:
-        llm = LLM(
-            "smollm2", distributed_executor_backend="external_launcher", **what["options"], **mine.get("options", {})
-        )
+        llm = LLM(what["model"], distributed_executor_backend="external_launcher", **what["options"])
         for params in what["params"]:
-            outputs = llm.generate(mine.get("prompts", PROMPTS), SamplingParams(**params), on_tokens=on_tokens)
+            outputs = llm.generate(what["prompts"], SamplingParams(**params), on_tokens=on_tokens)
             seen.setdefault("tokens", []).append([[c.token_ids for c in o.outputs] for o in outputs])  # type: ignore[attr-defined]
         seen["pids"] = llm.facts.ranks
         llm.close()

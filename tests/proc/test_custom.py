@@ -20,15 +20,16 @@ from tests.proc.servers import SMALL, alive, needs_smollm2, planaria
 pytestmark = needs_smollm2
 
 HERE = custom.__name__
-OPTIONS: dict[str, Any] = {"kv_cache_memory": "128MiB", "max_model_len": 512}
+OPTIONS: dict[str, Any] = {"kv_cache_memory": "8MiB", "max_model_len": 512, "skip_tokenizer_init": True}
+PROMPT = [5, 6, 7]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LLM]:
+def two(small: Path) -> Iterator[LLM]:
     """Two tensor ranks made by a custom launcher, of a custom worker class with an extension."""
     with LLM(
-        "smollm2", tensor_parallel_size=2, distributed_executor_backend=custom.NiceLauncher,
+        str(small), tensor_parallel_size=2, distributed_executor_backend=custom.NiceLauncher,
         worker_cls=f"{HERE}.CountingWorker", worker_extension_cls=f"{HERE}.Extension", **OPTIONS,
     ) as llm:  # fmt: skip
         yield llm
@@ -47,7 +48,7 @@ def test_the_launcher_is_the_custom_one(two: LLM) -> None:
 
 
 def test_the_worker_is_the_custom_one(two: LLM) -> None:
-    two.generate(["Hello"], GREEDY)
+    two.generate([PROMPT], GREEDY)
     for commands in two.collective_rpc("what_came"):
         assert commands[:3] == ["Join", "Regroup", "Load"] and "StepPlan" in commands and commands[-1] == "Call"
 
@@ -60,8 +61,8 @@ def test_a_call_is_ordered_with_the_steps_in_flight(two: LLM) -> None:
         if tokens and not done:
             seen.append(two.collective_rpc("what_came"))
 
-    alone = two.generate(["Once upon a time"], GREEDY)[0].text
-    assert two.generate(["Once upon a time"], GREEDY, on_tokens=ask)[0].text == alone
+    alone = two.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+    assert two.generate([PROMPT], GREEDY, on_tokens=ask)[0].outputs[0].token_ids == alone
     assert len(seen) >= 3
     for first, second in seen:
         assert first == second and first[-2:] == ["StepPlan", "Call"]
@@ -73,7 +74,7 @@ def test_a_failure_names_the_rank_and_the_engine_goes_on(two: LLM) -> None:
             two.collective_rpc("fail_on", args=(rank,))
         assert "in fail_on" in e.value.traceback
     assert two.collective_rpc("fail_on", args=(2,)) == ["fine", "fine"]
-    assert len(two.generate(["Hello"], GREEDY)[0].outputs[0].token_ids) == 8
+    assert len(two.generate([PROMPT], GREEDY)[0].outputs[0].token_ids) == 8
 
 
 def test_a_timeout_leaves_the_call_running(two: LLM, tmp_path: Path) -> None:
@@ -90,15 +91,15 @@ def test_a_timeout_leaves_the_call_running(two: LLM, tmp_path: Path) -> None:
     assert [answer[0] for answer in two.collective_rpc("where")] == [0, 1]
 
 
-def test_a_timeout_on_a_rank_of_this_process(tmp_path: Path) -> None:
+def test_a_timeout_on_a_rank_of_this_process(small: Path, tmp_path: Path) -> None:
     path = tmp_path / "go"
     with LLM(
-        "smollm2", distributed_executor_backend="uni", worker_extension_cls=f"{HERE}.Extension", **OPTIONS
+        str(small), distributed_executor_backend="uni", worker_extension_cls=f"{HERE}.Extension", **OPTIONS
     ) as llm:
         with pytest.raises(TimeoutError, match="wait_for was not done"):
             llm.collective_rpc("wait_for", timeout=0.05, args=(str(path),))
         path.touch()
-        assert len(llm.generate(["Hello"], GREEDY)[0].outputs[0].token_ids) == 8, "after the call, and not beside it"
+        assert len(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids) == 8, "after the call, and not beside it"
         assert llm.collective_rpc("fail_on", timeout=60, args=(2,)) == ["fine"]
 
 
@@ -132,8 +133,8 @@ def test_ranks_that_cannot_be_looked_into_say_their_memory(two: LLM, monkeypatch
     assert all(row.resident > 10 << 20 and row.state == "idle" for row in answer.processes)
 
 
-def test_a_rank_that_ends_during_a_call() -> None:
-    with LLM("smollm2", tensor_parallel_size=2, worker_extension_cls=f"{HERE}.Extension", **OPTIONS) as llm:
+def test_a_rank_that_ends_during_a_call(small: Path) -> None:
+    with LLM(str(small), tensor_parallel_size=2, worker_extension_cls=f"{HERE}.Extension", **OPTIONS) as llm:
         with pytest.raises(CallFailed, match="end did not finish: rank 1 failed in call: its process ended with exit"):
             llm.collective_rpc("end", args=(1,))
         pids = [pid for _, pid, _ in llm.collective_rpc("where", kwargs={"add": 0})]  # the next one works
@@ -156,8 +157,8 @@ def test_a_launcher_may_hold_its_ranks_itself() -> None:
         assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].finish_reason == "length"
 
 
-def test_one_rank_in_process_answers_the_same_way() -> None:
-    with LLM("smollm2", worker_extension_cls=f"{HERE}.Extension", **OPTIONS) as llm:
+def test_one_rank_in_process_answers_the_same_way(small: Path) -> None:
+    with LLM(str(small), worker_extension_cls=f"{HERE}.Extension", **OPTIONS) as llm:
         assert llm.collective_rpc("where", None, (), {"add": 1}) == [[1, os.getpid(), 1]]
         with pytest.raises(UserError, match="plain data"):
             llm.collective_rpc("something")

@@ -30,15 +30,15 @@ from planaria.types import SamplingParams
 from planaria.wire import Cancel, Output, Submit
 from planaria.worker.null import NullRank
 from tests.proc.servers import needs_smollm2, planaria, wait_until
-from tests.proc.spmd_program import PROMPTS
-from tests.proc.test_nodes import free_port, lines_of
+from tests.proc.test_nodes import PROMPTS, free_port, generate, lines_of, one_process
+
+__all__ = ["generate", "one_process"]  # fixtures
 
 pytestmark = needs_smollm2
 
-OPTIONS = ["smollm2", "--kv-cache-memory", "128MiB", "--max-model-len", "1024", "--dtype", "float32"]
-SMALL = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "dtype": "float32"}
+SMALL = {"kv_cache_memory": "8MiB", "max_model_len": 1024, "dtype": "float32", "skip_tokenizer_init": True}
 NULL = {"null_worker": True, "max_model_len": 1024}
-GREEDY = {"temperature": 0.0, "max_tokens": 16}
+GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 LONG = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
 
 
@@ -220,9 +220,11 @@ def test_configurations_that_differ_are_refused_by_field() -> None:
 class Program:
     """tests.proc.spmd_program in `size` processes that an outer launcher would have started."""
 
-    def __init__(self, folder: Path, size: int, params: list[dict[str, Any]], **what: Any) -> None:
+    def __init__(
+        self, folder: Path, size: int, model: str, params: list[dict[str, Any]], options: dict[str, Any]
+    ) -> None:
         self.folder, self.size = folder, size
-        text = json.dumps({"params": params, **what})
+        text = json.dumps({"model": model, "prompts": PROMPTS, "params": params, "options": options})
         port = str(free_port())
         self.processes = [
             subprocess.Popen(
@@ -260,19 +262,12 @@ class Program:
         return found
 
 
-ONE = ["generate", *OPTIONS, "--max-tokens", "16", "--json", *(word for prompt in PROMPTS for word in ("-p", prompt))]
-
-
-@pytest.fixture(scope="module")
-def one_process() -> list[object]:
-    """Tokens of the plain run."""
-    return [line["token_ids"] for line in lines_of(planaria(*ONE, timeout=300).stdout)]
-
-
-def test_torchrun_gives_the_same_tokens_and_one_process_prints(one_process: list[object]) -> None:
+def test_torchrun_gives_the_same_tokens_and_one_process_prints(
+    generate: list[str], one_process: list[object]
+) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         "-m", "planaria", *ONE, "-tp", "2", "--distributed-executor-backend", "external_launcher"],
+         "-m", "planaria", *generate, "-tp", "2", "--distributed-executor-backend", "external_launcher"],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     lines = lines_of(run.stdout)
@@ -280,10 +275,13 @@ def test_torchrun_gives_the_same_tokens_and_one_process_prints(one_process: list
     assert (lines[0]["executor"], lines[0]["link"], lines[0]["layout"]) == ("external_launcher", "spmd", "tp=2 pp=1")
 
 
-def test_a_program_sees_the_same_in_every_process(tmp_path: Path, one_process: list[object]) -> None:
+def test_a_program_sees_the_same_in_every_process(
+    tmp_path: Path, small: Path, one_process: list[object]
+) -> None:
     """Stages; greedy, and sampled with seeds that nobody gave."""
     sampled = {"temperature": 1.0, "max_tokens": 12, "n": 2}
-    with Program(tmp_path, 2, [GREEDY, sampled], options={**SMALL, "pipeline_parallel_size": 2}) as program:
+    options = {**SMALL, "pipeline_parallel_size": 2}
+    with Program(tmp_path, 2, str(small), [GREEDY, sampled], options) as program:
         seen = program.wait()
         assert [process.returncode for process in program.processes] == [0, 0]
     assert seen[0]["tokens"] == seen[1]["tokens"] and seen[0]["hashes"] == seen[1]["hashes"]
@@ -293,9 +291,9 @@ def test_a_program_sees_the_same_in_every_process(tmp_path: Path, one_process: l
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_killed_ranks_name_is_everybodys_error(tmp_path: Path, victim: int) -> None:
+def test_a_killed_ranks_name_is_everybodys_error(tmp_path: Path, small: Path, victim: int) -> None:
     """In the middle of a step, in which the others wait for it."""
-    with Program(tmp_path, 2, [LONG], options={**SMALL, "tensor_parallel_size": 2}) as program:
+    with Program(tmp_path, 2, str(small), [LONG] * 200, {**SMALL, "tensor_parallel_size": 2}) as program:
         program.wait_begun()
         program.processes[victim].kill()
         killed = time.monotonic()
@@ -306,7 +304,7 @@ def test_a_killed_ranks_name_is_everybodys_error(tmp_path: Path, victim: int) ->
 
 def test_a_stopped_ranks_name_is_everybodys_error(tmp_path: Path) -> None:
     options = {**NULL, "tensor_parallel_size": 3, "heartbeat_timeout": 2.0}
-    with Program(tmp_path, 3, [LONG] * 2000, options=options) as program:
+    with Program(tmp_path, 3, "smollm2", [LONG] * 2000, options) as program:
         program.wait_begun()
         program.processes[1].send_signal(signal.SIGSTOP)
         for seen in program.wait(0, 2, seconds=60):
@@ -316,7 +314,7 @@ def test_a_stopped_ranks_name_is_everybodys_error(tmp_path: Path) -> None:
 def test_what_is_refused() -> None:
     """Without an outer launcher; a server."""
     backend = ["-tp", "2", "--distributed-executor-backend", "external_launcher"]
-    run = planaria("generate", *OPTIONS, "-p", "x", *backend)
+    run = planaria("generate", "smollm2", "-p", "x", *backend)
     assert run.returncode == 2 and "RANK is not set in the environment; start it with torchrun" in run.stderr
-    run = planaria("serve", *OPTIONS, *backend, env={"RANK": "0", "WORLD_SIZE": "2"})
+    run = planaria("serve", "smollm2", *backend, env={"RANK": "0", "WORLD_SIZE": "2"})
     assert run.returncode == 2 and "which planaria serve is not" in run.stderr

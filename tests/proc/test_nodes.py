@@ -27,7 +27,7 @@ from planaria.executor.launcher.nodes import NodesLauncher, placement_of
 from planaria.executor.node_messages import Here
 from planaria.topology import Layout
 from tests.proc import networks
-from tests.proc.servers import PATIENCE, SOON, alive, needs_smollm2, planaria, wait_until
+from tests.proc.servers import PATIENCE, SOON, TINY, alive, needs_smollm2, planaria, wait_until
 
 pytestmark = needs_smollm2
 
@@ -35,8 +35,7 @@ SECRET = b"a secret of at least thirty-two bytes, for tests"
 SHARED = {"PLANARIA_SECRET": SECRET.decode()}
 EQUAL = {"model": "the same"}
 NULL = ["smollm2", "--max-model-len", "1024", "--dtype", "float32", "--null-worker"]
-OPTIONS = ["smollm2", "--kv-cache-memory", "128MiB", "--max-model-len", "1024", "--dtype", "float32"]
-PROMPTS = ["--prompt", "The capital of France is", "--prompt", "def fibonacci(n):"]
+PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15]]
 
 
 def free_port() -> int:
@@ -110,18 +109,23 @@ def lines_of(text: str) -> list[dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def one_process() -> list[object]:
+def generate(small: Path) -> list[str]:
+    """A command."""
+    words = [word for prompt in PROMPTS for word in ("--prompt-token-ids", ",".join(map(str, prompt)))]
+    return ["generate", str(small), *TINY, *words, "--max-tokens", "16", "--ignore-eos", "--json"]
+
+
+@pytest.fixture(scope="module")
+def one_process(generate: list[str]) -> list[object]:
     """Tokens of the plain run."""
-    run = planaria("generate", *OPTIONS, *PROMPTS, "--max-tokens", "16", "--json", timeout=300)
-    return [line["token_ids"] for line in lines_of(run.stdout)]
+    return [line["token_ids"] for line in lines_of(planaria(*generate, timeout=300).stdout)]
 
 
-# -- the real model
+# -- ranks that compute
 
 
-def test_two_nodes_on_one_machine_give_the_same_tokens(one_process: list[object]) -> None:
-    args = ["generate", *OPTIONS, *PROMPTS, "--max-tokens", "16", "--json", "-pp", "2", "--nnodes", "2"]
-    args += ["--master-port", str(free_port())]
+def test_two_nodes_on_one_machine_give_the_same_tokens(generate: list[str], one_process: list[object]) -> None:
+    args = [*generate, "-pp", "2", "--nnodes", "2", "--master-port", str(free_port())]
     with Command(*args, "--node-rank", "1") as other:
         run = planaria(*args, timeout=300)
         assert other.wait() == 0, other.text()
@@ -144,11 +148,11 @@ def two_networks() -> Iterator[list[tuple[str, ...]]]:
 
 @pytest.mark.parametrize("layout", ["-pp", pytest.param("-tp", marks=pytest.mark.long)])
 def test_two_networks_give_the_same_tokens(
-    layout: str, one_process: list[object], two_networks: list[tuple[str, ...]], tmp_path: Path
+    layout: str, generate: list[str], one_process: list[object], two_networks: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
     """Own addresses, TCP for commands, for hidden states and for each layer's sums, a secret in a file."""
     (tmp_path / "secret").write_bytes(SECRET)
-    args = ["generate", *OPTIONS, *PROMPTS, "--max-tokens", "16", "--json", layout, "2", "--nnodes", "2"]
+    args = [*generate, layout, "2", "--nnodes", "2"]
     args += ["--master-addr", "10.93.0.1", "--secret-file", str(tmp_path / "secret")]
     with (
         Command(*args, "--node-rank", "1", prefix=two_networks[1]) as other,
@@ -201,15 +205,14 @@ def test_a_rank_that_dies_on_the_other_node_is_named() -> None:
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_rank_of_any_node_is_replaced(one_process: list[object], victim: int) -> None:
+def test_a_rank_of_any_node_is_replaced(small: Path, one_process: list[object], victim: int) -> None:
     """Its agent, or the engine, makes another in its place; requests go on with the same tokens."""
     port = free_port()
-    options = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "dtype": "float32", "master_port": port}
-    words = [word for word in PROMPTS if word != "--prompt"]
-    greedy = SamplingParams(temperature=0, max_tokens=16)
-    args = ["serve", *OPTIONS, "-pp", "2", "--nnodes", "2", "--master-port", str(port), "--node-rank", "1"]
+    options = {"kv_cache_memory": "8MiB", "max_model_len": 1024, "dtype": "float32", "skip_tokenizer_init": True}
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    args = ["serve", str(small), *TINY, "-pp", "2", "--nnodes", "2", "--master-port", str(port), "--node-rank", "1"]
     with Command(*args) as other:
-        with LLM("smollm2", pipeline_parallel_size=2, nnodes=2, **options) as llm:
+        with LLM(str(small), pipeline_parallel_size=2, nnodes=2, master_port=port, **options) as llm:
             before = [member.pid for member in llm._loop.gang.members]
             killed: list[int] = []
 
@@ -218,7 +221,7 @@ def test_a_rank_of_any_node_is_replaced(one_process: list[object], victim: int) 
                     killed.append(before[victim])
                     os.kill(before[victim], signal.SIGKILL)
 
-            outputs = llm.generate(words, greedy, on_tokens=kill)
+            outputs = llm.generate(PROMPTS, greedy, on_tokens=kill)
             assert [output.outputs[0].token_ids for output in outputs] == one_process and killed
             after = [member.pid for member in llm._loop.gang.members]
             assert after[1 - victim] == before[1 - victim] and after[victim] != before[victim]
@@ -249,7 +252,7 @@ def test_a_node_has_one_agent() -> None:
         first.wait_for("joined node 0")
         starting.join(PATIENCE)
         try:
-            with agent(port, env=SHARED) as second:
+            with agent(port, "--heartbeat-timeout", "2", env=SHARED) as second:
                 assert second.wait() == 1
                 assert "another process is node 1 already" in second.text()
         finally:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.proc.servers import needs_smollm2
-from tests.proc.test_nodes import OPTIONS, SECRET, Command, two_networks
+from tests.proc.servers import TINY
+from tests.proc.test_nodes import SECRET, Command, two_networks
 
 __all__ = ["two_networks"]  # a fixture
 
 
-@needs_smollm2
-def test_a_rank_that_others_cannot_reach_is_named(two_networks: list[tuple[str, ...]], tmp_path: Path) -> None:
+def test_a_rank_that_others_cannot_reach_is_named(
+    small: Path, two_networks: list[tuple[str, ...]], tmp_path: Path
+) -> None:
     """Node 1 gives an address that only itself can reach."""
     (tmp_path / "secret").write_bytes(SECRET)
-    args = ["generate", *OPTIONS, "--prompt", "x", "-tp", "2", "--nnodes", "2", "--master-addr", "10.93.0.1"]
-    args += ["--secret-file", str(tmp_path / "secret")]
+    args = ["generate", str(small), *TINY, "--prompt-token-ids", "5", "-tp", "2", "--nnodes", "2"]
+    args += ["--master-addr", "10.93.0.1", "--secret-file", str(tmp_path / "secret")]
     wrong = {"PLANARIA_HOST_IP": "127.0.0.1"}
     with (
         Command(*args, "--node-rank", "1", prefix=two_networks[1], env=wrong) as other,

@@ -19,15 +19,14 @@ from planaria.executor import node_messages
 from planaria.executor.link.keys import Invitation, Keys, Pair
 from planaria.executor.link.stream import FrameStream, Kind
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, WINDOW
-from tests.proc.servers import SMALL, Server, needs_smollm2, wait_until
+from tests.proc.servers import TINY, Server, wait_until
 from tests.proc.sockets import Listener, listeners, tree
 from tests.proc.test_nodes import SECRET, Command, free_port, two_networks
 
 __all__ = ["two_networks"]  # a fixture
 
-pytestmark = needs_smollm2
-
 ENV = {"PLANARIA_SECRET": SECRET.decode()}
+NAMED = [*TINY, "--served-model-name", "m"]
 
 
 def all_listeners(*pids: int) -> list[Listener]:
@@ -52,17 +51,17 @@ def check_unix(found: list[Listener]) -> None:
 
 def tokens(server: Server) -> str:
     """A greedy answer: the same before and after."""
-    request = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+    request = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     answer = httpx2.post(server.url + "/v1/completions", json=request, timeout=60)
     assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
+    return str(answer.json()["choices"][0]["token_ids"])
 
 
 # -- where it listens
 
 
-def test_one_node_listens_at_one_port_of_loopback() -> None:
-    with Server("smollm2", *SMALL, "-tp", "2") as server:
+def test_one_node_listens_at_one_port_of_loopback(small: Path) -> None:
+    with Server(str(small), *NAMED, "-tp", "2") as server:
         tokens(server)
         found = all_listeners(server.pid)
         assert len(tree(server.pid)) >= 4  # server, engine, two ranks
@@ -71,10 +70,12 @@ def test_one_node_listens_at_one_port_of_loopback() -> None:
         check_unix(found)
 
 
-def test_nodes_listen_on_their_own_addresses_only(two_networks: list[tuple[str, ...]], tmp_path: Path) -> None:
+def test_nodes_listen_on_their_own_addresses_only(
+    small: Path, two_networks: list[tuple[str, ...]], tmp_path: Path
+) -> None:
     """Tensor ranks on two nodes, each with a network of its own: commands over TCP, gloo between the ranks."""
     (tmp_path / "secret").write_bytes(SECRET)
-    args = ["serve", "smollm2", *SMALL, "-tp", "2", "--nnodes", "2", "--master-addr", "10.93.0.1", "--port", "8000"]
+    args = ["serve", str(small), *NAMED, "-tp", "2", "--nnodes", "2", "--master-addr", "10.93.0.1", "--port", "8000"]
     args += ["--secret-file", str(tmp_path / "secret")]
     with (
         Command(*args, "--node-rank", "1", prefix=two_networks[1]) as other,
@@ -104,9 +105,9 @@ class Bomb:
 class Deployment:
     """Two nodes on this machine, so that all that can listen does, at loopback."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Path) -> None:
         self.port = free_port()
-        args = ["smollm2", *SMALL, "-tp", "2", "--disable-custom-all-reduce"]
+        args = [str(model), *NAMED, "-tp", "2", "--disable-custom-all-reduce"]
         args += ["--nnodes", "2", "--master-port", str(self.port)]
         self.agent = Command("serve", *args, "--node-rank", "1", env=ENV)
         self.server = Server(*args, env=ENV)
@@ -123,8 +124,8 @@ class Deployment:
 
 
 @pytest.fixture(scope="module")
-def deployment() -> Iterator[Deployment]:
-    made = Deployment()
+def deployment(small: Path) -> Iterator[Deployment]:
+    made = Deployment(small)
     try:
         made.server.wait_ready()
         yield made

@@ -3,25 +3,27 @@ rules of what counts as flat: `python -m benchmarks.soak`."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import false_alarms
 from benchmarks.deployment import Footprint
 from benchmarks.soak import FAULTS, Sample, Soak, growths, run, verdict
-from tests.model.checkpoints import write_checkpoint
 from tests.proc.servers import needs_smollm2
 
-BLOWS, EVERY = 8, 1.0  # so many, however slow the machine is
+EVERY = 1.0  # seconds
 TINY = ["--skip-tokenizer-init", "--kv-cache-memory", "8MiB", "--max-model-len", "512"]
 # However slow this machine is just now: more faults in a row than there are here may come to nothing.
 PATIENT = ["--recovery-limit", "100"]
 
 
-@pytest.fixture(scope="module")
-def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
-    folder = write_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", max_position_embeddings=512)
+@pytest.fixture(scope="module", params=[5, pytest.param(40, marks=pytest.mark.long)], ids="{} blows".format)
+def soak(request: pytest.FixtureRequest, small: Path) -> Soak:
+    """So many, however slow the machine is."""
     return run(
-        str(folder), 0.0, EVERY, options=[*TINY, *PATIENT], vocabulary=131, tokens=64, streams=8, seed=3, blows=BLOWS
+        str(small), 0.0, EVERY, options=[*TINY, *PATIENT], vocabulary=131, tokens=64, streams=8, seed=3,
+        blows=request.param,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from tests.sim.seeds import FLEETS, history, simulate
 from tests.sim.simulation import Simulation
 from tests.sim.world import Violation
 
-SEEDS, ALL_SEEDS = 2000, 10_000  # by default, and in the long tier
+SEEDS, ALL_SEEDS = 1000, 10_000  # by default, and in the long tier
 PART = 250
 PROCESSES = 2
 NEAR, ENOUGH = 100, 2000  # seeds within which a mutation must be found: from where it soon was, else from 0
