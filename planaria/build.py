@@ -21,7 +21,7 @@ from planaria.executor.loop import Emit, EngineLoop, Link
 from planaria.hosts.host import Place
 from planaria.node import home
 from planaria.topology.outer import OuterLauncher
-from planaria.wire import Progress
+from planaria.wire import Listens, Progress
 
 WORKER, ENGINE, PART = "planaria.worker.main", "planaria.engine_process", "planaria.node_part"  # what processes run
 
@@ -52,6 +52,8 @@ def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> Engi
 
     if hasattr(launcher, "on_placed"):
         launcher.on_placed = emit
+    if hasattr(launcher, "tell_port") and not parallel.master_port:
+        launcher.tell_port = lambda port: emit(Listens(port))
     loop = EngineLoop(config, launcher, link_for, emit)
     loop.gang.came_up = again
     return loop

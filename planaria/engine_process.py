@@ -90,7 +90,9 @@ class RemoteEngine:
         """As `main`."""
         assert self.port is not None
         self.say(self.port.address)
-        return run_engine(self.config, self.port, self.told)
+        parallel = self.config.parallel
+        at: dict[str, Any] = {"dp": parallel.data_parallel_index, "local": parallel.data_parallel_rank_local}
+        return run_engine(self.config, self.port, self.told, **at)
 
 
 def run_engine(
@@ -117,6 +119,7 @@ def run_engine(
         port.close()
         return 1
     logger.debug("engine ready after %.2f s", time.perf_counter() - began)
+    set_title("engine", **title, epoch=0)  # Ray may have given it a name meanwhile
     port.send(facts)
     try:
         # A rank's end ends the wait for messages; that one is stopped shows only to who looks.

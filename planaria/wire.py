@@ -141,6 +141,12 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     ranks: list[tuple[str, str, int, int]]
 
 
+class Listens(msgspec.Struct, frozen=True, array_like=True, tag="listens"):
+    """The port at which the engine, which has several nodes, waits for the others, until it ends."""
+
+    port: int
+
+
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """Start-up, for people: part name and fraction done (0..1)."""
 
@@ -242,6 +248,6 @@ class EngineState(msgspec.Struct, frozen=True):
 ToEngine = Submit | Cancel | Gone | Report | ReportExperts | ResizeEngine | Share | Shutdown
 StartUpNews = Phase | Progress
 FromEngine = (
-    EngineFacts | Output | Dead | Recovery | ExpertLoads | Leaving | Phase | Placed | Processes | Progress
+    EngineFacts | Output | Dead | Recovery | ExpertLoads | Leaving | Listens | Phase | Placed | Processes | Progress
     | EngineResized
 )

@@ -316,16 +316,12 @@ class Planned:
             )
             self.table = self._answer(self.parallel)[2]
         own = [row for row in self.table if row.dp // self.parallel.lanes == engine]
-        if len(own) != len(places):
-            return []  # it has another layout now
-        if not self.numbered:
-            places = [at._replace(devices=()) for at in places]
         if len({row.node for row in self.table}) > 1:  # planned by number; the first rank says a node's name
             names: dict[str, str] = {}
-            for row, at in zip(own, places, strict=True):
+            for row, at in zip(own, places, strict=False):
                 names.setdefault(row.node, at.node)
-            own = [row._replace(node=names[row.node]) for row in own]
-        return differences(own, {row.rank: at for row, at in zip(own, places, strict=True)})
+            own = [row._replace(node=names.get(row.node, row.node)) for row in own]
+        return differences(own, places, numbered=self.numbered)
 
 
 # -- what is said

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.config.engine_nodes import EngineNodes, engine_nodes
+from planaria.config.engine_nodes import engine_nodes
 from planaria.config.options import EngineConfig, EngineOptions, ParallelConfig
 from planaria.errors import ConfigError
 
@@ -38,7 +38,6 @@ def data_parallel_fields(options: EngineOptions) -> dict[str, Any]:
     elif size > 1 and options.nnodes > 1:
         nodes = engine_nodes(size, local, options.nnodes, options.node_rank)
         local = 0 if options.node_rank < nodes.first else nodes.local
-        _ports(options, nodes)
     default = 1 if external or strategy == "span" else None if backend == "ray" else size
     _local(options, external, hybrid, strategy)
     return {
@@ -146,14 +145,6 @@ def _one_server(options: EngineOptions, external: bool, hybrid: bool) -> None:
         raise ConfigError("--nnodes", options.nnodes, rule, "leave --nnodes out (Ray knows its nodes)")
 
 
-def _ports(options: EngineOptions, nodes: EngineNodes) -> None:
-    """Each engine of several nodes listens for them on a port of its own, after the fleet's (see `engine_config`)."""
-    port, size = options.master_port, options.data_parallel_size
-    if nodes.per_engine > 1 and port + size > 65535:
-        rule = f"{size} engines of {nodes.per_engine} nodes each have the ports after it, to {port + size}"
-        raise ConfigError("--master-port", port, rule, f"give at most {65535 - size}")
-
-
 def _lanes_of_a_node(size: int, local: int | None, nnodes: int) -> None:
     """Raises ConfigError where so many on each node are not those there are."""
     if local is not None and local * nnodes != size:
@@ -238,10 +229,10 @@ def engine_config(config: EngineConfig, index: int, size: int, accelerators: Seq
     parallel = as_api_process(parallel, -1)
     seat = index - fleet.replicas[0]
     if (nodes := fleet.engine_nodes) is not None:
-        parallel = msgspec.structs.replace(
-            parallel, nnodes=nodes.per_engine, node_rank=0, master_port=fleet.master_port + 1 + index
-        )
+        # its nodes come to a port that it binds, and says to who has them come
+        parallel = msgspec.structs.replace(parallel, nnodes=nodes.per_engine, node_rank=0, master_port=0)
         seat = nodes.seat(index)
+    parallel = msgspec.structs.replace(parallel, data_parallel_rank_local=seat)
     ranks = fleet.local_world_size
     own = tuple(accelerators[seat * ranks : (seat + 1) * ranks])
     device = msgspec.structs.replace(config.device, sharers=sharers(fleet, index, size), devices=own)

@@ -356,6 +356,7 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     data_parallel_rank: int = 0
     data_parallel_start_rank: int = 0
     data_parallel_index: Annotated[int, UNHASHED] = 0
+    data_parallel_rank_local: Annotated[int, UNHASHED] = 0  # which of its node's engines it is
     engine_nodes: Annotated[EngineNodes | None, UNHASHED] = None  # of several engines on nodes without Ray
     ray_dp_pack_strategy: str = "strict"  # see planaria.topology.packing
     lanes: Annotated[int, UNHASHED] = 1  # of an engine: its data-parallel ranks, which share the model's experts

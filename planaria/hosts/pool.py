@@ -268,12 +268,9 @@ class Pool:
         """See Launcher. Slots that were given up are tried now and then."""
         self.host.need(layout.size, self.num_spares)
         before, slots = self._standing(), {node: room.slots for node, room in self.rooms().items()}
-        try:
-            wanted = self.deal(layout, slots, before)
-        except Infeasible as e:
-            if e.nearest is None:
-                return None
-            wanted = self.deal(e.nearest, slots, before)
+        if (largest := shrink(cluster_of(slots), layout, span=True)) is None:
+            return None
+        wanted = self.deal(largest, slots, before)
         again, nodes = self._to_try_again(), self.host.slots().nodes
         spares = self._spares_by_node(nodes)
         for node in nodes:

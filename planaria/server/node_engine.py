@@ -57,7 +57,6 @@ class NodeEngine(FarEngine):
             raise OSError(f"{self.peer} is gone")
         parallel = msgspec.structs.replace(self.config.parallel, master_addr=here.address)
         config = msgspec.structs.replace(self.config, parallel=parallel)
-        self.hosts.share(self.index, config)
         again = ["again"] if self.again else []
         args = f"tcp://{bracketed(here.address)}:*", current_level(), *again
         return self.hosts.spawn(self.peer, self.index, ENGINE, args, config, self._news, listed(keys))

@@ -23,7 +23,7 @@ from planaria.node import node_name
 from planaria.server.engine_client import EngineHandle, EngineProcess
 from planaria.topology import Cluster, Packing
 from planaria.topology.table import CameUp, differences, rows
-from planaria.wire import FromEngine
+from planaria.wire import FromEngine, Listens
 
 logger = logging.getLogger("planaria.server")
 
@@ -84,11 +84,7 @@ class NodeHosts:
         """See planaria.server.placed.Plan."""
         names = {"0": node_name()} | {str(peer.number): peer.here.node for peer in self.peers.here() if peer.here}
         own = [row._replace(node=names.get(row.node, row.node)) for row in self._table if row.dp == engine]
-        if len(own) != len(places):
-            return []  # it has another layout now
-        if self.config.device.device == "cpu":
-            places = [at._replace(devices=()) for at in places]
-        return differences(own, {row.rank: at for row, at in zip(own, places, strict=True)})
+        return differences(own, places, numbered=self.config.device.device != "cpu")
 
     # -- engines
 
@@ -96,25 +92,32 @@ class NodeHosts:
         """An engine's process where its node is."""
         from planaria.server.node_engine import NodeEngine
 
-        index = config.parallel.data_parallel_index
-        leader = self.nodes.of(index)[0]
-        if leader:
-            return NodeEngine(self, self.peers.all[leader - 1], config, hear)
-        self.share(index, config)
-        return EngineProcess(config, hear)
+        leader = self.nodes.of(config.parallel.data_parallel_index)[0]
 
-    def share(self, engine: int, config: EngineConfig) -> None:
-        """An engine of several nodes begins: the others are to take part, as soon as they are here. config: as its own
-        process has it."""
-        if config.parallel.nnodes > 1:
-            with self.peers.changed:
-                before, self._parts[engine] = self._parts.get(engine), config
-                for peer in self._followers(engine):
-                    child = self._running.get((engine, peer.number))
-                    if before != config and child is not None:
-                        child.kill()
-                    if before != config or child is None or child.ended:
-                        self._take_part(engine, peer)
+        def heard(message: FromEngine) -> None:
+            if isinstance(message, Listens):
+                self._share(config, message.port)
+            else:
+                hear(message)
+
+        if leader:
+            return NodeEngine(self, self.peers.all[leader - 1], config, heard)
+        return EngineProcess(config, heard)
+
+    def _share(self, config: EngineConfig, port: int) -> None:
+        """An engine of several nodes waits for the others at this port of its own node: they are to take part, as soon
+        as they are here."""
+        engine = config.parallel.data_parallel_index
+        leader, address = self.nodes.of(engine)[0], config.parallel.master_addr
+        if leader and (here := self.peers.all[leader - 1].here) is not None:
+            address = here.address
+        parallel = msgspec.structs.replace(config.parallel, master_addr=address, master_port=port)
+        with self.peers.changed:
+            self._parts[engine] = msgspec.structs.replace(config, parallel=parallel)
+            for peer in self._followers(engine):
+                if (child := self._running.pop((engine, peer.number), None)) is not None:
+                    child.kill()
+                self._take_part(engine, peer)
 
     def spawn(
         self, peer: NodePeer, engine: int, module: str, args: Sequence[str], config: EngineConfig, news: News,

@@ -40,15 +40,12 @@ class OwnPlan:
         first = engine * layout.dp  # with lanes it is the only one
         self.text = said(message.source, packing, cluster, first)
         self.rows = rows(packing, cluster, first)
-        self.bundles = {row.rank: at[3] for row, at in zip(self.rows, message.ranks, strict=True)}
+        self.bundles = [bundle for _, _, _, bundle in message.ranks]
 
     def differences(self, engine: int, places: Sequence[CameUp]) -> list[str]:
         """See Plan."""
-        if len(places) != len(self.rows):
-            return []
         # Ray gives out accelerators by itself: a row's number is of those that are free on the node.
-        came_up = {row.rank: at._replace(devices=()) for row, at in zip(self.rows, places, strict=True)}
-        return differences(self.rows, came_up, self.bundles)
+        return differences(self.rows, places, self.bundles, numbered=False)
 
 
 class Check:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from planaria.topology.cluster import Cluster
@@ -119,20 +118,21 @@ class CameUp(NamedTuple):
 
 
 def differences(
-    planned: Sequence[TableRow], came_up: Mapping[int, CameUp], bundles: Mapping[int, int] = MappingProxyType({})
+    planned: Sequence[TableRow], places: Sequence[CameUp], bundles: Sequence[int] = (), *, numbered: bool = True
 ) -> list[str]:
-    """A line for each rank that is elsewhere than planned. bundles: where they were planned, by rank."""
+    """A line for each rank of an engine that is elsewhere than planned; none where it has another layout by now.
+    places, bundles: where they are, and in which they were planned, in the order of `planned`; numbered: devices have
+    numbers that mean the same."""
+    if len(planned) != len(places):
+        return []
     found = []
-    for row in planned:
-        at = came_up.get(row.rank)
-        if at is None:
-            found.append(f"rank {row.rank} has not come up")
-        elif at.node != row.node:
+    for row, at, bundle in zip(planned, places, bundles or [at.bundle for at in places], strict=True):
+        if at.node != row.node:
             found.append(f"rank {row.rank} was planned on {short(row.node)} and is on {short(at.node)}")
-        elif at.devices and row.device not in at.devices:
+        elif numbered and at.devices and row.device not in at.devices:
             has = ", ".join(map(str, at.devices))
             found.append(f"rank {row.rank} was planned on device {row.device} of {short(row.node)} and has {has}")
-        elif at.bundle >= 0 and at.bundle != bundles.get(row.rank, at.bundle):
-            was = f"bundle {bundles[row.rank]} (device {row.device} of {short(row.node)})"
+        elif at.bundle >= 0 and at.bundle != bundle:
+            was = f"bundle {bundle} (device {row.device} of {short(row.node)})"
             found.append(f"rank {row.rank} was planned in {was} and is in bundle {at.bundle}")
     return found

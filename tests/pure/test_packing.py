@@ -432,13 +432,15 @@ def test_unlike_devices_in_an_engine_are_said() -> None:
 def test_what_came_up_elsewhere_is_said() -> None:
     cluster = cluster_of(2, 1)
     table = rows(Packing.of(place(cluster, Layout(pp=3))), cluster)
-    as_planned = {0: CameUp("n0", (0,)), 1: CameUp("n0", (), 1), 2: CameUp("n1", (0,), -1)}
-    assert differences(table, as_planned, {0: 0, 1: 1, 2: 2}) == []
-    assert differences(table, {0: CameUp("n1", (0,)), 1: CameUp("n0", (3,))}) == [
+    as_planned = [CameUp("n0", (0,)), CameUp("n0", (), 1), CameUp("n1", (0,), -1)]
+    assert differences(table, as_planned, [0, 1, 2]) == []
+    elsewhere = [CameUp("n1", (0,)), CameUp("n0", (3,)), CameUp("n1")]
+    assert differences(table, elsewhere) == [
         "rank 0 was planned on n0 and is on n1",
         "rank 1 was planned on device 1 of n0 and has 3",
-        "rank 2 has not come up",
     ]
-    assert differences(table[:1], {0: CameUp("n0", (), 4)}, {0: 2}) == [
+    assert differences(table, elsewhere, numbered=False) == ["rank 0 was planned on n0 and is on n1"]
+    assert differences(table, elsewhere[:2]) == [], "another layout by now"
+    assert differences(table[:1], [CameUp("n0", (), 4)], [2]) == [
         "rank 0 was planned in bundle 2 (device 0 of n0) and is in bundle 4"
     ]

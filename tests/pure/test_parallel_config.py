@@ -260,7 +260,7 @@ def test_engines_over_nodes() -> None:
     assert [list(spread.engine_nodes.of(engine)) for engine in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [spread.engine_nodes.seat(engine) for engine in range(4)] == [0, 1, 0, 1]
     own = engine_config(msgspec.structs.replace(CONFIG, parallel=spread), 3, 4)
-    assert (own.parallel.nnodes, own.parallel.node_rank, own.parallel.master_port) == (2, 0, 29505)
+    assert (own.parallel.nnodes, own.parallel.node_rank, own.parallel.master_port) == (2, 0, 0), "any port"
     assert (own.parallel.data_parallel_index, own.device.sharers, own.parallel.over_nodes) == (3, 2, True)
     assert engine_config(msgspec.structs.replace(CONFIG, parallel=spread), 2, 3).device.sharers == 1
     alone = engine_config(msgspec.structs.replace(CONFIG, parallel=one_each), 1, 4, accelerators=[5, 6])
@@ -457,14 +457,6 @@ def test_the_environment_of_an_outer_launcher(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RANK", "three")
     with pytest.raises(ConfigError, match=r"\$RANK 'three'"):
         outer_launcher()
-
-
-def test_every_engine_of_several_nodes_has_a_port() -> None:
-    last = resolved(**DP4, **TP2, nnodes=9, data_parallel_size_local=0, master_port=65531)
-    assert last.master_port + 4 == 65535
-    with pytest.raises(ConfigError, match=r"--master-port 65532: .*to 65536; give at most 65531"):
-        resolved(**DP4, **TP2, nnodes=9, data_parallel_size_local=0, master_port=65532)
-    assert resolved(**DP4, nnodes=2, master_port=65535).master_port == 65535
 
 
 def test_the_environment_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,3 +163,13 @@ def test_a_spare_that_the_kernel_holds_still_is_ended() -> None:
     (spare,) = one.pool.spares
     spare.stopped = True  # type: ignore[misc]
     assert one.pool.rooms()["0"].ready == 1 and spare.ended and not one.pool.spares
+
+
+def test_less_than_was_asked_for_may_be_on_several_nodes_too() -> None:
+    """As all of it would be."""
+    one = Clocked(1, 1, 1, 1)
+    del one.host.nodes["2"]
+    one.pool.prepare(Layout(tp=3), lambda place: b"")
+    (spare,) = one.pool.spares
+    spare.said = "ready"
+    assert spare.slot == ("1", 0) and one.pool.prepare(Layout(tp=3), lambda place: b"") == Layout(tp=2)

@@ -122,31 +122,28 @@ def group_of(layout: Layout, *nodes: str, owned: bool = True, others: tuple[tupl
 
 
 def singles(ray: Ray) -> Any:
-    """In place of `single_bundles`."""
+    """In place of `single_bundle`."""
 
-    def single(node: str) -> PlacedGroup:
+    def single(resource: str, node: str, name: str) -> PlacedGroup | None:
         def remove() -> None:
             ray.free[node] += 1
 
+        if not ray.free[node]:
+            return None
         ray.free[node] -= 1
+        ray.made.append(name)
         group = group_of(Layout(), node)
         group.remove = remove  # type: ignore[method-assign]
         return group
 
-    def bundles(resource: str, nodes: list[str], names: list[str]) -> list[PlacedGroup] | None:
-        if any(ray.free[node] < nodes.count(node) for node in nodes):
-            return None
-        ray.made += names
-        return [single(node) for node in nodes]
-
-    return bundles
+    return single
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(ray: Ray, first: PlacedGroup) -> Engine:
         monkeypatch.setattr(module, "obtain", lambda *args: first)
-        monkeypatch.setattr(module, "single_bundles", singles(ray))
+        monkeypatch.setattr(module, "single_bundle", singles(ray))
         bundles = BundlePool(ray, "S", RaySettings(), "x")  # type: ignore[arg-type]
         layout = first.placement.layout
         return Engine(ray, bundles, bundles.obtain(None, layout), layout)
@@ -198,7 +195,7 @@ def test_who_lives_on_a_node_that_is_not_trusted_stays(make: Any) -> None:
 def test_devices_that_somebody_else_took_are_not_waited_for(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = Ray(a=0, c=1)
     engine = make(ray, group_of(Layout(), "a"))
-    monkeypatch.setattr(module, "single_bundles", lambda *args: None)
+    monkeypatch.setattr(module, "single_bundle", lambda *args: None)
     with pytest.raises(Infeasible) as e:
         engine.replace(layout=TWO)
     assert e.value.nearest == Layout() and engine.nodes == "a"
@@ -252,7 +249,7 @@ def lent(
         return group
 
     monkeypatch.setattr(module, "lane_group", lane_group)
-    monkeypatch.setattr(module, "single_bundles", singles(ray))
+    monkeypatch.setattr(module, "single_bundle", singles(ray))
     lanes = {name: LaneGroup(name, tuple(range(len(homes)))) for name, homes in nodes.items()}
     return BundlePool(ray, "S", RaySettings(), "x"), lanes  # type: ignore[arg-type]
 

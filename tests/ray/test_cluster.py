@@ -110,7 +110,7 @@ def test_each_rank_is_on_the_node_that_was_planned(connection: Any, small: Path,
     with LLM(str(small), **SMALL, **ray_options("pp2")) as llm:
         launcher: Any = llm._loop.gang.launcher
         nodes = [child.place.host for _, child in sorted(launcher.pool.ranks.items())]
-        assert nodes == [slot.node for slot in launcher.group.placement.slots]
+        assert nodes == [slot.node for slot in launcher.ray.bundles.groups[0].placement.slots]
         assert nodes == [node for node, _ in planned] == actor_nodes(connection.ray)
         assert nodes[0] == connection.node != nodes[1] and [device for _, device in planned] == [0, 0]
         check(answers(llm, PROMPTS, 8), expected)
@@ -140,8 +140,9 @@ def test_a_users_group_is_used_and_kept(connection: Any, group: Any, small: Path
     """Its tensor group on one node: so none on the driver's, which has one slot."""
     with LLM(str(small), **SMALL, **ray_options("tp2"), placement_group=group.id.hex()) as llm:
         launcher: Any = llm._loop.gang.launcher
-        assert len(launcher.group.bundles) == 2 and 0 not in launcher.group.bundles and not launcher.group.owned
-        assert not launcher.group.placement.spanning() and connection.node not in launcher.group.placement.nodes
+        (used,) = launcher.ray.bundles.groups
+        assert len(used.bundles) == 2 and 0 not in used.bundles and not used.owned
+        assert not used.placement.spanning() and connection.node not in used.placement.nodes
     assert live_groups() == [group.id.hex()]
 
 

@@ -6,34 +6,44 @@ import pytest
 
 from planaria.env import RaySettings, ray_settings
 from planaria.errors import ConfigError
+from planaria.executor import patience
+from planaria.executor.patience import FIRST, Patience
 from planaria.executor.ray.environment import Scope, kind, merge, offered, read_at_start
-from planaria.executor.ray.groups import check_bundles
+from planaria.executor.ray.groups import check_bundles, too_small
 from planaria.executor.ray.names import actor_name
-from planaria.executor.ray.waiting import Waiting, report_times, too_small
 from planaria.topology import Bundle, Infeasible, Layout, cluster_of_bundles, place, place_at
 
 
-def test_reports_after_ten_seconds_then_doubling_up_to_the_limit() -> None:
-    assert list(report_times(100)) == [10, 20, 40, 80]
-    assert list(report_times(1800)) == [10, 20, 40, 80, 160, 320, 640, 1280]
-    assert list(report_times(10)) == []
+def test_a_wait_is_said_after_ten_seconds_then_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = 0.0, list[str]()
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now)
 
+    def times(limit: float, step: float, first: float = FIRST) -> list[float]:
+        """When it is said, by who looks so often."""
+        nonlocal now
+        now, found = 0.0, list[float]()
+        wait = Patience(said.append, limit, first)
+        while not wait.over:
+            before = len(said)
+            wait.tell("waiting for 2 x GPU: none is free")
+            found += [now] * (len(said) - before)
+            now += step
+        wait.tell("not any more")
+        return found
 
-def test_waiting_says_what_how_long_and_why() -> None:
-    waiting = Waiting("2 x GPU on Ray", limit=100)
-    assert waiting.lines(9.9, "none is free") == []
-    (line,) = waiting.lines(10.0, "none is free")
-    for part in ("2 x GPU", "10 s", "limit 100 s", "none is free", "ray status", "ray list nodes", "$PLANARIA_HOST_IP"):
-        assert part in line
-    assert waiting.lines(10.5, "none is free") == []
-    assert len(waiting.lines(45, "none is free")) == 1, "one line, though two times have passed"
-    assert waiting.lines(50, "none is free") == [] and len(waiting.lines(81, "x")) == 1
-    assert not waiting.over(99.9) and waiting.over(100)
+    assert times(100, 1) == [10, 20, 40, 80]
+    assert times(1800, 1) == [10, 20, 40, 80, 160, 320, 640, 1280]
+    assert times(10, 1) == [] and times(15, 1, first=0.0) == [0, 10]
+    assert times(100, 45) == [45, 90], "one line, though two times have passed"
+    assert said[0] == "waiting for 2 x GPU: none is free (10 s of 100 s)" and "not any more" not in "".join(said)
 
 
 def test_the_last_error_names_both_numbers_and_the_flag_only_where_it_helps() -> None:
     text = str(too_small(Layout(tp=2), "GPU", 2, 1, "one node is small", 30.0))
-    for part in ("needs 2 x GPU", "1 are available", "30 s", "--tensor-parallel-size", "one node is small"):
+    for part in (
+        "needs 2 x GPU", "1 are available", "30 s", "--tensor-parallel-size", "one node is small", "ray status",
+        "ray list nodes", "$PLANARIA_HOST_IP",
+    ):  # fmt: skip
         assert part in text
     assert "--tensor-parallel-size" not in str(too_small(Layout(), "GPU", 1, 0, "none", 30.0))
 

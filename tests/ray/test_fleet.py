@@ -21,6 +21,7 @@ from planaria.cli import main
 from planaria.config.options import EngineConfig, ParallelConfig
 from planaria.env import RaySettings
 from planaria.errors import ConfigError
+from planaria.processes import titled_processes
 from planaria.topology import Cluster, Layout, Node, pack
 from planaria.topology.table import CameUp
 from tests.proc.servers import Server, alive, needs_smollm2, planaria, wait_until
@@ -280,7 +281,8 @@ def test_engines_in_groups_of_the_users(groups: list[Any], undisturbed: Any) -> 
     import ray
 
     ids = [group.id.hex() for group in groups]
-    with Server("smollm2", *ON_RAY, "-tp", "2", "--placement-group", ",".join(ids)) as server:
+    given = ["--placement-group", ",".join(ids), "--placement-group-local-ranks", "3,1"]
+    with Server("smollm2", *ON_RAY, "-tp", "2", *given) as server:
         server.wait_for(f"bundles of {ids[0]}, {ids[1]}: tp=2 dp=2: 4 ranks on 2 nodes")
 
         def where(*engines: int) -> None:
@@ -294,6 +296,9 @@ def test_engines_in_groups_of_the_users(groups: list[Any], undisturbed: Any) -> 
                 assert engine["misplaced"] == []
 
         where(0, 1)
+        titles = {pid: facts for pid, _, facts in titled_processes()}
+        own = [titles[engine["pid"]] for engine in fleet(server)]
+        assert [(facts["dp"], facts["local"]) for facts in own] == [("0", "3"), ("1", "1")]
         assert run(server) == undisturbed
         assert "--placement-group names a group for each; 2 fit" in scale(server, 3)["error"]["message"]
         assert scale(server, 1)["state"] == "committed"

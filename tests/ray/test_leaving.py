@@ -129,6 +129,8 @@ class Several:
         return Place(-1, "elsewhere", "a", pid=1)
 
     def begin(self, child: RayChild, message: bytes) -> tuple[str, str]:
+        if message == b"be nobody":
+            raise RuntimeError("Ray has other things to do")
         return "run", "saying"
 
     def end(self, child: RayChild) -> None:
@@ -166,3 +168,13 @@ def test_one_that_is_killed_while_it_comes_up_ends(monkeypatch: pytest.MonkeyPat
     child.kill()
     several.up.set()
     assert heard.get(timeout=60) == "was killed" and child.gone.is_set() and several.ended == [child]
+
+
+def test_one_that_cannot_be_told_what_it_is_ends() -> None:
+    """So its slot is free again."""
+    several = Several(Ray(), threading.Event())
+    child, heard = child_of(several)
+    several.up.set()
+    child.tell(b"be nobody")
+    assert heard.get(timeout=60) == "could not be told: Ray has other things to do"
+    assert child.gone.wait(60) and several.ended == [child]

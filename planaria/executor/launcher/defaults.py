@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
@@ -11,11 +11,15 @@ from planaria.topology import Layout
 
 
 class Defaults:
-    """A base: ranks can't be replaced, there are no spares, and whoever tells of an end says how, too."""
+    """A base: ranks can't be replaced, there are no spares, whoever tells of an end says how, too, and nothing is to be
+    ended."""
 
     replaces = False
     followed = False
     leaving: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        self.on_exit: Callable[[], None] = lambda: None
 
     def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
         raise CapacityError(f"ranks {list(ranks)} can't be replaced by this executor back end")
@@ -34,3 +38,13 @@ class Defaults:
         return []
 
     def settle(self, ranks: Sequence[int]) -> None: ...
+
+    def lost(self) -> dict[int, str]:
+        """Nobody that the link doesn't tell of."""
+        return {}
+
+    def closing(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None: ...

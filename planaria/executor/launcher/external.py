@@ -32,8 +32,8 @@ class ExternalLauncher(Defaults):
     def __init__(
         self, outer: OuterLauncher, factory: Callable[[RankBoot], Handler], open_circle: Callable[[str], Circle]
     ) -> None:
+        super().__init__()
         self.outer, self.factory, self.open_circle = outer, factory, open_circle
-        self.on_exit: Callable[[], None] = lambda: None
         self.ranks: list[Handler] = []
         self.circle: Circle | None = None
 
@@ -50,14 +50,6 @@ class ExternalLauncher(Defaults):
 
     def run(self, boots: Sequence[RankBoot]) -> None:
         self.ranks += [self.factory(boot) for boot in boots if boot.rank == self.outer.rank]
-
-    def lost(self) -> dict[int, str]:
-        """Nobody that the link doesn't tell of."""
-        return {}
-
-    def closing(self) -> None: ...
-
-    def close(self) -> None: ...
 
     def kill(self) -> None:
         """The processes are the outer launcher's."""

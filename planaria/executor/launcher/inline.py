@@ -26,8 +26,8 @@ class InlineLauncher(Defaults):
     link, uses_ray, replaces = "direct", False, True
 
     def __init__(self, factory: Callable[[RankBoot], Handler]) -> None:
+        super().__init__()
         self.factory = factory
-        self.on_exit: Callable[[], None] = lambda: None
         self.ranks: list[Handler] = []
 
     def start(self) -> list[Place]:
@@ -46,13 +46,3 @@ class InlineLauncher(Defaults):
         if ranks:
             self.ranks.clear()
         return self.start()
-
-    def lost(self) -> dict[int, str]:
-        """Nobody: these ranks live and die with this process."""
-        return {}
-
-    def closing(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def kill(self) -> None: ...

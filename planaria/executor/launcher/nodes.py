@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -81,10 +81,12 @@ class NodesHost:
 
     def open(self, timeout: float, *, must: bool = True) -> None:
         """Listen, and wait for all nodes; see NodePeers.await_all. Raises CapacityError, RanksDiffer."""
+        self.peers.await_all(f"{self.parallel.master_addr} port {self.listen()}", timeout, must=must)
+
+    def listen(self) -> int:
+        """Returns the port. Raises CapacityError. Idempotent."""
         parallel = self.parallel
-        if not self.peers.listening:
-            self.peers.listen(self.address, parallel.master_port, self._keys, parallel.heartbeat_timeout)
-        self.peers.await_all(f"{parallel.master_addr} port {parallel.master_port}", timeout, must=must)
+        return self.peers.listen(self.address, parallel.master_port, self._keys, parallel.heartbeat_timeout)
 
     def slots(self) -> Cluster:
         with self.peers.changed:
@@ -138,12 +140,14 @@ class NodesLauncher(PoolLauncher):
             self.join_timeout = min(join_timeout, parallel.heartbeat_timeout + AGAIN)
         host = NodesHost(parallel, secret, same)
         super().__init__(host, module, parallel.layout, host.address, spares=spares)
+        self.tell_port: Callable[[int], None] = lambda port: None  # where nodes are to come, before they are waited for
         self._spanning: list[list[int]] = []
         self._warn_of_spanning(placement_of(parallel))
 
     def start(self) -> list[Place]:
         """Wait for all nodes, then start all ranks. Raises RanksDiffer, CapacityError: the port can't be listened on, a
         node did not come, or did not start its ranks; where there was an engine before, Infeasible without a node."""
+        self.tell_port(self.host.listen())
         while True:
             self.host.open(self.join_timeout, must=not self.again)
             try:

@@ -96,12 +96,15 @@ class NodePeers:
         self.closing = False
         self._over = False
         self._link: TcpLink | None = None
+        self._port = 0
         self._thread: threading.Thread | None = None
         self._outbox: queue.SimpleQueue[tuple[NodePeer, int, Any]] = queue.SimpleQueue()
         self._ids = itertools.count(1)
 
-    def listen(self, host: str, port: int, keys: Keys, heartbeat: float) -> None:
-        """Raises CapacityError: not there."""
+    def listen(self, host: str, port: int, keys: Keys, heartbeat: float) -> int:
+        """port: 0: any. Returns the port. Raises CapacityError: not there. Idempotent."""
+        if self._link is not None:
+            return self._port
         try:
             self._link = TcpLink(
                 len(self.all), host=host, port=port, keys=keys, heartbeat=heartbeat, encode=messages.encode,
@@ -111,10 +114,8 @@ class NodePeers:
             raise CapacityError(f"{e}; choose another --master-addr or --master-port, on every node") from None
         self._thread = threading.Thread(target=self._serve, args=(self._link,), name="nodes", daemon=True)
         self._thread.start()
-
-    @property
-    def listening(self) -> bool:
-        return self._link is not None
+        self._port = int(self._link.address.rpartition(":")[2])
+        return self._port
 
     def here(self) -> list[NodePeer]:
         return [peer for peer in self.all if peer.here is not None]

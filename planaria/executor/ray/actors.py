@@ -18,11 +18,11 @@ import msgspec
 
 from planaria.config.options import ParallelConfig
 from planaria.env import environment
+from planaria.executor.patience import FIRST, Patience
 from planaria.executor.ray import environment as env
 from planaria.executor.ray.actor import NodeReaper, Whereabouts, remote_class, report
 from planaria.executor.ray.child import Order, RayChild
-from planaria.executor.ray.cluster import Connection, bounded
-from planaria.executor.ray.waiting import Waiting
+from planaria.executor.ray.cluster import HINT, Connection, bounded
 from planaria.hosts.host import Child, News, Place, Slot
 
 logger = logging.getLogger("planaria.ray")
@@ -69,19 +69,17 @@ class Actors:
 
     def await_starts(self, children: Iterable[Child]) -> None:
         """See Host; each has a limit of its own."""
-        own, began = [child for child in children if isinstance(child, RayChild)], time.monotonic()
-        limit = max((child.limit for child in own), default=0.0)
-        waiting = Waiting("actors to come up", limit)
+        own = [child for child in children if isinstance(child, RayChild)]
+        limit = ANSWERS + max((child.limit for child in own), default=0.0)
+        patience = Patience(logger.warning, limit, FIRST)
         with self.changed:
             while late := [child for child in own if not (child.place.pid or child.ended)]:
-                elapsed = time.monotonic() - began
-                if elapsed >= limit + ANSWERS:
+                if patience.over:
                     break
-                for line in waiting.lines(elapsed, f"{len(late)} of {len(own)} are missing"):
-                    logger.warning("%s", line)
+                patience.tell(f"waiting for actors to come up: {len(late)} of {len(own)} are missing; {HINT}")
                 self.changed.wait(LOOK)
         for child in late:
-            child.ended = child.ended or f"did not come up: Ray has not answered for {limit + ANSWERS:.0f} s"
+            child.ended = child.ended or f"did not come up: Ray has not answered for {limit:.0f} s"
             child.kill()
 
     def await_ends(self, children: Iterable[Child], timeout: float) -> list[Child]:

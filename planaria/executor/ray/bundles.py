@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from planaria.env import RaySettings
 from planaria.executor.ray.cluster import Connection, bounded
-from planaria.executor.ray.groups import PlacedGroup, lane_group, obtain, single_bundles
+from planaria.executor.ray.groups import PlacedGroup, lane_group, obtain, single_bundle
 from planaria.hosts.host import Slot
 from planaria.topology import Cluster, Device, Infeasible, LaneGroup, Layout, Node, Placement, place
 from planaria.topology import Slot as Seat
@@ -148,8 +148,8 @@ class BundlePool:
             with self._lock:
                 self._added += 1
                 name = f"{self.name}-{self._added}"  # Ray refuses one that lives
-            if groups := single_bundles(self.resource, [node], [name]):
-                return self._add(slot, groups[0])
+            if (group := single_bundle(self.resource, node, name)) is not None:
+                return self._add(slot, group)
         self.distrust(node)
         raise OSError(f"devices of node {node} that were free a moment ago are taken")
 

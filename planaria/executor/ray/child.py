@@ -63,6 +63,7 @@ class RayChild:
         self.gone = threading.Event()  # and its process
         self._saying: Any = None  # what ends when it says something
         self._untold: list[bytes] = []
+        self._deaf = ""  # why it can't be told anything
         self._pidfd = -1
         self._lock, self._ending = threading.Lock(), threading.Lock()
         self._changed = threading.Event()
@@ -123,11 +124,14 @@ class RayChild:
 
     def _pass_on(self) -> None:
         """With the lock."""
-        for message in self._untold:
-            if self.run is None:
-                self.run, self._saying = self.actors.begin(self, message)
-            else:
-                self.actor.hear.remote(message)
+        try:
+            for message in self._untold:
+                if self.run is None:
+                    self.run, self._saying = self.actors.begin(self, message)
+                else:
+                    self.actor.hear.remote(message)
+        except Exception as e:  # whatever Ray raises
+            self._deaf = f"could not be told: {_last_line(e)}"
         self._untold.clear()
         self._changed.set()
 
@@ -135,6 +139,9 @@ class RayChild:
 
     def _watch(self) -> None:
         """For a second at most."""
+        if self._deaf:
+            self._over(self._deaf)
+            return
         if self.leaving and self.here:
             if self.has_gone(POLL):
                 self._over("ended after Ray had given up its node")

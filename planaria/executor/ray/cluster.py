@@ -29,6 +29,7 @@ SLOT = "planaria_slot"  # one unit: a rank without an accelerator
 ACCELERATORS = {"cuda": "GPU", "rocm": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "tpu": "TPU"}
 UPLOADED = ("working_dir", "py_modules")  # fields of a runtime environment that may be folders of this machine
 OBJECT_STORE = 256 << 20  # bytes, of a cluster started here: nothing large travels through it
+HINT = "see `ray status` and `ray list nodes`; a node that should be there may need its address set: $PLANARIA_HOST_IP"
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a node's address is 127.0.0.1, and Ray binds to it
 
 CONNECT = 5.0  # seconds for a cluster to take a connection

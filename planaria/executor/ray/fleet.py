@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 from planaria.config.options import EngineConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError, ConfigError, PlanariaError
+from planaria.executor.patience import FIRST, Patience
 from planaria.executor.ray.actors import Actors
 from planaria.executor.ray.bundles import DISTRUST
 from planaria.executor.ray.child import Order, RayChild
-from planaria.executor.ray.cluster import Connection, bounded, connect
+from planaria.executor.ray.cluster import HINT, Connection, bounded, connect
 from planaria.executor.ray.given import GivenGroups
 from planaria.executor.ray.groups import on_nodes
-from planaria.executor.ray.waiting import Waiting
 from planaria.hosts.host import News
 from planaria.topology import Cluster, Device, Infeasible, Layout, Node
 from planaria.topology.packing import Packing, pack
@@ -48,10 +48,13 @@ class EngineSeat(NamedTuple):
 
 
 class RayHosts:
-    """config: of the fleet. `packing` and `groups` are of the engines there are."""
+    """config: of the fleet; on_packing: hears the table, before the first engines are started. `packing` and `groups`
+    are of the engines there are."""
 
-    def __init__(self, config: EngineConfig, settings: RaySettings) -> None:
-        self.config, self.settings = config, settings
+    def __init__(
+        self, config: EngineConfig, settings: RaySettings, on_packing: Callable[[str], None] = lambda table: None
+    ) -> None:
+        self.config, self.settings, self.on_packing = config, settings, on_packing
         self.instance = secrets.token_hex(3)
         self.connection: Connection | None = None
         self.resource = ""
@@ -59,7 +62,6 @@ class RayHosts:
         self.packing: Packing | None = None
         self.groups: dict[int, Any] = {}  # by engine
         self.actors: Actors  # engines, with a connection
-        self.on_packing: Callable[[str], None] = lambda table: None  # before the first engines are started
         self._cluster_then = Cluster(())  # that the packing was made for
         self._removed = -math.inf  # when a group was
         self._dark: dict[str, float] = {}  # nodes that did not answer, and until when nothing is started there
@@ -160,7 +162,7 @@ class RayHosts:
     def renew(self, engine: int, stop: threading.Event) -> None:
         """Before an engine begins: where it has no group, or a node of its group is gone, it gets another. Where there
         is no place, and no other engine has one, it is waited for, until `stop` too. Raises as `plan`."""
-        waiting, began = Waiting(f"a place for engine {engine}", NO_PLACE), time.monotonic()
+        patience = Patience(logger.warning, NO_PLACE, FIRST)
         while self.stranded(engine):
             with self._lock:
                 if engine in self.groups:
@@ -169,11 +171,10 @@ class RayHosts:
                 try:
                     return self._seat_all([engine])
                 except CapacityError as e:
-                    elapsed, why = time.monotonic() - began, str(e)
-                    if waiting.over(elapsed) or not all(self.stranded(other) for other in self.groups):
+                    why = str(e)
+                    if patience.over or not all(self.stranded(other) for other in self.groups):
                         raise
-            for line in waiting.lines(elapsed, why):
-                logger.warning("%s", line)
+            patience.tell(f"waiting for a place for engine {engine}: {why}; {HINT}")
             if stop.wait(LOOK):
                 raise CapacityError(why)
 
@@ -250,7 +251,9 @@ class RayHosts:
 
     def fields_of(self, engine: int) -> dict[str, Any]:
         """Fields of its ParallelConfig."""
-        return {"placement_group": self.groups[engine].id.hex()}
+        assert self.packing is not None
+        local_rank = self.packing.local_ranks[engine]
+        return {"placement_group": self.groups[engine].id.hex(), "data_parallel_rank_local": local_rank}
 
     def spawn(self, engine: int, entry: str, variables: Mapping[str, str], limit: float, news: News) -> RayChild:
         """Its process, in its place. entry: of its life; variables: of its environment; limit: seconds to come up."""
@@ -286,12 +289,8 @@ class RayHosts:
         if node != planned:
             found.append(f"engine {engine} was planned on {short(planned)} and is on {short(node)}")
         own = [row for row in rows(self.packing, self._cluster_then) if row.dp == engine]
-        if len(own) != len(places):
-            return found  # it has another layout now
-        ranks = [row.rank for row in own]
         # Ray gives out accelerators by itself: a row's number is of those that are free on the node.
-        came_up = {rank: at._replace(devices=()) for rank, at in zip(ranks, places, strict=True)}
-        return found + differences(own, came_up, dict(zip(ranks, self.bundles(engine), strict=True)))
+        return found + differences(own, places, self.bundles(engine), numbered=False)
 
     # -- groups
 

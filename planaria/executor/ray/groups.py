@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planaria.env import RaySettings
-from planaria.errors import ConfigError
-from planaria.executor.ray.cluster import Connection
-from planaria.executor.ray.waiting import Waiting, too_small
+from planaria.errors import CapacityError, ConfigError
+from planaria.executor.patience import FIRST, Patience
+from planaria.executor.ray.cluster import HINT, Connection
 from planaria.topology import (
     Bundle,
     Infeasible,
@@ -116,9 +116,7 @@ def _reuse(
         cluster = cluster_of_bundles(bundles, head=connection.node)
         check_bundles(bundles, layout, resource, settings.fraction)
         placement = place(cluster, layout, span=True, driver_inside=settings.driver_inside)
-    used = [slot.device for slot in placement.slots]
-    others = [(bundle.index, bundle.node) for bundle in bundles if bundle.devices and bundle.index not in used]
-    return PlacedGroup(handle, used, placement, owned=False, others=others)
+    return _in_bundles(handle, bundles, placement)
 
 
 def lane_group(lane: LaneGroup, layout: Layout, resource: str, settings: RaySettings) -> PlacedGroup:
@@ -127,9 +125,13 @@ def lane_group(lane: LaneGroup, layout: Layout, resource: str, settings: RaySett
     bundles = bundles_of(table_of(handle, lane.id, layout, resource, settings.wait), resource)
     check_bundles(bundles, layout, resource, settings.fraction)
     placement = place_at(bundles, layout, lane.bundles[: layout.size])
+    return _in_bundles(handle, bundles, placement, lent=lane.made)
+
+
+def _in_bundles(handle: Any, bundles: Sequence[Bundle], placement: Placement, *, lent: bool = False) -> PlacedGroup:
     used = [slot.device for slot in placement.slots]
     others = [(bundle.index, bundle.node) for bundle in bundles if bundle.devices and bundle.index not in used]
-    return PlacedGroup(handle, used, placement, owned=False, others=others, lent=lane.made)
+    return PlacedGroup(handle, used, placement, owned=False, others=others, lent=lent)
 
 
 def table_of(handle: Any, called: str, layout: Layout, resource: str, wait: float) -> dict[str, Any]:
@@ -221,30 +223,24 @@ def _pinned(placement: Placement, resource: str, name: str) -> PlacedGroup | Non
     return None
 
 
-def single_bundles(resource: str, nodes: Sequence[str], names: Sequence[str]) -> list[PlacedGroup] | None:
-    """A group of one bundle on each of these nodes; None, and no group, if one of them has no room any more."""
+def single_bundle(resource: str, node: str, name: str) -> PlacedGroup | None:
+    """A group of one bundle on this node; None if it has no room any more."""
     one = Layout()
-    made: list[PlacedGroup] = []
-    for node, name in zip(nodes, names, strict=True):
-        group = _pinned(Placement(one, [Slot(0, one.coords(0), node, 0)]), resource, name)
-        if group is None:
-            for each in made:
-                each.remove()
-            return None
-        made.append(group)
-    return made
+    return _pinned(Placement(one, [Slot(0, one.coords(0), node, 0)]), resource, name)
 
 
 def _wait(what: str, look: Callable[[], Any], limit: float) -> Any:
     """What `look` gives once that isn't text (why not yet); the last text at the limit."""
-    waiting, began = Waiting(what, limit), time.monotonic()
-    pause = 0.05
-    while isinstance(found := look(), str):
-        elapsed = time.monotonic() - began
-        if waiting.over(elapsed):
-            break
-        for line in waiting.lines(elapsed, found):
-            logger.warning("%s", line)
-        time.sleep(min(pause, max(0.0, limit - elapsed)))
+    patience, pause = Patience(logger.warning, limit, FIRST), 0.05
+    while isinstance(found := look(), str) and not patience.over:
+        patience.tell(f"waiting for {what}: {found}; {HINT}")
+        time.sleep(min(pause, max(0.0, limit - patience.waited)))
         pause = min(LOOK, 2 * pause)
     return found
+
+
+def too_small(layout: Layout, resource: str, needed: int, found: int, why: str, elapsed: float) -> CapacityError:
+    """The error that ends a wait in vain."""
+    fix = "add nodes" if needed == 1 else "add nodes, or lower --tensor-parallel-size or --pipeline-parallel-size"
+    what = f"{layout} needs {needed} x {resource} on Ray, {found} are available after {elapsed:.0f} s"
+    return CapacityError(f"{what}: {why}; {fix}; {HINT}")

@@ -42,7 +42,6 @@ class RayHost:
         self.connection: Connection | None = None
         self.bundles: BundlePool
         self.actors: Actors
-        self.here: dict[Slot, tuple[int, ...]] = {}  # slots on the driver's machine, and their accelerators
         self._children: dict[Slot, RayChild] = {}
         self._names: set[str] = set()
         self._wake, self._over = threading.Event(), False
@@ -77,6 +76,10 @@ class RayHost:
             self._looking.start()
         self._wake.set()
         return self.bundles.cluster(self._used())
+
+    def here(self) -> dict[Slot, tuple[int, ...]]:
+        """Slots on the driver's machine that there was anybody in, and their accelerators."""
+        return {slot: child.at.devices for slot, child in self._children.items() if child.here and child.at is not None}
 
     def _used(self) -> set[Slot]:
         return {slot for slot, child in list(self._children.items()) if not child.gone.is_set()}
@@ -127,9 +130,7 @@ class RayHost:
 
     def await_starts(self, children: Iterable[Child], timeout: float) -> None:
         """Each has its own limit."""
-        children = list(children)
         self.actors.await_starts(children)
-        self.here |= {child.slot: child.place.devices for child in children if getattr(child, "here", False)}
 
     def await_ends(self, children: Iterable[Child], timeout: float) -> list[Child]:
         return self.actors.await_ends(children, timeout) if self.connection is not None else []

@@ -9,41 +9,38 @@ and begins with fewer where there is no place.
 
 from __future__ import annotations
 
+import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from planaria.config.options import EngineConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError
+from planaria.executor.patience import FIRST, Patience
 from planaria.executor.ray.actors import Actors
 from planaria.executor.ray.child import RayChild
+from planaria.executor.ray.cluster import HINT
 from planaria.executor.ray.fleet import LOOK, NO_PLACE, RayHosts
-from planaria.executor.ray.waiting import Waiting
 from planaria.hosts.host import News
 from planaria.topology import Infeasible, LaneGroup
 from planaria.topology.table import CameUp
+
+logger = logging.getLogger("planaria.ray")
 
 
 class LaneHosts:
     """config: of the engine. It has the number 0; `places` counts lanes, as it would engines."""
 
-    def __init__(self, config: EngineConfig, settings: RaySettings) -> None:
+    def __init__(
+        self, config: EngineConfig, settings: RaySettings, on_packing: Callable[[str], None] = lambda table: None
+    ) -> None:
         self.lanes = config.parallel.lanes
-        self.places = RayHosts(config, settings)
+        self.places = RayHosts(config, settings, on_packing)
 
     @property
     def actors(self) -> Actors:
         return self.places.actors
-
-    @property
-    def on_packing(self) -> Callable[[str], None]:
-        return self.places.on_packing
-
-    @on_packing.setter
-    def on_packing(self, show: Callable[[str], None]) -> None:
-        self.places.on_packing = show
 
     def open(self, size: int) -> None:
         """A group for each lane, or none. Raises ConfigError, CapacityError."""
@@ -85,13 +82,13 @@ class LaneHosts:
     def renew(self, engine: int, stop: threading.Event) -> None:
         """Before it begins: lanes that have no group, or whose node is gone, get another where there is a place. While
         there is none for any it is waited for, until `stop` too. Raises CapacityError."""
-        waiting, began = Waiting("a place for a lane", NO_PLACE), time.monotonic()
+        patience = Patience(logger.warning, NO_PLACE, FIRST)
         while not self.places.groups or any(self.places.stranded(lane) for lane in range(self.lanes)):
             why = self._renew()
             if self.places.groups:
                 return
-            elapsed = time.monotonic() - began
-            if waiting.over(elapsed) or stop.wait(LOOK):
+            patience.tell(f"waiting for a place for a lane: {why}; {HINT}")
+            if patience.over or stop.wait(LOOK):
                 raise CapacityError(why)
 
     def _renew(self) -> str:

@@ -17,9 +17,9 @@ from planaria.env import RaySettings
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
 from planaria.executor.launcher.process import PoolLauncher
-from planaria.executor.ray.groups import PlacedGroup
+from planaria.executor.patience import FIRST, Patience
+from planaria.executor.ray.cluster import HINT
 from planaria.executor.ray.host import RayHost
-from planaria.executor.ray.waiting import Waiting
 from planaria.hosts.host import Place, Program
 from planaria.hosts.local import LocalHost
 from planaria.hosts.pool import Pool
@@ -87,11 +87,6 @@ class RayLauncher(PoolLauncher):
             for slot, bundle in zip(group.placement.slots, group.bundles, strict=True)
         ])  # fmt: skip
 
-    @property
-    def group(self) -> PlacedGroup:
-        """The first, which came into being as one."""
-        return self.ray.bundles.groups[0]
-
     def _deal(self, layout: Layout, counts: Mapping[str, int], before: Placement | None) -> Placement:
         """See BundlePool."""
         return self.ray.bundles.deal(layout, counts, before, self.pool.living())
@@ -151,7 +146,7 @@ class RayLauncher(PoolLauncher):
     def _place(self, layout: Layout) -> list[Place]:
         """Where one doesn't come up another place is tried. Raises Infeasible, CapacityError; TimeoutError when Ray
         does not answer."""
-        waiting, began = Waiting("a place for any rank", NO_PLACE), time.monotonic()
+        patience = Patience(logger.warning, NO_PLACE, FIRST)
         while True:
             self.ray.bundles.look()
             try:
@@ -159,11 +154,9 @@ class RayLauncher(PoolLauncher):
             except Infeasible as e:
                 if e.nearest is not None:
                     raise
-                elapsed = time.monotonic() - began
-                if waiting.over(elapsed):
-                    raise CapacityError(f"{e.why}; nothing came in {elapsed:.0f} s") from None
-                for line in waiting.lines(elapsed, e.why):
-                    logger.warning("%s", line)
+                if patience.over:
+                    raise CapacityError(f"{e.why}; nothing came in {patience.waited:.0f} s") from None
+                patience.tell(f"waiting for a place for any rank: {e.why}; {HINT}")
                 time.sleep(LOOK)
             except TimeoutError:
                 raise
@@ -172,7 +165,7 @@ class RayLauncher(PoolLauncher):
 
     def _fall_back(self, layout: Layout) -> list[Place]:
         """Without Ray from now on. Raises Infeasible, CapacityError."""
-        here = {slot: devices for slot, devices in self.ray.here.items() if slot not in self.pool.bad}
+        here = {slot: devices for slot, devices in self.ray.here().items() if slot not in self.pool.bad}
         self.pool.kill()
         if not here:
             raise CapacityError("Ray does not answer any more, and none of its ranks was on this node")
