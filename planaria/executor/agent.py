@@ -217,7 +217,7 @@ class Agent:
                 self._keys.ranks[parallel.node_rank - 1], parallel.node_rank - 1, 0, CHUNK_BYTES,
             )  # fmt: skip
             try:
-                self.port = TcpPort.connect(
+                self.port = TcpPort(
                     invitation, timeout=CONNECT, heartbeat=parallel.heartbeat_timeout,
                     encode=messages.encode_from_agent, decode=messages.decode_to_agent,
                 )  # fmt: skip

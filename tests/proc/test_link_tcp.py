@@ -94,7 +94,7 @@ def stream() -> FrameStream[object]:
 def test_a_wrong_key_is_refused(deployment: Deployment) -> None:
     stranger = msgspec.structs.replace(deployment.link.invitation(1), pair=Keys.generate(1).ranks[0])
     with pytest.raises(LinkError, match="refused the key of rank 1"):
-        TcpPort.connect(stranger, timeout=LIMIT)
+        TcpPort(stranger, timeout=LIMIT)
     deployment.counted("unauthenticated")
     assert deployment.link.ranks("connected") == [0]
     deployment.serves()
@@ -103,7 +103,7 @@ def test_a_wrong_key_is_refused(deployment: Deployment) -> None:
 def test_a_driver_with_another_key_is_not_trusted(deployment: Deployment) -> None:
     deceived = msgspec.structs.replace(deployment.link.invitation(1), driver_key=Keys.generate(0).driver.public)
     with pytest.raises(LinkError, match="another deployment"):
-        TcpPort.connect(deceived, timeout=1.0)
+        TcpPort(deceived, timeout=1.0)
     assert deployment.link.ranks("connected") == [0]
     deployment.serves()
 
@@ -206,7 +206,7 @@ def test_a_rank_refuses_what_isnt_a_command() -> None:
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, keys.driver.secret.encode())
     number = router.bind_to_random_port("tcp://127.0.0.1")
-    port = TcpPort.connect(
+    port = TcpPort(
         Invitation(f"tcp://127.0.0.1:{number}", keys.driver.public, keys.ranks[0], 0, 0, CHUNK_BYTES), timeout=LIMIT
     )
     route, *_ = router.recv_multipart()
@@ -290,7 +290,7 @@ def test_who_is_forgotten_while_it_is_there_is_fenced_and_may_come_again() -> No
     link = TcpLink(1)
     try:
         for number in (1, 2):
-            port = TcpPort.connect(link.invitation(0))
+            port = TcpPort(link.invitation(0))
             wait_until("it is there", lambda: link.ranks("connected") == [0])
             link.send(number, Exit())
             assert port.receive(LIMIT) == (number, Exit())

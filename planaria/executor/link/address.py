@@ -34,11 +34,11 @@ def open_port(address: Address) -> RankPort:
         case ShmAddress():
             from planaria.executor.link.shm import ShmPort
 
-            return ShmPort.attach(address.memory.open(), address.rank)
+            return ShmPort(address.memory.open(), address.rank)
         case TcpAddress():
             from planaria.executor.link.keys import Invitation
             from planaria.executor.link.tcp_port import TcpPort
 
-            return TcpPort.connect(Invitation.decode(address.invitation))
+            return TcpPort(Invitation.decode(address.invitation))
         case Inside():
             raise ValueError("a rank that is called directly has no port")

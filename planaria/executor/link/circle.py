@@ -87,7 +87,7 @@ class Circle:
                 meeting.put(f"invitation {other}", circle._link.invitation(other - 1).encode())
         else:
             invitation = Invitation.decode(meeting.get(f"invitation {rank}", timeout))
-            circle._port = TcpPort.connect(
+            circle._port = TcpPort(
                 invitation, heartbeat=heartbeat, encode=lambda rank, message: encode(message), decode=decode
             )
         return circle

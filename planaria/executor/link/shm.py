@@ -266,9 +266,18 @@ class ShmPort:
 
     name = "shm"
 
-    def __init__(self, segment: Segment, rank: int, *, reply_timeout: float = 60.0) -> None:
-        self.segment, self.rank, self.reply_timeout = segment, rank, reply_timeout
-        self._words, self._at = segment.words, rank_word(rank)
+    def __init__(self, fd: int, rank: int, *, reply_timeout: float = 60.0) -> None:
+        """Takes `fd` over (also when it fails). Raises LinkError if it isn't a link's or has no such rank."""
+        self.segment = segment = Segment.attach(fd)
+        self.rank, self.reply_timeout = rank, reply_timeout
+        self._words, self._at = words, at = segment.words, rank_word(rank)
+        if not 0 <= rank < segment.num_ranks or words[at + STATE]:
+            ranks = segment.num_ranks
+            segment.close()
+            raise LinkError(f"rank {rank} can't attach: the link has {ranks} ranks, each attaches once", rank)
+        words[at + PID] = os.getpid()
+        segment.hold(1 + rank)
+        words[at + STATE] = ATTACHED
         self.epoch = segment.words[EPOCH]
         self._inlet = Inlet(
             segment, segment.ring(), HEAD, self._at + TAIL, "the driver", read_command, unreadable_command
@@ -280,22 +289,7 @@ class ShmPort:
         self._bell, self._freed = segment.futex(BELL), segment.futex(self._at + REPLY_TAIL)
         self._beats = 0
         self._closed = False
-
-    @classmethod
-    def attach(cls, fd: int, rank: int, *, reply_timeout: float = 60.0) -> ShmPort:
-        """Takes `fd` over (also when it fails). Raises LinkError if it isn't a link's or has no such rank."""
-        segment = Segment.attach(fd)
-        words = segment.words
-        if not 0 <= rank < segment.num_ranks or words[rank_word(rank) + STATE]:
-            ranks = segment.num_ranks
-            segment.close()
-            raise LinkError(f"rank {rank} can't attach: the link has {ranks} ranks, each attaches once", rank)
-        words[rank_word(rank) + PID] = os.getpid()
-        segment.hold(1 + rank)
-        words[rank_word(rank) + STATE] = ATTACHED
-        port = cls(segment, rank, reply_timeout=reply_timeout)
-        port._outlet.ring()
-        return port
+        self._outlet.ring()
 
     def receive(self, timeout: float | None) -> tuple[int, Command] | None:
         """The next command and its number. None after `timeout` seconds.

@@ -6,7 +6,7 @@ goes on.
 
     link = TcpLink(num_ranks, host="10.0.0.1")              in the driver
     link.invitation(rank).encode()                          to the rank, through a pipe
-    port = TcpPort.connect(Invitation.decode(data))         in the rank (planaria.executor.link.tcp_port)
+    port = TcpPort(Invitation.decode(data))                 in the rank (planaria.executor.link.tcp_port)
 """
 
 from __future__ import annotations

@@ -30,49 +30,44 @@ class TcpPort:
     name = "tcp"
 
     def __init__(
-        self, invitation: Invitation, heartbeat: float, reply_timeout: float, encode: Callable[[int, Any], bytes],
-        decode: Callable[[Bytes], Any],
+        self, invitation: Invitation, *, timeout: float = 60.0, heartbeat: float | None = None,
+        reply_timeout: float = 60.0, encode: Callable[[int, Any], bytes] = answer,
+        decode: Callable[[Bytes], Any] | None = None,
     ) -> None:  # fmt: skip
+        """Raises LinkError when refused, or when there is no connection after `timeout` seconds."""
         self.rank, self.epoch, self.reply_timeout = invitation.rank, invitation.epoch, reply_timeout
         self.refused: Counter[str] = Counter()
         self._encode = encode
         chunk = invitation.chunk_bytes
-        self._stream = FrameStream(invitation.epoch, "the driver", decode, chunk_bytes=chunk, window=WINDOW)
+        self._stream = FrameStream(self.epoch, "the driver", decode or _either, chunk_bytes=chunk, window=WINDOW)
         self._heard: deque[tuple[int, Any]] = deque()
         self._fault: LinkError | None = None
         self._connected = self._receiving = self._woken = False
-        self._end = End(zmq.DEALER, chunk, heartbeat)
+        self._end = End(zmq.DEALER, chunk, heartbeat or invitation.heartbeat)
         socket = self._end.socket
         introduce(socket, invitation.driver_key, invitation.pair)
         socket.setsockopt(zmq.IPV6, int("[" in invitation.address))
         socket.connect(invitation.address)
-
-    @classmethod
-    def connect(
-        cls, invitation: Invitation, *, timeout: float = 60.0, heartbeat: float | None = None,
-        reply_timeout: float = 60.0, encode: Callable[[int, Any], bytes] = answer,
-        decode: Callable[[Bytes], Any] | None = None,
-    ) -> TcpPort:  # fmt: skip
-        """Raises LinkError when refused, or when there is no connection after `timeout` seconds."""
-        port = cls(invitation, heartbeat or invitation.heartbeat, reply_timeout, encode, decode or _either)
-        began = time.monotonic()
         try:
-            while not port._connected:
-                left = began + timeout - time.monotonic()
-                if left <= 0:
-                    raise LinkError(
-                        f"rank {invitation.rank} got no connection to {invitation.address} in {timeout:g} s: nobody "
-                        "listens there, or its key is another deployment's"
-                    )
-                port._end.wait(left)
-                port._take_in()
-                if port._fault is not None:
-                    raise port._fault
+            self._await_connection(invitation.address, timeout)
         except BaseException:
-            port._end.close()
+            self._end.close()
             raise
-        port._put(port._stream.header(Kind.HELLO), NOTHING)
-        return port
+        self._put(self._stream.header(Kind.HELLO), NOTHING)
+
+    def _await_connection(self, address: str, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while not self._connected:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise LinkError(
+                    f"rank {self.rank} got no connection to {address} in {timeout:g} s: nobody listens there, or its "
+                    "key is another deployment's"
+                )
+            self._end.wait(left)
+            self._take_in()
+            if self._fault is not None:
+                raise self._fault
 
     def receive(self, timeout: float | None) -> tuple[int, Any] | None:
         """The next command and its number. None after `timeout` seconds or a `wake`.
