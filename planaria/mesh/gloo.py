@@ -77,6 +77,7 @@ class GlooComm:
         self.deadline = deadline
         self.port = 0
         self._sent: dict[Any, deque[tuple[Any, torch.Tensor, int]]] = defaultdict(deque)  # by what carries them
+        self._columns: dict[int, list[range]] = {}  # of all ranks, by the width of the whole
         self._reason = ""
         self._own: set[Address] = set()
         self._theirs: set[Address] = set()
@@ -122,20 +123,32 @@ class GlooComm:
         self.attempt(lambda: self._carrier(x).allreduce([x]).wait())
 
     def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
-        out = torch.empty(x.shape[0], size)
+        out = torch.empty(x.shape[0], size, device=x.device)
+        if size not in self._columns:
+            self._columns[size] = self._all_columns(columns)
         if self.rank:
-            self.send(torch.tensor([columns.start, columns.stop]), 0)
             self.send(x.contiguous(), 0)
             return out
-        out[:, columns.start : columns.stop] = x
-        for rank in range(1, self.size):
-            bounds = torch.zeros(2, dtype=torch.int64)
-            self.receive(bounds, rank)
-            first, last = bounds.tolist()
-            part = torch.empty(x.shape[0], last - first)
-            self.receive(part, rank)
-            out[:, first:last] = part
+        for rank, part in enumerate(self._columns[size]):
+            if rank == 0:
+                out[:, part.start : part.stop] = x
+            else:
+                found = torch.empty(x.shape[0], len(part), device=x.device)
+                self.receive(found, rank)
+                out[:, part.start : part.stop] = found
         return out
+
+    def _all_columns(self, own: range) -> list[range]:
+        """Each rank's, on rank 0; once for a matrix, since they don't change."""
+        bounds = torch.tensor([own.start, own.stop])
+        if self.rank:
+            self.send(bounds, 0)
+            return []
+        found = [own]
+        for rank in range(1, self.size):
+            self.receive(bounds, rank)
+            found.append(range(*bounds.tolist()))
+        return found
 
     def send(self, x: torch.Tensor, to: int) -> None:
         """Waits only where `in_flight` messages are on their way. Each stays referenced until it has gone."""

@@ -40,7 +40,6 @@ class NcclComm(GlooComm):
         super().__init__(
             store, f"{name}/main", rank, members, host=host, deadline=deadline, in_flight=in_flight
         )
-        self._columns: dict[int, list[range]] = {}  # of all ranks, by the width of the whole
         self._on_devices: Any = None
         self._on_devices = self.attempt(lambda: self._open(PrefixStore(f"{name}/device", store), deadline))
 
@@ -56,36 +55,6 @@ class NcclComm(GlooComm):
 
     def _carrier(self, x: torch.Tensor) -> Any:
         return self._on_devices if x.device.type == torch.device(self.device).type else self._group
-
-    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
-        if self._carrier(x) is self._group:
-            return super().gather_columns(x, columns, size)
-        out = torch.empty(x.shape[0], size, device=x.device)
-        if size not in self._columns:
-            self._columns[size] = self._all_columns(columns)
-        if self.rank:
-            self.send(x.contiguous(), 0)
-            return out
-        for rank, part in enumerate(self._columns[size]):
-            if rank == 0:
-                out[:, part.start : part.stop] = x
-            else:
-                found = torch.empty(x.shape[0], len(part), device=x.device)
-                self.receive(found, rank)
-                out[:, part.start : part.stop] = found
-        return out
-
-    def _all_columns(self, own: range) -> list[range]:
-        """Each rank's, on rank 0; once for a matrix, since they don't change."""
-        bounds = torch.tensor([own.start, own.stop])
-        if self.rank:
-            self.send(bounds, 0)
-            return []
-        found = [own]
-        for rank in range(1, self.size):
-            self.receive(bounds, rank)
-            found.append(range(*bounds.tolist()))
-        return found
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
         carrier = self._carrier(x)
