@@ -77,8 +77,18 @@ def _launcher(config: EngineConfig, again: bool) -> Any:
             )  # fmt: skip
         from planaria.executor.launcher.nodes import nodes_launcher
 
-        return nodes_launcher(config, WORKER, again=again)
-    return ProcessLauncher(WORKER, range(parallel.world_size), spares=config.faults.spare_workers)
+        return nodes_launcher(config, WORKER, again=again, imports=_imports(config))
+    return ProcessLauncher(
+        WORKER, range(parallel.world_size), spares=config.faults.spare_workers, imports=_imports(config)
+    )
+
+
+def _imports(config: EngineConfig) -> list[str]:
+    """What takes a rank long to import."""
+    if config.null_worker:
+        return []
+    cpu = ["planaria.kernels.cpu.ops"] if config.device.device == "cpu" else []
+    return ["planaria.worker.runner", "planaria.layers.build", "planaria.loader.source", "zmq", *cpu]
 
 
 def run_agent(config: EngineConfig) -> int:
@@ -105,7 +115,7 @@ def run_agent(config: EngineConfig) -> int:
 
     return Agent(
         config.parallel, {WORKER: rank, ENGINE: engine, PART: part}, deployment_secret(config.parallel),
-        what_must_agree(config), drains={ENGINE},
+        what_must_agree(config), drains={ENGINE}, forks={WORKER: _imports(config)},
     ).run()  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from planaria.config.machine import accelerator_ids, usable_cores
@@ -67,16 +67,17 @@ class _Over(Exception):
 
 class Agent:
     """parallel: of this node; fits: by modules, that alone are started here; same: what must be equal on all nodes;
-    drains: modules that are told to end before this does; join_timeout: seconds to wait for who is on the first node,
-    at first and any later time."""
+    drains: modules that are told to end before this does; forks: see LocalHost; join_timeout: seconds to wait for who
+    is on the first node, at first and any later time."""
 
     def __init__(
         self, parallel: ParallelConfig, fits: Mapping[str, Fit], secret: bytes, same: Mapping[str, str], *,
-        drains: Collection[str] = (), join_timeout: float = JOIN_TIMEOUT,
+        drains: Collection[str] = (), forks: Mapping[str, Sequence[str]] | None = None,
+        join_timeout: float = JOIN_TIMEOUT,
     ) -> None:  # fmt: skip
         self.parallel, self.fits, self.same, self.drains = parallel, dict(fits), dict(same), drains
         self.join_timeout = join_timeout
-        self.host = LocalHost()
+        self.host = LocalHost(forks=forks)
         self.first = ""  # the first node's address
         self.port: TcpPort | None = None
         self.children: dict[int, tuple[str, LocalChild]] = {}  # and what runs in them

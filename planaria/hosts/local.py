@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from planaria.config.machine import accelerator_ids, usable_cores
 from planaria.env import environment, visible_devices
 from planaria.hosts.child import framed
+from planaria.hosts.forkserver import ForkServer
 from planaria.hosts.host import Child, News, Place, Program, Slot, how_it_ended
 from planaria.node import home, node_name, process_state
 from planaria.topology import Cluster, Node
@@ -41,15 +42,13 @@ class LocalChild:
 
     leaving = False
 
-    def __init__(self, slot: Slot, place: Place, process: subprocess.Popen[bytes], says: int, news: News) -> None:
+    def __init__(self, slot: Slot, place: Place, process: _Process, stdin: int, says: int, news: News) -> None:
         self.slot, self.place, self.process, self.news = slot, place, process, news
         self.ended = self.said = self.why = ""
         self.code = 0
-        assert process.stdin is not None
-        self.stdin, self.says = process.stdin.fileno(), says
+        self.stdin, self.says = stdin, says
         self.untold: deque[memoryview] = deque()
         self.taken = 0.0  # when it last took something, of what waits
-        self.exit = os.pidfd_open(process.pid)
         os.set_blocking(self.stdin, False)
         os.set_blocking(says, False)
 
@@ -64,7 +63,37 @@ class LocalChild:
         self.signal(signal.SIGKILL)
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        self.process.signal(number)
+
+
+class _Process:
+    """One that was started. exit: its pidfd; wait: returns its code, once it has ended."""
+
+    def __init__(self, pid: int, exit_fd: int, wait: Callable[[], int]) -> None:
+        self.pid, self.exit, self.wait = pid, exit_fd, wait
+        self._lock, self._closed = threading.Lock(), False
+
+    def signal(self, number: signal.Signals) -> None:
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if not self._closed:
+                signal.pidfd_send_signal(self.exit, number)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            os.close(self.exit)
+
+
+def _begin(entry: Program, env: dict[str, str], hear: int, says: int, fds: Sequence[int]) -> _Process:
+    """In a process with nothing imported."""
+    command = [sys.executable, "-m", entry.module, str(os.getpid()), str(says), *entry.args]
+    started = subprocess.Popen(command, stdin=hear, pass_fds=(says, *fds), env=env)
+    try:
+        return _Process(started.pid, os.pidfd_open(started.pid), started.wait)
+    except BaseException:
+        started.kill()
+        started.wait()
+        raise
 
 
 class _Keeper(threading.Thread):
@@ -117,35 +146,47 @@ class _Keeper(threading.Thread):
             self._asked.get()()
 
     def spawn(
-        self, into: Future[LocalChild], slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News
-    ) -> None:
+        self, into: Future[LocalChild], host: LocalHost, slot: Slot, place: Place, entry: Program,
+        fds: Sequence[int], news: News,
+    ) -> None:  # fmt: skip
         try:
-            into.set_result(self._spawn(slot, place, entry, fds, news))
+            into.set_result(self._spawn(host, slot, place, entry, fds, news))
         except BaseException as e:
             into.set_exception(e)
 
-    def _spawn(self, slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News) -> LocalChild:
+    def _spawn(
+        self, host: LocalHost, slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News
+    ) -> LocalChild:
+        if entry.module in host.forks and not fds:
+            try:
+                return self._watched(host.fork, slot, place, entry, fds, news)
+            except OSError as e:
+                logger.warning("%s begins without what it could have been forked with: %s", entry.module, e)
+        return self._watched(_begin, slot, place, entry, fds, news)
+
+    def _watched(
+        self, begin: Callable[..., _Process], slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News
+    ) -> LocalChild:
+        """With pipes that it has to itself, whoever else may have been asked to begin it."""
         hears, says = os.pipe()
-        process: subprocess.Popen[bytes] | None = None
+        hear, tells = os.pipe()
+        process: _Process | None = None
         try:
-            command = [sys.executable, "-m", entry.module, str(os.getpid()), str(says), *entry.args]
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, bufsize=0, pass_fds=(says, *fds),
-                env={**environment(), **visible_devices(entry.visible)},
-            )  # fmt: skip
+            process = begin(entry, {**environment(), **visible_devices(entry.visible)}, hear, says, fds)
             at = Place(-1, place.home, place.node, place.address, process.pid, place.cores, place.devices)
-            child = LocalChild(slot, at, process, hears, news)
+            child = LocalChild(slot, at, process, tells, hears, news)
         except BaseException:
-            os.close(hears)
+            for descriptor in (hears, tells):
+                os.close(descriptor)
             if process is not None:  # it runs already
-                process.kill()
+                process.signal(signal.SIGKILL)
                 process.wait()
-                assert process.stdin is not None
-                process.stdin.close()
+                process.close()
             raise
         finally:
-            os.close(says)
-        self._selector.register(child.exit, selectors.EVENT_READ, (self._exited, child))
+            for descriptor in (says, hear):
+                os.close(descriptor)
+        self._selector.register(process.exit, selectors.EVENT_READ, (self._exited, child))
         self._selector.register(hears, selectors.EVENT_READ, (self._hear, child))
         return child
 
@@ -203,12 +244,12 @@ class _Keeper(threading.Thread):
 
     def _over(self, child: LocalChild, code: int, how: str) -> None:
         self._forget(child)
-        for descriptor in (child.exit, child.says):
+        for descriptor in (child.process.exit, child.says):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(descriptor)
-            os.close(descriptor)
-        assert child.process.stdin is not None
-        child.process.stdin.close()
+        child.process.close()
+        os.close(child.says)
+        os.close(child.stdin)
         with self.changed:
             child.code, child.ended = code, how
             self.changed.notify_all()
@@ -227,14 +268,18 @@ def keeper() -> _Keeper:
 
 class LocalHost:
     """See Host. devices: accelerators' ids, None: all that this process may use; room: slots, where they don't count
-    them; elastic: then there are more when more are needed; address: by which other nodes reach this one."""
+    them; elastic: then there are more when more are needed; address: by which other nodes reach this one; forks: by
+    program, what its processes are forked with, already imported."""
 
     def __init__(
-        self, *, devices: Sequence[int] | None = None, room: int = 0, elastic: bool = True, address: str = "127.0.0.1"
-    ) -> None:
+        self, *, devices: Sequence[int] | None = None, room: int = 0, elastic: bool = True, address: str = "127.0.0.1",
+        forks: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:  # fmt: skip
         self.devices = list(accelerator_ids() if devices is None else devices)
         self.elastic = elastic and not self.devices
         self.room, self.address = max(room, len(self.devices)), address
+        self.forks = {module: modules for module, modules in (forks or {}).items() if modules}
+        self._servers: list[ForkServer] = []
 
     def slots(self) -> Cluster:
         return Cluster((Node.of(HERE, self.room),), HERE)
@@ -251,7 +296,7 @@ class LocalHost:
         place = Place(-1, home(), node_name(), self.address, 0, usable_cores(), devices)
         assert threading.current_thread() is not keeper(), "who hears news would wait for itself"
         into: Future[LocalChild] = Future()
-        keeper().ask(functools.partial(keeper().spawn, into, slot, place, entry, fds, news))
+        keeper().ask(functools.partial(keeper().spawn, into, self, slot, place, entry, fds, news))
         child = into.result()
         if boot is not None:
             child.tell(boot)
@@ -269,5 +314,16 @@ class LocalHost:
     def absent(self) -> list[str]:
         return []
 
+    def fork(self, entry: Program, env: dict[str, str], hear: int, says: int, fds: Sequence[int]) -> _Process:
+        """For the keeper's thread. Raises OSError."""
+        modules = self.forks[entry.module]
+        if not (self._servers and self._servers[-1].fits(modules)):
+            self._servers.append(ForkServer(modules))
+        server = self._servers[-1]
+        pid, exit_fd = server.fork(entry.module, entry.args, env, (hear, 1, 2, says))
+        return _Process(pid, exit_fd, functools.partial(server.code, pid))
+
     def close(self) -> None:
-        """Nothing is kept besides."""
+        """What was forked ends too."""
+        while self._servers:
+            self._servers.pop().close()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import sys
 import threading
 
 from planaria.hosts import child
@@ -15,6 +18,12 @@ def main() -> None:
         threading.Event().wait(60)
     elif how == "ends":
         child.say("last word")
+    elif how == "what":
+        told = next(child.hear()).decode()
+        found = {"imported": "colorsys" in sys.modules, "cwd": os.getcwd(), "env": os.environ.get("KEPT"), "told": told}
+        child.say(json.dumps({**found, "threads": len(os.listdir("/proc/self/task"))}))
+        print("on standard output", flush=True)
+        sys.exit(3)
     else:
         heard = child.hear()
         child.say(" ".join(hashlib.sha256(next(heard)).hexdigest() for _ in range(int(how))))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from planaria.hosts import local
+from planaria.hosts import forkserver, local
 from planaria.hosts.host import Program
 from planaria.hosts.local import HERE, LocalChild, LocalHost
 from tests.proc.servers import PATIENCE, wait_until
@@ -118,3 +121,91 @@ def test_one_that_cannot_be_watched_is_ended_and_the_others_are_not(
     well.tell(b"and you?")
     wait_until("it answers", lambda: bool(well.said))
     end(well)
+
+
+FORKS = {"tests.proc.kept": ["colorsys", "numpy"]}  # the second one starts threads where it may
+
+
+@pytest.fixture
+def forking() -> Iterator[LocalHost]:
+    host = LocalHost(devices=(), forks=FORKS)
+    yield host
+    host.close()
+
+
+def forked(host: LocalHost, how: str, boot: bytes | None = None) -> LocalChild:
+    return host.spawn((HERE, 0), Program("tests.proc.kept", (how,)), boot, lambda child: None)
+
+
+def server_of(child: LocalChild) -> psutil.Process:
+    parent = psutil.Process(child.place.pid).parent()
+    assert parent is not None and parent.pid != os.getpid()
+    return parent
+
+
+def test_a_fork_is_as_a_process_that_began_by_itself_but_for_what_is_imported(
+    forking: LocalHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KEPT", "now")
+    said = []
+    for host in (forking, LocalHost(devices=())):
+        child = forked(host, "what", b"boot")
+        assert not host.await_ends([child], PATIENCE)
+        assert child.code == 3 and child.ended == "ended with exit code 3"
+        said.append(json.loads(child.said))
+    as_forked, as_begun = said
+    assert as_forked == {**as_begun, "imported": True} and not as_begun["imported"]
+    assert as_forked["cwd"] == str(tmp_path) and as_forked["env"] == "now" and as_forked["threads"] == 1
+    assert capfd.readouterr().out == "on standard output\n" * 2
+
+
+def test_forks_share_a_server_that_never_started_a_thread_and_is_made_anew_for_another_environment(
+    forking: LocalHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = forked(forking, "deaf"), forked(forking, "deaf")
+    assert server_of(one) == server_of(other) and server_of(one).num_threads() == 1
+    monkeypatch.setenv("KEPT", "of no concern to what is imported")
+    second = forked(forking, "deaf")
+    assert server_of(second) == server_of(one)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    third = forked(forking, "deaf")
+    assert server_of(third) != server_of(one)
+    end(one, other, second, third)
+    assert third.code == -9
+
+
+def test_forks_end_with_their_server_and_others_begin_with_another(forking: LocalHost) -> None:
+    one = forked(forking, "deaf")
+    wait_until("it is up", lambda: bool(one.said))
+    before = server_of(one)
+    before.kill()
+    assert not forking.await_ends([one], PATIENCE)
+    assert one.ended == "was killed by signal 9"
+    other = forked(forking, "deaf")
+    assert server_of(other) != before
+    end(other)
+
+
+def test_a_server_that_does_not_answer_keeps_nobody_waiting(
+    forking: LocalHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = forked(forking, "deaf")
+    stopped = server_of(one)
+    stopped.suspend()
+    monkeypatch.setattr(forkserver, "IMPORTS", 0.2)
+    other = forked(forking, "deaf")
+    assert psutil.Process(other.place.pid).ppid() == os.getpid() and "begins without" in caplog.text
+    monkeypatch.undo()
+    third = forked(forking, "deaf")
+    assert server_of(third) != stopped
+    end(one, other, third)  # the first one's end is known although its server says nothing
+    stopped.resume()  # what it was asked for too late finds nobody who keeps it
+    wait_until("it has no child any more", lambda: not stopped.children())
+
+
+def test_forks_do_not_outlive_who_asked_for_them(forking: LocalHost) -> None:
+    one = forked(forking, "deaf")
+    server = server_of(one)
+    forking.close()
+    assert not forking.await_ends([one], PATIENCE) and not server.is_running()

@@ -53,11 +53,13 @@ def _share(parallel: ParallelConfig, layout: Layout) -> int:
     return -(-layout.size // parallel.nodes_per_engine)
 
 
-def nodes_launcher(config: EngineConfig, module: str, *, again: bool = False) -> NodesLauncher:
-    """Of node 0; ranks run `module`. Raises ConfigError for a secret that is missing or bad."""
+def nodes_launcher(
+    config: EngineConfig, module: str, *, again: bool = False, imports: Sequence[str] = ()
+) -> NodesLauncher:
+    """Of node 0; ranks run `module`, forked with `imports`. Raises ConfigError for a secret that is missing or bad."""
     return NodesLauncher(
         config.parallel, module, deployment_secret(config.parallel), what_must_agree(config), again=again,
-        spares=config.faults.spare_workers,
+        spares=config.faults.spare_workers, imports=imports,
     )  # fmt: skip
 
 
@@ -69,12 +71,16 @@ def what_must_agree(config: EngineConfig) -> dict[str, str]:
 class NodesHost:
     """See Host: this node, and others by an agent on each. They come to a port that is bound before anything starts,
     over an encrypted connection whose keys are derived from the deployment's secret. parallel: nnodes are all;
-    same: what must be equal on them."""
+    same: what must be equal on them; forks: see LocalHost."""
 
-    def __init__(self, parallel: ParallelConfig, secret: bytes, same: Mapping[str, str]) -> None:
+    def __init__(
+        self, parallel: ParallelConfig, secret: bytes, same: Mapping[str, str],
+        forks: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:  # fmt: skip
         self.parallel = parallel
         self.address = resolve_host(parallel.master_addr)
-        self.local, self.peers = LocalHost(address=self.address), NodePeers(parallel.nnodes - 1, same)
+        self.local = LocalHost(address=self.address, forks=forks)
+        self.peers = NodePeers(parallel.nnodes - 1, same)
         self.last = True  # agents end with this
         self._room = 0
         self._keys = Keys.derive(secret, parallel.nnodes - 1, PURPOSE)
@@ -121,6 +127,7 @@ class NodesHost:
 
     def close(self) -> None:
         self.peers.close(last=self.last)
+        self.local.close()
 
 
 class NodesLauncher(PoolLauncher):
@@ -133,12 +140,12 @@ class NodesLauncher(PoolLauncher):
 
     def __init__(
         self, parallel: ParallelConfig, module: str, secret: bytes, same: Mapping[str, str], *,
-        join_timeout: float = JOIN_TIMEOUT, again: bool = False, spares: int = 0,
+        join_timeout: float = JOIN_TIMEOUT, again: bool = False, spares: int = 0, imports: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.again, self.join_timeout = again, join_timeout
         if again:  # an agent looks every second or two, once it knows that the last engine is gone
             self.join_timeout = min(join_timeout, parallel.heartbeat_timeout + AGAIN)
-        host = NodesHost(parallel, secret, same)
+        host = NodesHost(parallel, secret, same, {module: imports})
         super().__init__(host, module, parallel.layout, host.address, spares=spares)
         self.tell_port: Callable[[int], None] = lambda port: None  # where nodes are to come, before they are waited for
         self._spanning: list[list[int]] = []

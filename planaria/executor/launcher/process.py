@@ -102,10 +102,14 @@ class PoolLauncher:
 
 class ProcessLauncher(PoolLauncher):
     """Runs the module for each of `ranks`, on this node. spares: processes that get ready to replace one; each says a
-    line when it is. `on_exit`, set by the owner, may be called from any thread."""
+    line when it is. imports: what it needs, imported once for all of its processes. `on_exit`, set by the owner, may be
+    called from any thread."""
 
-    def __init__(self, module: str, ranks: Sequence[int], address: str = "127.0.0.1", *, spares: int = 0) -> None:
-        host = LocalHost(room=len(ranks) + spares, address=address)
+    def __init__(
+        self, module: str, ranks: Sequence[int], address: str = "127.0.0.1", *, spares: int = 0,
+        imports: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        host = LocalHost(room=len(ranks) + spares, address=address, forks={module: imports})
         super().__init__(host, module, Layout(tp=len(ranks)), address, spares=spares)
 
 

@@ -1,0 +1,216 @@
+"""A process that has imported what others need, never started a thread, and is forked for each of them: they begin at
+once, share its pages, and cost no imports.
+
+`python -m planaria.hosts.forkserver PARENT SOCKET MODULES...`. It ends with its parent, and what it forked with it. On
+the socket (SEQPACKET): a Fork with descriptors, answered by Forked with the pidfd; Ended, whenever one has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from planaria.env import environment
+from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
+
+LONGEST = 1 << 20  # bytes of a message
+IMPORTS = 60.0  # seconds that imports may take
+SOON = 1.0  # seconds until an end is told
+# Variables that are read once, by the interpreter, the loader, or a library that is imported.
+READ_ONCE = (
+    "PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMBA_", "TORCH", "PYTORCH", "CUDA",
+)  # fmt: skip
+SINGLE = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's library starts threads when it is imported
+
+
+class Fork(msgspec.Struct, frozen=True, tag=True):
+    """As `python -m module PARENT SAYS args...`, in folder `cwd` with `env`. With it come descriptors: standard input,
+    output and error, and SAYS."""
+
+    module: str
+    args: tuple[str, ...]
+    cwd: str
+    env: dict[str, str]
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """With its pidfd. why: there is none, and `pid` is 0."""
+
+    pid: int
+    why: str = ""
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """code: as subprocess says it, below 0 for a signal."""
+
+    pid: int
+    code: int
+
+
+_decode = msgspec.msgpack.Decoder(Fork | Forked | Ended).decode
+
+
+def _send(port: socket.socket, message: Fork | Forked | Ended, fds: Sequence[int] = ()) -> None:
+    """Raises OSError: nobody is there, or it is too long."""
+    socket.send_fds(port, [msgspec.msgpack.encode(message)], fds)
+
+
+def _receive(port: socket.socket) -> tuple[Fork | Forked | Ended, list[int]] | None:
+    """None when the other has ended. Raises TimeoutError."""
+    data, fds, _, _ = socket.recv_fds(port, LONGEST, 4)
+    return (_decode(data), fds) if data else None
+
+
+def _concerns(modules: Sequence[str]) -> object:
+    """All that decides what is imported."""
+    return list(modules), os.getcwd(), {k: v for k, v in environment().items() if k.startswith(READ_ONCE)}
+
+
+class ForkServer:
+    """The parent's side, for one thread.
+
+    A fork's parent is the server, so that all of them end with it.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._began_with = _concerns(modules)
+        self._fails = False
+        self._codes: dict[int, int] = {}
+        self._port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *modules],
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**environment(), **SINGLE},
+            )  # fmt: skip
+
+    def fits(self, modules: Sequence[str]) -> bool:
+        """Would another server have imported the same, and is this one well?"""
+        return not self._fails and self._process.poll() is None and self._began_with == _concerns(modules)
+
+    def fork(self, module: str, args: Sequence[str], env: dict[str, str], fds: Sequence[int]) -> tuple[int, int]:
+        """Returns its pid and a pidfd of it. fds: see Fork. Raises OSError: not by this server."""
+        self._fails = True  # until it is known that it doesn't
+        _send(self._port, Fork(module, tuple(args), os.getcwd(), env), fds)
+        until = time.monotonic() + IMPORTS
+        while (forked := self._hear(max(until - time.monotonic(), 0.0))) is None:
+            pass
+        self._fails = False
+        return forked
+
+    def code(self, pid: int) -> int:
+        """Of one that has ended."""
+        with contextlib.suppress(OSError):
+            while pid not in self._codes:
+                self._hear(SOON)
+        return self._codes.pop(pid, -signal.SIGKILL)
+
+    def _hear(self, timeout: float) -> tuple[int, int] | None:
+        self._port.settimeout(timeout)
+        match _receive(self._port):
+            case Forked(0, why), _:
+                raise OSError(why)
+            case Forked(pid), [exit_fd]:
+                return pid, exit_fd
+            case Ended(pid, code), _:
+                self._codes[pid] = code
+            case _:
+                raise ConnectionError("it has ended")
+        return None
+
+    def close(self) -> None:
+        """With all that it forked. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self._port.close()
+
+
+def main() -> int:
+    die_with_parent(int(sys.argv[1]))
+    leave_signals_to_parent()
+    set_title("forkserver")
+    for module in sys.argv[3:]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # pages of what is there now stay shared
+    module = _serve(socket.socket(fileno=int(sys.argv[2])))
+    code: int | None = importlib.import_module(module).main() if module else 0
+    return code or 0
+
+
+def _serve(port: socket.socket) -> str:
+    """Until the parent has gone. Returns twice, so to speak: in each fork, with the module that it is to run."""
+    bell, ring = os.pipe()
+    for end in (bell, ring):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(ring)
+    poll = select.poll()
+    poll.register(port, select.POLLIN)
+    poll.register(bell, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == bell:
+                os.read(bell, 4096)
+                _reap(port)
+                continue
+            heard = _receive(port)
+            if heard is None:
+                return ""
+            asked, fds = heard
+            assert isinstance(asked, Fork)
+            parent = os.getpid()
+            try:
+                pid = os.fork()
+            except OSError as e:
+                _send(port, Forked(0, str(e)))
+                pid = -1
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for own in (bell, ring):
+                    os.close(own)
+                port.close()
+                _become(asked, fds, parent)
+                return asked.module
+            if pid > 0:
+                exit_fd = os.pidfd_open(pid)
+                _send(port, Forked(pid), (exit_fd,))
+                os.close(exit_fd)
+            for given in fds:
+                os.close(given)
+
+
+def _reap(port: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            _send(port, Ended(pid, os.waitstatus_to_exitcode(status)))
+
+
+def _become(asked: Fork, fds: Sequence[int], parent: int) -> None:
+    """What exec would have made of this process."""
+    *standard, says = fds
+    for wanted, fd in enumerate(standard):
+        os.dup2(fd, wanted)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(asked.env)
+    os.chdir(asked.cwd)
+    sys.argv = [asked.module, str(parent), str(says), *asked.args]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
