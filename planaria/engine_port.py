@@ -1,4 +1,5 @@
-"""Where front ends reach an engine: a socket with typed messages, on this machine or, with keys, from other nodes.
+"""An engine that serves, and where front ends reach it: a socket with typed messages, on this machine or, with keys,
+from other nodes.
 
 Several may come, at any time: each hears what an engine says of itself, and of its own sequences. One that has ended is
 named by another (`Gone`), since a socket doesn't tell.
@@ -10,17 +11,28 @@ room for waits here, the deltas of any number of steps as one for each sequence.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import threading
 import time
+import traceback
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
+from planaria.build import build_loop
+from planaria.config.options import EngineConfig
+from planaria.errors import CapacityError, ModelError, PlanariaError, UserError
 from planaria.executor.link.keys import HEARTBEAT, Keys, guard, keep_alive
+from planaria.processes import set_title
 from planaria.types import Delta
-from planaria.wire import Cancel, EngineFacts, FromEngine, Gone, Output, Recovery, Submit, ToEngine
+from planaria.wire import Cancel, Dead, EngineFacts, FromEngine, Gone, Leaving, Output, Recovery, Submit, ToEngine
 
+logger = logging.getLogger("planaria.engine")
+
+LOOK_MS = 1000  # between looks at ranks while nothing is to be done
 MAX_BATCH = 1024  # messages taken in between two steps
 ROOM = 64  # messages on their way to a client, at each end of the connection
 RETRY_MS = 5  # between attempts to send what waits, while there is nothing else to do
@@ -78,6 +90,7 @@ class Port:
         self.poller.register(self.socket, zmq.POLLIN)
         self.poller.register(self.bell, zmq.POLLIN)
         self.encoder = msgspec.msgpack.Encoder()
+        self.on_epoch: Callable[[int], None] = lambda epoch: None  # ranks go on in another
         self.decoder = msgspec.msgpack.Decoder(ToEngine)
         self.clients: dict[bytes, float] = {}  # and when each last got a snapshot
         self.waiting: dict[bytes, deque[bytes | _Steps | FromEngine]] = {}  # what a client had no room for; never empty
@@ -144,6 +157,8 @@ class Port:
             self.facts = message
         elif isinstance(message, Recovery):
             self.recovery = None if message.seconds else message
+            if message.seconds:
+                self.on_epoch(message.epoch)
             if message.seconds and self.facts is not None:
                 self.facts = msgspec.structs.replace(
                     self.facts, layout=message.layout, ranks=message.pids, places=message.places
@@ -215,3 +230,48 @@ class Port:
             time.sleep(RETRY_MS / 1000)
         self.socket.close()
         self.context.term()
+
+
+def serve(
+    config: EngineConfig, port: Port, told: threading.Event, *, again: bool = False, **title: object
+) -> int:
+    """Serve those who come to `port` until they say Shutdown. told: set when this process was asked to end. again: see
+    build_loop."""
+    set_title("engine", **title, epoch=0)
+    port.hello()
+
+    port.on_epoch = lambda epoch: set_title("engine", **title, epoch=epoch)
+    loop = build_loop(config, port.send, again=again)
+    loop.on_loss = port.wake
+    began = time.perf_counter()
+    try:
+        facts = loop.start()
+    except PlanariaError as e:
+        kinds = ((ModelError, "model"), (UserError, "user"), (CapacityError, "capacity"))
+        port.send(Dead(next((kind for error, kind in kinds if isinstance(e, error)), "error"), str(e)))
+        port.close()
+        return 1
+    logger.debug("engine ready after %.2f s", time.perf_counter() - began)
+    set_title("engine", **title, epoch=0)  # Ray may have given it a name meanwhile
+    port.send(facts)
+    try:
+        # A rank's end ends the wait for messages; that one is stopped shows only to who looks.
+        idle = LOOK_MS if loop.watches() else -1
+        while not loop.stopping:
+            for message in port.receive(0 if loop.busy() else idle):
+                loop.handle(message)
+            if told.is_set():
+                told.clear()
+                port.send(Leaving())
+            if not loop.step():
+                loop.check()
+    except Exception as e:
+        # A mistake in the engine itself. Its front end has the requests and may start another: they aren't answered.
+        logger.exception("the engine failed")
+        port.send(Dead("crash", f"{type(e).__name__}: {e}", traceback.format_exc()))
+        loop.core, loop.gang.broken, loop.gang.launcher.followed = None, True, True
+        return 1
+    finally:
+        loop.close()
+        port.close()
+    return 1 if loop.dead is not None else 0

@@ -9,32 +9,23 @@ which takes what is open elsewhere and then says so; a terminal's Ctrl-C is the 
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from planaria.build import build_loop
 from planaria.config.options import EngineConfig
-from planaria.engine_port import Port
-from planaria.errors import CapacityError, ModelError, PlanariaError, UserError
+from planaria.engine_port import Port, serve
 from planaria.executor.link.keys import Keys
 from planaria.executor.link.tcp_socket import bracketed
 from planaria.hosts import child
 from planaria.logs import setup_logging
-from planaria.processes import leave_signals_to_parent, set_title
-from planaria.wire import Dead, FromEngine, Leaving, Recovery
-
-logger = logging.getLogger("planaria.engine")
-
-LOOK_MS = 1000  # between looks at ranks while nothing is to be done
+from planaria.processes import leave_signals_to_parent
 
 
 def main() -> int:
@@ -59,7 +50,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, on_sigterm)
     index = config.parallel.data_parallel_index
     name = {"agent" if far else "server": os.getppid(), **({"dp": index} if config.device.sharers > 1 or index else {})}
-    return run_engine(config, port, told, again=bool(again), **name)
+    return serve(config, port, told, again=bool(again), **name)
 
 
 class RemoteEngine:
@@ -92,56 +83,7 @@ class RemoteEngine:
         self.say(self.port.address)
         parallel = self.config.parallel
         at: dict[str, Any] = {"dp": parallel.data_parallel_index, "local": parallel.data_parallel_rank_local}
-        return run_engine(self.config, self.port, self.told, **at)
-
-
-def run_engine(
-    config: EngineConfig, port: Port, told: threading.Event, *, again: bool = False, **title: object
-) -> int:
-    """Serve those who come to `port` until they say Shutdown. told: set when this process was asked to end. again: see
-    build_loop."""
-    set_title("engine", **title, epoch=0)
-    port.hello()
-
-    def say(message: FromEngine) -> None:
-        port.send(message)
-        if isinstance(message, Recovery) and message.seconds:
-            set_title("engine", **title, epoch=message.epoch)
-
-    loop = build_loop(config, say, again=again)
-    loop.on_loss = port.wake
-    began = time.perf_counter()
-    try:
-        facts = loop.start()
-    except PlanariaError as e:
-        kinds = ((ModelError, "model"), (UserError, "user"), (CapacityError, "capacity"))
-        port.send(Dead(next((kind for error, kind in kinds if isinstance(e, error)), "error"), str(e)))
-        port.close()
-        return 1
-    logger.debug("engine ready after %.2f s", time.perf_counter() - began)
-    set_title("engine", **title, epoch=0)  # Ray may have given it a name meanwhile
-    port.send(facts)
-    try:
-        # A rank's end ends the wait for messages; that one is stopped shows only to who looks.
-        idle = LOOK_MS if loop.watches() else -1
-        while not loop.stopping:
-            for message in port.receive(0 if loop.busy() else idle):
-                loop.handle(message)
-            if told.is_set():
-                told.clear()
-                port.send(Leaving())
-            if not loop.step():
-                loop.check()
-    except Exception as e:
-        # A mistake in the engine itself. Its front end has the requests and may start another: they aren't answered.
-        logger.exception("the engine failed")
-        port.send(Dead("crash", f"{type(e).__name__}: {e}", traceback.format_exc()))
-        loop.core, loop.gang.broken, loop.gang.launcher.followed = None, True, True
-        return 1
-    finally:
-        loop.close()
-        port.close()
-    return 1 if loop.dead is not None else 0
+        return serve(self.config, self.port, self.told, **at)
 
 
 if __name__ == "__main__":

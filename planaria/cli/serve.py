@@ -101,54 +101,41 @@ async def _serve(
 ) -> int:
     from planaria.server.fleet import Fleet
 
-    if config.parallel.api_server_count > 1:
-        return await _serve_from_root(config, settings, started, skip_tokenizer_init, planned)
-    with contextlib.ExitStack() as bar:
-        fleet = Fleet(config, bar.enter_context(loading()), *engines(config))
+    several = config.parallel.api_server_count > 1
+    with contextlib.ExitStack() as names, contextlib.ExitStack() as bar:
+        if several:
+            from planaria.server.root_serve import folder_of_names
+
+            folder = names.enter_context(folder_of_names())
+        fleet = Fleet(config, bar.enter_context(loading()), *engines(config), folder if several else None)
         _prepare(fleet, planned)
+
+        def announce(line: str) -> None:
+            bar.close()
+            _announce(line, fleet, started)
+
         try:
             await fleet.start()
             from planaria.server.serve import bind, serve
-            from planaria.server.tokenise import load_tokenizer
 
             sock = bind(settings)
             _set_title(sock, config, settings)
+            if several:
+                from planaria.server.root_serve import serve_from_root
+
+                return await serve_from_root(
+                    fleet, settings, sock, announce, tokenizer=not skip_tokenizer_init, started=started
+                )
+            from planaria.server.tokenise import load_tokenizer
+
             tokenizer = None
             if not skip_tokenizer_init:
                 tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
-
-            def announce(line: str) -> None:
-                bar.close()
-                _announce(line, fleet, started)
-
             return await serve(
                 fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce
             )
         finally:
             await fleet.close()
-
-
-async def _serve_from_root(
-    config: EngineConfig, settings: ServerConfig, started: float, skip_tokenizer_init: bool, planned: Planned | None
-) -> int:
-    """With several API processes."""
-    from planaria.server.root_serve import serve_from_root
-    from planaria.server.serve import bind
-
-    make, hosts = engines(config)
-    sock = bind(settings)
-    _set_title(sock, config, settings)
-    with contextlib.ExitStack() as bar:
-
-        def announce(line: str, fleet: Fleet) -> None:
-            bar.close()
-            _announce(line, fleet, started)
-
-        return await serve_from_root(
-            config, settings, sock, announce, tokenizer=not skip_tokenizer_init, started=started,
-            on_progress=bar.enter_context(loading()), make=make, hosts=hosts,
-            prepare=lambda fleet: _prepare(fleet, planned),
-        )  # fmt: skip
 
 
 def _set_title(sock: socket.socket, config: EngineConfig, settings: ServerConfig) -> None:

@@ -26,10 +26,10 @@ from planaria.server.channel import Channel
 from planaria.server.counts import counts_of
 from planaria.server.forward import Forward, RootLink
 from planaria.server.root_messages import (
+    ApiOrder,
     Boot,
     ForwardedAnswer,
     FromRoot,
-    Order,
     OrderDone,
     Serving,
     State,
@@ -84,12 +84,12 @@ class ApiServer:
                 case Stop():
                     self.stop.set()
                 case ForwardedAnswer():
-                    self.root.hear(message)
-                case Order():
+                    self.root.waiting.answer(message.id, message)
+                case ApiOrder():
                     self._orders.start(self._carry_out(message))
         os._exit(1)  # the root has ended
 
-    async def _carry_out(self, order: Order) -> None:
+    async def _carry_out(self, order: ApiOrder) -> None:
         if order.what == "count":
             counts = counts_of(self.app.state.service) if self.app is not None else None
             self.channel.send(OrderDone(order.id, counts=counts))

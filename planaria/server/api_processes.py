@@ -30,7 +30,8 @@ from planaria.server.config import ServerConfig
 from planaria.server.counts import added
 from planaria.server.engine_client import LOOK, STOPPED, Ending
 from planaria.server.inputs import child_seed
-from planaria.server.root_messages import Boot, Counts, Order, OrderDone, Serving, State, Stop, ToRoot, Unable
+from planaria.server.questions import PendingAnswers
+from planaria.server.root_messages import ApiOrder, Boot, Counts, OrderDone, Serving, State, Stop, ToRoot, Unable
 from planaria.wire import ProcessInfo
 
 logger = logging.getLogger("planaria.server")
@@ -51,7 +52,7 @@ class ApiProcess:
         self.end = Ending()
         self.channel: Channel[ToRoot]
         self.serving = asyncio.Event()
-        self.orders: dict[int, asyncio.Future[OrderDone]] = {}
+        self.orders = PendingAnswers[OrderDone]()
         self.counts = Counts()
         self.silent = 0.0  # seconds without a message, by looks
 
@@ -77,7 +78,6 @@ class ApiProcesses:
         self.stopping = False
         self._past = Counts()  # of those that have ended
         self._numbers = itertools.count()
-        self._orders = itertools.count()
         self._limit = Reformations(RESTARTS, WINDOW)
         self._attending = Background()
 
@@ -125,8 +125,7 @@ class ApiProcesses:
                         self.failure = message.why
                         self.changed.set()
                     case OrderDone():
-                        if (waiting := api.orders.pop(message.id, None)) is not None and not waiting.done():
-                            waiting.set_result(message)
+                        api.orders.answer(message.id, message)
                     case _:
                         self.hear(api, message)
         except Exception:
@@ -138,9 +137,7 @@ class ApiProcesses:
         await api.end.wait()
         watching.cancel()
         del self.all[api.number]
-        for waiting in api.orders.values():
-            if not waiting.done():
-                waiting.set_result(OrderDone(0))
+        api.orders.answer_all(OrderDone(0))
         self._past = added([self._past, msgspec.structs.replace(api.counts, requests=0, open={}, moved=0.0)])
         self.lost(api)
         await api.channel.close()
@@ -174,7 +171,7 @@ class ApiProcesses:
             if api.serving.is_set():
                 api.silent += LOOK
                 if api.silent % ASK < LOOK:
-                    api.channel.send(Order(next(self._orders), "count"))
+                    api.channel.send(ApiOrder(-1, "count"))
         why = "was stopped" if stopped >= STOPPED else f"said nothing for {api.silent:.0f} s"
         logger.warning("API process %d %s: killed", api.pid, why)
         api.kill()
@@ -196,15 +193,10 @@ class ApiProcesses:
         return await asyncio.gather(*(self._tell(api, what, engine, timeout, limit) for api in list(self.all.values())))
 
     async def _tell(self, api: ApiProcess, what: str, engine: int, timeout: float, limit: float | None) -> OrderDone:
-        id = next(self._orders)
-        waiting = api.orders[id] = asyncio.get_running_loop().create_future()
-        api.channel.send(Order(id, what, engine, timeout))
         try:
-            return await asyncio.wait_for(waiting, limit)
+            return await api.orders.ask(lambda id: api.channel.send(ApiOrder(id, what, engine, timeout)), limit)
         except TimeoutError:
-            return OrderDone(id, error=f"API process {api.pid} doesn't answer")
-        finally:
-            api.orders.pop(id, None)
+            return OrderDone(0, error=f"API process {api.pid} doesn't answer")
 
     async def count(self) -> None:
         """Have `totals` be of now."""

@@ -60,8 +60,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: Server
     )
     service = app.state.service = Service(client, tokenizer, config)
     _routes(app)
-    app.add_exception_handler(RequestError, _on_refused)
-    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestError, _on_refused)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
     app.add_middleware(Gate, service=service, config=config)
     if config.cors_origins:
         from starlette.middleware.cors import CORSMiddleware
@@ -78,13 +78,11 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: Server
     return app
 
 
-async def _on_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
+async def _on_refused(request: Request, error: RequestError) -> Response:
     return refused(error)
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _on_http(request: Request, error: HTTPException) -> Response:
     method, path = request.method, request.url.path[:200]
     words = {404: f"no such path: {method} {path}", 405: f"{method} is not allowed for {path}"}
     codes = {404: "not_found", 405: "method_not_allowed"}

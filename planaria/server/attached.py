@@ -20,8 +20,8 @@ from planaria.executor.link.keys import introduce, keep_alive
 from planaria.server.background import Background
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine import Engine
-from planaria.server.engine_client import LOOK, Connection
-from planaria.server.root_messages import Kill, Listed, Order, OrderDone, Replayed, State, ToRoot
+from planaria.server.engine_client import LOOK, EngineConnection
+from planaria.server.root_messages import ApiOrder, Kill, Listed, OrderDone, Replayed, State, ToRoot
 from planaria.wire import EngineFacts, FromEngine
 
 
@@ -38,7 +38,7 @@ class Attached:
         self.dispatcher = Dispatcher(config.cache.enable_prefix_caching)
         self.dispatcher.on_changed = self._admit
         self.listed: dict[int, Listed] = {}
-        self.connections: dict[int, tuple[Connection, int]] = {}  # to processes of engines, and the number of each
+        self.connections: dict[int, tuple[EngineConnection, int]] = {}  # to processes of engines, and the number of each
         self._lost: set[int] = set()  # engines whose process has ended, until there is another
         self._background = Background()
         self._background.start(self._watch())
@@ -97,7 +97,7 @@ class Attached:
                 introduce(socket, listed.keys.driver.public, listed.keys.ranks[0])
                 keep_alive(socket, self.config.parallel.heartbeat_timeout)
 
-        engine.connection = connection = Connection(engine.hear)
+        engine.connection = connection = EngineConnection(engine.hear)
         connection.pid = listed.pid
         self.connections[engine.index] = connection, listed.process
         connection.connect(listed.address, prepare)
@@ -128,7 +128,7 @@ class Attached:
                 if why := connection.trouble(limit):
                     self.tell(Kill(index, number, why))
 
-    async def carry_out(self, order: Order) -> OrderDone:
+    async def carry_out(self, order: ApiOrder) -> OrderDone:
         """All but "count"."""
         engine, moved, error = self.dispatcher.members.get(order.engine), 0, ""
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -18,6 +18,8 @@ from planaria.server.app import create_app
 from planaria.server.batch_file import Answers, Item
 from planaria.server.client import EngineClient
 from planaria.server.config import ServerConfig
+from planaria.server.forward import answer
+from planaria.server.root_messages import Question
 from planaria.server.tokenise import Tokenizer
 from planaria.types import SEED_LIMIT
 
@@ -81,23 +83,5 @@ def line_of(item: Item, response: dict[str, Any] | None, error: tuple[str, str] 
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
     """One request of an ASGI application: status, request id and body of its answer."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
-        "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
-    }  # fmt: skip
-    incoming: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()  # after the body nothing comes: nobody leaves
-    incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
-    status, request_id = 0, ""
-    parts: list[bytes] = []
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal status, request_id
-        if message["type"] == "http.response.start":
-            status = message["status"]
-            request_id = dict(message["headers"]).get(b"x-request-id", b"").decode()
-        else:
-            parts.append(message.get("body", b""))
-
-    await app(scope, incoming.get, send)
-    return status, request_id, b"".join(parts)
+    said = await answer(app, Question(0, "POST", path, b"", headers, body, ("127.0.0.1", 0), "http"))
+    return said.status, dict(said.headers).get(b"x-request-id", b"").decode(), said.body

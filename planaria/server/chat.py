@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +10,15 @@ from starlette.responses import Response
 
 from planaria.errors import RequestError
 from planaria.server.common import (
+    Envelope,
     encode_json,
+    event_of,
     finite,
     prompt_logprobs_json,
     read,
     sampling_params,
     spelled,
     token_text,
-    usage_of,
 )
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import check_logprobs, submissions
@@ -122,31 +122,18 @@ class ChatWriter:
         self.tokenizer, self.stream = service.tokenizer, stream
         self.logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self.prompt_logprobs = body.prompt_logprobs
-        self.token_ids = bool(body.return_token_ids)
-        options = body.stream_options
-        self.usage = options is not None and bool(options.include_usage)
-        self.continuous = options is not None and bool(options.continuous_usage_stats)
-        self.head = {
-            "id": f"chatcmpl-{uid}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": body.model or service.model_names[0],
-        }
-        count = len(stream.sequences)
-        self.started = [False] * count
-        open_head = b"data: " + encode_json(self.head)[:-1] + b',"choices":[{"index":'
-        self.openings = [open_head + b'%d,"delta":{"content":' % i for i in range(count)]
-        self.closing = (
-            b'},"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
-        )
-        self.plain = not (self.token_ids or self.continuous)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self.envelope = envelope = Envelope(service, f"chatcmpl-{uid}", kind, body, [stream])
+        self.tail = envelope.tail
+        self.openings = [envelope.opening(i, b'"delta":{"content":') for i in range(len(stream.sequences))]
+        self.closing, self.plain = b"}" + envelope.closing, envelope.plain
         self.heavy = self.logprobs is not None or self.prompt_logprobs is not None
 
     def event(self, piece: Piece) -> bytes | Callable[[], bytes]:
         index = piece.choice
         opening = b""
-        if not self.started[index]:
-            self.started[index] = True
+        if not self.envelope.started[index]:
+            self.envelope.started[index] = True
             if index == 0 and self.prompt_logprobs is not None:
                 return lambda: self._role(0) + self._event(piece, b"")
             opening = self._role(index)
@@ -162,39 +149,26 @@ class ChatWriter:
         choice["finish_reason"] = piece.finish
         if piece.finish is not None:
             choice["stop_reason"] = piece.stop_reason
-        if self.token_ids:
+        if self.envelope.token_ids:
             choice["token_ids"] = piece.tokens
-        return opening + self._chunk([choice])
+        return opening + event_of(self.envelope.value([choice]))
 
     def _role(self, index: int) -> bytes:
         choice = {
             "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
         }  # fmt: skip
-        return self._chunk([choice], first=index == 0)
-
-    def _chunk(self, choices: list[dict[str, Any]], first: bool = False) -> bytes:
-        value: dict[str, Any] = {**self.head, "choices": choices}
-        if first:
+        value = self.envelope.value([choice])
+        if index == 0:
             self._prompt_part(value)
-        if self.continuous:
-            value["usage"] = usage_of([self.stream])
-        elif self.usage:
-            value["usage"] = None
-        return b"data: " + encode_json(value) + b"\n\n"
+        return event_of(value)
 
     def _prompt_part(self, value: dict[str, Any]) -> None:
         """What is said of the prompt: once, by the first choice."""
-        if self.token_ids:
+        if self.envelope.token_ids:
             value["prompt_token_ids"] = self.stream.prompt
         if self.prompt_logprobs is not None:
             positions = self.stream.sequences[0].prompt_logprobs
             value["prompt_logprobs"] = prompt_logprobs_json(positions, self.tokenizer)
-
-    def tail(self) -> bytes:
-        if not self.usage:
-            return b""
-        value: dict[str, Any] = {**self.head, "choices": [], "usage": usage_of([self.stream])}
-        return b"data: " + encode_json(value) + b"\n\n"
 
     def whole(self) -> bytes:
         choices = []
@@ -206,10 +180,10 @@ class ChatWriter:
                 "finish_reason": sequence.finish,
                 "stop_reason": sequence.stop_reason,
             }
-            if self.token_ids:
+            if self.envelope.token_ids:
                 choice["token_ids"] = sequence.tokens
             choices.append(choice)
-        value: dict[str, Any] = {**self.head, "choices": choices, "usage": usage_of([self.stream])}
+        value = self.envelope.whole(choices)
         self._prompt_part(value)
         return encode_json(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -106,6 +107,54 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
 def finite(logprob: float) -> float:
     """A log-probability JSON can carry."""
     return logprob if math.isfinite(logprob) else LOWEST
+
+
+class Envelope:
+    """What the events and the whole answer of a request have in common: its head, and its token counts as far as asked
+    for. hidden: what was generated is not shown and not counted. `plain`: an event of a piece of text alone needs
+    nothing but `opening`, the text as JSON and `closing`."""
+
+    def __init__(
+        self, service: Service, id: str, kind: str, body: GenerationRequest, prompts: list[Choices], *,
+        hidden: bool = False,
+    ) -> None:  # fmt: skip
+        self.prompts, self.hidden = prompts, hidden
+        options = body.stream_options
+        self.usage = options is not None and bool(options.include_usage)
+        self.continuous = options is not None and bool(options.continuous_usage_stats)
+        self.token_ids = bool(body.return_token_ids)
+        self.plain = not (self.token_ids or self.continuous or hidden)
+        model = body.model or service.model_names[0]
+        self.head: dict[str, Any] = {"id": id, "object": kind, "created": int(time.time()), "model": model}
+        self.started = [False] * sum(len(prompt.sequences) for prompt in prompts)
+        self.closing = b',"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
+
+    def opening(self, index: int, field: bytes) -> bytes:
+        """Of an event of a choice, up to its text. field: what comes before that."""
+        return b"data: " + encode_json(self.head)[:-1] + b',"choices":[{"index":%d,' % index + field
+
+    def value(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Of an event."""
+        value = {**self.head, "choices": choices}
+        if self.continuous:
+            value["usage"] = self.counts()
+        elif self.usage:
+            value["usage"] = None
+        return value
+
+    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self.head, "choices": choices, "usage": self.counts()}
+
+    def tail(self, counted: bool = False) -> bytes:
+        """Events after the last piece of all choices. counted: token counts are among them unasked."""
+        return event_of(self.whole([])) if self.usage or counted else b""
+
+    def counts(self) -> dict[str, Any]:
+        return usage_of(self.prompts, hidden=self.hidden)
+
+
+def event_of(value: dict[str, Any]) -> bytes:
+    return b"data: " + encode_json(value) + b"\n\n"
 
 
 def usage_of(streams: list[Choices], *, hidden: bool = False) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,14 +12,15 @@ from starlette.responses import Response
 
 from planaria.errors import RequestError
 from planaria.server.common import (
+    Envelope,
     encode_json,
+    event_of,
     finite,
     prompt_logprobs_json,
     read,
     sampling_params,
     spelled,
     token_text,
-    usage_of,
 )
 from planaria.server.detokenise import text_offsets
 from planaria.server.generation import AT_ONCE, Answer, Generation
@@ -122,24 +122,10 @@ class CompletionWriter:
     ) -> None:
         self.tokenizer, self.streams, self.echoes, self.scoring = service.tokenizer, streams, echoes, scoring
         self.logprobs, self.prompt_logprobs = body.logprobs, body.prompt_logprobs
-        self.token_ids = bool(body.return_token_ids)
-        options = body.stream_options
-        self.usage = options is not None and bool(options.include_usage)
-        self.continuous = options is not None and bool(options.continuous_usage_stats)
-        self.head = {
-            "id": f"cmpl-{uid}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model or service.model_names[0],
-        }
+        self.envelope = envelope = Envelope(service, f"cmpl-{uid}", "text_completion", body, streams, hidden=scoring)
+        self.token_ids, self.started = envelope.token_ids, envelope.started
         self.n = body.n or 1
-        self.started = [False] * (len(streams) * self.n)
-        open_head = b"data: " + encode_json(self.head)[:-1] + b',"choices":[{"index":'
-        self.openings = [open_head + b'%d,"text":' % i for i in range(len(self.started))]
-        self.closing = (
-            b',"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
-        )
-        self.plain = not (self.token_ids or self.continuous or scoring)
+        self.openings = [envelope.opening(i, b'"text":') for i in range(len(self.started))]
         repeated = sum(stream.prompt_tokens for stream in streams) * self.n if echoes or self.token_ids else 0
         self.heavy = self.logprobs is not None or self.prompt_logprobs is not None or repeated > LONG_TEXT
         # Of each prompt, pieces of other choices that came before its log-probabilities, which the first choice brings.
@@ -162,8 +148,8 @@ class CompletionWriter:
     def _event(self, piece: Piece) -> Callable[[], bytes]:
         """What writes the event of a piece; asked for in order."""
         index = piece.choice
-        if self.plain and piece.finish is None and piece.logprobs is None and self.started[index]:
-            return lambda: self.openings[index] + encode_json(piece.text) + self.closing
+        if self.envelope.plain and piece.finish is None and piece.logprobs is None and self.started[index]:
+            return lambda: self.openings[index] + encode_json(piece.text) + self.envelope.closing
         choice: dict[str, Any] = {"index": index, "text": piece.text, "logprobs": None}
         if self.scoring:
             choice["text"] = ""
@@ -178,24 +164,17 @@ class CompletionWriter:
             choice["stop_reason"] = piece.stop_reason
             if self.scoring:
                 choice["finish_reason"], choice["stop_reason"] = "length", None
-        value: dict[str, Any] = {**self.head, "choices": [choice]}
-        if self.continuous:
-            value["usage"] = usage_of(self.streams, hidden=self.scoring)
-        elif self.usage:
-            value["usage"] = None
+        value = self.envelope.value([choice])
 
         def write() -> bytes:
             if begins:
                 self._begin(choice, self.streams[index // self.n])
-            return b"data: " + encode_json(value) + b"\n\n"
+            return event_of(value)
 
         return write
 
     def tail(self) -> bytes:
-        if not (self.usage or self.continuous):
-            return b""
-        value = {**self.head, "choices": [], "usage": usage_of(self.streams, hidden=self.scoring)}
-        return b"data: " + encode_json(value) + b"\n\n"
+        return self.envelope.tail(self.envelope.continuous)
 
     def whole(self) -> bytes:
         choices = []
@@ -215,7 +194,7 @@ class CompletionWriter:
                     choice["token_ids"] = [] if self.scoring else sequence.tokens
                 self._begin(choice, stream)
                 choices.append(choice)
-        return encode_json({**self.head, "choices": choices, "usage": usage_of(self.streams, hidden=self.scoring)})
+        return encode_json(self.envelope.whole(choices))
 
     def _base(self, index: int) -> int:
         return len(self.echoes[index // self.n]) if self.echoes is not None else 0

@@ -17,7 +17,7 @@ import msgspec
 from planaria.core.quarantine import Quarantine, Turn
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, UserError
 from planaria.executor.recovery import Replay
-from planaria.server.engine_client import Connection
+from planaria.server.engine_client import EngineConnection
 from planaria.server.root_messages import LetGo, Wants
 from planaria.server.stream import Stream
 from planaria.types import Delta, FinishReason
@@ -50,7 +50,7 @@ class Engine:
 
     def __init__(self, index: int, server: int = 0, tell: Callable[[Wants | LetGo], None] | None = None) -> None:
         self.index, self.server, self.tell = index, server, tell
-        self.connection: Connection | None = None  # to the process of now
+        self.connection: EngineConnection | None = None  # to the process of now
         self.facts: EngineFacts | None = None
         self.stats = EngineStats()
         self.before = EngineStats()  # what the processes before this one have counted
@@ -315,21 +315,17 @@ class Engine:
             self.admit()
 
 
+_COUNTERS = (
+    "step", "prefix_queries", "prefix_hits", "preemptions", "prompt_tokens", "generation_tokens", "replayed_tokens",
+)  # fmt: skip
+
+
 def added(before: EngineStats, now: EngineStats) -> EngineStats:
     """Counters go on from one engine to the next; the rest is the present one's."""
     if not before.step:
         return now
-    return msgspec.structs.replace(
-        now,
-        step=before.step + now.step,
-        prefix_queries=before.prefix_queries + now.prefix_queries,
-        prefix_hits=before.prefix_hits + now.prefix_hits,
-        preemptions=before.preemptions + now.preemptions,
-        prompt_tokens=before.prompt_tokens + now.prompt_tokens,
-        generation_tokens=before.generation_tokens + now.generation_tokens,
-        replayed_tokens=before.replayed_tokens + now.replayed_tokens,
-        experts=_experts_added(before.experts, now.experts),
-    )
+    sums = {name: getattr(before, name) + getattr(now, name) for name in _COUNTERS}
+    return msgspec.structs.replace(now, **sums, experts=_experts_added(before.experts, now.experts))
 
 
 def _experts_added(before: ExpertStats | None, now: ExpertStats | None) -> ExpertStats | None:

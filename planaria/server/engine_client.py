@@ -48,7 +48,7 @@ class Ended(msgspec.Struct, frozen=True):
     fence: float = 0.0
 
 
-class Connection:
+class EngineConnection:
     """The front end's end of an engine's socket. `hear` gets every message; an exception of it counts as the engine's
     fault."""
 
@@ -122,7 +122,7 @@ class Connection:
             self._context.term()
 
 
-class EngineHandle(Connection):
+class EngineHandle(EngineConnection):
     """And one that started its process."""
 
     local = True  # it is a process of this machine

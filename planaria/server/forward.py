@@ -5,12 +5,12 @@ of the fleet. They are passed on as they came, behind the gate, and the root's o
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planaria.server.gate import ADMIN_PATHS
+from planaria.server.questions import PendingAnswers
 from planaria.server.root_messages import ForwardedAnswer, Question
 
 PATHS = ("/health", "/metrics", *ADMIN_PATHS)
@@ -21,30 +21,17 @@ class RootLink:
 
     def __init__(self, tell: Callable[[Question], None]) -> None:
         self.tell = tell
-        self._waiting: dict[int, asyncio.Future[ForwardedAnswer]] = {}
-        self._numbers = itertools.count()
+        self.waiting = PendingAnswers[ForwardedAnswer]()
 
     async def ask(self, scope: Scope, body: bytes) -> ForwardedAnswer:
         """The root's answer to an HTTP request."""
-        id = next(self._numbers)
-        waiting: asyncio.Future[ForwardedAnswer] = asyncio.get_running_loop().create_future()
-        self._waiting[id] = waiting
         client = scope.get("client")
         headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
         headers.append((b"x-request-id", scope["planaria"].id.encode()))
-        self.tell(Question(
+        return await self.waiting.ask(lambda id: self.tell(Question(
             id, scope["method"], scope["path"], scope["query_string"], headers, body,
             (client[0], client[1]) if client else None, scope["scheme"],
-        ))  # fmt: skip
-        try:
-            return await waiting
-        finally:
-            del self._waiting[id]
-
-    def hear(self, answer: ForwardedAnswer) -> None:
-        waiting = self._waiting.get(answer.id)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+        )))  # fmt: skip
 
 
 class Forward:
@@ -70,7 +57,7 @@ class Forward:
 
 
 async def answer(app: ASGIApp, question: Question) -> ForwardedAnswer:
-    """What an application says to a question."""
+    """What an application says to a question, without a socket."""
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": question.method,
         "path": question.path, "raw_path": question.path.encode(), "root_path": "", "scheme": question.scheme,

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from planaria.errors import RequestError
 from planaria.server.config import ServerConfig
 from planaria.server.failure import failure
 from planaria.server.service import Service
@@ -30,6 +31,7 @@ MAX_BODIES = 512 << 20  # bytes of all requests that are being read or answered
 LINGER_BYTES = 64 << 20  # of a body that is too large, read and dropped so that the client hears why
 LINGER_SECONDS = 10.0
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
+_CLOSE = {"Connection": "close"}
 _LOOPBACK = ("127.", "::1", "::ffff:127.")
 _LOOPBACK_HOST = re.compile(rb"(localhost|127\.[\d.]+|\[::1\])(:\d+)?\Z")
 # Set by proxies (and by no program that asks for itself), or by browsers.
@@ -67,14 +69,6 @@ class ApiKeys:
         for digest in self._digests:
             found |= hmac.compare_digest(digest, given)
         return found and scheme.lower() == b"bearer"
-
-
-class TooLarge(Exception):
-    """The body is over the limit."""
-
-
-class TooMuch(Exception):
-    """All bodies together are."""
 
 
 class Gate:
@@ -143,25 +137,12 @@ class Gate:
                 finally:
                     del service.reading[clock]
         except TimeoutError:
-            answer = self._draining() or failure(
-                f"the request's body did not come within {limit_s:g} s", 408, code="request_timeout",
-                headers={"Connection": "close"},
-            )  # fmt: skip
+            late = f"the request's body did not come within {limit_s:g} s"
+            answer = self._draining() or failure(late, 408, code="request_timeout", headers=_CLOSE)
             await answer(scope, receive, send)
             return
-        except TooMuch:
-            busy = failure(
-                "too much is being sent at a time; try again", 503, code="overloaded", headers={"Connection": "close"}
-            )
-            await busy(scope, receive, send)
-            return
-        except TooLarge:
-            limit = self.config.max_body_bytes
-            answer = failure(
-                f"the request's body is over {limit} bytes", 413, code="request_too_large",
-                headers={"Connection": "close"},
-            )  # fmt: skip
-            await answer(scope, receive, send)
+        except RequestError as e:
+            await failure(e.message, e.status, code=e.code, headers=_CLOSE)(scope, receive, send)
             return
         if body is None:
             return
@@ -210,29 +191,30 @@ class Gate:
     def _draining(self) -> ASGIApp | None:
         if not self.service.draining:
             return None
-        return failure(self.service.draining, 503, code="not_ready", headers={"Connection": "close"})
+        return failure(self.service.draining, 503, code="not_ready", headers=_CLOSE)
 
     async def _read(self, info: RequestInfo, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The whole body; None if the client left before its end. Raises TooLarge, having read on for a while,
-        and TooMuch.
+        """The whole body; None if the client left before its end. Raises RequestError: it is over the limit, which
+        is read on for a while, or all bodies together are.
 
         An answer sent while the client still writes would be lost with the connection, so what is too large is
         read and dropped, up to a limit.
         """
         limit = self.config.max_body_bytes
+        refusal = RequestError(f"the request's body is over {limit} bytes", status=413, code="request_too_large")
         declared = headers.get(b"content-length", b"")
         size = 0
         body = bytearray()
         too_large = declared.isdigit() and int(declared[:20]) > limit
         if too_large and int(declared[:20]) > LINGER_BYTES:
-            raise TooLarge
+            raise refusal
         deadline = time.monotonic() + LINGER_SECONDS
         while True:
             if too_large:
                 try:
                     message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.0))
                 except TimeoutError:
-                    raise TooLarge from None
+                    raise refusal from None
             else:
                 message = await receive()
             if message["type"] == "http.disconnect":
@@ -245,16 +227,18 @@ class Gate:
             if too_large:
                 body.clear()
                 if size > LINGER_BYTES:
-                    raise TooLarge
+                    raise refusal
             else:
                 body += chunk
                 info.held += len(chunk)
                 self.bodies += len(chunk)
                 if self.bodies > MAX_BODIES:
-                    raise TooMuch
+                    raise RequestError(
+                        "too much is being sent at a time; try again", status=503, code="overloaded"
+                    )
             if not message.get("more_body", False):
                 if too_large:
-                    raise TooLarge
+                    raise refusal
                 return bytes(body)
 
 

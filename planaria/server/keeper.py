@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -26,7 +25,7 @@ from planaria.node import node_name, process_state, resident_bytes
 from planaria.server import questions
 from planaria.server.engine import Engine
 from planaria.server.engine_client import EXIT_TIMEOUT, Ended, EngineHandle, EngineProcess
-from planaria.server.questions import Questions
+from planaria.server.questions import PendingAnswers, Questions
 from planaria.topology import LaneGroup, Layout
 from planaria.wire import (
     Dead,
@@ -85,7 +84,7 @@ class EngineKeeper:
         self._closing = False
         self._left = asyncio.Event()  # by `close`
         self._failed = 0  # processes in a row that did not come up
-        self._resizing: dict[str, asyncio.Future[EngineResized]] = {}  # who waits for which
+        self._resizing = PendingAnswers[EngineResized]()
         self._task: asyncio.Task[None] | None = None
 
     def share(self, engines: int) -> None:
@@ -156,8 +155,7 @@ class EngineKeeper:
         self.ended, self.as_told = ended, told or self._closing
         self.on_process()
         self._failed = 0 if was_up or told else self._failed + 1
-        for id in list(self._resizing):
-            self._on_resized(EngineResized(id, "", "the engine's process ended meanwhile"))
+        self._resizing.answer_all(EngineResized("", "", "the engine's process ended meanwhile"))
         elsewhere = self._progressed_elsewhere()
         progressed = engine.down(self.as_told or engine.dead is not None) or elsewhere
         if self._closing or engine.dead is not None:
@@ -266,19 +264,10 @@ class EngineKeeper:
         if not engine.up or self._closing:
             layout = engine.facts.layout if engine.facts is not None else ""
             return EngineResized("", layout, f"engine {self.index} is {engine.state}")
-        id = uuid.uuid4().hex[:8]
-        waiting: asyncio.Future[EngineResized] = asyncio.get_running_loop().create_future()
-        self._resizing[id] = waiting
-        engine.send(ResizeEngine(id, tp, pp, dp, tuple(groups)))
-        done = await waiting
+        done = await self._resizing.ask(lambda id: engine.send(ResizeEngine(str(id), tp, pp, dp, tuple(groups))))
         if not done.error:
             self.config = self.config.with_layout(Layout(pp, dp or self.config.parallel.lanes, tp=tp))
         return done
-
-    def _on_resized(self, message: EngineResized) -> None:
-        waiting = self._resizing.pop(message.id, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
 
     def _hear(self, message: FromEngine) -> None:
         match message:
@@ -294,7 +283,7 @@ class EngineKeeper:
             case Processes() | ExpertLoads():
                 self.questions.answer(message)
             case EngineResized():
-                self._on_resized(message)
+                self._resizing.answer(int(message.id), message)
             case Leaving():
                 self.on_leaving()
 

@@ -50,7 +50,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Admit nothing, finish what is open, end. A second one: abort what is open."""
 
 
-class Order(msgspec.Struct, frozen=True, tag="order"):
+class ApiOrder(msgspec.Struct, frozen=True, tag="order"):
     """what: "hand over" all that `engine` has to others, "take share" of what runs for `engine`, "empty": wait until
     `engine` has nothing any more (`timeout` seconds at most), "settle": wait until engines that are not in the last
     `State` have been left, "count": say `Counts`."""
@@ -147,5 +147,5 @@ class Replayed(msgspec.Struct, frozen=True, tag="replayed"):
     tokens: int
 
 
-FromRoot = State | Stop | Order | ForwardedAnswer
+FromRoot = State | Stop | ApiOrder | ForwardedAnswer
 ToRoot = Serving | Unable | OrderDone | Question | Kill | Wants | LetGo | Replayed

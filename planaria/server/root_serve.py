@@ -18,22 +18,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-from planaria.config.options import EngineConfig
 from planaria.errors import EngineDead
 from planaria.server.api_processes import ApiProcess, ApiProcesses
 from planaria.server.app import create_app
 from planaria.server.background import Background
 from planaria.server.config import ServerConfig
 from planaria.server.counts import put
-from planaria.server.engine_client import EngineProcess
-from planaria.server.fleet import Fleet, Hosts
+from planaria.server.fleet import Fleet
 from planaria.server.forward import answer
-from planaria.server.keeper import Make
 from planaria.server.root import RootEngines
 from planaria.server.root_messages import Question, Replayed, ToRoot
-from planaria.server.serve import ENGINE_LAST_WORDS, LAST_ANSWERS, url_of
+from planaria.server.serve import ENGINE_LAST_WORDS, LAST_ANSWERS, heard, url_of
 from planaria.server.service import Service
-from planaria.wire import StartUpNews
 
 logger = logging.getLogger("planaria.server")
 
@@ -44,7 +40,7 @@ _PREFIX = "planaria-root-"
 
 
 @contextlib.contextmanager
-def names() -> Iterator[str]:
+def folder_of_names() -> Iterator[str]:
     """A folder for engines' sockets, which only this user may enter; those of roots that were killed are removed. It is
     locked itself as long as its root lives; nothing in one is opened, whatever somebody may have put there."""
     for entry in os.scandir(tempfile.gettempdir()):
@@ -86,36 +82,25 @@ def _locked(folder: str, how: int = 0) -> int:
 
 
 async def serve_from_root(
-    config: EngineConfig,
-    settings: ServerConfig,
-    sock: socket.socket,
-    announce: Callable[[str, Fleet], None],
-    *,
-    tokenizer: bool,
+    fleet: Fleet, settings: ServerConfig, sock: socket.socket, announce: Callable[[str], None], *, tokenizer: bool,
     started: float,
-    on_progress: Callable[[StartUpNews], None] | None = None,
-    make: Make = EngineProcess,
-    hosts: Hosts | None = None,
-    prepare: Callable[[Fleet], None] = lambda fleet: None,
-) -> int:
-    """Serve until a signal or the engines' death; exit codes and exceptions as of `planaria.server.serve.serve`. sock:
-    bound; tokenizer: whether there is one; announce: gets the line that says it is ready, when it is; make, hosts: as
-    of `Fleet`; prepare: gets it before it starts."""
-    with names() as folder, sock:
-        apis = ApiProcesses(config, settings, tokenizer, sock)
-        fleet = Fleet(config, on_progress, make, hosts, folder)
-        prepare(fleet)
+) -> int:  # fmt: skip
+    """Serve until a signal or the engines' death; exit codes and exceptions as of `planaria.server.serve.serve`. fleet:
+    was started, with a folder of names; sock: bound; tokenizer: whether there is one; announce: gets the line that says
+    it is ready, when it is."""
+    with sock:
+        apis = ApiProcesses(fleet.config, settings, tokenizer, sock)
         root = Root(fleet, apis, settings)
+        root.engines.publish()
         try:
-            await fleet.start()
-            await apis.start(config.parallel.api_server_count)
-            return await root.run(lambda: announce(
-                f"Planaria serving {root.service.model_names[0]} at {url_of(sock, settings)} "
-                f"(ready in {time.monotonic() - started:.1f} s)", fleet,
-            ))  # fmt: skip
+            await apis.start(fleet.config.parallel.api_server_count)
+            with heard(root.on_signal):
+                return await root.run(lambda: announce(
+                    f"Planaria serving {root.service.model_names[0]} at {url_of(sock, settings)} "
+                    f"(ready in {time.monotonic() - started:.1f} s)"
+                ))  # fmt: skip
         finally:
             await apis.ended(0.0)
-            await fleet.close()
 
 
 class Root:
@@ -134,11 +119,8 @@ class Root:
 
     async def run(self, announce: Callable[[], None]) -> int:
         """Until the end has come and the API processes have ended."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-        starting = loop.create_task(self._start(announce))
-        told = loop.create_task(self._told.wait())
+        starting = asyncio.create_task(self._start(announce))
+        told = asyncio.create_task(self._told.wait())
         try:
             while not (self._told.is_set() or self._over(starting)):
                 pending = {told} if starting.done() else {told, starting}
@@ -156,8 +138,6 @@ class Root:
         finally:
             starting.cancel()
             told.cancel()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
             self.service.close()
 
     async def _start(self, announce: Callable[[], None]) -> None:
@@ -174,10 +154,7 @@ class Root:
             self.apis.stop()
             self.code = 1
         elif dead is not None and self.client.facts is not None:
-            logger.error("the engine has ended: %s", dead.message)
-            if dead.detail and dead.kind == "error":
-                logger.error("%s", dead.detail)
-            self.service.drain(f"the engine has ended: {dead.message}")
+            self.service.end(dead)
             self.apis.stopping = True  # they see it too, answer what is open and end
             self.code = 1
         elif failure:
@@ -186,7 +163,7 @@ class Root:
             raise EngineDead(failure)
         return bool(self.code)
 
-    def _on_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         """The first drains; the second aborts what is open."""
         if self._told.is_set():
             self.code = 128 + number

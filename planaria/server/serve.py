@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from planaria.errors import CapacityError, ConfigError, EngineDead, PlanariaError, UserError
 from planaria.server.app import create_app
+from planaria.server.background import Background
 from planaria.server.client import EngineClient
 from planaria.server.config import ServerConfig
 from planaria.server.connections import HttpConnection, Listener, connection_bound
@@ -54,6 +55,19 @@ def bind(config: ServerConfig) -> socket.socket:
             "--port", config.port, f"can't listen on {config.host}: {e.strerror or e}", "choose another, or 0 for any"
         ) from None
     return sock
+
+
+@contextlib.contextmanager
+def heard(on_signal: Callable[[int], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def url_of(sock: socket.socket, config: ServerConfig) -> str:
@@ -170,12 +184,7 @@ class Lifecycle:
         if dead is None or self.code == 1:
             return
         self.code = 1
-        # One that never became ready is an exception of `serve`, and its caller's to say.
-        if self.service.client.facts is not None:
-            logger.error("the engine has ended: %s", dead.message)
-        if dead.detail and dead.kind == "error":
-            logger.error("%s", dead.detail)
-        self.service.drain(f"the engine has ended: {dead.message}")
+        self.service.end(dead)
         self.service.abort_all(f"the engine has ended: {dead.message}", 500, "engine_error")
         self._ending = asyncio.get_running_loop().create_task(self._after_death())
 
@@ -213,22 +222,16 @@ async def serve(
     prepare(app)
     server = _Server(_settings(app, config, sock), config, sock, shared)
     life = Lifecycle(app.state.service, server)
-    loop = asyncio.get_running_loop()
-    handled = (signal.SIGTERM, signal.SIGINT) if signals else ()
-    for number in handled:
-        loop.add_signal_handler(number, life.on_signal, number)
-    waiting: list[asyncio.Task[None]] = []
+    waiting = Background()
     try:
-        running = loop.create_task(server.serve(sockets=[sock]))
-        waiting = [loop.create_task(life.until_ready(started, announce))]
-        if stop is not None:
-            waiting.append(loop.create_task(life.obey(stop)))
-        await running
+        with heard(life.on_signal) if signals else contextlib.nullcontext():
+            running = waiting.start(server.serve(sockets=[sock]))
+            waiting.start(life.until_ready(started, announce))
+            if stop is not None:
+                waiting.start(life.obey(stop))
+            await running
     finally:
-        for task in waiting:
-            task.cancel()
-        for number in handled:
-            loop.remove_signal_handler(number)
+        waiting.cancel()
         sock.close()
         life.service.close()
     if life.failure is not None:

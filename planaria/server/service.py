@@ -23,7 +23,7 @@ from planaria.server.history import History
 from planaria.server.inputs import child_seed
 from planaria.server.metrics import Metrics
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
-from planaria.wire import EngineFacts
+from planaria.wire import Dead, EngineFacts
 
 if TYPE_CHECKING:
     from planaria.server.generation import Generation
@@ -218,6 +218,15 @@ class Service:
         for clock in self.reading:
             if not clock.expired():
                 clock.reschedule(0)
+
+    def end(self, dead: Dead) -> None:
+        """The last engine has ended: nothing will come any more."""
+        # One that never became ready is an exception of `serve`, and its caller's to say.
+        if self.client.facts is not None:
+            logger.error("the engine has ended: %s", dead.message)
+        if dead.detail and dead.kind == "error":
+            logger.error("%s", dead.detail)
+        self.drain(f"the engine has ended: {dead.message}")
 
     def close(self) -> None:
         """Let go of the thread."""

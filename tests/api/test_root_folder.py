@@ -22,7 +22,7 @@ def test_what_killed_roots_left_is_removed_and_living_ones_are_left_alone(tempor
     left = temporary / "planaria-root-left"
     left.mkdir()
     (left / "engine").touch()
-    with root_serve.names() as one, root_serve.names() as two:
+    with root_serve.folder_of_names() as one, root_serve.folder_of_names() as two:
         assert one != two and os.stat(one).st_mode & 0o777 == 0o700
         assert sorted(os.listdir(temporary)) == sorted(map(os.path.basename, (one, two)))
     assert not os.listdir(temporary)
@@ -37,7 +37,7 @@ def test_a_pipe_or_a_link_where_a_folder_or_a_lock_is_expected_holds_nobody_up(t
     left = temporary / "planaria-root-left"
     left.mkdir()
     os.mkfifo(left / "lock")
-    with root_serve.names():
+    with root_serve.folder_of_names():
         assert elsewhere.is_dir() and not left.exists()
 
 
@@ -49,12 +49,12 @@ def test_two_roots_that_start_at_once_both_have_a_folder(temporary: Path, monkey
         made = make(prefix=prefix)
         if not others:
             others.append(made)
-            with root_serve.names() as other:
+            with root_serve.folder_of_names() as other:
                 assert other != made and not os.path.exists(made)
         return made
 
     monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
-    with root_serve.names() as folder:
+    with root_serve.folder_of_names() as folder:
         assert folder not in others and os.path.isdir(folder)
         with pytest.raises(BlockingIOError):
             root_serve._locked(folder, fcntl.LOCK_NB)
