@@ -38,7 +38,7 @@ class Attached:
         self.dispatcher = Dispatcher(config.cache.enable_prefix_caching)
         self.dispatcher.on_changed = self._admit
         self.listed: dict[int, Listed] = {}
-        self.connections: dict[int, tuple[EngineConnection, int]] = {}  # to processes of engines, and the number of each
+        self.connections: dict[int, tuple[EngineConnection, int]] = {}  # to engines' processes, by number
         self._lost: set[int] = set()  # engines whose process has ended, until there is another
         self._background = Background()
         self._background.start(self._watch())
