@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, get_origin, get_type_hints
+from typing import Annotated, NoReturn, get_origin, get_type_hints
 
 import msgspec
 
@@ -89,42 +89,35 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def verify(self, vocab_size: int | None = None) -> None:
         """Raise RequestError for the first field that is out of range."""
 
+        def refuse(param: str, message: str) -> NoReturn:
+            raise RequestError(message, param=param, code="invalid_value")
+
         def need(ok: bool, param: str, rule: str) -> None:
             if not ok:
-                raise RequestError(
-                    f"{param} must be {rule}, got {getattr(self, param)!r}", param=param, code="invalid_value"
-                )
+                refuse(param, f"{param} must be {rule}, got {getattr(self, param)!r}")
 
         for name, bounds in bounds_of(type(self)).items():
             value = getattr(self, name)
             if value is not None and not bounds.hold(value):
                 need(False, name, bounds.rule if math.isfinite(value) else "a finite number")
-        need(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens", f"at most max_tokens ({self.max_tokens})",
-        )  # fmt: skip
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        need(fits, "min_tokens", f"at most max_tokens ({self.max_tokens})")
         longest = max(map(len, self.stop), default=0)
         if longest > MAX_STOP_LENGTH:
-            raise RequestError(
-                f"stop has a string of {longest} characters; each may have {MAX_STOP_LENGTH}",
-                param="stop", code="invalid_value",
-            )  # fmt: skip
+            refuse("stop", f"stop has a string of {longest} characters; each may have {MAX_STOP_LENGTH}")
         need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} strings, none empty")
         need(all(self.bad_words), "bad_words", "a list of strings, none empty")
         length = sum(map(len, self.bad_words))
         if len(self.bad_words) > MAX_BAD_WORDS or length > MAX_BAD_WORDS_LENGTH:
-            raise RequestError(
-                f"bad_words has {len(self.bad_words)} strings of {length} characters; at most {MAX_BAD_WORDS} of "
-                f"{MAX_BAD_WORDS_LENGTH} in all", param="bad_words", code="invalid_value",
-            )  # fmt: skip
+            found = f"bad_words has {len(self.bad_words)} strings of {length} characters"
+            refuse("bad_words", f"{found}; at most {MAX_BAD_WORDS} of {MAX_BAD_WORDS_LENGTH} in all")
+        of_vocabulary = f"of the vocabulary ({vocab_size} tokens)"
         for token, bias in (self.logit_bias or {}).items():
             need(math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "values in [-100, 100]")
-            need(token >= 0 and (vocab_size is None or token < vocab_size), "logit_bias",
-                 f"a map from token ids of the vocabulary ({vocab_size} tokens)")  # fmt: skip
-        need(
-            all(t >= 0 and (vocab_size is None or t < vocab_size) for t in self.stop_token_ids),
-            "stop_token_ids", f"token ids of the vocabulary ({vocab_size} tokens)",
-        )  # fmt: skip
+            known = token >= 0 and (vocab_size is None or token < vocab_size)
+            need(known, "logit_bias", f"a map from token ids {of_vocabulary}")
+        known = all(t >= 0 and (vocab_size is None or t < vocab_size) for t in self.stop_token_ids)
+        need(known, "stop_token_ids", f"token ids {of_vocabulary}")
 
     @property
     def greedy(self) -> bool:

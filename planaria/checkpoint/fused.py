@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
 
@@ -32,7 +34,7 @@ def unfused(path: str, config: dict[str, Any], tensors: Sequence[TensorInfo]) ->
             parts = names[:2] if fused[2] == "gate_up_proj" else names[2:]
             out += _parts(path, tensor, f"{fused[1]}.{block}.experts", parts)
         elif router := ROUTER.fullmatch(tensor.name):
-            out.append(_renamed(tensor, f"{router[1]}.{block}.gate.weight"))
+            out.append(msgspec.structs.replace(tensor, name=f"{router[1]}.{block}.gate.weight"))
         else:
             out.append(tensor)
     return out
@@ -54,7 +56,3 @@ def _parts(path: str, tensor: TensorInfo, block: str, parts: Sequence[str]) -> l
         )
         for number in range(experts * len(parts))
     ]  # fmt: skip
-
-
-def _renamed(tensor: TensorInfo, name: str) -> TensorInfo:
-    return TensorInfo(name, tensor.kind, tensor.shape, tensor.file, tensor.offset, tensor.nbytes)

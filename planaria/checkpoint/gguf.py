@@ -35,12 +35,7 @@ def read_gguf(name: str, path: Path) -> Checkpoint:
     """Raises ModelError if the file is damaged, truncated or of an unsupported kind."""
     parts = split_parts(path.absolute())
     memo = hashlib.sha256("\0".join([_version(), *map(_identity, parts)]).encode()).hexdigest()
-    headers: list[GGUFHeader] = []
-
-    def read() -> list[GGUFHeader]:
-        if not headers:
-            headers.extend(read_header(str(p)) for p in parts)
-        return headers
+    read = cache(lambda: [read_header(str(part)) for part in parts])
 
     def fill(folder: Path) -> None:
         try:

@@ -88,10 +88,7 @@ def _byte_level(meta: dict[str, Any], tokens: list[str], types: list[int], path:
     else:
         regex = {"type": "Split", "pattern": {"Regex": SPLITS[split]}, "behavior": "Isolated", "invert": False}
         pre_tokenizer = _sequence("pretokenizers", regex, {**level, "use_regex": False})
-    merges = []
-    for merge in meta["tokenizer.ggml.merges"]:
-        left, right = merge.split(" ")
-        merges.append([left, right])
+    merges = [[left, right] for left, right in (merge.split(" ") for merge in meta["tokenizer.ggml.merges"])]
     whole_words = pre in WHOLE_WORDS
     return {
         "normalizer": {"type": "NFC"} if split == "qwen2" else None,

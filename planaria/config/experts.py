@@ -46,10 +46,8 @@ def eplb_config(given: str | dict[str, Any] | None) -> EPLBConfig:
     if given is None:
         return EPLBConfig()
     try:
-        if isinstance(given, str):
-            config = msgspec.json.decode(given, type=EPLBConfig)
-        else:
-            config = msgspec.convert(given, EPLBConfig)
+        said = msgspec.json.decode(given) if isinstance(given, str) else given
+        config = msgspec.convert(said, EPLBConfig)
     except (msgspec.DecodeError, msgspec.ValidationError) as e:
         names = ", ".join(EPLBConfig.__struct_fields__)
         shown = repr(given) if isinstance(given, str) else given
@@ -158,13 +156,7 @@ def expert_map(config: ModelConfig, parallel: ParallelConfig, ranks: int) -> Exp
 
 def not_yet(config: ParallelConfig) -> None:
     """Raises ConfigError for what is checked and placed but not run by this version. Whoever adds it takes it out."""
-    missing: list[tuple[bool, str, object, str, str]] = [
-        (
-            config.enable_expert_parallel and bool(EXCHANGES[config.all2all_backend].library),
-            _ALL2ALL, config.all2all_backend,
-            "ranks that exchange tokens by that library (its adapter was not run on hardware)", f"use {DEFAULT}",
-        ),
-    ]  # fmt: skip
-    for asked, option, value, what, fix in missing:
-        if asked:
-            raise ConfigError(option, value, f"this version has no {what} yet", fix)
+    backend = config.all2all_backend
+    if config.enable_expert_parallel and EXCHANGES[backend].library:
+        what = "ranks that exchange tokens by that library (its adapter was not run on hardware)"
+        raise ConfigError(_ALL2ALL, backend, f"this version has no {what} yet", f"use {DEFAULT}")

@@ -27,6 +27,7 @@ Note = tuple[int, str]  # a level of `logging`, a line
 
 _BACKEND = "--distributed-executor-backend"
 _LOCAL_RANKS, _LOCAL_RANKS_FIX = "--placement-group-local-ranks", "write each one's index on its node: 0,1,0"
+_LAYERS_FIX = "write the layers of each stage: 10,20"
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -40,7 +41,8 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
     backend = _backend(options, machine, options.nnodes if nodes is None else nodes.per_engine)
     config = ParallelConfig(**{
         **picked(ParallelConfig, options),
-        "pp_layer_partition": partition(options.pp_layer_partition),
+        # whether it fits the model is looked at when the model is known (`planaria.models.deal`)
+        "pp_layer_partition": _list("--pp-layer-partition", options.pp_layer_partition, _LAYERS_FIX),
         "distributed_executor_backend": backend,
         "ray_runtime_env": _runtime_env(options.ray_runtime_env),
         "placement_group_local_ranks": _list(_LOCAL_RANKS, options.placement_group_local_ranks, _LOCAL_RANKS_FIX),
@@ -122,13 +124,9 @@ def steps_in_flight(config: ParallelConfig, ahead: bool | None, device: str) -> 
 
     ahead: --async-scheduling; None: yes, except where the rank would compute with the very cores that plan.
     """
-    return max(config.pipeline_parallel_size, 2 if _ahead(config, ahead, device) else 1)
-
-
-def _ahead(config: ParallelConfig, asked: bool | None, device: str) -> bool:
-    if asked is not None:
-        return asked
-    return device != "cpu" or config.distributed_executor_backend not in ("uni", "external_launcher")
+    if ahead is None:
+        ahead = device != "cpu" or config.distributed_executor_backend not in ("uni", "external_launcher")
+    return max(config.pipeline_parallel_size, 2 if ahead else 1)
 
 
 def _numbers(options: EngineOptions) -> None:
@@ -139,11 +137,6 @@ def _numbers(options: EngineOptions) -> None:
         raise ConfigError("--master-addr", "''", "is empty", "give the address of the node with --node-rank 0")
     _class_path("--worker-cls", options.worker_cls, "auto")
     _class_path("--worker-extension-cls", options.worker_extension_cls, "")
-
-
-def partition(given: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Whether it fits the model is looked at when the model is known (`planaria.models.deal`)."""
-    return _list("--pp-layer-partition", given, "write the layers of each stage: 10,20")
 
 
 def _list(option: str, given: str | tuple[int, ...] | None, fix: str) -> tuple[int, ...] | None:
