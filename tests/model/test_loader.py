@@ -66,14 +66,16 @@ def test_smollm2_is_what_the_gguf_package_reads() -> None:
     weights = WeightSource(checkpoint)
     seen = set()
     for t in GGUFReader(checkpoint.path).tensors:
+        name = hf_name(t.name)
+        assert name is not None
+        seen.add(name)
+        if t.name.startswith("blk.") and t.name.split(".")[1] not in ("0", "13", "29"):
+            continue  # of the layers three
         wanted = torch.from_numpy(dequantize(t.data, t.tensor_type).copy())
         if "attn_q." in t.name or "attn_k." in t.name:
             heads = 9 if "attn_q" in t.name else 3
             wanted = wanted.reshape(heads, 32, 2, 576).swapaxes(1, 2).reshape(wanted.shape)
-        name = hf_name(t.name)
-        assert name is not None
         assert torch.equal(weights.get(name, dequantise=True), wanted), name  # type: ignore[arg-type]
-        seen.add(name)
     assert seen == set(weights.names())
 
 

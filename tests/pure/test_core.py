@@ -134,7 +134,6 @@ def test_no_schedule_changes_a_token(  # type: ignore[no-untyped-def]
     all_free(run)
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(jobs, st.integers(11, 20), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 1, 2, 3]), st.data())
 def test_cancel_and_loss_at_any_step(jobs, blocks, depth, micro_steps, lanes, data):  # type: ignore[no-untyped-def]
     """Cancelled requests stop and free their blocks; after a loss, also one after which there are other lanes,

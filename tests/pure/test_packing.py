@@ -382,24 +382,24 @@ def test_the_node_that_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy"),
+    ("nodes", "layout", "strategy"),
     [
-        (Layout(dp=10_000, tp=8), "strict"),
-        pytest.param(Layout(dp=20_000, tp=4), "fill", marks=pytest.mark.long),
-        pytest.param(Layout(dp=5_000, tp=8, pp=2), "span", marks=pytest.mark.long),
+        (3_000, Layout(dp=3_000, tp=8), "strict"),
+        pytest.param(10_000, Layout(dp=10_000, tp=8), "strict", marks=pytest.mark.long),
+        pytest.param(10_000, Layout(dp=20_000, tp=4), "fill", marks=pytest.mark.long),
+        pytest.param(10_000, Layout(dp=5_000, tp=8, pp=2), "span", marks=pytest.mark.long),
     ],
-    ids=STRATEGIES,
 )
-def test_a_large_cluster_takes_no_time(layout: Layout, strategy: str) -> None:
-    cluster = cluster_of(*[8] * 10_000, head=5_000)
+def test_a_large_cluster_takes_no_time(nodes: int, layout: Layout, strategy: str) -> None:
+    cluster = cluster_of(*[8] * nodes, head=nodes // 2)
     for _ in range(3):
         began = time.process_time()  # of this process, so that a busy machine matters less
         packing = pack(cluster, layout, strategy)
         seconds = time.process_time() - began
-        assert packing.layout.size == 80_000
-        if seconds < 1.0:
+        assert packing.layout.size == 8 * nodes
+        if seconds < nodes * 1e-4:
             return
-    pytest.fail(f"{seconds:.1f} s three times")
+    pytest.fail(f"{seconds:.2f} s three times")
 
 
 # -- for people
