@@ -279,4 +279,4 @@ class Play:
         while why := self.deployment.whole():
             if time.monotonic() > end:
                 raise Late(f"not whole {SETTLE:g} s later: {why}")
-            time.sleep(0.02)
+            time.sleep(0.1)

@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from tests.proc import custom
-from tests.proc.servers import PATIENCE, PATIENT, Server, alive, needs_smollm2, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, TLS, Server, alive, needs_smollm2, wait_until
 
 pytestmark = needs_smollm2
 
@@ -64,7 +64,10 @@ def counting() -> Iterator[Callable[[int], None]]:
 
 
 def client_of(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=120, max_retries=0)
+    client = openai.DefaultHttpxClient(verify=TLS)
+    return openai.OpenAI(
+        base_url=server.url + "/v1", api_key="none", timeout=120, max_retries=0, http_client=client
+    )  # fmt: skip
 
 
 def ask(client: openai.OpenAI, i: int, on_tokens: Callable[[int], None]) -> Outcome:

@@ -34,7 +34,7 @@ def test_two_lanes_share_the_experts(lanes: Engine, expected: list[list[int]]) -
     assert lanes.run(ASKED[:1]) == expected[:1]  # a lane with nothing to do computes its experts all the same
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_lane_that_dies_is_replaced(lanes: Engine, expected: list[list[int]], victim: int) -> None:
     before = lanes.pids
     assert lanes.run(ASKED, 40, lambda: lanes.kill(victim, signal.SIGKILL)) == expected

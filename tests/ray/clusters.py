@@ -29,6 +29,8 @@ NOTICE = {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 300, "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 4,
 }  # fmt: skip
+# Nor does it start workers that nobody asked for: ours have an environment of their own, so none of them is used.
+SYSTEM = {**NOTICE, "prestart_worker_first_driver": False}
 
 # Waits until these addresses are of living nodes.
 JOINED = """
@@ -167,7 +169,7 @@ def several_nodes(*slots: int, gpus: Sequence[int] = (), dashboard: bool = False
     reset_auth_token_state()
     with loopback(ray_constants):
         cluster = Cluster()
-        head: dict[str, Any] = {"_system_config": NOTICE, "include_dashboard": dashboard}
+        head: dict[str, Any] = {"_system_config": SYSTEM, "include_dashboard": dashboard}
         try:
             with ends(cluster.shutdown):
                 for count, accelerators in itertools.zip_longest(slots, gpus, fillvalue=0):
@@ -292,7 +294,7 @@ class RayNodes:
             how = ["--address", self.address]
             if not i:
                 how = ["--head", "--port", "6379", "--include-dashboard", "false", "--node-ip-address", "10.93.0.1"]
-                how += ["--system-config", json.dumps(NOTICE)]
+                how += ["--system-config", json.dumps(SYSTEM)]
             node = ray_node(self.networks.prefixes[i], self.env, *how, "--temp-dir", folder)
             self.processes[i] = stack.enter_context(node)
             if not i:

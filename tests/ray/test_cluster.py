@@ -138,7 +138,7 @@ def test_plans_of_this_cluster(connection: Any, group: Any, capsys: Any) -> None
 
 def test_a_users_group_is_used_and_kept(connection: Any, group: Any, small: Path) -> None:
     """Its tensor group on one node: so none on the driver's, which has one slot."""
-    with LLM(str(small), **SMALL, **ray_options("tp2"), placement_group=group.id.hex()) as llm:
+    with LLM(str(small), **SMALL, **ray_options("tp2"), null_worker=True, placement_group=group.id.hex()) as llm:
         launcher: Any = llm._loop.gang.launcher
         (used,) = launcher.ray.bundles.groups
         assert len(used.bundles) == 2 and 0 not in used.bundles and not used.owned

@@ -173,11 +173,12 @@ def test_no_room_is_refused_at_once_where_nobody_adds_nodes(local_ray: Any, smal
     assert time.monotonic() - began < PATIENCE and not live_groups()
 
 
-def test_the_command_line(small: Path) -> None:
+def test_the_command_line(weightless: str) -> None:
     """A cluster that Planaria starts and ends with itself, in a process of its own."""
     from tests.proc.servers import planaria
 
-    args = ["generate", "smollm2", "--prompt", "The capital of France is", "--max-tokens", "8", "--json", "-pp", "2"]
+    args = ["generate", weightless, "--null-worker", "--skip-tokenizer-init", "--prompt-token-ids", "1,2,3"]
+    args += ["--max-tokens", "8", "--ignore-eos", "--json", "-pp", "2"]
     result = planaria(*args, "--distributed-executor-backend", "ray", "--ray-link", "compiled-graph")
     assert result.returncode == 0, result.stderr
     line = json.loads(result.stdout)
