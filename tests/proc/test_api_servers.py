@@ -32,8 +32,8 @@ TOKENS = 120
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Two engines behind two API processes."""
-    with Server("smollm2", *HASH, "-dp", "2", "--api-server-count", "2") as server:
+    """Two engines behind two API processes, in a process group of its own."""
+    with Server("smollm2", *HASH, *PATIENT, "-dp", "2", "--api-server-count", "2", prefix=("setsid",)) as server:
         yield server
 
 
@@ -298,14 +298,13 @@ def test_when_no_engine_is_left_all_are_told() -> None:
         assert "was killed by signal 9" in "".join(server.log) and not any(alive(pid) for pid in pids)
 
 
-def test_sigterm_ends_all_and_loses_nothing(expected: list[Outcome]) -> None:  # noqa: F811
-    """To the whole process group, as from a terminal or a service manager."""
-    with Server("smollm2", *HASH, *PATIENT, "-dp", "2", "--api-server-count", "2", prefix=("setsid",)) as server:
-        pids = [*server.engine_pids(), *apis(server)]
-        assert len(pids) == 4
-        assert run(server, begun=lambda: os.killpg(server.pid, signal.SIGTERM)) == expected
-        assert server.process.wait(PATIENCE) == 0
-        assert not any(alive(pid) for pid in pids)
+def test_sigterm_ends_all_and_loses_nothing(server: Server, expected: list[Outcome]) -> None:  # noqa: F811
+    """To the whole process group, as from a terminal or a service manager. The last test of this server."""
+    pids = [*server.engine_pids(), *apis(server)]
+    assert len(pids) == 4
+    assert run(server, begun=lambda: os.killpg(server.pid, signal.SIGTERM)) == expected
+    assert server.process.wait(PATIENCE) == 0
+    assert not any(alive(pid) for pid in pids)
 
 
 def test_a_second_sigterm_aborts_what_is_open() -> None:
@@ -326,9 +325,10 @@ def test_a_second_sigterm_aborts_what_is_open() -> None:
         assert server.process.wait(PATIENCE) == 143
 
 
-def test_without_the_root_nobody_is_left(server: Server) -> None:
+def test_without_the_root_nobody_is_left(one_engine: Server) -> None:
     """The last test of this server."""
+    server = one_engine
     pids = [*server.engine_pids(), *apis(server)]
-    assert len(pids) == 4
+    assert len(pids) == 3
     server.process.kill()
     wait_until("all are gone", lambda: not any(alive(pid) for pid in pids), SOON)
