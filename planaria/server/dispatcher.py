@@ -140,15 +140,8 @@ class Dispatcher:
         known = {index: engine.facts for index, engine in sorted(self.members.items()) if engine.facts is not None}
         for index, facts in known.items():
             self.check.look(index, facts)
-        if not known:
-            return
-        first, *others = known.values()
-        self.facts = msgspec.structs.replace(
-            first, num_blocks=min(facts.num_blocks for facts in known.values()),
-            layout=f"dp={len(known)} {first.layout}" if others else first.layout,
-            ranks=[pid for facts in known.values() for pid in facts.ranks],
-            places=[place for facts in known.values() for place in facts.places],
-        )  # fmt: skip
+        if known:
+            self.facts = _in_common(list(known.values()))
 
     def close(self) -> None:
         self._background.cancel()
@@ -318,16 +311,7 @@ class Dispatcher:
         on there: what is computed for the next one would only make it wait."""
         engine = stream.engine
         if self.warm and engine.state == "ready":
-            done = asyncio.Event()
-            id = f"{stream.id}~warm{next(_numbers)}"
-            params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-            warm = Submit(id, stream.history(), params, seed=0, max_tokens=1, priority=stream.submit.priority)
-            other.submit(Stream(warm, lambda stream, piece: done.set() if piece.finish is not None else None))
-            try:
-                async with asyncio.timeout(WARM_UP):
-                    await done.wait()
-            except TimeoutError:
-                other.cancel(id)
+            await _warm_up(other, stream)
         if stream.engine is not engine or self.open.get(stream.id) is not stream or other.state != "ready":
             return False
         goes_on = asyncio.Event()
@@ -356,3 +340,28 @@ def _sum(parts: Iterable[EngineStats]) -> EngineStats:
             epoch=max(total.epoch, stats.epoch),
         )  # fmt: skip
     return total
+
+
+def _in_common(known: list[EngineFacts]) -> EngineFacts:
+    """Of engines that differ in size alone, if at all."""
+    first = known[0]
+    return msgspec.structs.replace(
+        first, num_blocks=min(facts.num_blocks for facts in known),
+        layout=f"dp={len(known)} {first.layout}" if len(known) > 1 else first.layout,
+        ranks=[pid for facts in known for pid in facts.ranks],
+        places=[place for facts in known for place in facts.places],
+    )  # fmt: skip
+
+
+async def _warm_up(engine: Engine, stream: Stream) -> None:
+    """Have an engine compute what a sequence has, which its prefix cache keeps."""
+    done = asyncio.Event()
+    id = f"{stream.id}~warm{next(_numbers)}"
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    warm = Submit(id, stream.history(), params, seed=0, max_tokens=1, priority=stream.submit.priority)
+    engine.submit(Stream(warm, lambda stream, piece: done.set() if piece.finish is not None else None))
+    try:
+        async with asyncio.timeout(WARM_UP):
+            await done.wait()
+    except TimeoutError:
+        engine.cancel(id)
