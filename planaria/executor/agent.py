@@ -65,6 +65,17 @@ class _Over(Exception):
     """The one that it worked for has ended, and no other will follow."""
 
 
+class _Kept:
+    """A process here, and what runs in it. name: of what it is, for people; stopped: as was said; heard: are its news
+    told?"""
+
+    name, stopped, heard = "", False, True
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.child: LocalChild  # set when it is started
+
+
 class Agent:
     """parallel: of this node; fits: by modules, that alone are started here; same: what must be equal on all nodes;
     drains: modules that are told to end before this does; forks: see LocalHost; join_timeout: seconds to wait for who
@@ -80,10 +91,7 @@ class Agent:
         self.host = LocalHost(forks=forks)
         self.first = ""  # the first node's address
         self.port: TcpPort | None = None
-        self.children: dict[int, tuple[str, LocalChild]] = {}  # and what runs in them
-        self._names: dict[int, str] = {}  # for people
-        self._unheard: set[LocalChild] = set()
-        self._still: dict[int, bool] = {}  # those that are stopped, as was said
+        self.kept: dict[int, _Kept] = {}
         self._keys = Keys.derive(secret, parallel.nnodes - 1, messages.PURPOSE)
         self._lock = threading.Lock()  # what watches processes reports too
         self._was_here = False  # the network
@@ -130,7 +138,7 @@ class Agent:
         self.port.wake()
 
     def _draining(self) -> list[LocalChild]:
-        return [child for module, child in self.children.values() if module in self.drains and not child.ended]
+        return [kept.child for kept in self.kept.values() if kept.module in self.drains and not kept.child.ended]
 
     def _drain(self) -> None:
         draining = self._draining()
@@ -145,8 +153,9 @@ class Agent:
             raise _Told(f"{self._asked}, and engines did not end in {DRAIN_TIMEOUT:.0f} s")
 
     def _leave(self, why: str = "it has ended") -> None:
-        """EndAll all processes for certain, then the connection."""
-        self._unheard = {child for _, child in self.children.values()}  # their ends are the node's
+        """End all processes for certain, then the connection."""
+        for kept in self.kept.values():
+            kept.heard = False  # their ends are the node's
         self._end(0.0)
         self._say(Trouble(why))
         if self.port is not None:
@@ -161,7 +170,7 @@ class Agent:
         try:
             port = self._join()
             while True:
-                item = port.receive(LOOK if self.children or self._asked else None)
+                item = port.receive(LOOK if self.kept or self._asked else None)
                 if item is not None:
                     self._obey(item[1])
                 self._look()
@@ -246,62 +255,62 @@ class Agent:
                 raise RanksDiffer(message.why)
             case Spawn():
                 self._spawn(message)
-            case Tell() if message.id in self.children:
-                self._tell(message.id, message.message)
-            case KillChild() if message.id in self.children:
-                self._names.pop(message.id, None)
-                self.children[message.id][1].kill()
+            case Tell() if message.id in self.kept:
+                self._tell(self.kept[message.id], message.message)
+            case KillChild() if message.id in self.kept:
+                self.kept[message.id].name = ""
+                self.kept[message.id].child.kill()
             case EndAll():
                 self._followed = not message.last
                 self._end(EXIT_TIMEOUT)
                 self._say(AllEnded())
 
     def _spawn(self, asked: Spawn) -> None:
+        kept = _Kept(asked.entry.module)
         try:
-            if asked.entry.module not in self.fits:
-                raise OSError(f"{asked.entry.module} is not what this node's agent starts")
-            news = functools.partial(self._news, asked.id)
-            child = self.host.spawn((HERE, asked.slot), asked.entry, None, news)
+            if kept.module not in self.fits:
+                raise OSError(f"{kept.module} is not what this node's agent starts")
+            news = functools.partial(self._news, asked.id, kept)
+            kept.child = self.host.spawn((HERE, asked.slot), asked.entry, None, news)
         except OSError as e:
             self._say(ChildNews(asked.id, 0, ended=f"could not be started: {e}"))
             return
-        self.children[asked.id] = asked.entry.module, child
-        self._news(asked.id, child)
+        self.kept[asked.id] = kept
+        self._news(asked.id, kept, kept.child)
         if asked.boot is not None:
-            self._tell(asked.id, asked.boot)
+            self._tell(kept, asked.boot)
 
-    def _tell(self, id: int, message: bytes) -> None:
-        module, child = self.children[id]
-        fitting, self._names[id] = self.fits[module](message)
-        child.tell(fitting)
+    def _tell(self, kept: _Kept, message: bytes) -> None:
+        fitting, kept.name = self.fits[kept.module](message)
+        kept.child.tell(fitting)
 
-    def _news(self, id: int, child: LocalChild) -> None:
-        """Any thread. News are whole, so that their order does not matter but for the last."""
+    def _news(self, id: int, kept: _Kept, child: LocalChild) -> None:
+        """Any thread, maybe before it is kept. News are whole, so that their order does not matter but for the last."""
         with self._lock:
-            news = ChildNews(id, child.place.pid, child.said, child.ended, child.code, self._still.get(id, False))
-        if child.code and (name := self._names.get(id)):
-            logger.error("%s %s", name, child.ended)
-        if child not in self._unheard:
+            news = ChildNews(id, child.place.pid, child.said, child.ended, child.code, kept.stopped)
+        if child.code and kept.name:
+            logger.error("%s %s", kept.name, child.ended)
+        if kept.heard:
             self._say(news)
         if child.ended and self._asked and (port := self.port) is not None:
             port.wake()
 
     def _look(self) -> None:
-        for id, (_, child) in list(self.children.items()):
-            if child.ended:
-                del self.children[id]
-                self._names.pop(id, None)
-            elif child.stopped != self._still.get(id, False):
-                self._still[id] = child.stopped
-                self._news(id, child)
+        for id, kept in list(self.kept.items()):
+            if kept.child.ended:
+                del self.kept[id]
+            elif kept.child.stopped != kept.stopped:
+                kept.stopped = not kept.stopped
+                self._news(id, kept, kept.child)
         if self._asked:
             self._drain()
 
     def _end(self, patience: float) -> None:
         """See the ends of all processes."""
-        self._names = {}
-        children = [child for _, child in self.children.values()]
+        children = [kept.child for kept in self.kept.values()]
+        for kept in self.kept.values():
+            kept.name = ""  # they are to end
         for child in self.host.await_ends(children, patience):
             child.kill()
         self.host.await_ends(children, KILL_TIMEOUT)
-        self.children, self._still = {}, {}
+        self.kept = {}
