@@ -5,7 +5,6 @@ A link is of one epoch and is never repaired: after any of these but PeerLags th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from planaria.errors import PlanariaError
@@ -15,11 +14,12 @@ DRIVER = -1  # the driver's place among ranks
 
 
 class LinkError(PlanariaError):
-    """Root. `ranks` are those at fault (DRIVER for the driver), as far as known."""
+    """Root. `ranks` are those at fault (DRIVER for the driver), as far as known; {} in the text stands for them."""
 
-    def __init__(self, message: str, *ranks: int) -> None:
-        super().__init__(message)
-        self.ranks = ranks
+    def __init__(self, text: str, *ranks: int) -> None:
+        names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        super().__init__(text.replace("{}", names))
+        self.text, self.ranks = text, ranks
 
 
 class ConnectionLost(LinkError):
@@ -40,11 +40,6 @@ class Fenced(LinkError):
 
 class LinkClosed(LinkError):
     """The other end (or this one) was closed in order."""
-
-
-def named(ranks: Sequence[int]) -> str:
-    """For an error: `rank 1`, `ranks 1, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class RankPort(Protocol):

@@ -16,19 +16,11 @@ from typing import Any
 import msgspec
 
 from planaria.executor.link.codec import encode_command
-from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, MessageLost, PeerLags, named
+from planaria.executor.link.faults import LinkError
 from planaria.protocol import Command, Failed, Reply
 
 Answer = tuple[int, int, Reply]
 _CLOSE_TIMEOUT = 2.0
-
-_PHRASES: list[tuple[type[LinkError], str]] = [
-    (ConnectionLost, "ended, or its connection broke"),
-    (PeerLags, "took nothing for too long: stopped, stuck or busy"),
-    (MessageLost, "lost a message"),
-    (Fenced, "is of an epoch that is over"),
-    (LinkClosed, "left the link"),
-]
 
 
 class _Part(threading.Thread):
@@ -157,5 +149,4 @@ def _from(ranks: Sequence[int], answer: Answer) -> Answer:
 def _renamed(error: LinkError, ranks: Sequence[int]) -> LinkError:
     """The same error, naming world ranks."""
     world = [ranks[rank] if 0 <= rank < len(ranks) else rank for rank in error.ranks]
-    kind, phrase = next(((k, p) for k, p in _PHRASES if isinstance(error, k)), (LinkError, str(error)))
-    return kind(f"{named(world)} {phrase}" if world else str(error), *world)
+    return type(error)(error.text, *world)

@@ -29,7 +29,7 @@ from planaria.executor.link.codec import (
     unreadable_command,
     unreadable_reply,
 )
-from planaria.executor.link.faults import DRIVER, ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags, named
+from planaria.executor.link.faults import DRIVER, ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
 from planaria.executor.link.segment import (
     ATTACHED,
     BELL,
@@ -161,7 +161,7 @@ class ShmLink:
                 doorbell.wait(seen, min(left, ALIVE_CHECK))
             quiet = words[DOORBELL] == seen
             if quiet and (dead := self.dead()) and not any(words[i.head_word] != i.tail for i in self._inlets):
-                raise _lost(dead)
+                raise ConnectionLost("the process of {} has ended", *dead)
 
     def wake(self) -> None:
         """Make `receive` (this one, or the next) return None. Any thread."""
@@ -241,7 +241,7 @@ class ShmLink:
             waited = time.monotonic() - began
             if waited >= self.send_timeout:
                 raise PeerLags(
-                    f"{named(behind)} took no command for {waited:.1f} s and the ring is full: stopped, stuck or busy",
+                    f"{{}} took no command for {waited:.1f} s and the ring is full: stopped, stuck or busy",
                     *behind,
                 )
             self._doorbell.wait(seen, min(ROOM_CHECK, self.send_timeout - waited))
@@ -250,9 +250,9 @@ class ShmLink:
             if (dead or left) and words[FENCE] != self.epoch:
                 raise self._why()  # which they heard of first
             if dead:
-                raise _lost(dead)
+                raise ConnectionLost("the process of {} has ended", *dead)
             if left:
-                raise LinkClosed(f"{named(left)} left the link", *left)
+                raise LinkClosed("{} left the link", *left)
 
     def _why(self) -> LinkError:
         return self._broken or Fenced(f"epoch {self.epoch} is over")
@@ -374,6 +374,3 @@ class ShmPort:
             return LinkClosed("the driver closed the link", DRIVER)
         return Fenced(f"epoch {self.epoch} is over")
 
-
-def _lost(ranks: list[int]) -> ConnectionLost:
-    return ConnectionLost(f"the process of {named(ranks)} has ended", *ranks)

@@ -21,13 +21,14 @@ import zmq
 
 from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import Bytes, encode_command, heard
-from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags, named
+from planaria.executor.link.faults import ConnectionLost, Fenced, LinkClosed, LinkError, PeerLags
 from planaria.executor.link.keys import HEARTBEAT, Invitation, Keys, guard
 from planaria.executor.link.stream import FrameDropped, FrameStream, Kind
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, NOTHING, WINDOW, End, bracketed
 
 PROBE = 0.05  # seconds between looks for whose connection broke
 PROBES = 40
+BROKE = "the connection to {} broke: process ended or stopped, or network"
 _FAILURES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "unauthenticated",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake",
@@ -153,7 +154,7 @@ class TcpLink:
                 continue
             self._check()
             if lost := [rank for rank, peer in enumerate(self._peers) if peer.state == "lost"]:
-                raise _lost(lost)
+                raise ConnectionLost(BROKE, *lost)
             if self._woken:
                 self._woken = False
                 return None
@@ -290,17 +291,14 @@ class TcpLink:
             if not behind:
                 return
             if gone := [rank for rank in behind if self._peers[rank].state == "lost"]:
-                raise _lost(gone)
+                raise ConnectionLost(BROKE, *gone)
             if gone := [rank for rank in behind if self._peers[rank].state == "left"]:
-                raise LinkClosed(f"{named(gone)} left the link", *gone)
+                raise LinkClosed("{} left the link", *gone)
             waited = time.monotonic() - began
             if waited >= self.send_timeout:
                 never = [rank for rank in behind if self._peers[rank].state == "expected"]
                 what = "never connected" if never else "stopped, stuck or busy"
-                raise PeerLags(f"{named(behind)} took no command for {waited:.1f} s: {what}", *behind)
+                raise PeerLags(f"{{}} took no command for {waited:.1f} s: {what}", *behind)
             left = self.send_timeout - waited
             self._end.wait(min(left, PROBE) if self._probes else left)
 
-
-def _lost(ranks: list[int]) -> ConnectionLost:
-    return ConnectionLost(f"the connection to {named(ranks)} broke: process ended or stopped, or network", *ranks)
