@@ -299,18 +299,11 @@ class TorchOps:
     def scores(self, x: Tensor, weight: Linear) -> Tensor:
         return x.float() @ weight.weight.float().T
 
-    def group(self, experts: Sequence[tuple[Linear, Linear]]) -> list[tuple[Tensor, Tensor]] | triton_experts.Table:
-        weights = [(gate_up.weight, down.weight) for gate_up, down in experts]
-        return triton_experts.Table.of(weights) if self._triton else weights
+    def group(self, experts: Sequence[tuple[Linear, Linear]]) -> triton_experts.Table:
+        return triton_experts.Table.of([(gate_up.weight, down.weight) for gate_up, down in experts])
 
-    def put(
-        self, experts: list[tuple[Tensor, Tensor]] | triton_experts.Table, slot: int, expert: tuple[Linear, Linear]
-    ) -> None:  # fmt: skip
-        pair = expert[0].weight, expert[1].weight
-        if isinstance(experts, triton_experts.Table):
-            experts.put(slot, pair)
-        else:
-            experts[slot] = pair
+    def put(self, experts: triton_experts.Table, slot: int, expert: tuple[Linear, Linear]) -> None:
+        experts.put(slot, (expert[0].weight, expert[1].weight))
 
     def form(self, weight: Linear) -> tuple[int, ...]:
         rows, columns = weight.weight.shape
@@ -331,13 +324,13 @@ class TorchOps:
         return mixture.route(logits, rule, slots, correction, self.step.positions)
 
     def experts(
-        self, x: Tensor, routing: mixture.Routing, weights: list[tuple[Tensor, Tensor]] | triton_experts.Table,
-        slots: Slots, residual: Tensor | None = None, *, reduce: bool = False,
+        self, x: Tensor, routing: mixture.Routing, weights: triton_experts.Table, slots: Slots,
+        residual: Tensor | None = None, *, reduce: bool = False,
     ) -> Tensor:  # fmt: skip
-        if isinstance(weights, triton_experts.Table):
+        if self._triton:
             y = triton_experts.experts(x.contiguous(), routing.slots, routing.weights, weights, slots.held)
         else:
-            y = mixture.experts(x, routing, weights, slots.held, self.silu_mul)
+            y = mixture.experts(x, routing, weights.weights, slots.held, self.silu_mul)
         if reduce and self.tp.size > 1:
             self.tp.all_reduce(y)
         return y if residual is None else residual.add_(y)

@@ -29,7 +29,8 @@ class Table:
     def of(cls, weights: list[tuple[Tensor, Tensor]]) -> Table:
         """weights: (gate over up [2 I, H], down [H, I]) of each slot, contiguous, all of one shape and dtype."""
         found = [[pair[side].data_ptr() for pair in weights] for side in range(2)]
-        return cls(weights, torch.tensor(found, dtype=torch.int64, device=weights[0][0].device))
+        device = weights[0][0].device if weights else None
+        return cls(weights, torch.tensor(found, dtype=torch.int64, device=device))
 
     def put(self, slot: int, pair: tuple[Tensor, Tensor]) -> None:
         """Another expert in a slot, from the next step on."""

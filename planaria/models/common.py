@@ -31,7 +31,6 @@ def common(hf: HF, generation: HF, *, head_dim: int | None = None) -> HF:
     dim = size(hf, "head_dim", head_dim or hidden // heads)
     vocabulary = size(hf, "vocab_size")
     eos = token_ids(generation, "eos_token_id") or token_ids(hf, "eos_token_id")
-    bos = token_ids(hf, "bos_token_id")
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
         raise refuse("dtype", dtype, f"is not supported; supported: {', '.join(DTYPES)}")
@@ -49,7 +48,6 @@ def common(hf: HF, generation: HF, *, head_dim: int | None = None) -> HF:
         "rope": rope,
         "tie_word_embeddings": flag(hf, "tie_word_embeddings"),
         "eos_ids": eos,
-        "bos_id": bos[0] if bos else None,
         "dtype": dtype,
     }
 

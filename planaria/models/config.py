@@ -94,7 +94,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     wide_qk_norm: bool = False  # q and k are normalised over all heads together, not each head for itself
     windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
     dtype: str = "bfloat16"  # of the checkpoint
     moe: MoEConfig | None = None  # None: every layer has a plain MLP
 

@@ -61,7 +61,6 @@ def test_sliding_windows() -> None:
 def test_end_tokens_come_from_the_generation_configuration_first() -> None:
     assert model_config({**LLAMA, "eos_token_id": 2}).eos_ids == (2,)
     assert model_config({**LLAMA, "eos_token_id": 2}, {"eos_token_id": [7, 9]}).eos_ids == (7, 9)
-    assert model_config({**LLAMA, "eos_token_id": 2, "bos_token_id": 1}, {}).bos_id == 1
 
 
 def test_parameters_are_counted() -> None:
