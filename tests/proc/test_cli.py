@@ -9,13 +9,14 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
 
 import pytest
 
 from planaria.cli import main
-from tests.proc.servers import needs_smollm2, planaria
+from tests.proc.servers import TINY, needs_smollm2, planaria
 
 pytestmark = needs_smollm2
 
@@ -27,6 +28,34 @@ def one_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     assert len(lines) == 1 and "Traceback" not in text, text
     return lines[0]
+
+
+@pytest.fixture
+def in_process() -> Iterator[None]:
+    """What a command sets for its process is as before at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        for logger in (logging.getLogger("planaria"), logging.getLogger("uvicorn")):
+            for name in ("handlers", "propagate", "level"):
+                patch.setattr(logger, name, copy(getattr(logger, name)))
+        yield
+
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(in_process: None, capfd: pytest.CaptureFixture[str]) -> Said:
+    """What a command that succeeds says on standard output, run in this process."""
+
+    def run(*args: str) -> str:
+        capfd.readouterr()
+        code = main(list(args))
+        out, err = capfd.readouterr()
+        assert code == 0, err
+        return out
+
+    return run
 
 
 def test_version() -> None:
@@ -52,13 +81,9 @@ def test_generate_json() -> None:
         assert line["executor"] == "uni" and line["link"] == "direct" and len(line["ranks"]) == 1
 
 
-def test_generate_without_tokenizer() -> None:
-    result = planaria(
-        "generate", "smollm2", *SMALL, "--skip-tokenizer-init", "--prompt-token-ids", "1,2,3", "--max-tokens", "3",
-        "--ignore-eos", "--json",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    (line,) = [json.loads(line) for line in result.stdout.splitlines()]
+def test_generate_without_tokenizer(small: Path, said: Said) -> None:
+    prompt = ["--prompt-token-ids", "1,2,3", "--max-tokens", "3", "--ignore-eos", "--json"]
+    (line,) = [json.loads(line) for line in said("generate", str(small), *TINY, *prompt).splitlines()]
     assert line["text"] == "" and len(line["token_ids"]) == 3
 
 
@@ -79,13 +104,10 @@ def test_generate_without_tokenizer() -> None:
         (["generate", "nobody/such-a-model", "--prompt", "x"], "nobody/such-a-model"),
     ],
 )
-def test_mistakes_are_one_line(args: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        for logger in (logging.getLogger("planaria"), logging.getLogger("uvicorn")):
-            for name in ("handlers", "propagate", "level"):  # a command sets them for its process
-                patch.setattr(logger, name, copy(getattr(logger, name)))
-        code = main(args)
+def test_mistakes_are_one_line(
+    args: list[str], says: str, in_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = main(args)
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and says in one_line(err)
 
@@ -161,25 +183,18 @@ def test_help_names_every_option() -> None:
         assert option in result.stdout
 
 
-def test_generate_logprobs_and_choices() -> None:
-    result = planaria(
-        "generate", "smollm2", *SMALL, "--prompt", "The capital of France is", "--n", "2", "--logprobs", "2",
-        "--max-tokens", "2", "--json",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
+def test_generate_logprobs_and_choices(said: Said) -> None:
+    choices = ["--prompt", "The capital of France is", "--n", "2", "--logprobs", "2", "--max-tokens", "2", "--json"]
+    lines = [json.loads(line) for line in said("generate", "smollm2", *SMALL, *choices).splitlines()]
     assert len(lines) == 2 and lines[0]["text"] == lines[1]["text"]  # greedy
     for position, token in zip(lines[0]["logprobs"], lines[0]["token_ids"], strict=True):
         assert position["token"] == token and position["rank"] == 1 and len(position["top"]) == 2
         assert position["top"][0] == {"token": token, "logprob": position["logprob"]}
 
 
-def test_bench_json() -> None:
-    result = planaria(
-        "bench", "latency", "smollm2", *SMALL, "--input-len", "4", "--output-len", "3", "--repeat", "1", "--json"
-    )
-    assert result.returncode == 0, result.stderr
-    figures = json.loads(result.stdout)
+def test_bench_json(said: Said) -> None:
+    once = ["--input-len", "4", "--output-len", "3", "--repeat", "1", "--json"]
+    figures = json.loads(said("bench", "latency", "smollm2", *SMALL, *once))
     assert figures["ttft_ms"]["median"] > 0 and figures["decode_tokens_per_s"]["median"] > 0
     result = planaria("bench", "latency", "smollm2", "--repeat", "0")
     assert result.returncode == 2 and "--repeat" in result.stderr and "Traceback" not in result.stderr
