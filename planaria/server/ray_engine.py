@@ -61,7 +61,8 @@ class RayEngine(FarEngine):
         finally:
             if not child.said:
                 child.kill()
-        logger.info("engine %d is on %s (%s), process %d", self.index, child.place.node, child.said, self.pid)
+        at = child.place
+        logger.info("engine %d is on %s (%s), process %d", self.index, at.node, at.address, at.pid)
         await self._connect_far(child.said, keys)
         self._look()
 

@@ -194,7 +194,8 @@ class Actors:
     def end(self, child: RayChild) -> None:
         """For certain, a stopped one too; what can't be confirmed is remembered. In a thread."""
         at, gone = child.at, True
-        if at is not None and not child.here and self.connection.alive:
+        returned = child.ended.startswith("returned")  # it is idle: Ray ends it, and would complain if others did
+        if at is not None and not (child.here or returned) and self.connection.alive:
             reaper = self._reapers.get(at.home)
             gone = reaper is not None and all(self._ask(reaper, [(at.pid, at.born)]))
             if not gone:
