@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -21,11 +22,11 @@ import pytest
 
 from tests.faults.streams import enter_network, within
 from tests.proc.networks import Networks, several_networks
-from tests.proc.servers import PATIENT, Server, alive, needs_smollm2, planaria, wait_until
+from tests.proc.servers import PATIENT, TINY, Server, alive, needs_smollm2, planaria, wait_until
 from tests.proc.test_engine_death import HASH, STREAMS, Outcome
 from tests.proc.test_engine_death import run as run_streams
 from tests.ray.clusters import RayNodes
-from tests.ray.test_networks import ARGS, tokens
+from tests.ray.test_networks import tokens
 
 pytestmark = needs_smollm2
 
@@ -90,11 +91,13 @@ class Deployment:
         wait_until(f"{count} engines", lambda: self.states == ["ready"] * count, PATIENCE)
 
 
-def test_a_pipeline_across_two_networks(networks: Networks, nodes: RayNodes) -> None:
+def test_a_pipeline_across_two_networks(networks: Networks, nodes: RayNodes, small: Path) -> None:
     """Before there is a fleet. Steps go through the graph, the rest over an encrypted link."""
-    expected = tokens(planaria(*ARGS).stdout)
+    args = ["generate", str(small), *TINY, "--max-model-len", "256", "--prompt-token-ids", "5,6,7", "--json"]
+    args += ["--max-tokens", "12", "--ignore-eos"]
+    expected = tokens(planaria(*args).stdout)
     run = subprocess.run(
-        [*networks.prefixes[0], sys.executable, "-m", "planaria", *ARGS, "-pp", "2",
+        [*networks.prefixes[0], sys.executable, "-m", "planaria", *args, "-pp", "2",
          "--distributed-executor-backend", "ray", "--ray-link", "compiled-graph"],
         capture_output=True, text=True, env=nodes.env | {"RAY_ADDRESS": nodes.address}, timeout=300, check=False,
     )  # fmt: skip
