@@ -259,20 +259,9 @@ class RayHosts:
         """Its process, in its place. entry: of its life; variables: of its environment; limit: seconds to come up."""
         assert self.packing is not None
         node = self.seat(engine).node
-        order = Order(None, (node, *self.packing.engines[engine].nodes), self._options(engine), variables, engine=True)
+        nodes = node, *self.packing.engines[engine].nodes
+        order = Order(None, nodes, _options(self.seat(engine), self.groups[engine]), variables, engine=True)
         return self.actors.spawn((node, engine), entry, lambda: order, limit, news)
-
-    def _options(self, engine: int) -> dict[str, Any]:
-        """For the actor that sits there."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
-
-        seat = self.seat(engine)
-        if seat.bundle is None:
-            return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(seat.node, soft=False)}
-        strategy = PlacementGroupSchedulingStrategy(
-            self.groups[engine], placement_group_bundle_index=seat.bundle, placement_group_capture_child_tasks=False
-        )
-        return {"num_cpus": seat.cores, "scheduling_strategy": strategy}
 
     # -- is it as planned
 
@@ -368,3 +357,15 @@ def beside(free: Cluster, total: Mapping[str, int], own: Mapping[str, Sequence[i
     there = {node.id for node in nodes}
     nodes += [Node.of(id, sorted(held), "") for id, held in own.items() if id not in there]
     return Cluster(tuple(nodes), free.head)
+
+
+def _options(seat: EngineSeat, group: Any) -> dict[str, Any]:
+    """For the actor that sits there."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+    if seat.bundle is None:
+        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(seat.node, soft=False)}
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=seat.bundle, placement_group_capture_child_tasks=False
+    )
+    return {"num_cpus": seat.cores, "scheduling_strategy": strategy}
