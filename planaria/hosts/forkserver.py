@@ -2,7 +2,7 @@
 once, share its pages, and cost no imports.
 
 `python -m planaria.hosts.forkserver PARENT SOCKET MODULES...`. It ends with its parent, and what it forked with it. On
-the socket (SEQPACKET): a Fork with descriptors, answered by Forked with the pidfd; Ended, whenever one has.
+the socket (SEQPACKET): a Fork with descriptors, answered by Forked with the pidfd; ForkEnded, whenever one has.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
     why: str = ""
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class ForkEnded(msgspec.Struct, frozen=True, tag=True):
     """code: as subprocess says it, below 0 for a signal."""
 
     pid: int
     code: int
 
 
-_decode = msgspec.msgpack.Decoder(Fork | Forked | Ended).decode
+_decode = msgspec.msgpack.Decoder(Fork | Forked | ForkEnded).decode
 
 
-def _send(port: socket.socket, message: Fork | Forked | Ended, fds: Sequence[int] = ()) -> None:
+def _send(port: socket.socket, message: Fork | Forked | ForkEnded, fds: Sequence[int] = ()) -> None:
     """Raises OSError: nobody is there, or it is too long."""
     socket.send_fds(port, [msgspec.msgpack.encode(message)], fds)
 
 
-def _receive(port: socket.socket) -> tuple[Fork | Forked | Ended, list[int]] | None:
+def _receive(port: socket.socket) -> tuple[Fork | Forked | ForkEnded, list[int]] | None:
     """None when the other has ended. Raises TimeoutError."""
     data, fds, _, _ = socket.recv_fds(port, LONGEST, 4)
     return (_decode(data), fds) if data else None
@@ -110,7 +110,7 @@ class ForkServer:
 
     def code(self, pid: int) -> int:
         """Of one that has ended."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
             while pid not in self._codes:
                 self._hear(SOON)
         return self._codes.pop(pid, -signal.SIGKILL)
@@ -122,7 +122,7 @@ class ForkServer:
                 raise OSError(why)
             case Forked(pid), [exit_fd]:
                 return pid, exit_fd
-            case Ended(pid, code), _:
+            case ForkEnded(pid, code), _:
                 self._codes[pid] = code
             case _:
                 raise ConnectionError("it has ended")
@@ -197,7 +197,7 @@ def _reap(port: socket.socket) -> None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            _send(port, Ended(pid, os.waitstatus_to_exitcode(status)))
+            _send(port, ForkEnded(pid, os.waitstatus_to_exitcode(status)))
 
 
 def _become(asked: Fork, fds: Sequence[int], parent: int) -> None:

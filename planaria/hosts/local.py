@@ -129,8 +129,10 @@ class _Keeper(threading.Thread):
         except Exception:
             logger.exception("a process could not be seen to")
             for each in child:  # it would fail again at once
-                with contextlib.suppress(OSError):
+                try:
                     self._lose(each)
+                except Exception:
+                    logger.exception("process %d could not be lost", each.place.pid)
 
     def _lose(self, child: LocalChild) -> None:
         """Kill one that can't be watched any more."""
