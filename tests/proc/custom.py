@@ -54,10 +54,10 @@ class ShortLauncher(ProcessLauncher):
         super().__init__("planaria.worker.main", range(config.parallel.world_size))
         spawn = self.host.spawn
 
-        def short(*what: Any) -> Child:
+        def short(*what: Any, **named: Any) -> Child:
             if os.path.exists(os.environ["TEST_NO_DEVICE"]):
                 raise OSError(errno.EAGAIN, "no device, as asked")
-            return spawn(*what)
+            return spawn(*what, **named)
 
         self.host.spawn = short  # type: ignore[method-assign]
 

@@ -226,7 +226,7 @@ def test_an_agent_that_no_driver_comes_back_to_ends() -> None:
     with pytest.raises(CapacityError, match=r"no node 0 at 127\.0\.0\.1 port"):
         node.run()
     starting.join()
-    assert started and not node.children and not any(alive(place.pid) for place in started)
+    assert started and not node.kept and not any(alive(place.pid) for place in started)
 
 
 # -- two networks
