@@ -26,6 +26,7 @@ from planaria.processes import die_with_parent, leave_signals_to_parent, set_tit
 
 LONGEST = 1 << 20  # bytes of a message
 IMPORTS = 60.0  # seconds that imports may take
+ANSWER = 5.0  # seconds that a fork may take, once they are done
 SOON = 1.0  # seconds until an end is told
 # Variables that are read once, by the interpreter, the loader, or a library that is imported.
 READ_ONCE = (
@@ -85,7 +86,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._began_with = _concerns(modules)
-        self._fails = False
+        self._fails, self._patience = False, IMPORTS
         self._codes: dict[int, int] = {}
         self._port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -102,17 +103,18 @@ class ForkServer:
         """Returns its pid and a pidfd of it. fds: see Fork. Raises OSError: not by this server."""
         self._fails = True  # until it is known that it doesn't
         _send(self._port, Fork(module, tuple(args), os.getcwd(), env), fds)
-        until = time.monotonic() + IMPORTS
+        until = time.monotonic() + self._patience
         while (forked := self._hear(max(until - time.monotonic(), 0.0))) is None:
             pass
-        self._fails = False
+        self._fails, self._patience = False, ANSWER
         return forked
 
     def code(self, pid: int) -> int:
         """Of one that has ended."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
             while pid not in self._codes:
-                self._hear(SOON)
+                if (late := self._hear(SOON)) is not None:  # nobody waits for that fork any more
+                    os.close(late[1])
         return self._codes.pop(pid, -signal.SIGKILL)
 
     def _hear(self, timeout: float) -> tuple[int, int] | None:

@@ -190,10 +190,10 @@ def test_forks_end_with_their_server_and_others_begin_with_another(forking: Loca
 def test_a_server_that_does_not_answer_keeps_nobody_waiting(
     forking: LocalHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(forkserver, "ANSWER", 0.2)
     one = forked(forking, "deaf")
     stopped = server_of(one)
     stopped.suspend()
-    monkeypatch.setattr(forkserver, "IMPORTS", 0.2)
     other = forked(forking, "deaf")
     assert psutil.Process(other.place.pid).ppid() == os.getpid() and "begins without" in caplog.text
     monkeypatch.undo()
