@@ -14,7 +14,7 @@ import pytest
 from planaria.wire import EngineResized, FromEngine, ResizeEngine
 from tests.model.engines import ask_for
 from tests.proc.servers import wait_until
-from tests.proc.test_recovery import Watched, watched_small
+from tests.proc.test_recovery import Watched, each_once, watched_small
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +37,10 @@ TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 
 @pytest.fixture(scope="module")
 def engines(small: Path, missing: Path) -> Iterator[Callable[[str], Watched]]:
-    """With two ranks along an axis; each from when it is first asked for to the end of all tests here."""
-    made: dict[str, Watched] = {}
-
-    def engine(axis: str) -> Watched:
-        if axis not in made:
-            short = "tests.proc.custom.ShortLauncher"
-            made[axis] = watched_small(small, distributed_executor_backend=short, **{axis: 2})
-        return made[axis]
-
-    yield engine
-    for each in made.values():
-        each.llm.close()
+    """With two ranks along an axis."""
+    short = "tests.proc.custom.ShortLauncher"
+    with each_once(lambda axis: watched_small(small, distributed_executor_backend=short, **{axis: 2})) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -91,20 +91,31 @@ def watched_small(small: Path, **options: Any) -> Watched:
     return Watched(str(small), prompts, **few, **options)
 
 
-@pytest.fixture(scope="module")
-def engines(small: Path) -> Iterator[Callable[[str], Watched]]:
-    """By name, each from when it is first asked for to the end of all tests here."""
+@contextlib.contextmanager
+def each_once(make: Callable[[str], Watched]) -> Iterator[Callable[[str], Watched]]:
+    """Engines by name, each from when it is first asked for to the end of the block."""
     made: dict[str, Watched] = {}
 
     def engine(name: str) -> Watched:
         if name not in made:
-            size = SIZES[name.split()[-1]]
-            made[name] = watched_small(small, **size) if name.startswith("small") else Watched(**size)
+            made[name] = make(name)
         return made[name]
 
-    yield engine
-    for each in made.values():
-        each.llm.close()
+    try:
+        yield engine
+    finally:
+        for each in made.values():
+            each.llm.close()
+
+
+@pytest.fixture(scope="module")
+def engines(small: Path) -> Iterator[Callable[[str], Watched]]:
+    def make(name: str) -> Watched:
+        size = SIZES[name.split()[-1]]
+        return watched_small(small, **size) if name.startswith("small") else Watched(**size)
+
+    with each_once(make) as engine:
+        yield engine
 
 
 @pytest.fixture
