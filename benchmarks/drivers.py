@@ -62,9 +62,7 @@ class Driver:
         self.selector.register(self.process.stdout, selectors.EVENT_READ)
         self.pending = b""
         try:
-            self.started = self._ask(
-                {"do": "start", "began": began, "model": spec.model, **spec.settings}, START_LIMIT
-            )
+            self.started = self._ask({"do": "start", "began": began, "model": spec.model, **spec.settings}, START_LIMIT)
         except BaseException:
             self.kill()
             raise

@@ -137,6 +137,7 @@ def pulse() -> float:
 def look() -> float:
     link, health = ShmLink(2), Health(10.0)
     try:
+
         def looks() -> None:
             for _ in range(STEPS):
                 health.look(link.pulses(), time.monotonic(), lambda pid: False, [7, 8])

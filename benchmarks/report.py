@@ -1,6 +1,6 @@
 """From samples to tables: medians (lowest-highest), ratios, goals; as text, or as Markdown between a page's markers.
 
-    python -m benchmarks.report benchmarks/out/compare_peers.json [--markdown docs/performance.md]
+python -m benchmarks.report benchmarks/out/compare_peers.json [--markdown docs/performance.md]
 """
 
 from __future__ import annotations

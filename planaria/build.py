@@ -40,8 +40,11 @@ def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> Engi
 
     def link_for(places: list[Place], epoch: int) -> Link:
         link: Link = make_link(
-            [place.home == home() for place in places], host=launcher.address, heartbeat=parallel.heartbeat_timeout,
-            epoch=epoch, chunk=parallel.link_chunk_bytes,
+            [place.home == home() for place in places],
+            host=launcher.address,
+            heartbeat=parallel.heartbeat_timeout,
+            epoch=epoch,
+            chunk=parallel.link_chunk_bytes,
         )
         if parallel.ray_link == "compiled-graph" and launcher.graph:
             from planaria.executor.link.ray_graph import RayGraphLink
@@ -123,9 +126,7 @@ def _inline(config: EngineConfig, emit: Emit) -> EngineLoop:
     """One rank in this process, called directly."""
     from planaria.worker.worker import make_rank
 
-    launcher = InlineLauncher(
-        lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction)))
-    )
+    launcher = InlineLauncher(lambda boot: make_rank(boot, lambda part, fraction: emit(Progress(part, fraction))))
     return EngineLoop(config, launcher, lambda places, epoch: _direct(config, launcher), emit)
 
 

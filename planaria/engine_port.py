@@ -232,9 +232,7 @@ class Port:
         self.context.term()
 
 
-def serve(
-    config: EngineConfig, port: Port, told: threading.Event, *, again: bool = False, **title: object
-) -> int:
+def serve(config: EngineConfig, port: Port, told: threading.Event, *, again: bool = False, **title: object) -> int:
     """Serve those who come to `port` until they say Shutdown. told: set when this process was asked to end. again: see
     build_loop."""
     set_title("engine", **title, epoch=0)

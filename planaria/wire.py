@@ -248,6 +248,16 @@ class EngineState(msgspec.Struct, frozen=True):
 ToEngine = Submit | Cancel | Gone | Report | ReportExperts | ResizeEngine | Share | Shutdown
 StartUpNews = Phase | Progress
 FromEngine = (
-    EngineFacts | Output | Dead | Recovery | ExpertLoads | Leaving | Listens | Phase | Placed | Processes | Progress
+    EngineFacts
+    | Output
+    | Dead
+    | Recovery
+    | ExpertLoads
+    | Leaving
+    | Listens
+    | Phase
+    | Placed
+    | Processes
+    | Progress
     | EngineResized
 )

@@ -25,9 +25,7 @@ class LlamaCpp:
         lib.llama_log_set(self.quiet, None)
         lib.llama_backend_init()
         with parts("weights"):
-            self.model = lib.llama_model_load_from_file(
-                settings["model"].encode(), lib.llama_model_default_params()
-            )
+            self.model = lib.llama_model_load_from_file(settings["model"].encode(), lib.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"{settings['model']}: llama.cpp can't load it")
         with parts("context"):

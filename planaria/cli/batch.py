@@ -101,7 +101,12 @@ async def _answer(
             update = bar.enter_context(generating(total))
             update(known, 0)
             await answer_all(
-                fleet.dispatcher, tokenizer, settings, left, answers, most_open=2 * config.scheduler.max_num_seqs,
+                fleet.dispatcher,
+                tokenizer,
+                settings,
+                left,
+                answers,
+                most_open=2 * config.scheduler.max_num_seqs,
                 on_done=lambda tokens: update(len(answers.done), tokens),
             )
         finally:

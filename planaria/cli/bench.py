@@ -54,9 +54,7 @@ def random_prompt(source: random.Random, length: int, vocab_size: int) -> list[i
     return [source.randrange(min(100, vocab_size - 1), vocab_size) for _ in range(length)]
 
 
-def latency(
-    model: str, engine: dict[str, Any], *, input_len: int, output_len: int, repeat: int, as_json: bool
-) -> None:
+def latency(model: str, engine: dict[str, Any], *, input_len: int, output_len: int, repeat: int, as_json: bool) -> None:
     """Time to first token and decode rate of one stream."""
     source = random.Random(engine["seed"] or 0)
     with started("LLM", model, show=not as_json, skip_tokenizer_init=True, **engine) as llm:

@@ -220,7 +220,8 @@ def figures(arrivals: list[TracedRequest], samples: list[ClientTiming], took: fl
 
 def _with_tail(values: list[float], digits: int = 1) -> dict[str, float]:
     return spread(values, digits) | {
-        "p90": round(percentile(values, 0.9), digits), "p99": round(percentile(values, 0.99), digits)
+        "p90": round(percentile(values, 0.9), digits),
+        "p99": round(percentile(values, 0.99), digits),
     }
 
 

@@ -77,9 +77,7 @@ class StartUpLines:
         if not isinstance(news, Phase):
             self.bars.update(task, total=1.0, completed=news.fraction)
         elif news.seconds is None:
-            self.bars.reset(
-                task, total=None, description=news.phase, name=f"rank {rank}", seconds=Since(self.clock)
-            )
+            self.bars.reset(task, total=None, description=news.phase, name=f"rank {rank}", seconds=Since(self.clock))
         else:
             self.bars.update(task, total=1.0, completed=1.0, seconds=f"{news.seconds:.1f} s")
 

@@ -377,7 +377,8 @@ def _as_json(packing: Packing, question: PlanCase) -> dict[str, Any]:
         ],
         "engines": [
             {
-                "dp": number, "local_rank": local_rank,
+                "dp": number,
+                "local_rank": local_rank,
                 "bundles": [{"node": each.node, "devices": int(each.devices)} for each in packing.bundles(number)],
             }
             for number, local_rank in enumerate(packing.local_ranks)

@@ -47,13 +47,14 @@ def run(
         "served_model_names": names, "api_keys": server["api_keys"] or api_keys(),
         "admin_key": server["admin_key"] or admin_key(), "cors_origins": server["cors_origins"] or (),
     }  # fmt: skip
-    config = resolve(
-        engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init)
-    )
+    config = resolve(engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init))
     refuse_outer_launcher(config.parallel, "planaria serve")
     settings = ServerConfig(
-        model_path=str(config.checkpoint["path"]), eos_ids=config.model.eos_ids,
-        sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]), seed=engine["seed"], **server
+        model_path=str(config.checkpoint["path"]),
+        eos_ids=config.model.eos_ids,
+        sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
+        seed=engine["seed"],
+        **server,
     )
     settings.verify()
     raise_descriptor_limit()
@@ -131,9 +132,7 @@ async def _serve(
             tokenizer = None
             if not skip_tokenizer_init:
                 tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
-            return await serve(
-                fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce
-            )
+            return await serve(fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce)
         finally:
             await fleet.close()
 

@@ -33,21 +33,27 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         option(
             "How ranks are started: uni (in the engine), mp (processes), ray, external_launcher (torchrun), or "
-            "package.module.LauncherClass; default: chosen.", hashed=False,
+            "package.module.LauncherClass; default: chosen.",
+            hashed=False,
         ),
     ] = None
     data_parallel_size: Annotated[
         int,
         option(
             "Engines, each with a copy of the model; with --enable-expert-parallel lanes of one engine that share "
-            "experts.", "-dp", least=1, hashed=False,
+            "experts.",
+            "-dp",
+            least=1,
+            hashed=False,
         ),
     ] = 1
     data_parallel_size_local: Annotated[
         int | None,
         option(
             "Those of one node; default: all; with --nnodes dealt evenly; with external balancing or the strategy span "
-            "1.", "-dpl", hashed=False,
+            "1.",
+            "-dpl",
+            hashed=False,
         ),
     ] = None
     data_parallel_rank: Annotated[
@@ -58,13 +64,17 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         option(
             "This server has --data-parallel-size-local engines from this number on; an outside balancer picks "
-            "servers. With --headless: this node has.", "-dpr", hashed=False,
+            "servers. With --headless: this node has.",
+            "-dpr",
+            hashed=False,
         ),
     ] = None
     data_parallel_backend: Annotated[
         str,
         option(
-            "Who starts engines: mp (processes here) or ray (actors, placed).", "-dpb", choices=("mp", "ray"),
+            "Who starts engines: mp (processes here) or ray (actors, placed).",
+            "-dpb",
+            choices=("mp", "ray"),
             hashed=False,
         ),
     ] = "mp"
@@ -77,7 +87,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_address: Annotated[
         str | None,
         option(
-            "Address of the node with the first engine: on Ray it comes first, else it is the --master-addr.", "-dpa",
+            "Address of the node with the first engine: on Ray it comes first, else it is the --master-addr.",
+            "-dpa",
             hashed=False,
         ),
     ] = None
@@ -89,7 +100,9 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         option(
             "How engines on Ray share nodes: strict (the local size on each), fill (as many as fit), span (an engine "
-            "over several nodes); default: strict.", choices=PACK_STRATEGIES, hashed=False,
+            "over several nodes); default: strict.",
+            choices=PACK_STRATEGIES,
+            hashed=False,
         ),
     ] = None
     api_server_count: Annotated[
@@ -103,7 +116,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         option(
             "Which rank has which experts: linear ([0,1] [2,3]) or round_robin ([0,2] [1,3]).",
-            choices=EXPERT_STRATEGIES, hashed=True,
+            choices=EXPERT_STRATEGIES,
+            hashed=True,
         ),
     ] = "linear"
     enable_eplb: Annotated[bool, option("Move and repeat experts so that ranks have equal load.", hashed=True)] = False
@@ -111,14 +125,16 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | dict[str, Any] | None,
         option(
             "As JSON: window_size, step_interval, num_redundant_experts, log_balancedness, log_balancedness_interval, "
-            """use_async, policy, e.g. '{"num_redundant_experts": 8}'.""", hashed=True,
+            """use_async, policy, e.g. '{"num_redundant_experts": 8}'.""",
+            hashed=True,
         ),
     ] = None
     all2all_backend: Annotated[
         str | None,
         option(
             f"How tokens reach experts of other ranks: {', '.join(EXCHANGES)}; default: {DEFAULT}.",
-            choices=tuple(EXCHANGES), hashed=True,
+            choices=tuple(EXCHANGES),
+            hashed=True,
         ),
     ] = None
     enable_dbo: Annotated[
@@ -179,14 +195,20 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         option(
             "Bytes of a piece of a message between an engine and its ranks; default: 64 KiB in shared memory, 256 KiB "
-            "over TCP.", least=4096, most=1 << 24, rule="must be from 4096 to 16777216", hashed=False,
+            "over TCP.",
+            least=4096,
+            most=1 << 24,
+            rule="must be from 4096 to 16777216",
+            hashed=False,
         ),
     ] = None
     heartbeat_timeout: Annotated[
         float,
         option(
-            "Seconds without a sign of life after which a rank or node counts as lost.", least=2.0,
-            rule="must be at least 2 seconds: ranks show a sign of life every second", hashed=False,
+            "Seconds without a sign of life after which a rank or node counts as lost.",
+            least=2.0,
+            rule="must be at least 2 seconds: ranks show a sign of life every second",
+            hashed=False,
         ),
     ] = 10.0
 
@@ -203,7 +225,8 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         str,
         option(
             "auto keeps a GGUF file's packed weights; none unpacks them; q8_0 or q4_1 packs at load.",
-            choices=QUANTIZATIONS, hashed=True,
+            choices=QUANTIZATIONS,
+            hashed=True,
         ),
     ] = "auto"
     device: Annotated[str, option("auto, cpu or cuda.", choices=("auto", "cpu", "cuda"), hashed=True)] = "auto"
@@ -213,7 +236,8 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     kernels: Annotated[
         str,
         option(
-            "CPU kernels: native (this package's), torch (plain), or auto.", choices=("auto", "native", "torch"),
+            "CPU kernels: native (this package's), torch (plain), or auto.",
+            choices=("auto", "native", "torch"),
             hashed=True,
         ),
     ] = "auto"
@@ -238,12 +262,11 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         str,
         option(
             "Where requests that say nothing get temperature, top_p, top_k, ... from: auto (the model's "
-            "generation_config.json), vllm (from nowhere), or a folder that has another.", hashed=False,
+            "generation_config.json), vllm (from nowhere), or a folder that has another.",
+            hashed=False,
         ),
     ] = "auto"
-    skip_tokenizer_init: Annotated[
-        bool, option("Token ids in and out, no text.", typed=False, hashed=False)
-    ] = False
+    skip_tokenizer_init: Annotated[bool, option("Token ids in and out, no text.", typed=False, hashed=False)] = False
     null_worker: Annotated[bool, option("Compute nothing: measures the engine alone.", hashed=True)] = False
     batch_invariant: Annotated[
         bool,
@@ -258,7 +281,8 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     recovery_limit: Annotated[
         int,
         option(
-            "Times that lost ranks are replaced with no token in between before giving up; 0: never.", least=0,
+            "Times that lost ranks are replaced with no token in between before giving up; 0: never.",
+            least=0,
             hashed=False,
         ),
     ] = 5
@@ -273,15 +297,21 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     data_parallel_rpc_port: Annotated[
         int | None,
         option(
-            "Port nodes meet at, with --data-parallel-address: the --master-port.", "-dpp", least=1, most=65535,
-            rule="is not a port number", fix="give 1 to 65535", hashed=False,
+            "Port nodes meet at, with --data-parallel-address: the --master-port.",
+            "-dpp",
+            least=1,
+            most=65535,
+            rule="is not a port number",
+            fix="give 1 to 65535",
+            hashed=False,
         ),
     ] = None
     headless: Annotated[
         bool,
         option(
             "No server on this node: its engines (--data-parallel-size-local from --data-parallel-start-rank on) are "
-            "the server's at --data-parallel-address.", hashed=False,
+            "the server's at --data-parallel-address.",
+            hashed=False,
         ),
     ] = False
 

@@ -42,9 +42,7 @@ class LostRanks:
 class Watch:
     """Over the ranks of one gang, epoch after epoch. clock: seconds, monotonic."""
 
-    def __init__(
-        self, config: EngineConfig, launcher: Launcher, clock: Callable[[], float], system: System
-    ) -> None:
+    def __init__(self, config: EngineConfig, launcher: Launcher, clock: Callable[[], float], system: System) -> None:
         self.launcher, self.clock, self.system = launcher, clock, system
         self.timeout = config.parallel.heartbeat_timeout
         self.health, self.pace = Health(self.timeout), Pace(config.faults.step_timeout)

@@ -27,9 +27,7 @@ from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
 from planaria.models.config import MoEConfig
 
-LOGIT_ROWS = (
-    16384  # rows of the output head taken to float32 at a time, so that no float32 copy of it ever exists
-)
+LOGIT_ROWS = 16384  # rows of the output head taken to float32 at a time, so that no float32 copy of it ever exists
 
 
 @dataclass
@@ -147,9 +145,7 @@ class TorchOps:
     @property
     def step(self) -> StepTensors:
         if self._step is None:
-            raise RuntimeError(
-                "an operation was called outside a step; pass the forward function to compile()"
-            )
+            raise RuntimeError("an operation was called outside a step; pass the forward function to compile()")
         return self._step
 
     # Loading
@@ -249,9 +245,7 @@ class TorchOps:
             out[group.rows] = attended.transpose(1, 2)
         return out.flatten(1)
 
-    def by_head(
-        self, x: Tensor, weight: Linear, num_heads: int, rope: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
+    def by_head(self, x: Tensor, weight: Linear, num_heads: int, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
         heads = x.view(-1, num_heads, x.shape[1] // num_heads)
         rows = weight.weight.view(num_heads, -1, weight.weight.shape[1])
         out = torch.einsum("thk,hnk->thn", heads[..., : rows.shape[2]], rows)
@@ -260,9 +254,7 @@ class TorchOps:
             out = torch.cat([out, self._rotate(heads[..., rows.shape[2] :], cos, sin)], -1)
         return out.flatten(1)
 
-    def mla_store(
-        self, x: Tensor, kv: SlotLatents, norm: Tensor, eps: float, rope: tuple[Tensor, Tensor]
-    ) -> None:
+    def mla_store(self, x: Tensor, kv: SlotLatents, norm: Tensor, eps: float, rope: tuple[Tensor, Tensor]) -> None:
         latent, rotated = x[:, : len(norm)], x[:, len(norm) :]
         cos, sin = (table[self.step.positions] for table in rope)
         kv.rows[self.step.slots] = torch.cat([self.rms_norm(latent, norm, eps), self._rotate(rotated, cos, sin)], -1)

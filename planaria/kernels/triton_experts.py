@@ -96,8 +96,6 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, table: Table, held: rang
         **blocks,
     )  # fmt: skip
     grid = len(tiles.slots), -(-hidden // BLOCK_N)
-    down[grid](
-        inner, table.addresses[1], y, tiles.slots, tiles.rows, tiles.ends, len(held), width, hidden, **blocks
-    )
+    down[grid](inner, table.addresses[1], y, tiles.slots, tiles.rows, tiles.ends, len(held), width, hidden, **blocks)
     combine[(tokens, -(-hidden // BLOCK_H))](y, tiles.places, weights, out, k, hidden, block_h=BLOCK_H)
     return out

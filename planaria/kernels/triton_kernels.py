@@ -54,9 +54,7 @@ def down(
             at = start + tl.arange(0, block_k)
             fits = at < width
             a = tl.load(x + row[:, None] * width + at[None, :], mask=real[:, None] & fits[None, :], other=0.0)
-            b = tl.load(
-                w + column[None, :] * width + at[:, None], mask=fits[:, None] & inside[None, :], other=0.0
-            )
+            b = tl.load(w + column[None, :] * width + at[:, None], mask=fits[:, None] & inside[None, :], other=0.0)
             y = tl.dot(a, b, y, input_precision="ieee")
         tl.store(out + row[:, None] * hidden + column[None, :], y, mask=real[:, None] & inside[None, :])
 

@@ -40,9 +40,7 @@ class WideNorm:
         self.k = load.vector(f"{name}.k_norm.weight", self.whole[1], keys)
 
     def __call__(self, ops: Operations, qkv: Act) -> Act:
-        return ops.wide_norm(
-            qkv, self.widths, self.whole, self.q, self.k, self.eps, counts_keys=self.counts_keys
-        )
+        return ops.wide_norm(qkv, self.widths, self.whole, self.q, self.k, self.eps, counts_keys=self.counts_keys)
 
 
 class Attention:

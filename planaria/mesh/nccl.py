@@ -37,9 +37,7 @@ class NcclComm(GlooComm):
         self, store: Store, name: str, rank: int, members: Sequence[int], *, host: str = "127.0.0.1",
         deadline: float = DEADLINE, in_flight: int = IN_FLIGHT,
     ) -> None:  # fmt: skip
-        super().__init__(
-            store, f"{name}/main", rank, members, host=host, deadline=deadline, in_flight=in_flight
-        )
+        super().__init__(store, f"{name}/main", rank, members, host=host, deadline=deadline, in_flight=in_flight)
         self._on_devices: Any = None
         self._on_devices = self.attempt(lambda: self._open(PrefixStore(f"{name}/device", store), deadline))
 

@@ -245,4 +245,3 @@ class ApiProcesses:
             memory = resident_bytes(api.pid)
             found.append(ProcessInfo("api", None, {"api": api.rank}, api.pid, node_name(), None, state, memory))
         return found
-

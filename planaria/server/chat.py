@@ -102,10 +102,9 @@ async def chat_prompt(
         raise RequestError(
             f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs", code="invalid_value"
         )
+
     def render() -> list[int]:
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, **(variables or {})
-        )
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **(variables or {}))
         if len(text) > LONG_TEXT:
             service.check_length(text, limit, "messages")
         return tokenizer.encode(text, add_special_tokens)

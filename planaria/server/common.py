@@ -97,9 +97,7 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     for key, bias in given.items():
         digits = key.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 12):
-            raise RequestError(
-                f"logit_bias: {clip(key)!r} is not a token id", param="logit_bias", code="invalid_value"
-            )
+            raise RequestError(f"logit_bias: {clip(key)!r} is not a token id", param="logit_bias", code="invalid_value")
         found[int(key)] = bias
     return found
 

@@ -233,9 +233,7 @@ class Gate:
                 info.held += len(chunk)
                 self.bodies += len(chunk)
                 if self.bodies > MAX_BODIES:
-                    raise RequestError(
-                        "too much is being sent at a time; try again", status=503, code="overloaded"
-                    )
+                    raise RequestError("too much is being sent at a time; try again", status=503, code="overloaded")
             if not message.get("more_body", False):
                 if too_large:
                     raise refusal

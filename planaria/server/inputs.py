@@ -111,9 +111,7 @@ def check_vocabulary(ids: list[int], facts: EngineFacts, param: str) -> None:
         )
 
 
-def resolve_max_tokens(
-    prompt: list[int], params: SamplingParams, facts: EngineFacts, param: str = "prompt"
-) -> int:
+def resolve_max_tokens(prompt: list[int], params: SamplingParams, facts: EngineFacts, param: str = "prompt") -> int:
     """How many tokens a choice may have at most; raises RequestError if there is no room for them."""
     limit = min(facts.max_model_len, facts.num_blocks * facts.block_size or facts.max_model_len)
     what = "this model's length" if limit == facts.max_model_len else "the KV cache of this engine"

@@ -458,9 +458,7 @@ def _check_sizes(value: JsonObject) -> None:
                         ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_BAD_WORDS)):  # fmt: skip
         given = value.get(name)
         if limit is not None and isinstance(given, (list, dict)) and len(given) > limit:
-            raise RequestError(
-                f"{name} has {len(given)} entries; at most {limit}", param=name, code="invalid_value"
-            )
+            raise RequestError(f"{name} has {len(given)} entries; at most {limit}", param=name, code="invalid_value")
 
 
 def _take_out(value: JsonObject, name: str, known: list[str]) -> None:

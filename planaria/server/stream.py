@@ -277,9 +277,7 @@ class Choices:
         return min(sequence.num_cached for sequence in self.sequences)
 
 
-def make_detokenizer(
-    tokenizer: Tokenizer | None, params: SamplingParams, prompt: list[int]
-) -> Detokenizer | None:
+def make_detokenizer(tokenizer: Tokenizer | None, params: SamplingParams, prompt: list[int]) -> Detokenizer | None:
     """What turns the tokens of a sequence into text, or None where no text is wanted."""
     if tokenizer is None or not params.detokenize:
         return None

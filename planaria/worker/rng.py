@@ -12,9 +12,7 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 
 
-def philox4x32(
-    counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int = 10
-) -> tuple[int, int, int, int]:
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int = 10) -> tuple[int, int, int, int]:
     """Four 32-bit words from four words of counter and two of key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -30,7 +28,5 @@ def draw_bits(seed: int, position: int) -> int:
 
     Any integer is a seed; its low 64 bits count (two's complement), low word first, in key and counter alike.
     """
-    low, high, _, _ = philox4x32(
-        (position & _LOW, (position >> 32) & _LOW, 0, 0), (seed & _LOW, (seed >> 32) & _LOW)
-    )
+    low, high, _, _ = philox4x32((position & _LOW, (position >> 32) & _LOW, 0, 0), (seed & _LOW, (seed >> 32) & _LOW))
     return low | high << 32

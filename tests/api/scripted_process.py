@@ -35,9 +35,7 @@ class Config(msgspec.Struct):
     def of(cls, nnodes: int = 1, data_parallel_size: int = 1, **faults: Any) -> Config:
         return cls(
             FaultConfig(**faults),
-            ParallelConfig(
-                distributed_executor_backend="mp", nnodes=nnodes, data_parallel_size=data_parallel_size
-            ),
+            ParallelConfig(distributed_executor_backend="mp", nnodes=nnodes, data_parallel_size=data_parallel_size),
         )
 
 

@@ -33,9 +33,7 @@ def show(path: Path, plot: Path | None = None, as_json: bool = False) -> None:
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(saved(tmp_path, {**ENGINE, "layers": [LAYER]}))
     said, _, row, *_ = capsys.readouterr().out.splitlines()
-    assert said == (
-        "engine 0: 2 ranks, load of 1,000 steps, balancedness 0.750, 2 rearrangements, 3.0 MiB moved"
-    )
+    assert said == ("engine 0: 2 ranks, load of 1,000 steps, balancedness 0.750, 2 rearrangements, 3.0 MiB moved")
     assert row.split() == ["0", "3", "60", "2.00", "1.33", "0.750"]
 
 

@@ -71,9 +71,7 @@ class Harness:
         await self.http.post(path, json=body | {"max_tokens": 1, "min_tokens": None})
         whole = await self.http.post(path, json=body)
         before = len(self.engine.submitted)
-        streamed = await self.http.post(
-            path, json={**body, "stream": True, "stream_options": {"include_usage": True}}
-        )
+        streamed = await self.http.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}})
         assert whole.status_code == streamed.status_code == 200, (whole.text, streamed.text)
         assert not self.engine.open
         return whole.json(), events(streamed), self.engine.submitted[before:]
@@ -212,9 +210,7 @@ def test_scoring_a_prompt(harness):
     body = {"prompt": "Hello world", "max_tokens": 0, "echo": True, "logprobs": 2, "seed": 1, "n": 2}
     whole = harness.runner.run(harness.http.post("/v1/completions", json=body)).json()
     streamed = harness.runner.run(
-        harness.http.post(
-            "/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}
-        )
+        harness.http.post("/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}})
     )
     chunks = events(streamed)
     assert put_together(chunks[:-1], chat=False)[0] == whole["choices"]

@@ -89,6 +89,4 @@ def right(cell: Cell) -> tuple[str, ...]:
 
 def ordered(deployment: str) -> list[Cell]:
     """For people: by what fails, how, when."""
-    return [
-        Cell(deployment, who, fault, phase) for who in WHO[deployment] for fault in FAULTS for phase in PHASES
-    ]
+    return [Cell(deployment, who, fault, phase) for who in WHO[deployment] for fault in FAULTS for phase in PHASES]

@@ -92,7 +92,7 @@ class Deployment:
         return Server(*self.arguments(), module="tests.faults.serve", env=self.environment())
 
     def start(self, limit: float = 120.0) -> str:
-        """"" when it is ready, or how it ended instead."""
+        """ "" when it is ready, or how it ended instead."""
         assert self.server is None
         self.server = server = self.command()
         return server.wait_up(limit)
@@ -137,7 +137,7 @@ class Deployment:
         return any(process_state(pid) not in ("T", "t") for pid in self.pids(name))
 
     def whole(self) -> str:
-        """"" if all is there and ready for the next cell; else what isn't."""
+        """ "" if all is there and ready for the next cell; else what isn't."""
         names = [*self.names, *(["spare"] if "--spare-workers" in self.options() else [])]
         missing = [name for name in names if not self.runs(name)]
         if missing:

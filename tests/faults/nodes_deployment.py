@@ -80,4 +80,3 @@ class NodesDeployment(Deployment):
     def close(self) -> None:
         super().close()
         self._stack.close()
-

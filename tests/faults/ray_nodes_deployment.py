@@ -81,4 +81,3 @@ class RayNodesDeployment(Deployment):
     def close(self) -> None:
         self.end()
         super().close()
-

@@ -32,9 +32,7 @@ def boot_of(config: EngineConfig, rank: int = 0, size: int = 1) -> RankBoot:
 class Ranks:
     """`tp` x `pp` workers with `config`. Use as a context: at its end every process is gone."""
 
-    def __init__(
-        self, config: EngineConfig, tp: int, pp: int, *, gloo: bool = False, deadline: float = 60.0
-    ) -> None:
+    def __init__(self, config: EngineConfig, tp: int, pp: int, *, gloo: bool = False, deadline: float = 60.0) -> None:
         self.tp, self.pp, self.size = tp, pp, tp * pp
         layout = Layout(tp=tp, pp=pp)
         parallel = msgspec.structs.replace(

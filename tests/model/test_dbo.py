@@ -76,9 +76,7 @@ class Rank:
         self.ops: Any = CpuOps("float32", 1, tp=tp) if kernels == "native" else TorchOps("cpu", tp=tp)
         parallel = msgspec.structs.replace(ParallelConfig(), enable_expert_parallel=True)
         shards = deal(config, width, 1, None, expert_map(config, parallel, size), rank // width)
-        model = build(
-            config, DictSource.open(folder), self.ops, quantization="none", shard=shards[rank % width]
-        )
+        model = build(config, DictSource.open(folder), self.ops, quantization="none", shard=shards[rank % width])
         self.exchanges = [make(name, group, width, (512, 4 * 64), dealt=width > 1) for group in groups]
         self.ops.join(tp, self.exchanges[0])
         self.driver = Driver(model, self.ops, block_size=16, num_blocks=64)

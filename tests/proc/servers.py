@@ -90,7 +90,7 @@ class Server:
         assert not why, why
 
     def wait_up(self, limit: float) -> str:
-        """"" when it can be used, or what it said instead. Raises queue.Empty."""
+        """ "" when it can be used, or what it said instead. Raises queue.Empty."""
         while (line := self.out.get(timeout=limit)) is not None:
             if match := re.search(r"serving \S+ at (http\S+)", line):
                 self.url = match[1]

@@ -103,7 +103,7 @@ def lines(server: Server, each: int) -> dict[int, list[Line]]:
         found[line.pid].append(line)
         if min(map(len, found.values())) >= each:
             return {pid: some[:each] for pid, some in found.items()}
-    raise AssertionError(f"of 200 connections: {({pid: len(some) for pid, some in found.items()})}")
+    raise AssertionError(f"of 200 connections: { ({pid: len(some) for pid, some in found.items()}) }")
 
 
 def metric(server: Server, name: str) -> float:

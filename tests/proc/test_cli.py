@@ -104,9 +104,7 @@ def test_generate_without_tokenizer(small: Path, said: Said) -> None:
         (["generate", "nobody/such-a-model", "--prompt", "x"], "nobody/such-a-model"),
     ],
 )
-def test_mistakes_are_one_line(
-    args: list[str], says: str, in_process: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(args: list[str], says: str, in_process: None, capfd: pytest.CaptureFixture[str]) -> None:
     code = main(args)
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and says in one_line(err)

@@ -80,9 +80,7 @@ def test_the_tokens_are_those_of_one_rank(engine: Engine, expected: list[list[in
 
 
 @pytest.mark.parametrize("place", [1, pytest.param(0, marks=pytest.mark.long)])
-def test_a_rank_that_dies_in_a_micro_batch_is_replaced(
-    engine: Engine, expected: list[list[int]], place: int
-) -> None:
+def test_a_rank_that_dies_in_a_micro_batch_is_replaced(engine: Engine, expected: list[list[int]], place: int) -> None:
     """The other rank's threads end, each in its own exchange or waiting for its turn, and it goes on."""
     before, known = engine.pids, len(engine.recoveries)
     assert engine.run(ASKED, 20, lambda: ask(engine, "die", place, place)) == expected

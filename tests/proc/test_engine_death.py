@@ -90,8 +90,11 @@ def ask(client: openai.OpenAI, i: int, on_tokens: Callable[[int], None]) -> Outc
 
 
 def run(
-    server: Server, harm: Callable[[int], None] = lambda tokens: None, streams: int = STREAMS,
-    enter: Callable[[], None] = lambda: None, begun: Callable[[], None] | None = None,
+    server: Server,
+    harm: Callable[[int], None] = lambda tokens: None,
+    streams: int = STREAMS,
+    enter: Callable[[], None] = lambda: None,
+    begun: Callable[[], None] | None = None,
 ) -> list[Outcome]:
     """All streams at once; `harm` is called for each token with the number so far, from one thread at a time, `begun`
     when each has had its first. enter: what each client's thread does first."""
@@ -237,7 +240,11 @@ def test_a_server_that_drains_still_recovers() -> None:
     with Server("smollm2", *HASH, *PATIENT) as server:
         stream = iter(
             client_of(server).completions.create(
-                model="smollm2", prompt="Once", max_tokens=400, temperature=0, stream=True,
+                model="smollm2",
+                prompt="Once",
+                max_tokens=400,
+                temperature=0,
+                stream=True,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
         )

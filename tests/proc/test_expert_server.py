@@ -111,5 +111,5 @@ def test_generate(folder: Path, expected: list[list[int]], way: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["token_ids"][: count] for line, (_, count) in zip(lines, ASKED, strict=True)] == expected
+    assert [line["token_ids"][:count] for line, (_, count) in zip(lines, ASKED, strict=True)] == expected
     assert (lines[0]["rearrangements"] > 0) == ("--enable-eplb" in WAYS[way])

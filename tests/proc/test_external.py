@@ -262,9 +262,7 @@ class Program:
         return found
 
 
-def test_torchrun_gives_the_same_tokens_and_one_process_prints(
-    generate: list[str], one_process: list[object]
-) -> None:
+def test_torchrun_gives_the_same_tokens_and_one_process_prints(generate: list[str], one_process: list[object]) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
          "-m", "planaria", *generate, "-tp", "2", "--distributed-executor-backend", "external_launcher"],
@@ -275,9 +273,7 @@ def test_torchrun_gives_the_same_tokens_and_one_process_prints(
     assert (lines[0]["executor"], lines[0]["link"], lines[0]["layout"]) == ("external_launcher", "spmd", "tp=2 pp=1")
 
 
-def test_a_program_sees_the_same_in_every_process(
-    tmp_path: Path, small: Path, one_process: list[object]
-) -> None:
+def test_a_program_sees_the_same_in_every_process(tmp_path: Path, small: Path, one_process: list[object]) -> None:
     """Stages; greedy, and sampled with seeds that nobody gave."""
     sampled = {"temperature": 1.0, "max_tokens": 12, "n": 2}
     options = {**SMALL, "pipeline_parallel_size": 2}

@@ -200,9 +200,7 @@ def test_a_node_that_is_told_to_end_is_emptied_first(two: Deployment, expected: 
 
 
 @pytest.mark.long  # tests/proc/test_node_loss.py pulls one in the default run
-def test_a_cable_is_pulled_and_put_in_again(
-    two: Deployment, two_networks: Networks, expected: list[Outcome]
-) -> None:
+def test_a_cable_is_pulled_and_put_in_again(two: Deployment, two_networks: Networks, expected: list[Outcome]) -> None:
     """Nobody hears of it: heartbeats do. The agent is the same one."""
     lost, agents = far_engine(two), len(two.agents)
 

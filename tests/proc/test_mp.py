@@ -131,7 +131,11 @@ def test_a_rank_killed_under_load_answers_every_stream() -> None:
         streams = [
             iter(
                 client.completions.create(
-                    model="smollm2", prompt=f"{i}", max_tokens=400, temperature=0, stream=True,
+                    model="smollm2",
+                    prompt=f"{i}",
+                    max_tokens=400,
+                    temperature=0,
+                    stream=True,
                     extra_body={"ignore_eos": True},
                 )  # fmt: skip
             )

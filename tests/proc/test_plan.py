@@ -75,7 +75,8 @@ def test_the_table(plan: Any, tmp_path: Path) -> None:
     assert table[0].split() == ["RANK", "DP", "PP", "TP", "NODE", "ADDRESS", "DEVICE", "KIND"]
     assert [line.split() for line in table[1:]] == [
         [str(8 * n + i), str(n), "0", str(i), f"node{n}", f"10.0.0.{n}", str(i), "H100"]
-        for n in range(4) for i in range(8)
+        for n in range(4)
+        for i in range(8)
     ]
     told = plan(*STRICT, path, "--json")
     assert told.code == 0 and told.json["feasible"] and told.json["layout"] == {"dp": 4, "pp": 1, "tp": 8}

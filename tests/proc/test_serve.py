@@ -122,7 +122,11 @@ def test_terminate_drains() -> None:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         stream = iter(
             client.completions.create(
-                model="smollm2", prompt="Once", max_tokens=200, temperature=0, stream=True,
+                model="smollm2",
+                prompt="Once",
+                max_tokens=200,
+                temperature=0,
+                stream=True,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
         )
@@ -146,7 +150,11 @@ def test_second_signal_aborts() -> None:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         stream = iter(
             client.completions.create(
-                model="smollm2", prompt="Once", max_tokens=400, temperature=0, stream=True,
+                model="smollm2",
+                prompt="Once",
+                max_tokens=400,
+                temperature=0,
+                stream=True,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
         )
@@ -169,7 +177,11 @@ def test_engine_death_answers_everyone() -> None:
         def stream(i: int) -> str:
             chunks = iter(
                 client.completions.create(
-                    model="smollm2", prompt=f"{i}", max_tokens=400, temperature=0, stream=True,
+                    model="smollm2",
+                    prompt=f"{i}",
+                    max_tokens=400,
+                    temperature=0,
+                    stream=True,
                     extra_body={"ignore_eos": True},
                 )  # fmt: skip
             )

@@ -247,6 +247,7 @@ def test_engines_of_a_server() -> None:
 
 def test_engines_over_nodes() -> None:
     """Nodes of an engine: nnodes // (DP // DP_local)."""
+
     def at(node: int = 0, **options: Any) -> ParallelConfig:
         return resolved(node_rank=node, **options)
 

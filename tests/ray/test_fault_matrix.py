@@ -16,7 +16,10 @@ from tests.proc.servers import SOON
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 CELLS = [
-    "engine/kill/decode", "rank0/stop/prefill", "rank1/kill/decode", "rank1/kill/recovery",
+    "engine/kill/decode",
+    "rank0/stop/prefill",
+    "rank1/kill/decode",
+    "rank1/kill/recovery",
     "raylet/kill/decode",
 ]
 

@@ -84,7 +84,6 @@ def group_nodes() -> list[list[str]]:
     ]
 
 
-
 def check_plan(server: Server, planned: tuple[dict[str, Any], str], actors: Reserved) -> None:
     """What Ray says of groups and actors is what `planaria plan` printed, rank for rank; serve has printed it too."""
     from ray.util import placement_group_table
@@ -150,7 +149,9 @@ def test_what_is_elsewhere_is_said(cluster: Any) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_requests_go_on_when_an_engine_is_lost(
-    server: Server, expected: Any, how: signal.Signals  # noqa: F811
+    server: Server,
+    expected: Any,
+    how: signal.Signals,  # noqa: F811
 ) -> None:
     victim = fleet(server)[1]["pid"]
     assert run(server, lambda tokens: os.kill(victim, how) if tokens == 150 else None) == expected
@@ -174,7 +175,9 @@ def test_the_fleet_changes_its_size(server: Server, expected: Any) -> None:  # n
 
 
 def test_an_engine_whose_node_is_gone_gets_another(
-    server: Server, cluster: Any, expected: Any  # noqa: F811
+    server: Server,
+    cluster: Any,
+    expected: Any,  # noqa: F811
 ) -> None:
     home = group_nodes()[1][0]
     node = next(node for node in cluster.worker_nodes if node.node_id == home)

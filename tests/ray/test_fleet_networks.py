@@ -225,9 +225,7 @@ def test_a_whole_node_is_told_to_end(fleet: Deployment, nodes: RayNodes, expecte
 
 
 @pytest.mark.long
-def test_a_node_is_killed_and_no_other_has_room(
-    fleet: Deployment, nodes: RayNodes, expected: list[Outcome]
-) -> None:
+def test_a_node_is_killed_and_no_other_has_room(fleet: Deployment, nodes: RayNodes, expected: list[Outcome]) -> None:
     last = fleet.engines[-1]["pid"]
     assert fleet.run(lambda: nodes.kill(home_of(nodes, last))) == expected
     wait_until("it is given up", lambda: fleet.states[-1] == "ended", PATIENCE)

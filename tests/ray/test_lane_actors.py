@@ -22,9 +22,7 @@ def test_lanes_of_actors(local_ray: Any, tmp_path: Path) -> None:
     model = str(write_checkpoint(tmp_path, "qwen2_moe", **MODEL))
     with Engine(model, distributed_executor_backend="uni") as one:
         expected = one.run(ASKED)
-    with Engine(
-        model, distributed_executor_backend="ray", enable_expert_parallel=True, data_parallel_size=2
-    ) as engine:
+    with Engine(model, distributed_executor_backend="ray", enable_expert_parallel=True, data_parallel_size=2) as engine:
         assert engine.facts.executor == "ray" and engine.facts.layout == "dp=2 tp=1 pp=1"
         assert sorted(name.split("-", 2)[2] for name in live_actors(local_ray) if name) == ["lane0-e0", "lane1-e0"]
         before = engine.pids

@@ -73,7 +73,11 @@ def test_a_pipeline_across_two_networks(two_nodes: tuple[tuple[str, ...], dict[s
     prefix, env = two_nodes
     run = subprocess.run(
         [*prefix, sys.executable, "-m", "planaria", *ARGS, "-pp", "2", "--distributed-executor-backend", "ray"],
-        capture_output=True, text=True, env=env, timeout=300, check=False,
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert tokens(run.stdout) == expected

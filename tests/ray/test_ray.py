@@ -38,9 +38,7 @@ def ray_options(layout: str = "tp2", link: str = "queue") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def answers(
-    llm: LLM, prompts: list[Any], count: int, on_tokens: Any = None
-) -> list[tuple[list[int], list[float]]]:
+def answers(llm: LLM, prompts: list[Any], count: int, on_tokens: Any = None) -> list[tuple[list[int], list[float]]]:
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
     found = []
     for output in llm.generate(prompts, params, on_tokens=on_tokens):

@@ -52,9 +52,7 @@ class Client:
         require(delta.index == have, "index", f"{id} has {have} tokens, the next is number {delta.index}")
         answer.tokens += delta.tokens
         asked = self.asked[id]
-        require(
-            answer.tokens == asked.tokens[: len(answer.tokens)], "tokens", f"{id}: {answer.tokens} {asked.tokens}"
-        )
+        require(answer.tokens == asked.tokens[: len(answer.tokens)], "tokens", f"{id}: {answer.tokens} {asked.tokens}")
         if delta.finish is not None:
             answer.finish, answer.error = delta.finish, delta.error
             self.world.note("{} ends: {} {}", id, delta.finish, delta.error or "")

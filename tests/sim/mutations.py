@@ -250,7 +250,8 @@ MUTATIONS = [
     Mutation("overwrite the last copy", overwrite_the_last_copy, MISPLACED | {"crash"}),
     Mutation("read what is overwritten", read_what_is_overwritten, frozenset({"held", "bytes"}), soon=60),
     Mutation(
-        "believe that new ranks have what lost ones had", believe_that_new_ranks_have_what_lost_ones_had,
+        "believe that new ranks have what lost ones had",
+        believe_that_new_ranks_have_what_lost_ones_had,
         frozenset({"held", "weights"}),
     ),
     Mutation("count bytes when they are prepared", count_bytes_when_they_are_prepared, frozenset({"bytes"})),

@@ -220,9 +220,7 @@ def draw_requests(
         had = chance.randrange(len(tokens)) if keyed and chance.random() < 0.15 else 0  # admitted again
         id, when = f"r{i}", chance.uniform(0, spread)
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops)
-        submit = Submit(
-            id, prompt, params, seed, max_tokens, priority=chance.randrange(3), output=tokens[:had]
-        )
+        submit = Submit(id, prompt, params, seed, max_tokens, priority=chance.randrange(3), output=tokens[:had])
         asked[id] = Asked(submit, tokens)
         messages.append((when, submit))
         if chance.random() < 0.12:

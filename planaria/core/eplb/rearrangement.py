@@ -31,9 +31,7 @@ class Rearrangement:
     another shape.
     """
 
-    def __init__(
-        self, old: Sequence[ExpertMap], new: Sequence[ExpertMap], expert_bytes: int, step_bytes: int
-    ) -> None:
+    def __init__(self, old: Sequence[ExpertMap], new: Sequence[ExpertMap], expert_bytes: int, step_bytes: int) -> None:
         shapes = [[(p.num_experts, p.num_ranks, len(p.slots)) for p in maps] for maps in (old, new)]
         if shapes[0] != shapes[1]:
             raise ValueError("maps of another shape can't be reached while experts are used: form the group again")

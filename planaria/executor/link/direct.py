@@ -48,9 +48,7 @@ class DirectLink:
             self.inboxes.append(inbox)
             self.threads.append(thread)
 
-    def _serve(
-        self, rank: int, handler: Handler, inbox: queue.SimpleQueue[tuple[int, Command] | None]
-    ) -> None:
+    def _serve(self, rank: int, handler: Handler, inbox: queue.SimpleQueue[tuple[int, Command] | None]) -> None:
         while (item := inbox.get()) is not None:
             number, command = item
             self.answers.put((rank, number, handler.handle(command)))

@@ -68,7 +68,7 @@ class RayGraphLink:
                 stage = layout.group(rank, "pp").index(rank)
                 before = edges[layout.group(rank, "pp")[stage - 1]] if stage else None
                 if stage < layout.pp - 1:
-                    reply, edge = (actor.first_step.bind(plan) if before is None else actor.step.bind(plan, before))
+                    reply, edge = actor.first_step.bind(plan) if before is None else actor.step.bind(plan, before)
                     edges[rank] = edge
                 else:
                     reply = actor.only_step.bind(plan) if before is None else actor.last_step.bind(plan, before)

@@ -373,4 +373,3 @@ class ShmPort:
         if self._words[FENCE] == _OVER:
             return LinkClosed("the driver closed the link", DRIVER)
         return Fenced(f"epoch {self.epoch} is over")
-

@@ -301,4 +301,3 @@ class TcpLink:
                 raise PeerLags(f"{{}} took no command for {waited:.1f} s: {what}", *behind)
             left = self.send_timeout - waited
             self._end.wait(min(left, PROBE) if self._probes else left)
-

@@ -391,5 +391,3 @@ def _join_fix(error: BaseException) -> str:
     if "uthentication" in type(error).__name__ + str(error) or "oken" in str(error):
         return "give its token in $RAY_AUTH_TOKEN, $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
     return "check that it runs (`ray status --address ...`), or leave the address out to start one"
-
-

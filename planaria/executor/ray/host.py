@@ -53,9 +53,7 @@ class RayHost:
         try:
             resource = connection.resource(self.device)
             self.bundles = BundlePool(connection, resource, self.settings, f"planaria-{self.instance}")
-            self.actors = Actors(
-                connection, self.parallel, resource, self.instance, self._failed, self._bundle_of
-            )
+            self.actors = Actors(connection, self.parallel, resource, self.instance, self._failed, self._bundle_of)
         except Exception:
             connection.close()
             raise

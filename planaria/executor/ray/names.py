@@ -14,9 +14,7 @@ _SHORT = {"dp": "lane"}
 def actor_name(instance: str, layout: Layout, rank: int, epoch: int) -> str:
     """`planaria-<instance>-tp1-pp0-e0`: coordinates of the axes longer than 1 (of a single rank: none)."""
     coords = layout.coords(rank)
-    parts = [
-        f"{_SHORT.get(axis, axis)}{getattr(coords, axis)}" for axis in reversed(AXES) if getattr(layout, axis) > 1
-    ]
+    parts = [f"{_SHORT.get(axis, axis)}{getattr(coords, axis)}" for axis in reversed(AXES) if getattr(layout, axis) > 1]
     return "-".join(["planaria", instance, *parts, f"e{epoch}"])
 
 

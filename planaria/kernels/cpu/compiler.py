@@ -350,9 +350,7 @@ PRIMITIVES: dict[str, Callable[[Body, list[str]], str]] = {
     "put32": _shown(_put32),
     "atomic_get": lambda body, a: body.op(f"load atomic i64, ptr {body.place(a[0], a[1], 'i64')} seq_cst, align 8"),
     "atomic_put": _atomic_put,
-    "atomic_add": lambda body, a: body.op(
-        f"atomicrmw add ptr {body.place(a[0], a[1], 'i64')}, i64 {a[2]} seq_cst"
-    ),
+    "atomic_add": lambda body, a: body.op(f"atomicrmw add ptr {body.place(a[0], a[1], 'i64')}, i64 {a[2]} seq_cst"),
     "prefetch": _shown(
         lambda body, a: f"call void @llvm.prefetch.p0(ptr {body.place(a[0], '0', 'i8')}, i32 0, i32 2, i32 1)"
     ),

@@ -144,4 +144,3 @@ def rescale(target: Target) -> str:
 def expert_module(target: Target) -> str:
     """IR of all of them."""
     return "\n".join([scores(), weigh(), combine(), gate(target), squares(target), rescale(target)])
-

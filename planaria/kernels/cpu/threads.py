@@ -10,6 +10,7 @@ from planaria.kernels.cpu.native import atomic_add, atomic_get, atomic_put, get,
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 
+
 def sleep_while(address: int, value: int) -> None:
     """Sleep unless the low half of the word at address is no longer `value`; wakes may be spurious."""
     syscall(native.FUTEX, address, FUTEX_WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
