@@ -5,21 +5,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM", "AsyncLLM", "BeamSearchParams", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt",
+    "__version__",
+]  # fmt: skip
 
 if TYPE_CHECKING:
+    from planaria.beam import BeamSearchParams
     from planaria.llm import LLM, AsyncLLM, RequestOutput
+    from planaria.prompts import TextPrompt, TokensPrompt
     from planaria.types import SamplingParams
+
+_PLACES = {
+    "LLM": "llm", "AsyncLLM": "llm", "RequestOutput": "llm", "SamplingParams": "types", "BeamSearchParams": "beam",
+    "TextPrompt": "prompts", "TokensPrompt": "prompts",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import the public classes on first use: `import planaria` must not import torch."""
-    if name in ("LLM", "AsyncLLM", "RequestOutput"):
-        from planaria import llm
+    if name in _PLACES:
+        from importlib import import_module
 
-        return getattr(llm, name)
-    if name == "SamplingParams":
-        from planaria.types import SamplingParams
-
-        return SamplingParams
+        return getattr(import_module(f"planaria.{_PLACES[name]}"), name)
     raise AttributeError(f"module 'planaria' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

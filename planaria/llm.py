@@ -7,15 +7,18 @@ import atexit
 import itertools
 import logging
 import operator
+import os
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
+from planaria.beam import BeamSearchOutput, BeamSearchParams, beam_search
 from planaria.build import build_loop
 from planaria.checkpoint import Checkpoint
 from planaria.checkpoint.generation import sampling_defaults
@@ -24,13 +27,17 @@ from planaria.config.parallel import refuse_outer_launcher, refuse_several_engin
 from planaria.config.resolve import resolve
 from planaria.config.vllm_words import ours
 from planaria.errors import ConfigError, EngineDead, RequestError
+from planaria.prompts import Prompt, content_of, refuse
 from planaria.server.inputs import child_seed, submissions
+from planaria.server.metrics import of_engines
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import Tokenizer, load_tokenizer
+from planaria.tokenizer_words import TokenizerWords
 from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
 from planaria.wire import (
     Cancel,
     EngineFacts,
+    EngineState,
     EngineStats,
     FromEngine,
     Output,
@@ -43,7 +50,6 @@ from planaria.wire import (
 
 logger = logging.getLogger("planaria")
 
-Prompt = str | list[int] | dict[str, Any]  # as a dict: {"prompt": text} or {"prompt_token_ids": ids}
 Message = dict[str, Any]
 OnProgress = Callable[[StartUpNews], None]
 LOOK = 1.0  # seconds between an idle engine's looks at its ranks
@@ -90,6 +96,19 @@ class StreamOutput:
     stop_reason: int | str | None = None
     logprobs: list[PositionLogprobs] | None = None
     error: str | None = None
+
+
+@dataclass
+class Gauge:
+    """A number of `get_metrics` that goes up and down."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Counter(Gauge):
+    """One that only grows."""
 
 
 class Completion(StreamOutput):
@@ -173,18 +192,32 @@ class _Front:
         return None if positions is None else [PositionLogprobs(p, self.tokenizer) for p in positions if p is not None]
 
     def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        if isinstance(prompt, dict):
-            prompt = prompt.get("prompt_token_ids") or prompt.get("prompt") or []
-        if not isinstance(prompt, str):
+        content = content_of(prompt)
+        if not isinstance(content, str):
             try:
-                return [operator.index(token) for token in prompt]
+                return [operator.index(token) for token in content]
             except TypeError:
                 raise RequestError(
                     f"a prompt is a text or a list of token ids, got {prompt!r:.60}", param="prompt"
                 ) from None
         if self.tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; give token ids, or leave out skip_tokenizer_init")
-        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(content, add_special_tokens=add_special_tokens)
+
+    def get_tokenizer(self) -> TokenizerWords:
+        """The model's tokenizer, under Hugging Face's words. Raises ConfigError without one."""
+        if self.tokenizer is None:
+            raise ConfigError("skip_tokenizer_init", True, "there is no tokenizer", "leave it out")
+        return TokenizerWords(self.tokenizer)
+
+    def get_metrics(self) -> list[Counter | Gauge]:
+        """What the engine counts, under the names that /metrics has."""
+        facts, name = self.facts, self.config.served_model_name
+        engine = EngineState(0, "ready", os.getpid(), facts.layout, facts.ranks, self.stats, 0, 0, False)
+        return [
+            (Gauge if family.type == "gauge" else Counter)(family.name, sample.labels, sample.value)
+            for family in of_engines([engine], name) for sample in family.samples
+        ]  # fmt: skip
 
     def chat_prompt(self, messages: list[Message], **template: Any) -> str:
         """The model's chat template over messages of {"role", "content"}, ready for an answer. template: arguments of
@@ -242,25 +275,27 @@ class LLM(_Front):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         *,
-        use_tqdm: object = True,
         on_tokens: Callable[[int, int], None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (a text, token ids, or a dict of either); results in the order of the prompts.
 
-        Without `sampling_params` the model's own defaults hold; `use_tqdm` is taken and has no effect.
-        `on_tokens(finished requests, new tokens)` is called after each step. Raises RequestError for a bad prompt or
-        parameter before any of them runs, EngineDead if the engine ends.
+        Without `sampling_params` the model's own defaults hold. use_tqdm: show a bar, on a terminal; what makes another
+        bar shows that everywhere. `on_tokens(finished requests, new tokens)` is called after each step. Raises
+        RequestError for a bad prompt or parameter before any of them runs, EngineDead if the engine ends.
         """
-        single = isinstance(prompts, str | dict) or not isinstance(prompts, Iterable) or _is_ids(prompts)
-        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        refuse(lora_request=lora_request)
+        batch = _listed(prompts)
         params = sampling_params or self.get_default_sampling_params()
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="sampling_params")
         ranks = list(priority) if priority is not None else [0] * len(batch)
         opened = [self._stream(self._encode(p), s, r) for p, s, r in zip(batch, each, ranks, strict=True)]
+        bar = None if on_tokens is not None else _bar(use_tqdm, len(opened))
         try:
             for _, stream, submits in opened:
                 for submit in submits:
@@ -273,8 +308,10 @@ class LLM(_Front):
                 self._loop.step()
                 if self._loop.dead is not None:
                     raise EngineDead(self._loop.dead.message)
+                done = sum(stream.done for _, stream, _ in opened) if bar is not None or on_tokens is not None else 0
+                if bar is not None:
+                    bar.update(done - bar.n)
                 if on_tokens is not None:
-                    done = sum(1 for _, stream, _ in opened if stream.done)
                     on_tokens(done, sum(len(piece.tokens) for piece in self._pieces))
         except BaseException:
             for id in list(self._sinks):
@@ -282,6 +319,9 @@ class LLM(_Front):
                 if self._loop.core is not None:
                     self._loop.handle(Cancel(id))
             raise
+        finally:
+            if bar is not None:
+                bar.close()
         texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in batch]
         return [
             self._output(stream, id, text if isinstance(text, str) else None)
@@ -307,40 +347,74 @@ class LLM(_Front):
         self,
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: object = True,
-        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (messages of {"role", "content"}) or each of several: always a list, in their order.
 
         Without `sampling_params` the model's own defaults hold, with as many tokens as there is room for. Raises
-        RequestError as `generate` does, and for messages that are none.
+        RequestError as `generate` does, and for messages that are none. tools: for the template; an answer's calls are
+        its text. chat_template_content_format: content is text, whatever is said here.
         """
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         many = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         conversations: list[Any] = messages if many else [messages]
         texts = [
             self.chat_prompt(
-                conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
+                conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tools=tools,
+                continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
             )
             for conversation in conversations
         ]  # fmt: skip
         prompts: list[Prompt] = [self._encode(text, add_special_tokens=False) for text in texts]
         if sampling_params is None:
             sampling_params = msgspec.structs.replace(self.get_default_sampling_params(), max_tokens=None)
-        outputs = self.generate(prompts, sampling_params)
+        outputs = self.generate(prompts, sampling_params, use_tqdm)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: None = None,
+        use_tqdm: bool = False, concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:  # fmt: skip
+        """The likeliest continuations of each prompt, best first. use_tqdm and concurrency_limit have no effect: all
+        beams of all prompts are requests of one batch. Raises RequestError."""
+        refuse(lora_request=lora_request)
+        batch, most = [self._encode(prompt) for prompt in _listed(prompts)], self.facts.max_model_len
+        eos = self.tokenizer.eos_ids if self.tokenizer is not None else self.config.model.eos_ids
+
+        def step(histories: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+            return self.generate(list(histories), params, use_tqdm=False)
+
+        found = beam_search(batch, params, step, eos, most)
+        if self.tokenizer is None:
+            return [BeamSearchOutput(beams) for beams in found]
+        decode = self.tokenizer.decode
+        return [BeamSearchOutput([replace(beam, text=decode(beam.tokens)) for beam in beams]) for beams in found]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is kept of earlier requests."""
+        if self._loop.core is not None:
+            self._loop.core.forget_prefixes()
+        return True
+
     def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> list[Any]:
+        self, method: str | Callable[..., Any], timeout: float | None = None, args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
         """Run a worker's method on every rank, after the steps that are on their way; answers in rank order.
 
-        Arguments and answers are plain data: numbers, text, bytes, lists, dicts. `timeout`: seconds, None for ever.
+        Arguments and answers are plain data: numbers, text, bytes, lists, dicts. A function, which gets the worker
+        first, can be run where the only rank is in this process, and give back anything. `timeout`: seconds, None for
+        ever.
         Raises TimeoutError, CallFailed where the method raised (the engine goes on), UserError where the workers have
         no such method (`worker_extension_cls` adds some), EngineDead.
         """
@@ -357,8 +431,23 @@ class LLM(_Front):
         self.close()
 
 
-def _is_ids(prompts: object) -> bool:
-    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt as several."""
+    is_ids = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
+    if isinstance(prompts, str | dict) or not isinstance(prompts, Iterable) or is_ids:
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
+    """None: nobody is to see one."""
+    if callable(use_tqdm):
+        return use_tqdm(total=total, desc="Processed prompts")
+    if not use_tqdm or not sys.stderr.isatty():
+        return None
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Processed prompts")
 
 
 @dataclass(eq=False)

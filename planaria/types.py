@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, NoReturn, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import msgspec
 
@@ -79,12 +79,23 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: Annotated[int | None, Within(f"between 0 and {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS)] = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] | None = None  # no other is drawn
+    # vLLM's, that ask for what isn't here: None
+    best_of: Any = None
+    extra_args: Any = None
+    guided_decoding: Any = None
+    logits_processors: Any = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words", "stop_token_ids"):  # one string is one, not one for each of its letters
+        for name, default in _defaults():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+        for name in _TUPLES:  # one string is one, not one for each of its letters
             value = getattr(self, name)
-            if not isinstance(value, tuple):
-                setattr(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+            if not isinstance(value, tuple | None):
+                setattr(self, name, (value,) if isinstance(value, str) else tuple(value))
 
     def verify(self, vocab_size: int | None = None) -> None:
         """Raise RequestError for the first field that is out of range."""
@@ -116,12 +127,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             need(math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "values in [-100, 100]")
             known = token >= 0 and (vocab_size is None or token < vocab_size)
             need(known, "logit_bias", f"a map from token ids {of_vocabulary}")
-        known = all(t >= 0 and (vocab_size is None or t < vocab_size) for t in self.stop_token_ids)
-        need(known, "stop_token_ids", f"token ids {of_vocabulary}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            known = all(t >= 0 and (vocab_size is None or t < vocab_size) for t in getattr(self, name) or ())
+            need(known, name, f"token ids {of_vocabulary}")
+        need(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
+        for name in _ABSENT:
+            if getattr(self, name):
+                refuse(name, f"{name} is not supported yet; leave it out")
 
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+
+_TUPLES = ("stop", "bad_words", "stop_token_ids", "allowed_token_ids")
+_ABSENT = ("best_of", "extra_args", "guided_decoding", "logits_processors", "structured_outputs",
+           "truncate_prompt_tokens")  # fmt: skip
+
+
+@functools.cache
+def _defaults() -> tuple[tuple[str, Any], ...]:
+    """Of fields that None stands for."""
+    fields = msgspec.structs.fields(SamplingParams)
+    return tuple(
+        (field.name, field.default) for field in fields if field.default is not None and field.name != "max_tokens"
+    )
 
 
 @functools.cache

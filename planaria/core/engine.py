@@ -74,6 +74,11 @@ class EngineCore:
         entry = lane.remove(request_id) if lane is not None else None
         return [Delta(request_id, len(entry.request.output), [], reason)] if entry is not None else []
 
+    def forget_prefixes(self) -> None:
+        """No request to come finds anything in the prefix cache that was computed until now."""
+        for lane in self.lanes:
+            lane.pool.forget()
+
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute (now, or before a commit).
 

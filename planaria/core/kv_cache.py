@@ -87,6 +87,13 @@ class BlockPool:
                 else:
                     self.empty.append(block)
 
+    def forget(self) -> None:
+        """Remember nothing of what blocks hold. Those in use stay so."""
+        self.empty += self.idle
+        self.idle.clear()
+        self.block_of.clear()
+        self.key_of.clear()
+
     def check(self) -> None:
         """Raise AssertionError if the books don't balance (for tests)."""
         used = {b for b in range(self.num_blocks) if self.refs[b] > 0}

@@ -16,7 +16,7 @@ import msgspec
 
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
-from planaria.errors import EngineDead, PlanariaError, WorkersLost
+from planaria.errors import EngineDead, PlanariaError, UserError, WorkersLost
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.balancing import Balancing
 from planaria.executor.boot import boots_for
@@ -256,13 +256,21 @@ class EngineLoop:
             self._begin_next(e)
         return True
 
-    def call(self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Pending:
-        """Have every rank run a worker's method after the steps that are on their way. Raises CodecError for arguments
-        that can't travel, EngineDead."""
+    def call(
+        self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Pending:
+        """Have every rank run a worker's method, or a function of the worker, after the steps that are on their way.
+        Raises CodecError for arguments that can't travel, UserError for a function that would have to, EngineDead."""
         if self.dead is not None or self.gang.link is None:
             raise EngineDead(self.dead.message if self.dead is not None else "the engine was closed")
-        command = Call(method, args, kwargs or {})
-        encode_command(command)  # refused here, on every back end alike, and before a rank is owed to
+        command = Call(method, args, kwargs or {})  # type: ignore[arg-type]  # a function stays in this process
+        if isinstance(method, str):
+            encode_command(command)  # refused here, on every back end alike, and before a rank is owed to
+        elif self.gang.link.name != "direct":
+            raise UserError(
+                "collective_rpc takes a function only where the rank is in this process (executor uni); give the name "
+                "of a worker's method (worker_extension_cls adds methods)"
+            )
         try:
             ticket = self.gang.send(command)
         except WorkersLost as e:  # nobody has it

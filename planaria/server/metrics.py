@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -67,6 +67,16 @@ def imbalance(engines: Iterable[EngineState]) -> float:
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
 
+def of_engines(engines: Iterable[EngineState], model: str) -> Iterator[Metric]:
+    """What each engine says of itself."""
+    for kind, numbers in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, text, number in numbers:
+            family = kind(name, text, labels=["model_name", "engine"])
+            for engine in engines:
+                family.add_metric([model, str(engine.index)], number(engine))
+            yield family
+
+
 class Histogram:
     """Counts by bucket. Written by one thread; a tenth of the cost of a library histogram, which locks."""
 
@@ -107,7 +117,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         label, value = ["model_name"], [self._name()]
-        yield from self._of_engines(value[0])
+        yield from of_engines(self._engines(), value[0])
         yield from self._experts(value[0])
         for name, text, number in (
             ("prompt_tokens", "Prompt tokens of sequences that gave a first token.", self.prompt_tokens),
@@ -132,19 +142,6 @@ class Metrics(Collector):
             yield family
 
         yield from self._recovery(value[0])
-
-    def _of_engines(self, model: str) -> Iterable[Metric]:
-        engines = self._engines()
-        for name, text, number in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name", "engine"])
-            for engine in engines:
-                gauge.add_metric([model, str(engine.index)], number(engine))
-            yield gauge
-        for name, text, number in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=["model_name", "engine"])
-            for engine in engines:
-                counter.add_metric([model, str(engine.index)], number(engine))
-            yield counter
 
     def _experts(self, model: str) -> Iterable[Metric]:
         engines = [(str(e.index), e.stats.experts) for e in self._engines()]

@@ -123,9 +123,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt of a conversation, which `check_messages` says what it must be.
+        """The prompt of a conversation, which `check_messages` says what it must be. continue_final_message: it ends
+        within the last message, whoever's it is, and no answer is begun.
 
         Raises RequestError for messages that are none, without a template, or when the template refuses them.
         """
@@ -138,10 +140,21 @@ class Tokenizer:
             )  # fmt: skip
         if self._template is None or self._template.source != source:
             self._template = ChatTemplate(source)
-        return self._template.render(
-            checked,
-            {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt, "tools": tools or None},
-        )
+        begun = add_generation_prompt and not continue_final_message
+        values = {**self.special_tokens, **kwargs, "add_generation_prompt": begun, "tools": tools or None}
+        text = self._template.render(checked, values)
+        return _up_to(text, checked[-1]["content"]) if continue_final_message else text
+
+
+def _up_to(text: str, content: str) -> str:
+    """A rendered conversation to the end of its last message's content, of which templates may cut spaces."""
+    for said in (content, content.rstrip(), content.strip()):
+        if said and (at := text.rfind(said)) >= 0:
+            return text[: at + len(said)]
+    raise RequestError(
+        "continue_final_message needs a final message with content that the chat template shows as it is",
+        param="continue_final_message", code="invalid_value",
+    )  # fmt: skip
 
 
 class ChatTemplate:

@@ -77,7 +77,10 @@ def _clash(parallel: ParallelConfig, names: list[str], base: type) -> ConfigErro
 
 
 def call(worker: Any, command: Call) -> Any:
-    """The answer of a worker's method, as plain data: the same whether or not it travels. Raises UserError."""
+    """The answer of a worker's method, as plain data: the same whether or not it travels. Of a function, which does not
+    travel, what it gives back. Raises UserError."""
+    if callable(command.method):
+        return command.method(worker, *command.args, **command.kwargs)
     method = None if command.method.startswith("_") else getattr(worker, command.method, None)
     if not callable(method):
         raise UserError(f"the worker has no method {command.method!r}; --worker-extension-cls adds methods")

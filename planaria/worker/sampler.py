@@ -89,7 +89,8 @@ class _Row:
     """One request's state. `edits`: its logits may be changed before the choice."""
 
     __slots__ = (
-        "bias", "bias_ids", "edits", "history", "last_ban", "params", "penalties", "seed", "seen", "stops", "words",
+        "bans", "bias", "bias_ids", "edits", "history", "last_ban", "params", "penalties", "seed", "seen", "stops",
+        "words",
     )  # fmt: skip
 
     def __init__(self, fresh: Fresh, vocab_size: int) -> None:
@@ -99,6 +100,11 @@ class _Row:
         self.words = _banned_after(params.bad_words_ids, vocab_size)
         stops = dict.fromkeys(fresh.eos_ids + params.stop_token_ids)
         self.stops = np.array([t for t in stops if 0 <= t < vocab_size], np.int64)
+        self.bans: _Ids | None = None  # for good
+        if params.allowed_token_ids is not None:
+            others = np.ones(vocab_size, np.bool_)
+            others[[t for t in params.allowed_token_ids if 0 <= t < vocab_size]] = False
+            self.bans = np.flatnonzero(others)
         self.last_ban = fresh.num_prompt + params.min_tokens  # stops are banned while the history is shorter
         bias = {t: b for t, b in (params.logit_bias or {}).items() if 0 <= t < vocab_size}
         self.bias_ids = np.array(list(bias), np.int64)
@@ -111,12 +117,14 @@ class _Row:
             if self.history and not (min(self.history) >= 0 and max(self.history) < vocab_size):
                 raise ValueError(f"the history has token ids outside the vocabulary of {vocab_size}")
             self.seen = Seen(self.history, fresh.num_prompt)
-        self.edits = bool(self.words or params.min_tokens or bias or self.seen is not None)
+        self.edits = bool(self.words or params.min_tokens or bias or self.seen is not None or self.bans is not None)
 
     def changes(self) -> tuple[Any, ...]:
         """What `sampling.edit` and its kernel are told."""
         history = self.history
         banned = [self.stops] if len(history) < self.last_ban else []
+        if self.bans is not None:
+            banned.append(self.bans)
         for n, ends in self.words.items():
             last = ends.get(tuple(history[-n:]) if n else ())
             if last is not None:

@@ -7,7 +7,8 @@ The rule: a token is a function of its row's logits, its request's parameters, h
 
 What happens to a row's logits, in this order:
 1. bad words: the last token of a sequence is banned where the history (prompt included) ends in the rest of
-   it; min_tokens: end-of-sequence and stop tokens are banned until that many tokens came out; banned is -inf;
+   it; min_tokens: end-of-sequence and stop tokens are banned until that many tokens came out;
+   allowed_token_ids: every other token is banned; banned is -inf;
 2. logit_bias is added;
 3. repetition penalty (tokens of prompt and output: x / r if x > 0, else x * r), then frequency (f * count)
    and presence penalty of the tokens of the output;
@@ -51,7 +52,7 @@ EXP2_COEFFICIENTS = (
 )  # fmt: skip
 
 BROKEN = "the model gave NaN or infinite logits for this request"
-BANNED = "every token is banned (by bad_words, min_tokens or the model's own mask): nothing to choose from"
+BANNED = "every token is banned (by bad_words, min_tokens, allowed_token_ids or the model's mask): none to choose"
 
 
 def edit(

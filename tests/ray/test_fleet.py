@@ -150,8 +150,8 @@ def test_what_is_elsewhere_is_said(cluster: Any) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_requests_go_on_when_an_engine_is_lost(
     server: Server,
-    expected: Any,
-    how: signal.Signals,  # noqa: F811
+    expected: Any,  # noqa: F811
+    how: signal.Signals,
 ) -> None:
     victim = fleet(server)[1]["pid"]
     assert run(server, lambda tokens: os.kill(victim, how) if tokens == 150 else None) == expected

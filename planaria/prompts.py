@@ -1,0 +1,44 @@
+"""Prompts in vLLM's forms, and its words that ask for nothing here."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from planaria.errors import RequestError
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class _Ids(TypedDict):
+    prompt_token_ids: list[int]
+
+
+class TokensPrompt(_Ids, total=False):
+    """A prompt as token ids; its text, where given, is only what the answer says."""
+
+    prompt: str
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | dict[str, Any]
+
+
+def content_of(prompt: Prompt) -> Any:
+    """The text or the token ids of a prompt. Raises RequestError for a dict that asks for more."""
+    if not isinstance(prompt, dict):
+        return prompt
+    more = [name for name, value in prompt.items() if value is not None and name not in TokensPrompt.__annotations__]
+    if more:
+        raise RequestError(f"a prompt's {more[0]} is not supported; leave it out", param=more[0])
+    ids = prompt.get("prompt_token_ids")
+    return ids if ids is not None else prompt.get("prompt")
+
+
+def refuse(**given: object) -> None:
+    """Raise RequestError for the first of vLLM's arguments that asks for what isn't there yet."""
+    for name, value in given.items():
+        if value:
+            raise RequestError(f"{name} is not supported yet; leave it out", param=name, code="unsupported_parameter")
