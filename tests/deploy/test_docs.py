@@ -1,0 +1,169 @@
+"""What users read is true: blocks of the README and of docs/index.md run, links lead somewhere, the site builds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from planaria.models import model_config
+from planaria.models.memory import mib, rank_memory
+from planaria.models.shard import Shard
+from tests.deploy.test_helm import options_of_serve
+from tests.proc.servers import needs_smollm2
+
+ROOT = Path(__file__).parents[2]
+README, START = ROOT / "README.md", ROOT / "docs" / "index.md"
+NOT_RUN = re.compile(r"<!-- not run: .+? -->\n```\w*\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LIMIT = 300.0  # seconds for all blocks of a page, where four others are busy
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_outside_the_site_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
+        assert (ROOT / target).exists(), f"{page} links to {target}"
+
+
+def test_the_site_is_built_strictly(tmp_path: Path) -> None:
+    """Every page is in the navigation, every link and anchor is there, nothing is loaded from elsewhere."""
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    page = (tmp_path / "site/recovery.html").read_text()
+    assert "death.svg" in page and (tmp_path / "site/death.svg").exists()
+    assert "0001-tape.html" in page
+    assert not re.search(r'<(?:link|script|img)[^>]*(?:href|src)="https?://', page)
+
+
+def session(page: Path) -> str:
+    """A page's blocks as one script: those of the shell as they stand, Python's given to Python. `make serve` is the
+    server of `make demo`, left running."""
+    script = ["set -m -e -o pipefail"]
+    text = NOT_RUN.sub("", page.read_text())
+    for kind, block in BLOCK.findall(text):
+        assert kind in ("sh", "python") or block.startswith("make serve"), f"what is this block of {page.name}? {block}"
+        if kind == "sh":
+            script.append(block)
+        elif kind == "python":
+            script.append(f"{sys.executable} - <<'END'\n{block}END\n")
+    return "\n".join(script)
+
+
+def run(page: Path, folder: Path, **substitutes: str) -> str:
+    """What a page's blocks write. They run in a folder that looks like a checkout, on a port of
+    their own; `pgrep` sees their own processes alone."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    script = session(page).replace("8000", port)
+    for old, new in substitutes.items():
+        script = script.replace(old.replace("_", " "), new)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "planaria"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    pgrep = folder / "bin" / "pgrep"
+    pgrep.parent.mkdir()
+    pgrep.write_text(
+        f"#!{sys.executable}\nimport psutil, re, sys\n"
+        "for process in psutil.Process().parent().parent().children(recursive=True):\n"
+        "    if re.search(sys.argv[2], ' '.join(process.cmdline())):\n        print(process.pid)\n"
+    )
+    pgrep.chmod(0o755)
+    paths = [str(pgrep.parent), str(Path(sys.prefix) / "bin"), os.environ["PATH"]]
+    said = folder / "said.txt"
+    with said.open("w") as file:
+        shell = subprocess.Popen(
+            ["bash", "-c", script], cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            env={**os.environ, "PATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            shell.wait(LIMIT)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(shell.pid).children(recursive=True):
+                process.kill()
+        shell.kill()
+    assert shell.returncode == 0, f"{script}\n\n{said.read_text()}"
+    return said.read_text()
+
+
+@needs_smollm2
+def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
+    said = run(README, tmp_path, make_demo="make -o .venv/.setup demo")
+    story = (tmp_path / "story.txt").read_text()
+    events = [json.loads(line[6:]) for line in story.splitlines() if line.startswith("data: {")]
+    assert len(events) == 300 and story.endswith("data: [DONE]\n\n")
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert "its process was killed by signal 9" in said
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(a["custom_id"], a["response"]["status_code"]) for a in answers] == [("a", 200), ("b", 200)]
+    assert said.count("Paris") >= 2  # by `make demo` and by the Python API
+    assert "worker" in said
+
+
+@needs_smollm2
+def test_every_block_of_the_start_page_runs(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    said = run(START, tmp_path)
+    assert "The capital of France is Paris" in said and "One, two, three," in said
+    assert "temprature" in said and "did you mean" in said.lower()
+
+
+@pytest.mark.parametrize("page", [README, START], ids=lambda page: page.name)
+def test_options_of_what_cant_run_here_are_there(page: Path) -> None:
+    known = options_of_serve()
+    for block in NOT_RUN.findall(page.read_text()):
+        for line in block.splitlines():
+            if "planaria serve" in line or "planaria plan" in line:
+                assert set(re.findall(r"(?<= )--?[a-z][\w-]*", line.partition("#")[0])) <= known, line
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "vocab_size": 151936}
+SHAPES = {  # hidden, intermediate, query heads, KV heads, layers
+    "SmolLM2-135M": ((576, 1536, 9, 3, 30), {**LLAMA, "vocab_size": 49152, "tie_word_embeddings": True}),
+    "Qwen3-0.6B": ((1024, 3072, 16, 8, 28), {**QWEN, "tie_word_embeddings": True}),
+    "Qwen3-8B": ((4096, 12288, 32, 8, 36), {**QWEN, "tie_word_embeddings": False}),
+    "Llama-3.1-8B": ((4096, 14336, 32, 8, 32), {**LLAMA, "vocab_size": 128256, "tie_word_embeddings": False}),
+    "Qwen3-30B-A3B": ((2048, 6144, 32, 4, 48), {
+        **QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "tie_word_embeddings": False,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    }),
+}  # fmt: skip
+FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+
+
+def test_the_memory_table_is_arithmetic() -> None:
+    rows = re.findall(r"^\| (\S+) \| ([\d,]+ MiB) \| ([\d.]+) KiB \| ([\d,]+ MiB) \|$",
+                      (ROOT / "docs/models.md").read_text(), re.MULTILINE)  # fmt: skip
+    assert [row[0] for row in rows] == list(SHAPES)
+    for name, weights, token, kv in rows:
+        sizes, rest = SHAPES[name]
+        config = model_config({
+            "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "hidden_act": "silu", **rest,
+            **dict(zip(FIELDS, sizes, strict=True)),
+        }, {})  # fmt: skip
+        memory = rank_memory(
+            config, Shard.full(config), parameter=2, element=2, kv=None, max_model_len=8192, step_tokens=512,
+            logit_rows=256,
+        )  # fmt: skip
+        assert (weights, kv) == (mib(memory.weights), mib(memory.kv)), name
+        assert float(token) == memory.kv / 8192 / 1024, name
+    assert "1,137 MiB" in README.read_text() and "896 MiB" in README.read_text()
