@@ -18,10 +18,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import msgspec
 
 from planaria.env import environment
+from planaria.node import readable
 from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
 
 LONGEST = 1 << 20  # bytes of a message
@@ -68,7 +70,7 @@ def _send(port: socket.socket, message: Fork | Forked | ForkEnded, fds: Sequence
 
 
 def _receive(port: socket.socket) -> tuple[Fork | Forked | ForkEnded, list[int]] | None:
-    """None when the other has ended. Raises TimeoutError."""
+    """None when the other has ended."""
     data, fds, _, _ = socket.recv_fds(port, LONGEST, 4)
     return (_decode(data), fds) if data else None
 
@@ -79,16 +81,19 @@ def _concerns(modules: Sequence[str]) -> object:
 
 
 class ForkServer:
-    """The parent's side, for one thread.
+    """The parent's side: `fork` waits, in whichever thread; all else is for the thread that began it, which reads
+    `port`.
 
     A fork's parent is the server, so that all of them end with it.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._began_with = _concerns(modules)
-        self._fails, self._patience = False, IMPORTS
+        self._imported = self._fails = self._over = False
         self._codes: dict[int, int] = {}
-        self._port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._answer = Future[tuple[int, int]]()  # to the last fork
+        self.port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.port.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *modules],
@@ -99,42 +104,61 @@ class ForkServer:
         """Would another server have imported the same, and is this one well?"""
         return not self._fails and self._process.poll() is None and self._began_with == _concerns(modules)
 
+    def in_vain(self, modules: Sequence[str]) -> bool:
+        """Would another fare no better? This one's imports failed, or go on and on; nobody has killed it."""
+        alive = (self._process.poll() or 0) >= 0
+        return self._fails and not self._imported and alive and self._began_with == _concerns(modules)
+
     def fork(self, module: str, args: Sequence[str], env: dict[str, str], fds: Sequence[int]) -> tuple[int, int]:
         """Returns its pid and a pidfd of it. fds: see Fork. Raises OSError: not by this server."""
         self._fails = True  # until it is known that it doesn't
-        _send(self._port, Fork(module, tuple(args), os.getcwd(), env), fds)
-        until = time.monotonic() + self._patience
-        while (forked := self._hear(max(until - time.monotonic(), 0.0))) is None:
-            pass
-        self._fails, self._patience = False, ANSWER
-        return forked
+        self._answer = answer = Future[tuple[int, int]]()
+        _send(self.port, Fork(module, tuple(args), os.getcwd(), env), fds)
+        limit = ANSWER if self._imported else IMPORTS
+        try:
+            return answer.result(limit)
+        except TimeoutError:
+            if answer.cancel():
+                raise TimeoutError(f"its server has not answered for {limit:g} s") from None
+            return answer.result()  # it came just now
+
+    def hear(self) -> bool:
+        """Something it says. False: nothing any more."""
+        try:
+            heard = _receive(self.port)
+        except BlockingIOError:
+            return True
+        except (OSError, msgspec.DecodeError):
+            heard = None
+        match heard:
+            case ForkEnded(pid, code), _:
+                self._codes[pid] = code
+            case Forked(pid, why), fds:
+                self._imported, self._fails = True, bool(why)
+                if not self._answer.set_running_or_notify_cancel():  # nobody waits for that fork any more
+                    for fd in fds:
+                        os.close(fd)
+                elif why:
+                    self._answer.set_exception(OSError(why))
+                else:
+                    self._answer.set_result((pid, fds[0]))
+            case _:
+                self._over = True
+                if not self._answer.done():
+                    self._answer.set_exception(ConnectionError("its server has ended"))
+        return not self._over
 
     def code(self, pid: int) -> int:
         """Of one that has ended."""
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            while pid not in self._codes:
-                if (late := self._hear(SOON)) is not None:  # nobody waits for that fork any more
-                    os.close(late[1])
+        until = time.monotonic() + SOON
+        while pid not in self._codes and not self._over and readable(self.port.fileno(), until - time.monotonic()):
+            self.hear()
         return self._codes.pop(pid, -signal.SIGKILL)
 
-    def _hear(self, timeout: float) -> tuple[int, int] | None:
-        self._port.settimeout(timeout)
-        match _receive(self._port):
-            case Forked(0, why), _:
-                raise OSError(why)
-            case Forked(pid), [exit_fd]:
-                return pid, exit_fd
-            case ForkEnded(pid, code), _:
-                self._codes[pid] = code
-            case _:
-                raise ConnectionError("it has ended")
-        return None
-
     def close(self) -> None:
-        """With all that it forked. Idempotent."""
+        """With all that it forked. Any thread; idempotent."""
         self._process.kill()
         self._process.wait()
-        self._port.close()
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from planaria.config.machine import accelerator_ids, usable_cores
 from planaria.env import environment, visible_devices
@@ -30,6 +31,8 @@ from planaria.node import home, node_name, process_state
 from planaria.topology import Cluster, Node
 
 logger = logging.getLogger("planaria.hosts")
+
+T = TypeVar("T")
 
 TAKE_TIMEOUT = 120.0  # seconds without a byte taken after which a process, which imports first, counts as lost
 LOOK = 1.0  # seconds between looks for those, while something waits
@@ -96,6 +99,38 @@ def _begin(entry: Program, env: dict[str, str], hear: int, says: int, fds: Seque
         raise
 
 
+def _with_pipes(
+    begin: Callable[..., _Process], slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News
+) -> LocalChild:
+    """That it has to itself, whoever else may have been asked to begin it. Not yet watched."""
+    hears, says = os.pipe()
+    hear, tells = os.pipe()
+    process: _Process | None = None
+    try:
+        process = begin(entry, {**environment(), **visible_devices(entry.visible)}, hear, says, fds)
+        at = Place(-1, place.home, place.node, place.address, process.pid, place.cores, place.devices)
+        return LocalChild(slot, at, process, tells, hears, news)
+    except BaseException:
+        for descriptor in (hears, tells):
+            os.close(descriptor)
+        if process is not None:  # it runs already
+            process.signal(signal.SIGKILL)
+            process.wait()
+            process.close()
+        raise
+    finally:
+        for descriptor in (says, hear):
+            os.close(descriptor)
+
+
+def _fork(
+    server: ForkServer, entry: Program, env: dict[str, str], hear: int, says: int, fds: Sequence[int]
+) -> _Process:
+    """In one with what the server has imported. Raises OSError."""
+    pid, exit_fd = server.fork(entry.module, entry.args, env, (hear, 1, 2, says))
+    return _Process(pid, exit_fd, functools.partial(server.code, pid))
+
+
 class _Keeper(threading.Thread):
     """The thread. What begins without "ask" is for it alone."""
 
@@ -117,13 +152,13 @@ class _Keeper(threading.Thread):
     def run(self) -> None:
         while True:
             for key, _ in self._selector.select(LOOK if self._waiting else None):
-                self._act(*key.data)
+                self.see_to(*key.data)
             for child in [child for child in self._waiting if time.monotonic() - child.taken >= TAKE_TIMEOUT]:
                 child.why = f"took nothing of what it was told in {TAKE_TIMEOUT:.0f} s: killed"
                 self._forget(child)
                 child.kill()
 
-    def _act(self, act: Callable[..., None], *child: LocalChild) -> None:
+    def see_to(self, act: Callable[..., object], *child: LocalChild) -> None:
         try:
             act(*child)
         except Exception:
@@ -147,50 +182,33 @@ class _Keeper(threading.Thread):
         while not self._asked.empty():
             self._asked.get()()
 
-    def spawn(
-        self, into: Future[LocalChild], host: LocalHost, slot: Slot, place: Place, entry: Program,
-        fds: Sequence[int], news: News,
-    ) -> None:  # fmt: skip
-        try:
-            into.set_result(self._spawn(host, slot, place, entry, fds, news))
-        except BaseException as e:
-            into.set_exception(e)
+    def done(self, act: Callable[[], T]) -> T:
+        """What `act` returns, or raises, carried out by this thread. Any other thread."""
+        into = Future[T]()
 
-    def _spawn(
-        self, host: LocalHost, slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News
-    ) -> LocalChild:
-        if entry.module in host.forks and not fds:
+        def carry_out() -> None:
             try:
-                return self._watched(host.fork, slot, place, entry, fds, news)
-            except OSError as e:
-                logger.warning("%s begins without what it could have been forked with: %s", entry.module, e)
-        return self._watched(_begin, slot, place, entry, fds, news)
+                into.set_result(act())
+            except BaseException as e:
+                into.set_exception(e)
 
-    def _watched(
-        self, begin: Callable[..., _Process], slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News
-    ) -> LocalChild:
-        """With pipes that it has to itself, whoever else may have been asked to begin it."""
-        hears, says = os.pipe()
-        hear, tells = os.pipe()
-        process: _Process | None = None
-        try:
-            process = begin(entry, {**environment(), **visible_devices(entry.visible)}, hear, says, fds)
-            at = Place(-1, place.home, place.node, place.address, process.pid, place.cores, place.devices)
-            child = LocalChild(slot, at, process, tells, hears, news)
-        except BaseException:
-            for descriptor in (hears, tells):
-                os.close(descriptor)
-            if process is not None:  # it runs already
-                process.signal(signal.SIGKILL)
-                process.wait()
-                process.close()
-            raise
-        finally:
-            for descriptor in (says, hear):
-                os.close(descriptor)
-        self._selector.register(process.exit, selectors.EVENT_READ, (self._exited, child))
-        self._selector.register(hears, selectors.EVENT_READ, (self._hear, child))
+        self.ask(carry_out)
+        return into.result()
+
+    def watch(self, child: LocalChild) -> LocalChild:
+        self._selector.register(child.process.exit, selectors.EVENT_READ, (self._exited, child))
+        self._selector.register(child.says, selectors.EVENT_READ, (self._hear, child))
         return child
+
+    def serve(self, modules: Sequence[str]) -> ForkServer:
+        server = ForkServer(modules)
+        self._selector.register(server.port, selectors.EVENT_READ, (functools.partial(self._hear_server, server),))
+        return server
+
+    def _hear_server(self, server: ForkServer) -> None:
+        if not server.hear():
+            self._selector.unregister(server.port)
+            server.port.close()
 
     def tell(self, child: LocalChild, data: bytes) -> None:
         if child.ended or child.why:
@@ -297,9 +315,10 @@ class LocalHost:
         devices = tuple(self.devices[slot[1] : slot[1] + 1])
         place = Place(-1, home(), node_name(), self.address, 0, usable_cores(), devices)
         assert threading.current_thread() is not keeper(), "who hears news would wait for itself"
-        into: Future[LocalChild] = Future()
-        keeper().ask(functools.partial(keeper().spawn, into, self, slot, place, entry, fds, news))
-        child = into.result()
+        begun = slot, place, entry, fds, news
+        child = self._forked(*begun) if entry.module in self.forks and not fds else None
+        if child is None:
+            child = keeper().done(lambda: keeper().watch(_with_pipes(_begin, *begun)))
         if boot is not None:
             child.tell(boot)
         return child
@@ -316,14 +335,22 @@ class LocalHost:
     def absent(self) -> list[str]:
         return []
 
-    def fork(self, entry: Program, env: dict[str, str], hear: int, says: int, fds: Sequence[int]) -> _Process:
-        """For the keeper's thread. Raises OSError."""
+    def _forked(self, slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News) -> LocalChild | None:
+        """None: not that way. It is waited for here: the keeper's thread has others to see to."""
         modules = self.forks[entry.module]
-        if not (self._servers and self._servers[-1].fits(modules)):
-            self._servers.append(ForkServer(modules))
-        server = self._servers[-1]
-        pid, exit_fd = server.fork(entry.module, entry.args, env, (hear, 1, 2, says))
-        return _Process(pid, exit_fd, functools.partial(server.code, pid))
+        server = self._servers[-1] if self._servers else None
+        if server is not None and server.in_vain(modules):
+            return None
+        if server is None or not server.fits(modules):
+            server = keeper().done(lambda: keeper().serve(modules))
+            self._servers.append(server)
+        try:
+            child = _with_pipes(functools.partial(_fork, server), slot, place, entry, fds, news)
+        except OSError as e:
+            logger.warning("%s begins without what it could have been forked with: %s", entry.module, e)
+            return None
+        keeper().ask(functools.partial(keeper().see_to, keeper().watch, child))
+        return child
 
     def close(self) -> None:
         """What was forked ends too."""

@@ -31,16 +31,16 @@ BootFor = Callable[[Place], bytes]  # what a process in reserve is told, by wher
 
 
 class BackOff:
-    """Something that fails is tried after a pause, which doubles from time to time."""
+    """Something that fails is tried after a pause, which doubles from time to time. Seconds."""
 
-    def __init__(self, longest: float = LONGEST_TRY) -> None:
-        self.at, self.longest, self.pause = 0.0, longest, TRY_AGAIN
+    def __init__(self, longest: float = LONGEST_TRY, first: float = TRY_AGAIN) -> None:
+        self.at, self.first, self.longest, self.pause = 0.0, first, longest, first
 
     def failed(self, now: float) -> None:
         self.at, self.pause = now + self.pause, min(self.longest, 2 * self.pause)
 
     def worked(self) -> None:
-        self.at, self.pause = 0.0, TRY_AGAIN
+        self.at, self.pause = 0.0, self.first
 
 
 class Capacity(msgspec.Struct, frozen=True, array_like=True):
@@ -280,7 +280,7 @@ class Pool:
                 self._fill(node.id, missing, slots_here, boot_for)
         for spare in filter(is_ready, self.spares):
             self.bad.discard(spare.slot)
-            self.tries.pause = TRY_AGAIN
+            self.tries.pause = self.tries.first
         return shrink(cluster_of({node: room.ready for node, room in self.rooms().items()}), layout, span=True)
 
     def _to_try_again(self) -> list[Slot]:

@@ -204,6 +204,33 @@ def test_a_server_that_does_not_answer_keeps_nobody_waiting(
     wait_until("it has no child any more", lambda: not stopped.children())
 
 
+def test_while_a_server_is_waited_for_others_are_seen_to(forking: LocalHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = forked(forking, "deaf")
+    server = server_of(one)
+    server.suspend()
+    monkeypatch.setattr(forkserver, "ANSWER", PATIENCE)
+    found: list[LocalChild] = []
+    waits = threading.Thread(target=lambda: found.append(forked(forking, "deaf")))
+    waits.start()
+    other = start("ends")
+    assert not LocalHost().await_ends([other], PATIENCE) and waits.is_alive()
+    server.resume()
+    waits.join()
+    assert server_of(found[0]) == server
+    end(one, *found)
+
+
+def test_imports_that_fail_are_not_tried_again_for_each_process(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host = LocalHost(devices=(), forks={"tests.proc.kept": ["no_such_module"]})
+    children = [forked(host, "deaf") for _ in range(3)]
+    assert {psutil.Process(child.place.pid).ppid() for child in children} == {os.getpid()}
+    end(*children)
+    host.close()
+    assert capfd.readouterr().err.count("No module named") == 1 and caplog.text.count("begins without") == 1
+
+
 def test_forks_do_not_outlive_who_asked_for_them(forking: LocalHost) -> None:
     one = forked(forking, "deaf")
     server = server_of(one)
