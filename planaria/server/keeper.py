@@ -21,6 +21,7 @@ from planaria.core.quarantine import Turns
 from planaria.errors import CapacityError, PlanariaError
 from planaria.executor.recovery import Reformations, Replay, told_replay
 from planaria.executor.startup import parts_of
+from planaria.hosts.pool import BackOff
 from planaria.node import node_name, process_state, resident_bytes
 from planaria.server import questions
 from planaria.server.engine import Engine
@@ -83,7 +84,7 @@ class EngineKeeper:
         self._how = Ended("")  # with it
         self._closing = False
         self._left = asyncio.Event()  # by `close`
-        self._failed = 0  # processes in a row that did not come up
+        self._pause = BackOff(LONGEST, SHORTEST)  # for processes that don't come up
         self._resizing = PendingAnswers[EngineResized]()
         self._task: asyncio.Task[None] | None = None
 
@@ -117,7 +118,8 @@ class EngineKeeper:
         unborn: Ended | None = None
         try:
             while handle is None or self._goes_on(handle, unborn or await handle.ended(self._most_silent)):
-                await self._back_off()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._left.wait(), max(0.0, self._pause.at - time.monotonic()))
                 if self._closing:
                     return
                 handle, unborn = self._another(), None
@@ -137,12 +139,6 @@ class EngineKeeper:
             logger.exception("no other engine could be started")
             self.engine.die(Dead("error", f"no other engine could be started: {e}"))
 
-    async def _back_off(self) -> None:
-        """Wait before another process is started: the longer, the more of them did not come up."""
-        if self._failed:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._left.wait(), min(LONGEST, SHORTEST * 2.0 ** (self._failed - 1)))
-
     def revive(self) -> None:
         """It was given up because there was no place for it, and now there is one."""
         self._task = asyncio.create_task(self._supervise(None))
@@ -154,7 +150,10 @@ class EngineKeeper:
         was_up, regrouping, count, told = engine.up, engine.regrouping, self._count(), engine.restarting
         self.ended, self.as_told = ended, told or self._closing
         self.on_process()
-        self._failed = 0 if was_up or told else self._failed + 1
+        if was_up or told:
+            self._pause.worked()
+        else:
+            self._pause.failed(time.monotonic())
         self._resizing.answer_all(EngineResized("", "", "the engine's process ended meanwhile"))
         elsewhere = self._progressed_elsewhere()
         progressed = engine.down(self.as_told or engine.dead is not None) or elsewhere

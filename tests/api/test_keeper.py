@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from planaria.errors import CapacityError, EngineDead
+from planaria.hosts.pool import BackOff
 from planaria.server import engine as engine_module
 from planaria.server import keeper as module
 from planaria.server import questions
@@ -145,7 +146,7 @@ async def test_what_is_lacking_for_a_while_is_waited_for(
 ) -> None:
     """Descriptors and processes, which other users may have; memory that ranks before it have not let go of."""
     waits: list[float] = []
-    monkeypatch.setattr(module, "SHORTEST", 0.01)
+    client.keeper._pause = BackOff(first=0.01)
     client.submit("a")
     client.now.give("a")
 
@@ -182,9 +183,8 @@ async def test_what_is_lacking_for_ever_is_an_end(client: Client, monkeypatch: p
     assert "Too many open files" in (client.error("a") or "") and len(client.processes) == 1 + 5
 
 
-async def test_closing_ends_the_wait_for_another_start(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHORTEST", 3600.0)
-    monkeypatch.setattr(module, "LONGEST", 3600.0)
+async def test_closing_ends_the_wait_for_another_start(client: Client) -> None:
+    client.keeper._pause = BackOff(3600.0, 3600.0)
     await client.fall()
     client.now.die()  # before it came up
     await settle()
