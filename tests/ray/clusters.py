@@ -211,6 +211,7 @@ def ray_node(prefix: tuple[str, ...], env: dict[str, str], *args: str) -> Iterat
             yield process
         finally:
             process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)  # a test may have stopped it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(60)
             for pid in pids_in(prefix[-1]):
@@ -315,8 +316,9 @@ class RayNodes:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self, which: int) -> None:
-        """So that it can be started again."""
-        self._stacks.pop(which).close()
+        """So that it can be started again. Of one that isn't there: nothing."""
+        if which in self._stacks:
+            self._stacks.pop(which).close()
 
     def close(self) -> None:
         for which in sorted(self._stacks, reverse=True):

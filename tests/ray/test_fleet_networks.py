@@ -129,6 +129,16 @@ def home_of(nodes: RayNodes, pid: int) -> int:
     return found
 
 
+def home_of_engine_1(fleet: Deployment, nodes: RayNodes, *, other: bool) -> int:
+    """Number of its node. The other node is there and empty, or isn't there; a third engine keeps it."""
+    home = home_of(nodes, fleet.engines[1]["pid"])
+    if len(fleet.engines) == 2:
+        nodes.end(3 - home)  # what is left of it, too
+        if other:
+            nodes.start(3 - home)
+    return home
+
+
 def test_a_node_is_cut_off_and_another_joins(
     fleet: Deployment, networks: Networks, nodes: RayNodes, expected: list[Outcome]
 ) -> None:
@@ -164,10 +174,9 @@ def test_an_engine_is_told_to_end(fleet: Deployment, nodes: RayNodes, expected: 
 def test_a_node_is_killed_and_its_engine_comes_up_on_another(
     fleet: Deployment, nodes: RayNodes, expected: list[Outcome]
 ) -> None:
-    nodes.end(1)  # what is left of it
-    nodes.start(1)
-    assert fleet.run(lambda: nodes.kill(2)) == expected
-    wait_until("another engine", lambda: fleet.engines[1]["pid"] in nodes.pids(1), PATIENCE)
+    home = home_of_engine_1(fleet, nodes, other=True)
+    assert fleet.run(lambda: nodes.kill(home)) == expected
+    wait_until("another engine", lambda: fleet.engines[1]["pid"] in nodes.pids(3 - home), PATIENCE)
     fleet.all_ready()
     assert fleet.run() == expected
 
@@ -176,15 +185,15 @@ def test_a_node_is_killed_and_its_engine_comes_up_on_another(
 def test_a_raylet_is_killed_and_its_engine_lives_on_until_there_is_another_place(
     fleet: Deployment, nodes: RayNodes, expected: list[Outcome]
 ) -> None:
-    nodes.end(2)
-    nodes.processes[1].send_signal(signal.SIGSTOP)  # `ray start --block` would end the whole node
+    home = home_of_engine_1(fleet, nodes, other=False)
+    nodes.processes[home].send_signal(signal.SIGSTOP)  # `ray start --block` would end the whole node
     before = fleet.engines[1]["pid"]
-    (raylet,) = [pid for pid in nodes.pids(1) if psutil.Process(pid).name() == "raylet"]
+    (raylet,) = [pid for pid in nodes.pids(home) if psutil.Process(pid).name() == "raylet"]
     assert fleet.run(lambda: os.kill(raylet, signal.SIGKILL)) == expected
     fleet.server.wait_for("which lives on")
     assert fleet.run() == expected and fleet.engines[1]["pid"] == before and alive(before)
-    assert fleet.run(lambda: nodes.start(2)) == expected
-    wait_until("it has moved", lambda: fleet.engines[1]["pid"] in nodes.pids(2), PATIENCE)
+    assert fleet.run(lambda: nodes.start(3 - home)) == expected
+    wait_until("it has moved", lambda: fleet.engines[1]["pid"] in nodes.pids(3 - home), PATIENCE)
     fleet.all_ready()
     assert fleet.run() == expected
     wait_until("the old one has ended", lambda: not alive(before), PATIENCE)
@@ -192,8 +201,7 @@ def test_a_raylet_is_killed_and_its_engine_lives_on_until_there_is_another_place
 
 @pytest.mark.long
 def test_a_node_joins_and_is_used(fleet: Deployment, nodes: RayNodes, expected: list[Outcome]) -> None:
-    new = 3 - home_of(nodes, fleet.engines[1]["pid"])
-    nodes.end(new)  # what is left of it
+    new = 3 - home_of_engine_1(fleet, nodes, other=False)
 
     def scale() -> subprocess.CompletedProcess[str]:
         asked = ["-m", "planaria", "scale", "--dp", "3", "--url", fleet.server.url]
@@ -210,8 +218,8 @@ def test_a_node_joins_and_is_used(fleet: Deployment, nodes: RayNodes, expected: 
 
 @pytest.mark.long
 def test_a_whole_node_is_told_to_end(fleet: Deployment, nodes: RayNodes, expected: list[Outcome]) -> None:
-    """SIGTERM to all of its processes; no other has room."""
-    home = home_of(nodes, fleet.engines[1]["pid"])
+    """SIGTERM to all of its processes; no other has room, until it is back."""
+    home, count = home_of_engine_1(fleet, nodes, other=False), len(fleet.engines)
 
     def leave() -> None:
         for pid in nodes.pids(home):
@@ -220,12 +228,16 @@ def test_a_whole_node_is_told_to_end(fleet: Deployment, nodes: RayNodes, expecte
 
     assert fleet.run(leave) == expected
     wait_until("the node has nobody", lambda: not nodes.pids(home), PATIENCE)
-    wait_until("it is given up", lambda: fleet.states == ["ready", "ended", "ready"], PATIENCE)
+    wait_until("it is given up", lambda: fleet.states == ["ready", "ended", "ready"][:count], PATIENCE)
     assert fleet.run() == expected
+    nodes.end(home)
+    assert fleet.run(lambda: nodes.start(home)) == expected
+    fleet.all_ready(count)
 
 
 @pytest.mark.long
 def test_a_node_is_killed_and_no_other_has_room(fleet: Deployment, nodes: RayNodes, expected: list[Outcome]) -> None:
+    home_of_engine_1(fleet, nodes, other=False)
     last = fleet.engines[-1]["pid"]
     assert fleet.run(lambda: nodes.kill(home_of(nodes, last))) == expected
     wait_until("it is given up", lambda: fleet.states[-1] == "ended", PATIENCE)
