@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from planaria.server.detokenise import Detokenizer, stop_strings, text_offsets
 from planaria.server.tokenise import Tokenizer
 from planaria.types import MAX_STOP, MAX_STOP_LENGTH, SamplingParams
-from tests.pure.test_tokenise import ANY_TEXT, sentencepiece_like, smollm2, word_pieces  # noqa: F401
+from tests.pure.test_tokenise import ANY_TEXT, sentencepiece_like, word_pieces
 
 WORDS = ["the", " cat", "sat", " on", "\n\n", "Q:", " A:", "é", "日本", "😀", " 12", "aaab", "aab", "ab", "."]
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=12).map("".join)
@@ -41,7 +41,7 @@ SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
 
 @settings(max_examples=2 * settings.default.max_examples)
 @given(ids=st.lists(st.integers(0, 49151) | st.integers(0, 260)), sizes=SIZES, skip=st.booleans())
-def test_streamed_is_one_shot(smollm2: Tokenizer, ids: list[int], sizes: list[int], skip: bool) -> None:  # noqa: F811
+def test_streamed_is_one_shot(smollm2: Tokenizer, ids: list[int], sizes: list[int], skip: bool) -> None:
     """Random tokens: special ones, and parts of characters that never become one."""
     detokenizer = Detokenizer(smollm2, [], SamplingParams(skip_special_tokens=skip))
     text = "".join(streamed(detokenizer, ids, sizes))
@@ -50,7 +50,7 @@ def test_streamed_is_one_shot(smollm2: Tokenizer, ids: list[int], sizes: list[in
 
 
 @given(text=ANY_TEXT)
-def test_characters_come_out_whole_and_at_once(smollm2: Tokenizer, text: str) -> None:  # noqa: F811
+def test_characters_come_out_whole_and_at_once(smollm2: Tokenizer, text: str) -> None:
     ids = smollm2.encode(text)
     detokenizer = Detokenizer(smollm2, [], SamplingParams(skip_special_tokens=False))
     data, out = b"", ""
@@ -119,7 +119,7 @@ def stops_of(draw: st.DrawFn) -> tuple[str, tuple[str, ...]]:
 @settings(max_examples=2 * settings.default.max_examples)
 @given(case=stops_of(), sizes=SIZES, include=st.booleans(), min_tokens=st.integers(0, 8))
 def test_stop_strings(
-    smollm2: Tokenizer,  # noqa: F811
+    smollm2: Tokenizer,
     case: tuple[str, tuple[str, ...]],
     sizes: list[int],
     include: bool,
@@ -139,7 +139,7 @@ def test_stop_strings(
 
 @given(case=stops_of())
 def test_no_more_is_held_back_than_could_begin_a_stop_string(
-    smollm2: Tokenizer,  # noqa: F811
+    smollm2: Tokenizer,
     case: tuple[str, tuple[str, ...]],
 ) -> None:
     text, stops = case
@@ -155,7 +155,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(
         assert out == known[: len(known) - held]
 
 
-def test_a_stop_string_across_tokens(smollm2: Tokenizer) -> None:  # noqa: F811
+def test_a_stop_string_across_tokens(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("one two\nUser: three")
     detokenizer = Detokenizer(smollm2, [], SamplingParams(stop=("\nUser:",)))
     pieces = [detokenizer.push([i]) for i in ids]
@@ -164,7 +164,7 @@ def test_a_stop_string_across_tokens(smollm2: Tokenizer) -> None:  # noqa: F811
     assert smollm2.decode(ids[: detokenizer.num_tokens]) == "one two\nUser:"
 
 
-def test_a_stop_string_that_only_began_comes_out_in_the_end(smollm2: Tokenizer) -> None:  # noqa: F811
+def test_a_stop_string_that_only_began_comes_out_in_the_end(smollm2: Tokenizer) -> None:
     detokenizer = Detokenizer(smollm2, [], SamplingParams(stop=("\nUser:",)))
     assert detokenizer.push(smollm2.encode("so\nUser")) == "so"
     assert detokenizer.finish() == "\nUser"
@@ -173,7 +173,7 @@ def test_a_stop_string_that_only_began_comes_out_in_the_end(smollm2: Tokenizer) 
 
 
 @given(text=TEXTS, sizes=SIZES, stop=st.sampled_from([(), ("zzz", "\n\n")]))
-def test_offsets(smollm2: Tokenizer, text: str, sizes: list[int], stop: tuple[str, ...]) -> None:  # noqa: F811
+def test_offsets(smollm2: Tokenizer, text: str, sizes: list[int], stop: tuple[str, ...]) -> None:
     ids = smollm2.encode(text)
     detokenizer = Detokenizer(smollm2, [], SamplingParams(logprobs=0, stop=stop))
     streamed(detokenizer, ids, sizes)
@@ -184,7 +184,7 @@ def test_offsets(smollm2: Tokenizer, text: str, sizes: list[int], stop: tuple[st
         data += smollm2.token_bytes(i)
 
 
-def test_offsets_cost_nothing_unless_asked_for(smollm2: Tokenizer) -> None:  # noqa: F811
+def test_offsets_cost_nothing_unless_asked_for(smollm2: Tokenizer) -> None:
     assert Detokenizer(smollm2, [], SamplingParams()).offsets is None
 
 
@@ -234,7 +234,7 @@ def test_a_window_stays_short() -> None:
     assert "".join(out[200:]).count("\ufffd") >= 40
 
 
-def test_stop_strings_cost_what_they_are_long(smollm2: Tokenizer) -> None:  # noqa: F811
+def test_stop_strings_cost_what_they_are_long(smollm2: Tokenizer) -> None:
     """Linear in memory, built once for all choices; and as long as may be, found over again and again."""
     stop_strings.cache_clear()
     text = "ab" * (MAX_STOP_LENGTH // 2)
@@ -249,7 +249,7 @@ def test_stop_strings_cost_what_they_are_long(smollm2: Tokenizer) -> None:  # no
 
 
 @given(text=TEXTS, special=st.booleans())
-def test_where_tokens_of_a_prompt_begin(smollm2: Tokenizer, text: str, special: bool) -> None:  # noqa: F811
+def test_where_tokens_of_a_prompt_begin(smollm2: Tokenizer, text: str, special: bool) -> None:
     ids = smollm2.encode(text)
     data, wanted = b"", []
     for i in ids:

