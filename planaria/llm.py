@@ -141,7 +141,7 @@ class RequestOutput:
 def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
     """EngineOptions from keyword arguments; raises ConfigError for a name or type that is wrong."""
     known = EngineOptions.__struct_fields__
-    options, line = ours(model, options)
+    options, line = ours(options)
     if line:
         logger.warning(line)
     for name in options:

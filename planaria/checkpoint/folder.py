@@ -45,18 +45,21 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
     for i, file in enumerate(files):
         tensors += read_safetensors_header(file, i)
     _check_index(folder, files, tensors)
-    has_tokenizer = any((folder / f).exists() for f in TOKENIZER_FILES)
     return Checkpoint(
         name=name,
         path=str(folder),
         format="safetensors",
         config=config,
         generation_config=read_json(generation) if generation.exists() else {},
-        tokenizer_dir=str(folder) if has_tokenizer else None,
+        tokenizer_dir=str(folder) if has_tokenizer(folder) else None,
         chat_template=chat_template(folder),
         files=tuple(map(str, files)),
         tensors=tuple(unfused(str(folder), config, tensors)),
     )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
 def read_json(path: Path, missing: str = "get the model again") -> dict[str, Any]:

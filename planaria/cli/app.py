@@ -12,6 +12,7 @@ import typer
 
 from planaria import __version__
 from planaria.cli.options import engine_command
+from planaria.cli.words import EngineCommand
 
 app = typer.Typer(
     name="planaria", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -70,7 +71,7 @@ def root(
     pass
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @functools.partial(engine_command, serves=True)
 @body("serve")
 def serve(
@@ -81,7 +82,7 @@ def serve(
     """Serve MODEL through the OpenAI API."""
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @engine_command
 @body("generate")
 def generate(
@@ -112,7 +113,7 @@ def generate(
     """Complete prompts and print the text (raw completion, no chat template)."""
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @engine_command
 @body("batch")
 def batch(
@@ -131,7 +132,7 @@ def batch(
     """
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @engine_command
 @body("chat")
 def chat(
@@ -161,7 +162,7 @@ def models_fetch(
     """Get MODEL before it is needed."""
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @functools.partial(engine_command, agents=False)
 @body("plan")
 def plan(
@@ -236,7 +237,7 @@ def experts(
     """Show where a server's experts are and how even their load is, by layer."""
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @engine_command
 @body("demo")
 def demo(model: Model = "smollm2") -> None:
@@ -248,7 +249,7 @@ OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate for a re
 Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; medians are printed.")]
 
 
-@bench_app.command("latency")
+@bench_app.command("latency", cls=EngineCommand)
 @engine_command
 @body("bench:latency")
 def bench_latency(
@@ -261,7 +262,7 @@ def bench_latency(
     """One stream: time to first token and tokens per second."""
 
 
-@bench_app.command("throughput")
+@bench_app.command("throughput", cls=EngineCommand)
 @engine_command
 @body("bench:throughput")
 def bench_throughput(

@@ -19,7 +19,7 @@ from planaria.config.experts import expert_map
 from planaria.config.machine import Machine, accelerator_ids, cuda_available, look, usable_cores
 from planaria.config.options import EngineOptions, ParallelConfig
 from planaria.config.parallel import resolve_parallel
-from planaria.config.sizes import parse_bytes
+from planaria.config.sizes import parse_bytes, parse_tokens
 from planaria.errors import CapacityError, ConfigError, PlanariaError, UserError
 from planaria.models.config import ModelConfig
 from planaria.models.deal import deal
@@ -268,13 +268,13 @@ def _warnings(notes: Sequence[tuple[int, str]]) -> tuple[str, ...]:
 def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
     """With what `serve` would warn of, and what ranks need. Raises ConfigError where the model's heads, layers or
     experts can't be dealt, ModelError."""
-    from planaria.checkpoint.resolve import shape_of
+    from planaria.checkpoint.resolve import Hub, shape_of
     from planaria.config.experts import expert_shapes, resolve_experts
     from planaria.config.resolve import LOGIT_ROWS, device_config, step_tokens
     from planaria.models import model_config
 
     parallel, kind = question.parallel, question.device
-    checkpoint = shape_of(options.model)
+    checkpoint = shape_of(options.model, Hub(options.revision, options.download_dir))
     model = model_config(checkpoint.config, checkpoint.generation_config)
     device = device_config(options, kind, model.dtype, packed=checkpoint.format == "gguf", ranks=1)
     element = 4 if device.dtype == "float32" else 2
@@ -282,7 +282,8 @@ def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
     demand = Demand(model, parallel, {
         "parameter": PACKED.get(device.quantization, kept), "element": element,
         "kv": None if options.kv_cache_memory is None else parse_bytes(options.kv_cache_memory, "--kv-cache-memory"),
-        "max_model_len": options.max_model_len or model.max_position, "step_tokens": step_tokens(options, kind),
+        "max_model_len": parse_tokens(options.max_model_len, "--max-model-len") or model.max_position,
+        "step_tokens": step_tokens(options, kind),
         "logit_rows": options.max_num_seqs + LOGIT_ROWS,
     })  # fmt: skip
     demand.needs(question.layout)  # what can't be dealt is refused first, as by `serve`

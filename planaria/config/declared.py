@@ -42,6 +42,8 @@ class Option:
         if self.choices and value not in self.choices:
             fix = self.fix or f"choose one of {', '.join(self.choices)}"
             raise ConfigError(flag, value, self.rule or "is unknown", fix)
+        if isinstance(value, str):  # of a number, to be read yet
+            return
         if self.least is not None and not value >= self.least:
             raise ConfigError(flag, value, self.rule or f"must be at least {self.least:g}", self.fix)
         if self.most is not None and not value <= self.most:

@@ -241,8 +241,27 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             hashed=True,
         ),
     ] = "auto"
+    tokenizer: Annotated[
+        str | None, option("A folder, .gguf file or hub id whose tokenizer to use; default: the model's.", hashed=False)
+    ] = None
+    tokenizer_revision: Annotated[str | None, option("Of --tokenizer, where that is a hub id.", hashed=False)] = None
+    revision: Annotated[str | None, option("Branch, tag or commit of MODEL, where that is a hub id.", hashed=False)] = (
+        None
+    )
+    download_dir: Annotated[
+        str | None, option("Folder for what comes from the hub; default: the hub's own cache.", hashed=False)
+    ] = None
+    chat_template: Annotated[
+        str | None, option("A file with a chat template, or the template itself; default: the model's.", hashed=False)
+    ] = None
     max_model_len: Annotated[
-        int | None, option("Longest request in tokens, prompt and output.", least=2, hashed=True)
+        int | str | None,
+        option(
+            "Longest request in tokens, prompt and output, e.g. 4096 or 4k (4,000; 4K is 4,096); auto: as long as KV "
+            "memory allows.",
+            least=2,
+            hashed=True,
+        ),
     ] = None
     max_num_seqs: Annotated[int, option("Most requests running at a time.", least=1, hashed=True)] = 256
     max_num_batched_tokens: Annotated[
@@ -254,6 +273,10 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     block_size: Annotated[int, option("Tokens in a KV block: a multiple of 16.", hashed=True)] = 16
     kv_cache_memory: Annotated[
         int | str | None, option("Memory for keys and values of each rank, e.g. 2GiB.", hashed=True)
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        option("Share of a GPU's memory that may be used; default: 0.92.", least=TINY, most=1.0, hashed=False),
     ] = None
     enable_prefix_caching: Annotated[bool, option("Reuse what requests have in common.", hashed=True)] = True
     async_scheduling: Annotated[bool | None, option("Plan a step while one runs.", hashed=True)] = None
@@ -323,6 +346,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     auto_batched_tokens: bool = False  # nobody asked for a number: with few threads steps are shorter
     max_model_len: int
+    auto_model_len: bool = False  # less, where KV memory is for less
     policy: str = "fcfs"
     depth: int = 2  # plans in flight
     micro_steps: int = 1  # turns that rows are dealt over, so that the steps in flight are of different rows
@@ -349,6 +373,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     # accelerators of the node that are this engine's; none named: all
     devices: Annotated[tuple[int, ...], UNHASHED] = ()
     kernels: str = "native"
+    gpu_memory_utilization: Annotated[float, UNHASHED] = 0.92
     batch_invariant: bool = False  # promised: a request's numbers depend on nothing but the request
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from planaria.checkpoint import resolve_checkpoint
 from planaria.checkpoint.generation import generation_config, sampling_defaults
+from planaria.checkpoint.resolve import Hub, template_of, with_tokenizer
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_map, expert_shapes, resolve_experts
 from planaria.config.machine import check_module, cuda_available, look, usable_cores
@@ -22,7 +23,7 @@ from planaria.config.options import (
 )
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
 from planaria.config.secret import deployment_secret
-from planaria.config.sizes import parse_bytes
+from planaria.config.sizes import AUTO, parse_bytes, parse_tokens
 from planaria.config.vllm_words import variables
 from planaria.env import environment
 from planaria.errors import ConfigError
@@ -66,6 +67,7 @@ def device_config(options: EngineOptions, device: str, checkpoint_dtype: str, pa
         device=device, dtype=dtype, quantization=quantization,
         threads=options.threads or max(1, usable_cores() // ranks), auto_threads=options.threads is None,
         batch_invariant=options.batch_invariant,
+        gpu_memory_utilization=options.gpu_memory_utilization or 0.92,
         kernels="torch" if device != "cpu" or options.kernels == "torch" else "native",
     )  # fmt: skip
 
@@ -101,6 +103,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
     device_name = _device_name(options.device, options.data_parallel_size_local != 0)
     if line := variables(environment()):
         logger.warning(line)
+    if options.gpu_memory_utilization is not None and device_name == "cpu":
+        logger.warning("--gpu-memory-utilization has no effect without a GPU: --kv-cache-memory says what KV takes")
     machine = look(options.distributed_executor_backend)
     parallel, notes = resolve_parallel(options, machine, device_name)
     if not uses_ray(parallel, machine):  # on Ray, workers may have what isn't here
@@ -114,12 +118,17 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if options.kv_cache_memory is not None:
         memory = parse_bytes(options.kv_cache_memory, "--kv-cache-memory")
 
-    checkpoint = resolve_checkpoint(options.model)
+    hub = Hub(options.revision, options.download_dir)
+    checkpoint = resolve_checkpoint(options.model, hub)
+    if options.tokenizer is not None:
+        checkpoint = with_tokenizer(checkpoint, options.tokenizer, hub._replace(revision=options.tokenizer_revision))
+    if options.chat_template is not None:
+        checkpoint = msgspec.structs.replace(checkpoint, chat_template=template_of(options.chat_template))
     generation = generation_config(options.generation_config, checkpoint.generation_config)
     checkpoint = msgspec.structs.replace(checkpoint, generation_config=generation)
     sampling_defaults(generation)
     model = model_config(checkpoint.config, checkpoint.generation_config)
-    max_model_len = options.max_model_len or model.max_position
+    max_model_len = parse_tokens(options.max_model_len, "--max-model-len") or model.max_position
     if max_model_len > model.max_position:
         raise ConfigError(
             "--max-model-len", max_model_len, f"the model's positions end at {model.max_position}",
@@ -143,6 +152,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             max_num_batched_tokens=step_tokens(options, device_name),
             auto_batched_tokens=options.max_num_batched_tokens is None and device_name == "cpu",
             max_model_len=max_model_len,
+            auto_model_len=str(options.max_model_len) in AUTO,
             policy=options.policy,
             depth=steps_in_flight(parallel, options.async_scheduling, device_name),
             micro_steps=parallel.pipeline_parallel_size,

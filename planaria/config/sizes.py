@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes and in tokens, as people write them."""
 
 from __future__ import annotations
 
@@ -21,3 +21,19 @@ def parse_bytes(value: int | str, option: str) -> int:
     if number <= 0:
         raise ConfigError(option, value, "must be more than 0")
     return int(number)
+
+
+AUTO = ("auto", "-1")
+
+
+def parse_tokens(value: int | str | None, option: str) -> int | None:
+    """`4096`, `4k` (4,000), `4K` (4,096) -> tokens; None for `auto`, too. Raises ConfigError."""
+    if value is None or str(value) in AUTO:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", str(value).strip())
+    if match is None:
+        raise ConfigError(option, value, "is not a number of tokens", "write 4096, 4k, 4K or auto")
+    number = int(float(match[1]) * {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}[match[2]])
+    if number < 2:
+        raise ConfigError(option, value, "must be at least 2")
+    return number

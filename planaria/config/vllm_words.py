@@ -1,34 +1,113 @@
-"""Words of vLLM's `LLM(...)` and of its environment, and what they are here. A page of tables; no rule beside them."""
+"""vLLM's words (options of its command line and of `LLM`, its environment) and what they are here. A page of tables,
+and the two rules that read it: `ours` for Python, `planaria.cli.words` for a command line."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from planaria.errors import ConfigError
 
-# Arguments under another name, and values that are.
-RENAMED = {"scheduling_policy": "policy", "kv_cache_memory_bytes": "kv_cache_memory"}
-DTYPES = {"half": "bfloat16", "float16": "bfloat16", "float": "float32"}
-# No answer depends on these: they have no effect. With what is to be used instead, where there is something.
+# Options under another name, and values that are.
+RENAMED = {
+    "scheduling_policy": "policy", "kv_cache_memory_bytes": "kv_cache_memory", "allowed_origins": "cors_origins",
+    "allowed_methods": "cors_methods", "allowed_headers": "cors_headers", "allow_credentials": "cors_credentials",
+}  # fmt: skip
+VALUES: dict[str, dict[Any, Any]] = {
+    "dtype": {"half": "bfloat16", "float16": "bfloat16", "float": "float32"}, "quantization": {"gguf": "auto"},
+}  # fmt: skip
+# In both tables `!` marks a switch, which takes no value.
+# No answer depends on these: they have no effect. By why.
 WITHOUT_EFFECT = {
-    "gpu_memory_utilization": "kv_cache_memory", "num_gpu_blocks_override": "kv_cache_memory",
-    "download_dir": "$HF_HOME", "hf_token": "$HF_TOKEN", **dict.fromkeys((
-        "trust_remote_code", "swap_space", "cpu_offload_gb", "enforce_eager", "max_seq_len_to_capture",
-        "compilation_config", "cuda_graph_sizes", "disable_log_stats", "disable_log_requests",
-        "disable_async_output_proc", "enable_chunked_prefill", "max_num_partial_prefills", "use_v2_block_manager",
-        "limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache", "allowed_local_media_path",
-        "guided_decoding_backend", "structured_outputs_config", "attention_backend", "tokenizer_pool_size",
-    ), ""),
-}  # fmt: skip
-# Of these only the values that ask for nothing are taken.
+    "nothing is compiled or captured for GPUs": """enforce_eager! max_seq_len_to_capture compilation_config
+        cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size optimization_level performance_mode
+        disable_cascade_attn! attention_backend attention_config enable_flashinfer_autotune! kernel_config moe_backend
+        mamba_backend cudagraph_metrics! enable_layerwise_nvtx_tracing! use_tqdm_on_load! pt_load_map_location
+        safetensors_load_strategy""",
+    "no code comes with a model": "trust_remote_code! code_revision hf_config_path",
+    "memory is this package's own": """swap_space cpu_offload_gb cpu_offload_params num_gpu_blocks_override
+        preemption_mode prefix_caching_hash_algo num_lookahead_slots mamba_block_size mamba_cache_mode
+        mamba_cache_dtype mamba_ssm_cache_dtype disable_hybrid_kv_cache_manager! kv_sharing_fast_prefill!
+        use_v2_block_manager! offload_backend""",
+    "prompts always come in chunks": """enable_chunked_prefill! max_num_partial_prefills max_long_partial_prefills
+        long_prefill_token_threshold scheduler_delay_factor num_scheduler_steps multi_step_stream_outputs!
+        stream_interval disable_async_output_proc! use_async_output_proc! scheduler_reserve_full_isl!""",
+    "the log is this package's own": """disable_log_stats! disable_log_requests! enable_log_requests!
+        disable_uvicorn_access_log! disable_access_log_for_endpoints uvicorn_log_level max_log_len log_error_stack!
+        enable_log_outputs! enable_log_deltas! enable_logging_iteration_details! aggregate_engine_logging!
+        log_config_file show_hidden_metrics_for_version kv_cache_metrics! kv_cache_metrics_sample enable_mfu_metrics!
+        collect_detailed_traces""",
+    "it is always so": """enable_prompt_tokens_details! enable_request_id_headers! enable_tokenizer_info_endpoint!
+        enable_server_load_tracking! disable_frontend_multiprocessing! language_model_only! tokenizer_pool_size
+        tokenizer_pool_type tokenizer_pool_extra_config fail_on_environ_validation! distributed_timeout_seconds
+        enable_offline_docs! exclude_tools_when_tool_choice_none! h11_max_incomplete_event_size h11_max_header_count""",
+    "there are texts only": """limit_mm_per_prompt mm_processor_kwargs media_io_kwargs mm_processor_cache_gb
+        mm_processor_cache_type mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache! mm_encoder_tp_mode
+        mm_encoder_attn_backend skip_mm_profiling! interleave_mm_strings! allowed_local_media_path
+        allowed_media_domains video_pruning_rate disable_chunked_mm_input! enable_multimodal_encoder_data_parallel!""",
+    "it is read from the environment": "hf_token",
+}
+INSTEAD = {"num_gpu_blocks_override": "kv_cache_memory", "hf_token": "$HF_TOKEN", "uvicorn_log_level": "--log-level"}
+# Not there yet. By what they are for.
+ABSENT = {
+    "LoRA adapters": """enable_lora! lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size
+        fully_sharded_loras! enable_lora_bias! default_mm_loras enable_prompt_adapter! prompt_adapters""",
+    "speculative decoding": """speculative_config speculative_model num_speculative_tokens
+        ngram_prompt_lookup_max ngram_prompt_lookup_min""",
+    "tool calls": "enable_auto_tool_choice! tool_call_parser tool_parser_plugin tool_server",
+    "reasoning parsers": "reasoning_parser reasoning_parser_plugin enable_reasoning!",
+    "structured outputs": """structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback!
+        guided_decoding_disable_any_whitespace! guided_decoding_disable_additional_properties!""",
+    "models that embed or classify": """task runner convert pooler_config override_pooler_config
+        io_processor_plugin""",
+    "prompts of embeddings, images or sounds": "enable_prompt_embeds! enable_mm_embeds! mm_encoder_only!",
+    "KV on the move": """kv_transfer_config kv_events_config ec_transfer_config kv_offloading_size
+        kv_offloading_backend weight_transfer_config""",
+    "KV in fewer bits": "kv_cache_dtype calculate_kv_scales!",
+    "context parallel": """decode_context_parallel_size prefill_context_parallel_size dcp_kv_cache_interleave_size
+        cp_kv_cache_interleave_size""",
+    "sleep": "enable_sleep_mode!",
+    "other weights, code or classes": """load_format model_loader_extra_config ignore_patterns model_impl config_format
+        tokenizer_mode logits_processors logits_processor_pattern scheduler_cls additional_config middleware
+        enable_return_routed_experts!""",
+    "another configuration than the model's": """hf_overrides rope_scaling rope_theta override_generation_config
+        override_attention_dtype disable_sliding_window! logprobs_mode max_logprobs""",
+    "traces and profiles by this option": "otlp_traces_endpoint profiler_config",
+    "this of the server": """uds root_path ssl_cert_reqs ssl_ciphers enable_ssl_refresh! default_chat_template_kwargs
+        chat_template_content_format response_role return_tokens_as_token_ids! enable_force_include_usage!
+        disable_fastapi_docs! tokens_only! grpc! fingerprint_mode fingerprint_value""",
+}
+# Values of these that ask for nothing; of others: None, and of a switch False.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tokenizer": (None,), "tokenizer_mode": ("auto", "hf"), "tokenizer_revision": (None,), "revision": (None,),
-    "code_revision": (None,), "load_format": ("auto",), "kv_cache_dtype": ("auto",), "task": ("auto", "generate"),
-    "runner": ("auto", "generate"), "convert": ("auto", "none"), "model_impl": ("auto",), "enable_lora": (False, None),
-    "speculative_config": (None,), "hf_overrides": (None, {}), "override_generation_config": (None, {}),
-    "logits_processors": (None, []), "enable_sleep_mode": (False,), "disable_sliding_window": (False,),
-    "decode_context_parallel_size": (1,), "prefill_context_parallel_size": (1,), "config_format": ("auto",),
+    "tokenizer_mode": ("auto", "hf"), "load_format": ("auto", "safetensors", "gguf"), "kv_cache_dtype": ("auto",),
+    "task": ("auto", "generate"), "runner": ("auto", "generate"), "convert": ("auto", "none"),
+    "model_impl": ("auto", "vllm"), "hf_overrides": ({}, "{}"), "override_generation_config": ({}, "{}"),
+    "logits_processors": ([],), "decode_context_parallel_size": (1, "1"), "prefill_context_parallel_size": (1, "1"),
+    "config_format": ("auto", "hf"), "chat_template_content_format": ("auto", "string"), "ssl_cert_reqs": (0, "0"),
+    "response_role": ("assistant",), "guided_decoding_backend": ("auto",), "lora_modules": ([],), "middleware": ([],),
+    "logprobs_mode": ("raw_logprobs",), "max_logprobs": (*range(21), *map(str, range(21))),
+    "fingerprint_mode": ("full", "hash"), "tool_parser_plugin": ("",), "reasoning_parser_plugin": ("",),
+    "reasoning_parser": ("",), "additional_config": ({}, "{}"), "structured_outputs_config": ({}, "{}"),
 }  # fmt: skip
+
+
+class VllmWord(NamedTuple):
+    """An option of vLLM that is none here. why: it has no effect; absent: what isn't there."""
+
+    switch: bool
+    why: str = ""
+    absent: str = ""
+
+
+def _words() -> dict[str, VllmWord]:
+    found = {}
+    for table, field in ((WITHOUT_EFFECT, "why"), (ABSENT, "absent")):
+        for said, names in table.items():
+            for name in names.split():
+                found[name.rstrip("!")] = VllmWord(name.endswith("!"), **{field: said})
+    return found
+
+
+WORDS = _words()
 
 # Variables -> what does it here.
 VARIABLES = {
@@ -43,27 +122,42 @@ VARIABLES = {
 }  # fmt: skip
 
 
-def ours(model: str, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """`given` arguments of `LLM` without those that are vLLM's alone, and a line about what has no effect ("": nothing
-    to say). None is an argument's default. Raises ConfigError for what would change answers and isn't there."""
+def without_effect(name: str, value: Any, option: str) -> str:
+    """What is said of a word that has none, with what does it instead. option: as it was typed. Raises ConfigError for
+    one that would have an effect and isn't there yet."""
+    word = WORDS[name]
+    if word.why:
+        return f"{option} (use {INSTEAD[name]})" if name in INSTEAD else option
+    if value is None or value in NEUTRAL.get(name, (False,) if word.switch else ()):
+        return ""
+    raise ConfigError(option, value, f"{word.absent}: not there yet", "leave it out")
+
+
+def value_of(name: str, value: Any) -> tuple[Any, str]:
+    """A value of an option as it is called here, and what is said of that."""
+    plain = str(value).removeprefix("torch.")
+    here = VALUES.get(name, {}).get(plain)
+    return (value, "") if here is None else (here, f"{name} {plain} is {here} here")
+
+
+def said(notes: list[str], values: list[str]) -> str:
+    """A line about what has no effect, and about values; "": nothing to say."""
+    return "; ".join([*([f"without effect here: {', '.join(notes)}"] if notes else []), *values])
+
+
+def ours(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """`given` arguments of `LLM` without those that are vLLM's alone, and a line about what has no effect. None is an
+    argument's default. Raises ConfigError for what would change answers and isn't there."""
     options: dict[str, Any] = {}
-    notes: list[str] = []
+    notes, values = [], []
     for word, value in given.items():
         name = RENAMED.get(word, word)
-        if name in WITHOUT_EFFECT:
-            instead = WITHOUT_EFFECT[name]
-            notes.append(f"{name} (use {instead})" if instead else name)
-        elif name in NEUTRAL:
-            if value not in NEUTRAL[name] and not (name == "tokenizer" and value == model):
-                raise ConfigError(name, value, "is not supported", "leave it out")
+        if name in WORDS:
+            notes.append(without_effect(name, value, name))
         elif value is not None:
-            options[name] = value
-    line = f"arguments without effect here: {', '.join(notes)}" if notes else ""
-    dtype = str(options.get("dtype", "")).removeprefix("torch.")
-    if dtype in DTYPES:
-        options["dtype"] = DTYPES[dtype]
-        line += "; " * bool(line) + f"dtype {dtype} is {DTYPES[dtype]} here"
-    return options, line
+            options[name], line = value_of(name, value)
+            values.append(line)
+    return options, said([note for note in notes if note], [line for line in values if line])
 
 
 def variables(environment: dict[str, str]) -> str:

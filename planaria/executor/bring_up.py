@@ -69,7 +69,7 @@ def kv_blocks(facts: Sequence[Facts], cache: CacheConfig, scheduler: SchedulerCo
     block, budget, share = max(f.block_bytes for f in facts), memory.budget(facts, cache.memory), memory.share
     needed = -(-scheduler.max_model_len // cache.block_size)
     blocks = max(int(budget * share) // block, min(needed, budget // block))
-    if blocks < needed:
+    if blocks < needed and not (scheduler.auto_model_len and blocks):
         raise CapacityError(
             f"KV memory of {budget / 2**20:.0f} MiB holds {blocks * cache.block_size} tokens, one request of "
             f"--max-model-len {scheduler.max_model_len} needs {needed * block / 2**20:.0f} MiB; "

@@ -27,7 +27,7 @@ def facts_of(config: EngineConfig, gang: Gang) -> EngineFacts:
     """Of ranks that have come up."""
     return EngineFacts(
         model=config.served_model_name,
-        max_model_len=config.scheduler.max_model_len,
+        max_model_len=min(config.scheduler.max_model_len, gang.num_blocks * config.cache.block_size),
         vocab_size=config.model.vocab_size,
         num_parameters=config.model.num_parameters,
         dtype=config.device.dtype,

@@ -41,8 +41,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: Annotated[
         tuple[str, ...], option("Origin that may call from a browser; *: all.", "--cors-origin")
     ] = ()  # empty: no CORS headers at all
-    cors_methods: tuple[str, ...] = ("GET", "POST", "OPTIONS")
-    cors_headers: tuple[str, ...] = ("*",)
+    cors_methods: Annotated[tuple[str, ...], option("Method they may use.", "--cors-method")] = (
+        "GET",
+        "POST",
+        "OPTIONS",
+    )
+    cors_headers: Annotated[tuple[str, ...], option("Header they may send; *: all.", "--cors-header")] = ("*",)
     cors_credentials: Annotated[
         bool, option("Let those origins send credentials.", "--cors-credentials/--no-cors-credentials")
     ] = False

@@ -50,5 +50,5 @@ def available_bytes(config: EngineConfig) -> int:
 
         torch.cuda.empty_cache()  # what torch keeps for later is free, too
         free, total = torch.cuda.mem_get_info()
-        return int(free - 0.08 * total)
+        return int(free - (1 - config.device.gpu_memory_utilization) * total)
     return available_memory()

@@ -1,4 +1,4 @@
-"""What is called otherwise in vLLM, and what a model's makers advise (generation_config.json)."""
+"""What is called otherwise in vLLM (and the page that says so), and what a model's makers advise."""
 
 from __future__ import annotations
 
@@ -7,38 +7,203 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from planaria.checkpoint.generation import generation_config, said, sampling_defaults
+from planaria.cli.app import app
+from planaria.cli.words import Translation
+from planaria.config.declared import options_of
 from planaria.config.options import EngineOptions
-from planaria.config.vllm_words import NEUTRAL, RENAMED, VARIABLES, WITHOUT_EFFECT, ours, variables
-from planaria.errors import ConfigError, ModelError
+from planaria.config.vllm_words import (
+    ABSENT,
+    INSTEAD,
+    NEUTRAL,
+    RENAMED,
+    VALUES,
+    VARIABLES,
+    WITHOUT_EFFECT,
+    WORDS,
+    ours,
+    variables,
+)
+from planaria.errors import ConfigError, ModelError, UserError
+from planaria.server.config import ServerConfig
 from planaria.types import SamplingParams
+from tests.model.vllm_words import LINES
 
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from-vllm.md"
+WRITE = "write it with `python -m tests.pure.test_vllm_words`"
 OWN = {"eos_token_id": [2], "temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}
 
-
-def test_arguments_without_effect_are_named_in_one_line() -> None:
-    given = {"trust_remote_code": True, "gpu_memory_utilization": 0.9, "seed": 0, "quantization": None, "dtype": "half"}
-    options, line = ours("m", given)
-    assert options == {"seed": 0, "dtype": "bfloat16"}
-    assert line == (
-        "arguments without effect here: trust_remote_code, gpu_memory_utilization (use kv_cache_memory); "
-        "dtype half is bfloat16 here"
-    )
-    assert ours("m", {"scheduling_policy": "priority", "tokenizer": "m"}) == ({"policy": "priority"}, "")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("tokenizer", "other"), ("revision", "v2"), ("enable_lora", True), ("kv_cache_dtype", "fp8")]
+# Of a command line: what is typed, and what that is here.
+TYPED = (
+    ("--model M", "M", "MODEL; also by its place, as `vllm serve M`."),
+    ("--config FILE", "", "A file of YAML, `name: value`; the command line counts."),
+    ("--dtype half", "--dtype bfloat16", "So is float16; `float` is float32. A line says so."),
+    ("--max-model-len 4k", "--max-model-len 4k", "4K is 4,096; `auto` (or -1): as long as KV memory allows."),
+    ("--max_num_seqs=8", "--max-num-seqs 8", "Underscores and `=` are as good."),
+    ("--gpu-memory-utilization 0.8", "--gpu-memory-utilization 0.8", "Of a GPU. On a CPU: `--kv-cache-memory`."),
+    ("--kv-cache-memory-bytes 4G", "--kv-cache-memory 4G", "Bytes of each rank."),
+    ("--tokenizer T", "--tokenizer T", "A folder, .gguf file or hub id; its chat template comes with it."),
+    ("--revision v2", "--revision v2", "Of a hub id; so is `--tokenizer-revision`."),
+    ("--download-dir D", "--download-dir D", "In place of the hub's own cache."),
+    ("--chat-template T", "--chat-template T", "A file, or the template itself."),
+    ("--served-model-name a b", "--served-model-name a --served-model-name b", "After MODEL; or each with its flag."),
+    ("--api-key k", "--api-key k", "Also `$PLANARIA_API_KEY`. Admin routes have a key of their own."),
+    ("--allowed-origins '[\"*\"]'", "--cors-origin *", "Without it no other site's page may call."),
+    ("--allowed-methods '[\"GET\"]'", "--cors-method GET", ""),
+    ("--allowed-headers '[\"*\"]'", "--cors-header *", ""),
+    ("--allow-credentials", "--cors-credentials", ""),
+    ("--enforce-eager", "", "No effect, one line says so: see below."),
+    ("-q gguf", "--quantization auto", "A GGUF file's packed weights are kept."),
+    ("-O3", "", "No effect."),
+    ("--compilation-config.mode 3", "", "No effect."),
 )
-def test_what_would_change_answers_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{name} .*is not supported"):
-        ours("m", {name: value})
+# Options of the same name and meaning.
+_SAME = """
+    host port api_key served_model_name ssl_keyfile ssl_certfile ssl_ca_certs api_server_count headless dtype seed
+    quantization max_num_seqs max_num_batched_tokens block_size enable_prefix_caching async_scheduling
+    generation_config skip_tokenizer_init tensor_parallel_size pipeline_parallel_size distributed_executor_backend
+    nnodes node_rank master_addr master_port data_parallel_size data_parallel_size_local data_parallel_rank
+    data_parallel_start_rank data_parallel_address data_parallel_rpc_port data_parallel_backend
+    data_parallel_hybrid_lb data_parallel_external_lb enable_expert_parallel expert_placement_strategy enable_eplb
+    eplb_config all2all_backend enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
+    disable_nccl_for_dp_synchronization worker_cls worker_extension_cls disable_custom_all_reduce
+    max_parallel_loading_workers ray_workers_use_nsight scheduling_policy shutdown_timeout device
+"""
+SAME = _SAME.split()
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def listed(names: str) -> str:
+    words = [name.rstrip("!") for name in names.split()]
+    return ", ".join(f"`{flag(n)}`" + (f" (use `{INSTEAD[n]}`)" if n in INSTEAD else "") for n in words)
+
+
+def page() -> str:
+    rows = [f"| `{line.code}` | {line.here} |" for line in LINES]
+    typed = [
+        f"| `{typed}` | `{here}` | {note} |" if here else f"| `{typed}` | | {note} |" for typed, here, note in TYPED
+    ]
+    same = ", ".join(f"`{flag(name)}`" for name in SAME)
+    idle = [f"| {why} | {listed(names)} |" for why, names in WITHOUT_EFFECT.items()]
+    absent = [f"| {what} | {listed(names)} |" for what, names in ABSENT.items()]
+    neutral = [f"| `{flag(name)}` | {', '.join(sorted({f'`{value}`' for value in values}))} |"
+               for name, values in NEUTRAL.items() if name != "max_logprobs"]  # fmt: skip
+    names = [f"| `{name}` | `{here}` |" for name, here in VARIABLES.items()]
+    return "\n".join([
+        "# Coming from vLLM", "",
+        "`vllm serve M ...` is `planaria serve M ...`, and `from vllm import LLM` is `from planaria import LLM`. What",
+        "follows is made from tables, and tests run every line of it (`pytest tests/pure/test_vllm_words.py",
+        "tests/model/test_coming_from_vllm.py`). Every option is in [options](options.md).",
+        "", "## Python", "", "`llm` is an `LLM`, `params` a `SamplingParams`, `bar` any class like tqdm's.", "",
+        "| in vLLM | here |", "|---|---|", *rows, "",
+        "`LLM(...)` takes the options below as keywords.", "",
+        "## The command line", "", "| typed | here | |", "|---|---|---|", *typed, "",
+        f"The same name and meaning: {same}.", "",
+        "### Without effect", "", "Taken; one line names them.", "", "| because | options |", "|---|---|", *idle, "",
+        "### Not there yet", "",
+        "Refused by name, for answers would differ, unless the value asks for nothing: None, a switch that is off, or",
+        "one of the second table.", "", "| what | options |", "|---|---|", *absent, "",
+        "| option | values that ask for nothing |", "|---|---|", *neutral, "",
+        "## The environment", "", "Not read; one line names those that are set and what does it here.", "",
+        "| variable | here |", "|---|---|", *names, "",
+    ])  # fmt: skip
+
+
+def translation(command: str = "serve") -> Translation:
+    group = typer.main.get_command(app)
+    found = group.commands[command]  # type: ignore[attr-defined]
+    return Translation(found, typer.Context(found))
+
+
+def test_the_page_is_that_of_the_tables() -> None:
+    assert PAGE.read_text() == page(), WRITE
+
+
+@pytest.mark.parametrize(("typed", "here", "note"), TYPED, ids=lambda value: str(value)[:40])
+def test_what_is_typed_for_vllm(typed: str, here: str, note: str, tmp_path: Path) -> None:
+    found = translation()
+    if typed == "--config FILE":
+        (tmp_path / "file").write_text(
+            "model: M\nport: 1\nenable-prefix-caching: false\nmax_num_seqs: 4\ntrust-remote-code: true\n"
+            "served-model-name: [a, b]\nnull-worker: false\nhost: null\n"
+        )
+        args = found.with_file(["--config", str(tmp_path / "file"), "--port", "2"])
+        assert found.of(args) == [
+            "M", "--no-enable-prefix-caching", "--max-num-seqs", "4", "--served-model-name", "a",
+            "--served-model-name", "b", "--port", "2",
+        ]  # fmt: skip
+        assert found.notes == ["--trust-remote-code"]
+        return
+    words = [word.strip("'") for word in typed.split()]
+    model = [] if "--model" in words else ["M"]
+    assert found.of([*model, *words]) == [*model, *here.split()]
+    assert bool(found.notes) == (not here)
+    assert bool(found.values) == (" half" in typed or "gguf" in typed)
+
+
+def test_options_of_the_same_name_are_there() -> None:
+    known = translation().known
+    assert not [name for name in SAME if flag(name) not in known]
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_every_word_of_vllm_has_its_fate(name: str) -> None:
+    word, found = WORDS[name], translation()
+    typed = [flag(name)] if word.switch else [flag(name), "something"]
+    value = True if word.switch else "something"
+    if word.why:
+        assert found.of(["M", *typed]) == ["M"] and found.notes[0].startswith(flag(name))
+        assert ours({name: value})[1].startswith(f"without effect here: {name}")
+        return
+    with pytest.raises(ConfigError, match=f"{flag(name)} .*{word.absent}: not there yet"):
+        found.of(["M", *typed])
+    with pytest.raises(ConfigError, match=f"{name} .*{word.absent}: not there yet"):
+        ours({name: value})
+    for quiet in (None, *NEUTRAL.get(name, ())):
+        assert ours({name: quiet}) == ({}, "")
+    if word.switch:
+        assert found.of(["M", f"--no-{flag(name)[2:]}"]) == ["M"] and not found.notes
 
 
 def test_no_word_has_two_meanings() -> None:
-    own = set(EngineOptions.__struct_fields__)
-    assert not own & {*WITHOUT_EFFECT, *NEUTRAL, *RENAMED} and set(RENAMED.values()) <= own
+    own = {*EngineOptions.__struct_fields__, *ServerConfig.__struct_fields__}
+    tables = " ".join([*WITHOUT_EFFECT.values(), *ABSENT.values()]).replace("!", "").split()
+    assert len(tables) == len(set(tables)) and not own & {*tables, *RENAMED} and set(RENAMED.values()) <= own
+    assert {*NEUTRAL, *INSTEAD} <= set(tables) and not set(SAME) & set(tables) and set(VALUES) <= own
+
+
+def test_arguments_without_effect_are_named_in_one_line() -> None:
+    given = {"trust_remote_code": True, "swap_space": 4, "seed": 0, "quantization": None, "dtype": "half"}
+    options, line = ours(given)
+    assert options == {"seed": 0, "dtype": "bfloat16"}
+    assert line == "without effect here: trust_remote_code, swap_space; dtype half is bfloat16 here"
+    assert ours({"scheduling_policy": "priority", "tokenizer": "m"}) == ({"policy": "priority", "tokenizer": "m"}, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["M", "--lora-modules", "a=b"], r"^--lora-modules a=b: LoRA adapters: not there yet; leave it out$"),
+        (["M", "--max-model-length", "3"], r"no such option; did you mean --max-model-len\?$"),
+        (["M", "--lorry"], r"^--lorry: serve has no such option; planaria serve --help lists them$"),
+        (["M", "--port"], r"^--port needs a value$"),
+        (["M", "--config", "/no/such"], r"^--config /no/such: can't be read"),
+    ],
+)
+def test_what_cant_be_is_said_by_its_name(args: list[str], says: str) -> None:
+    found = translation()
+    with pytest.raises(UserError, match=says):
+        found.of(found.with_file(args))
+
+
+def test_a_value_is_no_option() -> None:
+    given = ["M", "--prompt", "--enforce-eager", "-p=--lorry", "--", "--x"]
+    assert translation("generate").of(given) == ["M", "--prompt", "--enforce-eager", "-p", "--lorry", "--", "--x"]
 
 
 def test_variables() -> None:
@@ -48,7 +213,7 @@ def test_variables() -> None:
     )
     assert variables({"PLANARIA_API_KEY": "x"}) == ""
     flags = {option.split()[0] for option in VARIABLES.values() if option.startswith("--")}
-    assert {flag.removeprefix("--").replace("-", "_") for flag in flags} <= set(EngineOptions.__struct_fields__)
+    assert flags <= {each.flag for each in options_of(EngineOptions).values()}
 
 
 def test_defaults_come_from_the_model_or_a_folder_or_nowhere(tmp_path: Path) -> None:
@@ -73,3 +238,7 @@ def test_parameters_that_are_none_or_lists_as_vllm_takes_them() -> None:
     assert params == SamplingParams(stop_token_ids=(3,), bad_words=("a", "b"))
     params.max_tokens = 5
     assert params.max_tokens == 5
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
