@@ -111,15 +111,15 @@ def ray_linked(workers: int) -> tuple[Trip, Trip]:
 
     ray.init(address="local", num_cpus=workers + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
-    @ray.remote(num_cpus=0)
     class Rank:
         def run(self, address: bytes) -> None:
             from benchmarks import control_plane
 
             control_plane.answer_all(open_port(msgspec.msgpack.decode(address, type=Address)))
 
+    kind: Any = ray.remote(num_cpus=0)(Rank)
     link = ShmLink(workers)
-    actors = [Rank.remote() for _ in range(workers)]
+    actors = [kind.remote() for _ in range(workers)]
     runs = [actor.run.remote(msgspec.msgpack.encode(link.address_of(rank))) for rank, actor in enumerate(actors)]
 
     def close() -> None:

@@ -22,6 +22,7 @@ import random
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def worker_parts(config: EngineConfig, rows: int, steps: int) -> dict[str, Sampl
         made = Runner(batch, lambda: logits, sampler, scheduler, size)
         blocks = [tuple(range(i * columns, (i + 1) * columns)) for i in range(rows)]
         enter = tuple(
-            Row(i, 0, PROMPT, blocks[i], True, Fresh(tuple(prompt), PROMPT, GREEDY, 0))
+            Row(i, 0, PROMPT, blocks[i], True, Fresh(array("i", prompt), PROMPT, GREEDY, 0))
             for i, prompt in enumerate(prompts(rows, spread=False))
         )
         made.step(1, enter, ())
@@ -173,7 +174,7 @@ def worker_parts(config: EngineConfig, rows: int, steps: int) -> dict[str, Sampl
     assembly = timed(runner(_NoChoice()), steps)
     sampler = Sampler(rows, vocab)
     for i, prompt in enumerate(prompts(rows, spread=False)):
-        sampler.enter(i, Fresh(tuple(prompt), PROMPT, GREEDY, 0))
+        sampler.enter(i, Fresh(array("i", prompt), PROMPT, GREEDY, 0))
     order = list(range(rows))
     return {"runner": assembly, "sampler, greedy": timed(lambda: void(sampler.sample(logits, order)), steps // 4)}
 

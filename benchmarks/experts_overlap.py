@@ -35,7 +35,7 @@ SHAPE = {
 }  # fmt: skip
 BUDGET, PROMPTS, ROUNDS = 512, 8, 5  # tokens of a lane in a step; prompts of so many tokens; rounds of each kind
 RATES = (1000, 250)  # Mbit/s
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "shared memory": {},
     "sockets": {"disable_custom_all_reduce": True},
     **{f"sockets, {rate} Mbit/s": {"disable_custom_all_reduce": True} for rate in RATES},

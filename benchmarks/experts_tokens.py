@@ -63,7 +63,9 @@ class Way:
 
 def one_by_one(llm: LLM) -> None:
     """Each expert that moves is a step of its own, so that requests run between them."""
-    llm._loop.balancing.state.step_bytes = 1
+    state = llm._loop.balancing.state
+    assert state is not None
+    state.step_bytes = 1
 
 
 def have_moved(llm: LLM) -> bool:
@@ -119,7 +121,7 @@ def checkpoint(folder: Path, family: str, given: dict[str, Any]) -> Any:
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SMALL, **given})
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ import heapq
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -115,7 +115,7 @@ class Routed(Blind):
         self.router.snapshot(engine, stats)
 
 
-POLICIES: dict[str, type[Blind]] = {
+POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "router": Routed, "fewest requests": FewestRequests, "round robin": RoundRobin, "random": Random
 }  # fmt: skip
 

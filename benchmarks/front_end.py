@@ -83,6 +83,7 @@ def request(model: str, number: int, tokens: int, stream: bool) -> bytes:
 
 async def connect(url: str) -> list[Connection]:
     at, loop = urlsplit(url), asyncio.get_running_loop()
+    assert at.hostname is not None and at.port is not None
     return [(await loop.create_connection(Connection, at.hostname, at.port))[1] for _ in range(STREAMS)]
 
 
@@ -125,7 +126,7 @@ def cpu(pids: list[int]) -> float:
 
 
 def measure(server: Server | Vllm) -> dict[str, float]:
-    pids, found = front_end(server), {}
+    pids, found = front_end(server), dict[str, float]()
     for name, work in (("requests", short), ("chunks", streamed)):
         before, began = cpu(pids), time.perf_counter()
         count = asyncio.run(work(server.url, server.model))

@@ -21,7 +21,7 @@ ROUNDS = 7
 
 def rank_main(rank: int, size: int, columns: int, fd: int, port: int, out: Any) -> None:
     import torch
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     from planaria.kernels.cpu import layout
     from planaria.kernels.cpu.build import load, target_for
@@ -33,7 +33,7 @@ def rank_main(rank: int, size: int, columns: int, fd: int, port: int, out: Any) 
     members = range(size)
     crowded = size > len(os.sched_getaffinity(0))
     shared = SharedComm(fd, rank, members, load(target_for("float32")), crowded=crowded)
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0)
     gloo = GlooComm(store, "bench", rank, members)
     found: dict[str, dict[int, float]] = {"native": {}, "shared": {}, "gloo": {}}
 
@@ -51,7 +51,7 @@ def rank_main(rank: int, size: int, columns: int, fd: int, port: int, out: Any) 
         x = torch.zeros(rows, columns)
         calls = 300 if rows <= 32 else 40
         for name, comm in (("shared", shared), ("gloo", gloo)):
-            comm.all_reduce(x)  # type: ignore[attr-defined]
+            comm.all_reduce(x)
             timed(name, rows, lambda comm=comm, x=x: comm.all_reduce(x), calls)
         # a tape of many reductions: what one costs inside a step
         repeat = 64

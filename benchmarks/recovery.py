@@ -160,7 +160,7 @@ def run(case: Case, model: str, rounds: int) -> dict[str, Any]:
 
 def run_peer(python: Path, model: str) -> dict[str, Any]:
     """The same blows to vLLM: what the clients see, what becomes of the server, how long another takes."""
-    folder, found = bf16_folder(model), {}
+    folder, found = bf16_folder(model), dict[str, dict[str, Any]]()
     server = VllmServer(python, folder, MAX_LENGTH, KV_BYTES)
     for case in PEER_CASES:
         try:

@@ -45,11 +45,11 @@ def cost(engines: int, prompt_len: int, rounds: int) -> list[float]:
         start = (number // 3 if number % 3 else number) * 10_000
         tokens, name = list(range(start, start + prompt_len)), str(number)
         since = time.process_time_ns()
-        engine = router.choose(tokens, 256)
-        assert engine is not None
-        router.sent(name, engine, prompt_len, 256)
+        chosen = router.choose(tokens, 256)
+        assert chosen is not None
+        router.sent(name, chosen, prompt_len, 256)
         router.progressed(name, 1)
-        router.snapshot(engine, stats)
+        router.snapshot(chosen, stats)
         router.ended(name)
         found.append((time.process_time_ns() - since) / 1000)
     return found
