@@ -139,19 +139,22 @@ class EngineCore:
         return min(self.lanes, key=Lane.load) if len(self.lanes) > 1 else self.lanes[0]
 
     def lost(
-        self, epoch: int, num_blocks: int | None = None, micro_steps: int | None = None, num_lanes: int | None = None
-    ) -> list[Delta]:
+        self, epoch: int, num_blocks: int | None = None, micro_steps: int | None = None, num_lanes: int | None = None,
+        *, kept: bool = False,
+    ) -> list[Delta]:  # fmt: skip
         """The workers' state is gone. Every cursor goes to 0, order is kept, uncommitted steps vanish. num_blocks: that
         the workers have now; requests that can't be held any more are answered. micro_steps: of the stages there are
-        now. num_lanes: that there are now; if they are others than before, requests are dealt anew."""
+        now. num_lanes: that there are now; if they are others than before, requests are dealt anew. kept: blocks, lanes
+        and turns are those of before, and hold all that was committed: cursors stay."""
         self.epoch = epoch
         self.micro_steps = micro_steps or self.micro_steps
         self.planned = self.committed = self.turn = 0
         deltas: list[Delta] = []
         for lane in self.lanes:
-            self.replayed_tokens += sum(entry.request.computed for entry in lane.entries.values())
+            before = sum(entry.request.computed for entry in lane.entries.values())
             lane.num_blocks = num_blocks or lane.num_blocks
-            lane.lost(0, self.micro_steps)
+            lane.lost(0, self.micro_steps, kept=kept)
+            self.replayed_tokens += before - sum(entry.request.computed for entry in lane.entries.values())
             for request in [entry.request for entry in lane.entries.values()]:
                 if len(request.prompt) + request.max_tokens > lane.capacity():
                     for delta in self.cancel(request.id, FinishReason.ERROR):

@@ -13,6 +13,7 @@ Rules it keeps
   (`deferred`); a token that arrives for a request that already ended is dropped.
 - A request enters with blocks for its whole history, so only rows that generate ever ask for more. When there are none,
   the last in policy order is preempted: its cursor goes back to 0, its tokens stay.
+- What is committed can outlive a rank. Then a request waits with the blocks up to its cursor, and enters with them.
 - Prefix keys enter the cache at commit. A request whose next block is being computed by another row waits for it.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core.kv_cache import BlockKey, BlockPool, chain
@@ -46,9 +48,10 @@ class Lane:
         self.only: str | None = None  # no other request may enter (quarantine)
         self.reset(0)
 
-    def reset(self, step: int) -> None:
-        """Nothing is on the worker any more: all blocks and rows are free, `step` is the last step that counts."""
-        self.pool = BlockPool(self.num_blocks, caching=self.caching)
+    def reset(self, step: int, pool: BlockPool | None = None) -> None:
+        """Nothing is on the worker any more: all rows are free, and all blocks but those in use in `pool`; `step` is
+        the last step that counts."""
+        self.pool = pool or BlockPool(self.num_blocks, caching=self.caching)
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self.at_row: list[SequenceState | None] = [None] * self.config.max_num_seqs
         self.prefilling: list[SequenceState] = []  # in order of admission
@@ -110,15 +113,49 @@ class Lane:
             heapq.heappush(self.waiting, (entry.key, entry))
             self._collect()
 
-    def lost(self, step: int, micro_steps: int) -> None:
-        """The worker's state is gone: every open request waits again, in its old order, with its tokens."""
+    def lost(self, step: int, micro_steps: int, *, kept: bool = False) -> None:
+        """The worker's state is gone: every open request waits again, in its old order, with its tokens. kept: but not
+        its KV, which holds what was committed."""
         self.micro_steps = micro_steps
+        if kept:
+            self._release_ended()
         for entry in self.entries.values():
-            self._rewind(entry)
+            if kept:
+                self._hold(entry)
+            else:
+                self._rewind(entry)
             entry.last_step = 0
         self.waiting = [(entry.key, entry) for entry in self.entries.values()]
         heapq.heapify(self.waiting)
-        self.reset(step)
+        self.reset(step, self.pool if kept else None)
+
+    def _release_ended(self) -> None:
+        """Blocks of those that have ended, or are without a row, which no step needs any more."""
+        for _, row, blocks in self.deferred:
+            at = self.at_row[row]
+            if at is None or not at.open or at.blocks is not blocks:
+                self.pool.release(blocks)
+
+    def _hold(self, entry: SequenceState) -> None:
+        """It keeps the blocks up to its cursor; what steps in flight put behind it counts for nothing."""
+        if entry.prompt_logprobs is not None and not entry.request.output:
+            entry.request.computed = 0  # its prompt's are drawn from steps, not from KV
+        computed = entry.request.computed
+        held = -(-computed // self.block_size)
+        blocks, remembered = entry.blocks[:held], min(entry.remembered, held)
+        self.pool.release(entry.blocks[held:])
+        self._rewind(entry)
+        entry.blocks, entry.remembered, entry.request.computed = blocks, remembered, computed
+
+    def holder(self, more: Iterable[tuple[Key, SequenceState]] = ()) -> SequenceState | None:
+        """The last in policy order of those that wait, and of `more`, that have blocks."""
+        holders = (entry for _, entry in (*self.waiting, *more) if entry.blocks)
+        return max(holders, key=lambda entry: entry.key, default=None)
+
+    def relieve(self, entry: SequenceState) -> None:
+        """Of the blocks it waits with: what they hold is computed again, unless it is found by its key."""
+        self.pool.release(entry.blocks)
+        self._rewind(entry)
 
     # -- planning
 
@@ -176,6 +213,8 @@ class Lane:
     def _quit(self, entry: SequenceState) -> None:
         """The request ended, wherever it is."""
         if entry.row is None:
+            self.pool.release(entry.blocks)
+            entry.blocks = []
             self.waiting = [item for item in self.waiting if item[1] is not entry]
             heapq.heapify(self.waiting)
         elif entry.leaving:
@@ -184,7 +223,11 @@ class Lane:
             self.leave(entry)
 
     def preempt(self) -> int:
-        """Send the last running request in policy order back to waiting. Returns its row."""
+        """Send the last running request in policy order back to waiting. Returns its row, -1 where blocks come from one
+        that waits with some."""
+        if (holder := self.holder()) is not None:
+            self.relieve(holder)
+            return -1
         running = [e for e in self.entries.values() if e.row is not None and (e.auto or e in self.prefilling)]
         victim = max(running, key=lambda e: e.key)
         row = victim.row

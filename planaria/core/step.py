@@ -143,7 +143,7 @@ class StepBuilder:
             if entry.last_step > lane.committed or (lane.only is not None and entry.request.id != lane.only):
                 passed.append(item)
                 continue
-            hits: list[int] = []
+            hits = entry.blocks  # that it has, of before a fault
             usable = (len(history) - 1) // lane.block_size  # the last token must be computed
             cached = lane.caching and entry.request.params.prompt_logprobs is None
             if not cached and entry.request.params.prompt_logprobs is not None and self.logits <= 0:
@@ -151,12 +151,18 @@ class StepBuilder:
                 continue
             if cached:
                 chain(history, lane.block_size, entry.keys)
+            if cached and not hits:
                 hits = lane.pool.hits(entry.keys[:usable])
                 if len(hits) < usable and entry.keys[len(hits)] in lane.computing:
                     passed.append(item)
                     continue
             need = -(-len(history) // lane.block_size) - len(hits)
             if need > lane.pool.num_free - lane.pool.num_idle(hits):
+                holder = lane.holder([item, *passed])
+                if holder is not None and (holder.key >= entry.key or lane.only is not None):
+                    lane.relieve(holder)
+                    heapq.heappush(lane.waiting, item)
+                    continue
                 passed.append(item)
                 break
             self._enter(entry, history, hits, need, usable if cached else 0)
@@ -166,19 +172,13 @@ class StepBuilder:
     def _enter(self, entry: SequenceState, history: list[int], hits: list[int], need: int, usable: int) -> None:
         """Give it a row, and blocks for its whole history. usable: blocks of it that others may use; 0: none."""
         lane, request = self.lane, entry.request
-        lane.pool.share(hits)
+        if not entry.blocks:
+            self._begin_with(entry, hits, len(history))
         entry.blocks = hits + lane.pool.take(need)
-        entry.planned = request.computed = len(hits) * lane.block_size
-        entry.target = len(history)
-        if lane.caching and request.params.prompt_logprobs is None:
-            lane.prefix_queries += len(history)
-            lane.prefix_hits += entry.planned
-            entry.owned = [k for k in entry.keys[len(hits) : usable] if k not in lane.computing]
-            for key in entry.owned:
-                lane.computing[key] = entry
-        entry.remembered = len(hits)
-        if not request.output:
-            entry.num_cached = entry.planned
+        entry.planned, entry.target = request.computed, len(history)
+        entry.owned = [k for k in entry.keys[entry.remembered : usable] if k not in lane.computing]
+        for key in entry.owned:
+            lane.computing[key] = entry
         entry.prompt_logprobs = [None] if request.params.prompt_logprobs is not None else None
         entry.row = lane.free_rows.pop()
         lane.at_row[entry.row] = entry
@@ -187,6 +187,18 @@ class StepBuilder:
         self._chunk(
             entry, Fresh(tokens, len(request.prompt), request.params, request.seed, request.eos_ids, self.drafts)
         )
+
+    def _begin_with(self, entry: SequenceState, hits: list[int], length: int) -> None:
+        """Of a history of so many tokens others have computed the blocks `hits`."""
+        lane, request = self.lane, entry.request
+        lane.pool.share(hits)
+        entry.remembered = len(hits)
+        request.computed = len(hits) * lane.block_size
+        if lane.caching and request.params.prompt_logprobs is None:
+            lane.prefix_queries += length
+            lane.prefix_hits += request.computed
+        if not request.output:
+            entry.num_cached = request.computed
 
     def _part(self, entry: SequenceState) -> int:
         """The most tokens of a history in one step: where stages take turns, few enough that all work on it at once."""

@@ -13,9 +13,22 @@ from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core.engine import EngineCore
 from planaria.protocol import StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request, SamplingParams
-from tests.reference_worker import HashWorker, hash_tokens
+from tests.reference_worker import HashWorker, RowState, hash_tokens
 
 VOCAB = 50
+
+
+class LoggingWorker(HashWorker):
+    """Knows what each step wrote."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+        super().__init__(num_blocks, block_size, vocab_size)
+        self.written: dict[int, list[tuple[int, int]]] = {}
+
+    def _compute(self, row: int, state: RowState, position: int, token: int) -> None:
+        super()._compute(row, state, position, token)
+        index, offset = divmod(position, self.block_size)
+        self.written.setdefault(self.books.step, []).append((state.blocks[index], offset))
 
 
 @dataclass
@@ -23,7 +36,7 @@ class Run:
     """An engine core, a reference worker for each lane, and what each request was given."""
 
     core: EngineCore
-    workers: list[HashWorker]
+    workers: list[LoggingWorker]
     depth: int
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finish: dict[str, FinishReason] = field(default_factory=dict)
@@ -35,12 +48,21 @@ class Run:
         lanes = tuple(worker.step(plan.step, rows, freed, plan.turn) for worker, rows, freed in parts)
         return StepResult(plan.epoch, plan.step, lanes)
 
-    def restart(self, num_lanes: int | None = None) -> None:
-        """All that workers had is gone; maybe there are more or fewer lanes."""
-        num_lanes, old = num_lanes or len(self.workers), self.workers[0]
-        self.workers = [HashWorker(len(old.cells), old.block_size, VOCAB) for _ in range(num_lanes)]
+    def restart(self, num_lanes: int | None = None, *, kept: bool = False) -> None:
+        """All that workers had is gone; maybe there are more or fewer lanes. kept: but not what was committed. What
+        steps in flight wrote is anything."""
+        num_lanes, old = num_lanes or len(self.workers), self.workers
+        size = old[0].block_size
+        self.workers = [LoggingWorker(len(old[0].cells), size, VOCAB) for _ in range(num_lanes)]
+        for worker, before in zip(self.workers, old if kept else (), strict=False):
+            worker.cells = before.cells
+            for step in range(self.core.committed + 1, self.core.planned + 1):
+                for block, offset in before.written.get(step, ()):
+                    worker.cells[block][offset] = 7
         self.flight.clear()
-        self.take(self.core.lost(self.core.epoch + 1, num_lanes=num_lanes))
+        self.take(self.core.lost(self.core.epoch + 1, num_lanes=num_lanes, kept=kept))
+        for lane in self.core.lanes:
+            lane.pool.check()
 
     def take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -88,7 +110,7 @@ def make(
         policy=policy, depth=depth, micro_steps=micro_steps, max_logit_rows=seqs + 8, max_drafts=drafts,
     )  # fmt: skip
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-    workers = [HashWorker(num_blocks, block_size, VOCAB) for _ in range(lanes)]
+    workers = [LoggingWorker(num_blocks, block_size, VOCAB) for _ in range(lanes)]
     return Run(EngineCore(scheduler, cache, num_blocks, lanes), workers, depth)
 
 
@@ -134,16 +156,22 @@ def test_no_schedule_changes_a_token(  # type: ignore[no-untyped-def]
     all_free(run)
 
 
-@given(jobs, st.integers(11, 20), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 1, 2, 3]), st.data())
-def test_cancel_and_loss_at_any_step(jobs, blocks, depth, micro_steps, lanes, data):  # type: ignore[no-untyped-def]
+@given(
+    jobs, st.integers(11, 20), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([0, 0, 3]), st.booleans(), st.data(),
+)  # fmt: skip
+def test_cancel_and_loss_at_any_step(  # type: ignore[no-untyped-def]
+    jobs, blocks, depth, micro_steps, lanes, drafts, caching, data
+):
     """Cancelled requests stop and free their blocks; after a loss, also one after which there are other lanes,
-    everything open starts over with its tokens."""
-    run = make(num_blocks=blocks, block_size=4, seqs=4, budget=16, depth=depth, micro_steps=micro_steps, lanes=lanes)
+    everything open starts over with its tokens, or goes on with what was kept."""
+    run = make(num_blocks=blocks, block_size=4, seqs=4, budget=16, depth=depth, micro_steps=micro_steps, lanes=lanes,
+               drafts=drafts, caching=caching)  # fmt: skip
     for i, (prompt, max_tokens, seed, _) in enumerate(jobs):
         run.take(run.core.admit(request(f"r{i}", list(prompt), max_tokens, seed)))
     cancelled = set()
     for _ in range(10_000):
-        match data.draw(st.sampled_from(["step"] * 6 + ["cancel", "lose"])):
+        match data.draw(st.sampled_from(["step"] * 6 + ["cancel", "lose", "keep", "keep"])):
             case "cancel":
                 victim = f"r{data.draw(st.integers(0, len(jobs) - 1))}"
                 if victim not in run.finish:
@@ -153,6 +181,10 @@ def test_cancel_and_loss_at_any_step(jobs, blocks, depth, micro_steps, lanes, da
                 stale = [result for _, result in run.flight]
                 run.restart(data.draw(st.integers(1, 3)) if lanes > 1 else 1)
                 assert all(run.core.commit(result) == [] for result in stale), "a ghost of an old epoch was heard"
+            case "keep":
+                replayed = run.core.replayed_tokens
+                run.restart(kept=True)
+                assert run.core.replayed_tokens == replayed
             case _:
                 if not run.step():
                     break
@@ -204,7 +236,7 @@ def test_a_replay_shares_prefixes_and_goes_by_age() -> None:
     started = [f"r{i}" for i in range(8)]
     assert sorted(run.tokens) == started  # the oldest run, the others wait
     run.flight.clear()
-    run.workers = [HashWorker(512, 4, VOCAB)]
+    run.workers = [LoggingWorker(512, 4, VOCAB)]
     run.take(run.core.lost(1))
     run.take(run.core.admit(request("late", list(prompt), 6)))
     lane = run.core.lanes[0]
