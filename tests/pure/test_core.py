@@ -248,6 +248,22 @@ def test_a_replay_shares_prefixes_and_goes_by_age() -> None:
         assert run.tokens[f"r{i}"] == hash_tokens(prompt, i, 6, VOCAB)
 
 
+def test_who_waits_with_blocks_makes_room() -> None:
+    """After a fault two wait with what they have computed, and one comes that goes before them and needs it all."""
+    run = make(num_blocks=12, block_size=4, seqs=4, budget=64, policy="priority")
+    for i in range(2):
+        run.take(run.core.admit(request(f"r{i}", [i] * 17, 6, seed=i)))
+    for _ in range(4):
+        run.step()
+    run.restart(kept=True)
+    run.take(run.core.admit(request("first", [3] * 40, 4, priority=-1)))
+    run.run()
+    assert list(run.finish)[0] == "first" and run.tokens["first"] == hash_tokens([3] * 40, 0, 4, VOCAB)
+    for i in range(2):
+        assert run.tokens[f"r{i}"] == hash_tokens([i] * 17, i, 6, VOCAB)
+    all_free(run)
+
+
 def test_preemption_keeps_order_and_tokens() -> None:
     """Memory for one and a half requests: the later one is preempted, the earlier never."""
     run = make(num_blocks=10, block_size=4, seqs=4, budget=64)
