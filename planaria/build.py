@@ -19,6 +19,7 @@ from planaria.executor.link.direct import DirectLink
 from planaria.executor.link.keys import Keys
 from planaria.executor.loop import Emit, EngineLoop, Link
 from planaria.hosts.host import Place
+from planaria.hosts.memory import KVMemory
 from planaria.node import home
 from planaria.topology.outer import OuterLauncher
 from planaria.wire import Listens, Progress
@@ -29,6 +30,13 @@ WORKER, ENGINE, PART = "planaria.worker.main", "planaria.engine_process", "plana
 def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> EngineLoop:
     """An engine that isn't started yet; `emit` hears all it says. again: another served before it, with this
     configuration: it begins with fewer ranks where some of the devices are gone."""
+    loop = _make_loop(config, emit, again=again)
+    if config.device.device == "cpu" and not config.null_worker and loop.gang.launcher.replaces:
+        loop.gang.memory = KVMemory.make()
+    return loop
+
+
+def _make_loop(config: EngineConfig, emit: Emit, *, again: bool) -> EngineLoop:
     parallel = config.parallel
     if parallel.distributed_executor_backend == "uni":
         return _inline(config, emit)

@@ -127,6 +127,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     store: tuple[str, int] | None = None
     door: int = 0
     experts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    kv: int = 0  # number of the KV that outlived the rank before it, or its own epoch; 0: none
     digest: str = ""  # of the configuration, joined with the layout in force; `hashes` tell by which field two differ
 
 
@@ -134,12 +135,14 @@ class Regroup(msgspec.Struct, frozen=True, array_like=True, tag="regroup"):
     """Make the groups of `epoch` with these ranks, in rank order. Everybody has joined it.
 
     `deadline`: seconds that a rank waits for another inside a step before it gives up; the driver usually knows sooner.
+    `keeps_kv`: what was committed is still there on all ranks; otherwise all let go of their KV.
     """
 
     epoch: int
     layout: Layout
     members: tuple[Hello, ...]
     deadline: float = 60.0
+    keeps_kv: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
@@ -179,9 +182,10 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
 
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
-    """Make the KV cache of `num_blocks` blocks and warm up."""
+    """Make the KV cache of `num_blocks` blocks, or have the one of this number, if it is there, and warm up."""
 
     num_blocks: int
+    number: int = 0
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):

@@ -102,17 +102,29 @@ def differences(members: Sequence[Hello]) -> str:
     return ""
 
 
+class CommittedKV(msgspec.Struct, frozen=True):
+    """KV on all ranks of a layout, in memory that may outlive them. `number`: in the order in which an engine's were
+    made, from 1; `num_blocks`: 0, if nothing in them counts."""
+
+    layout: Layout
+    number: int = 0
+    num_blocks: int = 0
+
+
 class BringUp:
     """Brings the ranks of `layout` from launched to ready. loading: how many read weights at a time, None: all.
-    placing: where whole experts may go. `num_blocks`, `seconds`, `maps` and `travel` are known when `state` is "ready".
+    placing: where whole experts may go. kv: of before; `keeps_kv`: they go on with it. `num_blocks`, `seconds`, `maps`
+    and `travel` are known when `state` is "ready".
     """
 
     def __init__(
         self, cache: CacheConfig, scheduler: SchedulerConfig, layout: Layout, memory: Memory, *, epoch: int = 0,
         apart: bool = False, loading: int | None = None, placing: Placing | None = None,
+        kv: CommittedKV | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.scheduler, self.layout, self.memory = cache, scheduler, layout, memory
         self.epoch, self.apart, self.loading = epoch, apart, loading
+        self.kv, self.keeps_kv = kv or CommittedKV(layout), False
         self.state = "launched"
         self.members: tuple[Hello, ...] = ()
         self.num_blocks = self.kv_bytes = 0  # of KV on each rank
@@ -150,8 +162,10 @@ class BringUp:
                 if self.placing is not None:
                     self._placed = placed(self.placing, self.layout, [dict(hello.experts) for hello in self.members])
                     self.members = tuple(msgspec.structs.replace(hello, experts=()) for hello in self.members)
-                self.state = "grouping"
-                return Regroup(self.epoch, self.layout, self.members)
+                self.state, before = "grouping", (self.kv.layout, self.kv.number)
+                same = all((self.layout, hello.kv) == before for hello in self.members)
+                self.keeps_kv = same and self.kv.num_blocks > 0
+                return Regroup(self.epoch, self.layout, self.members, keeps_kv=self.keeps_kv)
             case "grouping":
                 self.state = "loading"
                 world = range(self.layout.size)
@@ -174,17 +188,28 @@ class BringUp:
             case "probing":
                 facts = [reply for reply in replies if isinstance(reply, Facts)]
                 try:
-                    self.num_blocks = kv_blocks(facts, self.cache, self.scheduler, self.memory)
+                    self.num_blocks = self._num_blocks(facts)
                 except CapacityError as e:
                     least = min(facts, key=lambda found: found.available_bytes)
                     return self._fail(Failed(least.rank, "probe", str(e), "", "capacity"))
                 self.kv_bytes = self.num_blocks * max(f.block_bytes for f in facts)
                 self.weight_bytes = sum(f.weight_bytes for f in facts)
                 self.state = "allocating"
-                return Allocate(self.num_blocks)
+                return Allocate(self.num_blocks, self.kv_number)
             case _:
                 self.state = "ready"
                 return None
+
+    @property
+    def kv_number(self) -> int:
+        """Of the KV in this epoch."""
+        return self.kv.number if self.keeps_kv else self.kv.number + 1
+
+    def _num_blocks(self, facts: Sequence[Facts]) -> int:
+        """Raises CapacityError."""
+        if self.keeps_kv:
+            return self.kv.num_blocks
+        return kv_blocks(facts, self.cache, self.scheduler, self.memory)
 
     @property
     def maps(self) -> tuple[ExpertMap, ...]:

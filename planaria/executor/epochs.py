@@ -67,11 +67,13 @@ class Epochs:
             loss, failed = change.loss, change.failed
             if failed.kind == "capacity" and failed.phase != "probe":  # which takes no more than is there
                 gang.kv_share *= LESS
+                gang.forget_kv()
             if change.counts and not self.may_go_on(core):
                 return failed
             self.emit(self._told(change, failed, gang.epoch + 1, loss))
             if loss is not None and self._failed_rank in loss.ranks:
                 loss.dead = True  # it failed twice with no token in between: another process may do better
+                gang.forget_kv()
             if gang.layout.size > 1 and (hopeless := change.hopeless()):
                 gang.launcher.give_up(hopeless)
             change.replacing()
@@ -100,7 +102,9 @@ class Epochs:
         tokens = core.replayed_tokens
         self.formed()
         # the epoch is news, also with no request
-        self.tell(core.lost(gang.epoch, gang.num_blocks, gang.layout.pp, gang.layout.dp), stepped=True)
+        layout = gang.layout
+        lost = core.lost(gang.epoch, gang.num_blocks, layout.pp, layout.dp, kept=gang.keeps_kv)
+        self.tell(lost, stepped=True)
         seconds["total"] = self.clock() - began
         first = Transition(change.first, change.present)
         done = msgspec.structs.replace(

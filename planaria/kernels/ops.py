@@ -209,6 +209,12 @@ class Operations(Protocol):
         rank 0 of the group gets the whole, and what the others get means nothing."""
 
 
+class CacheMemory(Protocol):
+    """Outlives the process. Whoever takes the same sizes in the same order gets what is there."""
+
+    def take(self, size: int) -> memoryview: ...
+
+
 class Ops(Protocol):
     """One back end: loads weights, makes caches, compiles forward passes.
 
@@ -216,6 +222,8 @@ class Ops(Protocol):
     of `linear(reduce=True)` are added over the group, in one order on all ranks, so the residual is the same on all of
     them to the last bit; `logits` brings the columns together on rank 0. A group of one does nothing of this.
     """
+
+    kv_part: CacheMemory | None  # where caches that are made later are; None: in this process's own memory
 
     def join(self, tp: Comm, lanes: All2All | None = None) -> None:
         """Share the work with these tensor ranks from now on, and experts with the ranks of other lanes; what was

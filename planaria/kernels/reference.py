@@ -9,6 +9,7 @@ device once, when the step begins.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from planaria.kernels import reference_experts as mixture
 from planaria.kernels import triton_experts
-from planaria.kernels.ops import Batch, Quantized, Slots
+from planaria.kernels.ops import Batch, CacheMemory, Quantized, Slots
 from planaria.kernels.quant import dequantise
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
@@ -137,6 +138,7 @@ class TorchOps:
         self._step: StepTensors | None = None
         self._triton = self.device.type == "cuda" and triton_experts.available()  # grouped products of experts
         self.lanes: All2All | None = None
+        self.kv_part: CacheMemory | None = None
         self.spread = False
 
     def join(self, tp: Comm, lanes: All2All | None = None) -> None:
@@ -162,18 +164,23 @@ class TorchOps:
 
     def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> SlotKV:
         shape = (num_blocks * block_size, num_kv_heads, head_dim)
-        keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        keys, values = self._cache(*shape), self._cache(*shape)
         return SlotKV(keys, values, block_size)
 
     def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
 
     def mla_layer(self, num_blocks: int, block_size: int, width: int) -> SlotLatents:
-        rows = torch.zeros(num_blocks * block_size, width, dtype=self.dtype, device=self.device)
-        return SlotLatents(rows, block_size)
+        return SlotLatents(self._cache(num_blocks * block_size, width), block_size)
 
     def mla_block_bytes(self, block_size: int, width: int) -> int:
         return block_size * width * self.dtype.itemsize
+
+    def _cache(self, *shape: int) -> Tensor:
+        if self.kv_part is None:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        size = math.prod(shape) * self.dtype.itemsize
+        return torch.frombuffer(self.kv_part.take(size), dtype=self.dtype).view(shape)
 
     def _keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(device=self.device, dtype=dtype).contiguous()

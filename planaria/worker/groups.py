@@ -57,8 +57,8 @@ class Groups:
         config = self.boot.config
         return config.device.device == "cpu" and not config.parallel.disable_custom_all_reduce
 
-    def bring(self, command: Join, held: tuple[tuple[int, tuple[int, ...]], ...]) -> Hello:
-        """Have left the groups of before; say what this rank brings to the new ones. held: see Hello.experts."""
+    def bring(self, command: Join, held: tuple[tuple[int, tuple[int, ...]], ...], kv: int) -> Hello:
+        """Have left the groups of before; say what this rank brings to the new ones. held, kv: see Hello."""
         config, place, rank, layout = self.boot.config, self.boot.place, self.boot.rank, self.layout
         self._opening = Opening()
         self._door = Door(place.address) if command.apart else None
@@ -74,7 +74,7 @@ class Groups:
         return Hello(
             rank, os.getpid(), place.home, place.node, place.address, compared(config), hash_fields(config),
             self._segments, store, self._door.port if self._door is not None else 0, held,
-            compute_hash(config, str(layout)),
+            kv, compute_hash(config, str(layout)),
         )  # fmt: skip
 
     def meet(self, command: Regroup) -> None:

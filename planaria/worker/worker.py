@@ -39,6 +39,7 @@ from planaria.worker.classes import call, make
 from planaria.worker.device import available_bytes, make_ops, own_device
 from planaria.worker.groups import Groups
 from planaria.worker.guard import guard
+from planaria.worker.kv import RankKV
 from planaria.worker.null import NullRank
 from planaria.worker.parts import Part, configured, of_any_lane, part_of, read_lacking, read_part, to_read
 
@@ -63,7 +64,7 @@ class Worker:
 
     def __init__(self, boot: RankBoot, progress: Progress | None = None) -> None:
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
-        self.groups = Groups(boot)
+        self.groups, self.kv = Groups(boot), RankKV(boot)
         self.micro_batches: MicroBatches | None = None
         self.part: Part | None = None  # of the model, that is loaded
         self.prepared: dict[Part, tuple[Ops, Any]] = {}  # a spare's, until it knows which it is
@@ -103,7 +104,7 @@ class Worker:
             case Probe():
                 return guard(self.rank, "probe", self._probe)
             case Allocate():
-                return guard(self.rank, "allocate", lambda: self._allocate(command.num_blocks))
+                return guard(self.rank, "allocate", lambda: self._allocate(command))
             case Call():
                 return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))
             case Exit():
@@ -113,6 +114,7 @@ class Worker:
         """Go on in another epoch, maybe as another rank. What is loaded stays."""
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
         self.groups.boot = boot
+        self.kv.enter(boot)
         self.seconds = {}
 
     def abort(self, reason: str) -> None:
@@ -141,10 +143,8 @@ class Worker:
     def _join(self, command: Join) -> Reply:
         """Leave the groups of before; say what this rank brings to those of the new epoch."""
         self._leave_groups()
-        if self.model is not None:
-            self.model.drop_kv()  # it counts for nothing, and how much there can be is asked when all have let go of it
         self.groups.layout = command.layout
-        return self.groups.bring(command, self._held())
+        return self.groups.bring(command, self._held(), self.kv.number)
 
     def _held(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Experts in this rank's memory that it will have in this epoch."""
@@ -164,6 +164,8 @@ class Worker:
         since = time.perf_counter()
         if self.config.device.device == "cuda":
             self.take_thread()  # groups on devices ask for the current one
+        if not command.keeps_kv:
+            self.kv.drop(self.model)  # how much there can be is asked when all have let go of it
         self.groups.meet(command)
         if self.ops is not None:
             self.ops.use_threads(self.boot.threads)
@@ -269,6 +271,7 @@ class Worker:
         if self.ops is not None:
             self.ops.close()
         self._end_micro_batches()
+        self.kv.drop(None)
         self.ops = self.model = self.runner = self.sampler = self.part = self.experts = None
 
     def _end_micro_batches(self) -> None:
@@ -280,7 +283,7 @@ class Worker:
         block = self.model.kv_block_bytes(self.config.cache.block_size)
         return Facts(self.rank, block, available_bytes(self.config), self.model.weight_bytes)
 
-    def _allocate(self, num_blocks: int) -> Reply:
+    def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch
         from planaria.worker.micro_batches import make_forward
         from planaria.worker.runner import Runner
@@ -293,9 +296,9 @@ class Worker:
             self.runner.stage.drain(self.runner.last)
         scheduler, size = self.config.scheduler, self.config.cache.block_size
         try:
-            self.model.make_kv(num_blocks, size)
+            self.kv.make(self.model, self.ops, command.num_blocks, size, command.number)
         except (RuntimeError, MemoryError) as e:
-            raise CapacityError(f"no memory for {num_blocks} KV blocks of {size} tokens: {e}") from None
+            raise CapacityError(f"no memory for {command.num_blocks} KV blocks of {size} tokens: {e}") from None
         batch = Batch(
             scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-scheduler.max_model_len // size) + 1,
             scheduler.max_logit_rows,

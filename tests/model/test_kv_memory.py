@@ -1,4 +1,6 @@
-"""How much KV memory an engine has after a fault: what its ranks hold themselves is not gone."""
+"""What an engine has of KV after a fault: what was committed, or else as much memory as before, for what its ranks hold
+themselves is not gone.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 
 from planaria.layers.decoder import Model
+from planaria.worker.kv import RankKV
 from planaria.worker.runner import Runner
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, texts
@@ -64,6 +67,20 @@ def one_mistake(engine: Engine) -> tuple[int, int]:
     return blocks, engine.loop.gang.num_blocks
 
 
+@pytest.fixture
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankKV, "number", 0)
+
+
+def test_what_was_committed_is_not_computed_again(model: str) -> None:
+    with Engine(model, kv_cache_memory="2MiB", **ONE) as engine:
+        before, after = one_mistake(engine)
+        assert engine.loop.gang.epoch == 1 and engine.loop.gang.keeps_kv
+        assert engine.loop.core is not None and engine.loop.core.replayed_tokens == 0
+    assert after == before
+
+
+@pytest.mark.usefixtures("nothing_kept")
 @pytest.mark.parametrize(("free", "asked"), [(3 * MIB, None), (3 * MIB, "2MiB")], ids=["auto", "given"])
 def test_it_is_what_it_was(model: str, monkeypatch: pytest.MonkeyPatch, free: int, asked: str | None) -> None:
     Node(free, monkeypatch)
@@ -73,6 +90,7 @@ def test_it_is_what_it_was(model: str, monkeypatch: pytest.MonkeyPatch, free: in
     assert after == before
 
 
+@pytest.mark.usefixtures("nothing_kept")
 def test_an_accelerator_that_gives_all_it_has_can_give_it_again(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Node(3 * MIB, monkeypatch)
     monkeypatch.setattr("planaria.executor.bring_up.KV_SHARE", 1.0)
@@ -82,6 +100,7 @@ def test_an_accelerator_that_gives_all_it_has_can_give_it_again(model: str, monk
     assert after == before
 
 
+@pytest.mark.usefixtures("nothing_kept")
 def test_no_memory_for_a_moment_is_not_the_end(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(3 * MIB, monkeypatch)
     with Engine(model, kv_cache_memory="2MiB", **ONE) as engine:

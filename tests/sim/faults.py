@@ -142,6 +142,8 @@ class Faults:
     def _leave(self, kind: str, devices: list[Device]) -> None:
         chance, launcher = self.world.random, self.sim.launcher
         self.sim.rules.stirred()
+        if "node" in kind:
+            self.sim.memory.node_left(devices[0].node)
         back = chance.choice([chance.uniform(0.2, 3), chance.uniform(3, 60), chance.uniform(3, 60), None])
         for device in devices:
             device.bad, device.gone, device.going = kind == "device is bad", kind != "device is bad", False

@@ -47,6 +47,14 @@ from tests.sim.lane_mutations import (
     rearrange_while_a_resize_runs,
     skip_a_step_with_nothing_to_do,
 )
+from tests.sim.memory_mutations import (
+    ask_one_rank,
+    commit_what_one_rank_has,
+    count_what_is_planned,
+    keep_blocks_of_who_has_ended,
+    let_go_of_blocks_that_count,
+    whatever_the_layout,
+)
 from tests.sim.process import SimWorker
 from tests.sim.scenario import VOCAB
 
@@ -65,10 +73,10 @@ class Mutation:
 def replay_only_the_prompt() -> Iterator[None]:
     lost = Lane.lost
 
-    def forget(self: Lane, step: int, micro_steps: int) -> None:
+    def forget(self: Lane, step: int, micro_steps: int, *, kept: bool = False) -> None:
         for entry in self.entries.values():
             entry.request.output.clear()
-        lost(self, step, micro_steps)
+        lost(self, step, micro_steps, kept=kept)
 
     with patch.object(Lane, "lost", forget):
         yield
@@ -79,9 +87,11 @@ def keep_block_tables() -> Iterator[None]:
     """What blocks held before the loss is believed to be there still."""
     reset = Lane.reset
 
-    def keep(self: Lane, step: int) -> None:
+    def keep(self: Lane, step: int, pool: BlockPool | None = None) -> None:
         old: BlockPool | None = getattr(self, "pool", None)
-        reset(self, step)
+        reset(self, step, pool)
+        if pool is not None:
+            return
         if old is None or old.num_blocks != self.pool.num_blocks:
             return
         for key, block in old.block_of.items():
@@ -254,5 +264,11 @@ MUTATIONS = [
         believe_that_new_ranks_have_what_lost_ones_had,
         frozenset({"held", "weights"}),
     ),
+    Mutation("count what is planned as committed", count_what_is_planned, WRONG_TOKENS),
+    Mutation("ask one rank what all have", ask_one_rank, WRONG_TOKENS),
+    Mutation("keep KV of another layout", whatever_the_layout, WRONG_TOKENS),
+    Mutation("commit what one rank has", commit_what_one_rank_has, WRONG_TOKENS | {"crash"}),
+    Mutation("let go of blocks that count", let_go_of_blocks_that_count, WRONG_TOKENS | {"crash", "leaks"}),
+    Mutation("keep blocks of who has ended", keep_blocks_of_who_has_ended, frozenset({"leaks", "ends"})),
     Mutation("count bytes when they are prepared", count_bytes_when_they_are_prepared, frozenset({"bytes"})),
 ]

@@ -152,6 +152,8 @@ class Process:
 
     def leave(self) -> None:
         """The epoch is over: what it waits for does not come."""
+        self.sim.memory.scribble(self)
+        self.worker = None
         self._life += 1
         self._held = [item for item in self._held if item[0] == self._boot]
         self.link, self.busy = None, False
@@ -162,6 +164,7 @@ class Process:
             return
         if not (self.stopped or self.cut):
             self.still_since = self.world.now
+        self.sim.memory.scribble(self)
         self.alive, self.stopped = False, False
         self.world.note("rank {} (pid {}) {}", self.rank, self.pid, how)
         self.world.at(self.sim.launcher.notice(), self._noticed, how)
@@ -315,7 +318,8 @@ class Process:
             case Join():
                 self.layout = command.layout
                 has = self.part == self._own or self._is_prepared
-                return Hello(self.rank, self.pid, "sim", "sim", "127.0.0.1", experts=self.experts.held() if has else ())
+                return Hello(self.rank, self.pid, "sim", "sim", "127.0.0.1", experts=self.experts.held() if has else (),
+                             kv=self.sim.memory.holds(self))  # fmt: skip
             case Regroup():
                 self.experts.enter()
             case Load():
@@ -333,6 +337,7 @@ class Process:
                 return Facts(self.rank, self.sim.block_bytes(self.layout), 1 << 30, 0)
             case Allocate():
                 self.worker = self.sim.new_worker(self, command.num_blocks)
+                self.sim.memory.allocate(self, command, self.worker)
             case Call("expert_load"):
                 return Done(self.rank, self.experts.load_counts())
             case Call():
@@ -373,6 +378,7 @@ class Process:
             return Failed(self.rank, "step", "RuntimeError: poisoned", "Traceback: poisoned")
         except Exception as e:
             self.world.require(False, "plan", f"rank {self.rank} can't carry out step {plan.step}: {e}")
+        self.sim.memory.finished(self.rank, plan.step)
         assert self.link is not None
         self.link.agree(plan.step, own, lane)
         if self.rank not in self.layout.drawing:  # only the first of the last stage has tokens
@@ -399,6 +405,7 @@ class SimWorker(HashWorker):
         super().__init__(num_blocks, size, VOCAB)
         if scenario.garbage:
             self.cells = [[process.world.random.getrandbits(30)] * size for _ in range(num_blocks)]
+        self.written: dict[int, list[tuple[int, int]]] = {}  # by step: cells
         self.poisons = scenario.poisons
         if scenario.poisons and process.is_hit:
             apply, poisons = self.books.apply, scenario.poisons
@@ -413,6 +420,11 @@ class SimWorker(HashWorker):
                 return work
 
             self.books.apply = checked  # type: ignore[method-assign,assignment]
+
+    def _compute(self, row: int, state: RowState, position: int, token: int) -> None:
+        super()._compute(row, state, position, token)
+        index, offset = divmod(position, self.block_size)
+        self.written.setdefault(self.books.step, []).append((state.blocks[index], offset))
 
     def draft(self, state: RowState, position: int, most: int) -> list[int]:
         """No further than to what can't be computed: the tokens before it would be lost with the rank."""

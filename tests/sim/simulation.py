@@ -52,6 +52,7 @@ from tests.sim.faults import Faults
 from tests.sim.lanes import Lanes, Pause
 from tests.sim.launcher import SimLauncher
 from tests.sim.link import SimLink
+from tests.sim.memory import SimMemory
 from tests.sim.process import Process, SimWorker
 from tests.sim.rules import Rules, Wish
 from tests.sim.scenario import BLOCK_BYTES, ERRORS, Scenario
@@ -91,6 +92,7 @@ class Simulation:
         self.links: list[SimLink] = []
         self.loop = EngineLoop(config, self.launcher, self._link_for, self._hear, self.world.clock, SimSystem(self))
         self.loop.on_loss = self._rouse
+        self.memory = self.loop.gang.memory = SimMemory()
         self.reports = 0  # not answered
         self.dead: Dead | None = None
         self.woken = self.began = False
@@ -143,6 +145,7 @@ class Simulation:
             case Recovery() if is_replayed(message):
                 pass
             case Recovery():
+                self.counts["KV kept"] += self.loop.gang.keeps_kv
                 self.rules.recovered(message)
             case Processes():
                 self.reports -= 1

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from planaria.errors import CapacityError, ConfigError
 from planaria.kernels.cpu import layout
-from planaria.kernels.cpu.memory import Region
+from planaria.kernels.cpu.memory import MappedRegion, Region
+from planaria.kernels.ops import CacheMemory
 
 MAX_HEAD_DIM = 256
 
@@ -46,10 +47,10 @@ class PagedLatents:
     block_bytes: int
 
 
-def paged(num_blocks: int, size: int) -> Region:
+def paged(num_blocks: int, size: int, part: CacheMemory | None = None) -> Region:
     """Memory of blocks of `size` bytes. Raises CapacityError."""
     try:
-        return Region(num_blocks * size)
+        return Region(num_blocks * size) if part is None else MappedRegion(part.take(num_blocks * size))
     except (OSError, ValueError, OverflowError) as error:
         raise CapacityError(f"no memory for {num_blocks} KV blocks of {size} bytes in one layer: {error}") from None
 

@@ -45,6 +45,15 @@ class Region:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
+class MappedRegion(Region):
+    """Memory that is mapped already, and stays when this process ends."""
+
+    def __init__(self, mapped: memoryview) -> None:
+        self.size = len(mapped)
+        self.bytes = np.frombuffer(mapped, np.uint8)
+        self.address = self.bytes.ctypes.data
+
+
 class Arena:
     """Hands out aligned pieces of large regions; all are freed together, when the arena and its arrays are gone. A
     piece that was given back is handed out again to who asks for as much; until then it takes next to no memory."""

@@ -26,7 +26,7 @@ from planaria.kernels.cpu.recorder import Recorder, Rope, Vector
 from planaria.kernels.cpu.running import runner
 from planaria.kernels.cpu.tape import Act
 from planaria.kernels.cpu.team import Team
-from planaria.kernels.ops import Batch, Quantized
+from planaria.kernels.ops import Batch, CacheMemory, Quantized
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, NativeComm, Solo
 
@@ -56,6 +56,7 @@ class CpuOps:
         self._most = max(threads, usable_cores())  # threads that a recording has memory for
         self.join(tp or Solo())
         self._zeros = self._arena.take(layout.ZERO_BYTES)
+        self.kv_part: CacheMemory | None = None
 
     @property
     def threads(self) -> int:
@@ -93,12 +94,12 @@ class CpuOps:
     def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> caches.PagedKV:
         """One layer's paged cache. block_size: a multiple of 16; head_dim: a multiple of 16 up to 256."""
         size = self.kv_block_bytes(block_size, num_kv_heads, head_dim)
-        return caches.PagedKV(caches.paged(num_blocks, size), block_size, num_kv_heads, head_dim, size)
+        return caches.PagedKV(caches.paged(num_blocks, size, self.kv_part), block_size, num_kv_heads, head_dim, size)
 
     def mla_layer(self, num_blocks: int, block_size: int, width: int) -> caches.PagedLatents:
         """One layer's paged latents. block_size and width: multiples of 16."""
         size = self.mla_block_bytes(block_size, width)
-        return caches.PagedLatents(caches.paged(num_blocks, size), block_size, width, size)
+        return caches.PagedLatents(caches.paged(num_blocks, size, self.kv_part), block_size, width, size)
 
     def kv_block_bytes(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         return caches.kv_elements(block_size, num_kv_heads, head_dim) * self.target.item

@@ -1,0 +1,77 @@
+"""Memory of the node, not of the process that computes in it: what a rank has written stays when it dies.
+
+One memory file for an engine, without a name, handed on by descriptor (see node.Shared): it ends with its owner. First
+come words, one for each rank: which KV is in its part, 0 for none. Then the parts. They are far apart in the file, and
+take memory where they were written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+from planaria.node import Shared
+
+RANKS = 1024
+PART = 1 << 40  # bytes of addresses, for each rank
+ALIGN = 2 << 20
+_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+
+class KVPart:
+    """Where one rank's caches are, one after the other."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._bytes, self._next = memoryview(mapped), 0
+
+    def take(self, size: int) -> memoryview:
+        """Memory of the next cache. Who asks for the same sizes in the same order gets the same memory."""
+        taken = self._bytes[self._next : self._next + size]
+        self._next += -(-size // ALIGN) * ALIGN
+        return taken
+
+
+class KVMemory:
+    """`origin`: how other processes of this node get it, from who made it."""
+
+    def __init__(self, fd: int, origin: Shared) -> None:
+        self._fd, self.origin = fd, origin
+        self._words = memoryview(mmap.mmap(fd, RANKS * 8)).cast("q")
+
+    @classmethod
+    def make(cls) -> KVMemory:
+        fd = os.memfd_create("planaria-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, PART * (RANKS + 1))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return cls(fd, Shared.of(fd))
+
+    @classmethod
+    def of(cls, shared: Shared) -> KVMemory:
+        """Raises ProcessGone."""
+        return cls(shared.open(), shared)
+
+    def holds(self, rank: int) -> int:
+        """The number of the KV that is in its part; 0: none that counts."""
+        return self._words[rank]
+
+    def made(self, rank: int, number: int) -> None:
+        """Its part has room for KV of this number, and nothing else in it."""
+        self._words[rank] = number
+
+    def part(self, rank: int, size: int, count: int) -> KVPart:
+        """Room for so many caches of `size` bytes together. Raises OSError."""
+        return KVPart(mmap.mmap(self._fd, size + count * ALIGN, offset=PART * (rank + 1)))
+
+    def clear(self) -> None:
+        """Give all parts back. Nobody computes in them."""
+        for rank in range(RANKS):
+            self._words[rank] = 0
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_long(PART), ctypes.c_long(PART * RANKS)):
+            raise OSError(ctypes.get_errno(), "memory of KV can't be given back")
+
+    def close(self) -> None:
+        """What is mapped stays until it is let go of."""
+        os.close(self._fd)

@@ -1,0 +1,65 @@
+"""Memory of the nodes that outlives ranks: each rank's cells, and in which steps they were written. What a step has
+written that did not end on all ranks is anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from planaria.protocol import Allocate, StepPlan
+from planaria.topology import Layout
+
+if TYPE_CHECKING:
+    from tests.sim.process import Process, SimWorker
+
+GARBAGE = 7
+
+
+class SimMemory:
+    """See NodeMemory. `clear` is the engine's; a rank sees the memory of its own node."""
+
+    origin = None
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[int, int], tuple[int, Layout, SimWorker]] = {}  # by node and rank
+        self._finished: dict[int, int] = {}  # by rank: its last step
+        self._everywhere = 0  # the last step of the epoch before this one that ended on all ranks
+        self._epoch = -1
+
+    def clear(self) -> None:
+        self.parts.clear()
+
+    def holds(self, process: Process) -> int:
+        number, _, _ = self.parts.get((process.device.node, process.rank), (0, None, None))
+        return number
+
+    def node_left(self, node: int) -> None:
+        for place in [place for place in self.parts if place[0] == node]:
+            del self.parts[place]
+
+    def finished(self, rank: int, step: int) -> None:
+        self._finished[rank] = step
+
+    def allocate(self, process: Process, command: Allocate, worker: SimWorker) -> None:
+        """Give it the cells that are there, and keep those it has from now on."""
+        if process.epoch != self._epoch:
+            ranks = range(len(self._finished) and max(self._finished) + 1)
+            self._everywhere = min((self._finished.get(rank, 0) for rank in ranks), default=0)
+            self._finished, self._epoch = dict.fromkeys(range(process.layout.size), 0), process.epoch
+        place = process.device.node, process.rank
+        number, layout, before = self.parts.get(place, (0, None, None))
+        if before is not None and number == command.number:
+            worker.cells = before.cells
+            for step, cells in before.written.items():
+                for block, offset in cells:
+                    if step > self._everywhere or layout != process.layout:
+                        worker.cells[block][offset] = GARBAGE
+        self.parts[place] = command.number, process.layout, worker
+
+    def scribble(self, process: Process) -> None:
+        """It leaves in the midst of a step."""
+        if process.busy and process.worker is not None and isinstance(plan := process.inbox[0][1], StepPlan):
+            own = process.layout.coords(process.rank).dp
+            with contextlib.suppress(Exception):
+                process.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)

@@ -1,0 +1,100 @@
+"""Mistakes with KV that outlives its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from planaria.core.kv_cache import BlockPool
+from planaria.core.scheduler import Lane
+from planaria.core.sequence import SequenceState
+from planaria.executor.bring_up import BringUp
+from planaria.executor.gang import Gang
+from planaria.executor.reply_ledger import ReplyLedger, Ticket
+from planaria.protocol import Command, Hello, Reply, StepPlan
+
+
+@contextmanager
+def count_what_is_planned() -> Iterator[None]:
+    """What steps in flight were to compute is believed to be there."""
+    hold = Lane._hold
+
+    def planned(self: Lane, entry: SequenceState) -> None:
+        if entry.row is not None and not entry.auto and entry.planned > entry.request.computed:
+            entry.request.computed = min(entry.planned, entry.request.num_tokens - 1)
+        hold(self, entry)
+
+    with patch.object(Lane, "_hold", planned):
+        yield
+
+
+@contextmanager
+def ask_one_rank() -> Iterator[None]:
+    """What rank 0 has, all are believed to have."""
+    on_done = BringUp.on_done
+
+    def first(self: BringUp, replies: list[Reply]) -> Command | None:
+        command = on_done(self, replies)
+        if self.state == "grouping" and isinstance(hello := replies[0], Hello):
+            self.keeps_kv = (self.layout, hello.kv) == (self.kv.layout, self.kv.number) and self.kv.num_blocks > 0
+        return command
+
+    with patch.object(BringUp, "on_done", first):
+        yield
+
+
+@contextmanager
+def whatever_the_layout() -> Iterator[None]:
+    """Ranks of another layout go on with KV by their number."""
+    init = BringUp.__init__
+
+    def same(self: BringUp, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.kv = type(self.kv)(self.layout, self.kv.number, self.kv.num_blocks)
+
+    with patch.object(BringUp, "__init__", same), patch.object(Gang, "_clear_kv", lambda self: None):
+        yield
+
+
+@contextmanager
+def commit_what_one_rank_has() -> Iterator[None]:
+    """A step counts when it has been answered by who draws."""
+    on_reply = ReplyLedger.on_reply
+
+    def early(self: ReplyLedger, rank: int, number: int, reply: Reply) -> list[Ticket]:
+        for ticket in self.open:
+            if ticket.number == number and isinstance(ticket.command, StepPlan) and rank == self.world_size - 1:
+                for other in range(self.world_size):
+                    if other not in ticket.replies and other != rank:
+                        on_reply(self, other, number, reply)
+        return on_reply(self, rank, number, reply)
+
+    with patch.object(ReplyLedger, "on_reply", early):
+        yield
+
+
+@contextmanager
+def let_go_of_blocks_that_count() -> Iterator[None]:
+    """They are free, and belong to who waits with them."""
+    hold = Lane._hold
+
+    def loose(self: Lane, entry: SequenceState) -> None:
+        hold(self, entry)
+        self.pool.release(entry.blocks)
+
+    with patch.object(Lane, "_hold", loose), patch.object(BlockPool, "share", share_anything):
+        yield
+
+
+def share_anything(self: BlockPool, blocks: Any) -> None:
+    for block in blocks:
+        self.idle.pop(block, None)
+        self.refs[block] += 1
+
+
+@contextmanager
+def keep_blocks_of_who_has_ended() -> Iterator[None]:
+    with patch.object(Lane, "_release_ended", lambda self: None):
+        yield
