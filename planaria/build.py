@@ -32,7 +32,7 @@ def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> Engi
     configuration: it begins with fewer ranks where some of the devices are gone."""
     loop = _make_loop(config, emit, again=again)
     if config.device.device == "cpu" and not config.null_worker and loop.gang.launcher.replaces:
-        loop.gang.memory = KVMemory.make()
+        loop.gang.kv.memory = KVMemory.make()
     return loop
 
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
 
 from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.core import holding
 from planaria.core.kv_cache import BlockKey, BlockPool, chain
 from planaria.core.policy import POLICIES, Key
 from planaria.core.sequence import NEVER, MicroStep, SequenceState
@@ -109,7 +109,7 @@ class Lane:
         entry = self.entries[request_id]
         if entry.row is not None and not entry.leaving:
             self.leave(entry, at_once=True)
-            self._rewind(entry)
+            self.rewind(entry)
             heapq.heappush(self.waiting, (entry.key, entry))
             self._collect()
 
@@ -118,44 +118,16 @@ class Lane:
         its KV, which holds what was committed."""
         self.micro_steps = micro_steps
         if kept:
-            self._release_ended()
+            holding.release_ended(self)
         for entry in self.entries.values():
             if kept:
-                self._hold(entry)
+                holding.hold(self, entry)
             else:
-                self._rewind(entry)
+                self.rewind(entry)
             entry.last_step = 0
         self.waiting = [(entry.key, entry) for entry in self.entries.values()]
         heapq.heapify(self.waiting)
         self.reset(step, self.pool if kept else None)
-
-    def _release_ended(self) -> None:
-        """Blocks of those that have ended, or are without a row, which no step needs any more."""
-        for _, row, blocks in self.deferred:
-            at = self.at_row[row]
-            if at is None or not at.open or at.blocks is not blocks:
-                self.pool.release(blocks)
-
-    def _hold(self, entry: SequenceState) -> None:
-        """It keeps the blocks up to its cursor; what steps in flight put behind it counts for nothing."""
-        if entry.prompt_logprobs is not None and not entry.request.output:
-            entry.request.computed = 0  # its prompt's are drawn from steps, not from KV
-        computed = entry.request.computed
-        held = -(-computed // self.block_size)
-        blocks, remembered = entry.blocks[:held], min(entry.remembered, held)
-        self.pool.release(entry.blocks[held:])
-        self._rewind(entry)
-        entry.blocks, entry.remembered, entry.request.computed = blocks, remembered, computed
-
-    def holder(self, more: Iterable[tuple[Key, SequenceState]] = ()) -> SequenceState | None:
-        """The last in policy order of those that wait, and of `more`, that have blocks."""
-        holders = (entry for _, entry in (*self.waiting, *more) if entry.blocks)
-        return max(holders, key=lambda entry: entry.key, default=None)
-
-    def relieve(self, entry: SequenceState) -> None:
-        """Of the blocks it waits with: what they hold is computed again, unless it is found by its key."""
-        self.pool.release(entry.blocks)
-        self._rewind(entry)
 
     # -- planning
 
@@ -225,21 +197,21 @@ class Lane:
     def preempt(self) -> int:
         """Send the last running request in policy order back to waiting. Returns its row, -1 where blocks come from one
         that waits with some."""
-        if (holder := self.holder()) is not None:
-            self.relieve(holder)
+        if (holder := holding.last(self.waiting)) is not None:
+            holding.relieve(self, holder)
             return -1
         running = [e for e in self.entries.values() if e.row is not None and (e.auto or e in self.prefilling)]
         victim = max(running, key=lambda e: e.key)
         row = victim.row
         assert row is not None
         self.leave(victim, at_once=True)
-        self._rewind(victim)
+        self.rewind(victim)
         heapq.heappush(self.waiting, (victim.key, victim))
         self.preemptions += 1
         self._collect()
         return row
 
-    def _rewind(self, entry: SequenceState) -> None:
+    def rewind(self, entry: SequenceState) -> None:
         """The cursor goes back to 0; tokens stay."""
         entry.request.computed = entry.planned = 0
         entry.row = None

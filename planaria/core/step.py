@@ -12,6 +12,7 @@ import heapq
 from array import array
 from typing import TYPE_CHECKING
 
+from planaria.core import holding
 from planaria.core.kv_cache import chain
 from planaria.core.policy import Key
 from planaria.core.sequence import NEVER, SequenceState
@@ -158,9 +159,9 @@ class StepBuilder:
                     continue
             need = -(-len(history) // lane.block_size) - len(hits)
             if need > lane.pool.num_free - lane.pool.num_idle(hits):
-                holder = lane.holder([item, *passed])
+                holder = holding.last([item, *passed, *lane.waiting])
                 if holder is not None and (holder.key >= entry.key or lane.only is not None):
-                    lane.relieve(holder)
+                    holding.relieve(lane, holder)
                     heapq.heappush(lane.waiting, item)
                     continue
                 passed.append(item)

@@ -8,7 +8,6 @@ from typing import Protocol, runtime_checkable
 from planaria.executor.boot import RankBoot
 from planaria.executor.link.address import Address
 from planaria.hosts.host import Place
-from planaria.node import Shared
 from planaria.protocol import Command, Reply
 from planaria.topology import LaneGroup, Layout
 
@@ -70,17 +69,6 @@ class Launcher(Protocol):
     def close(self) -> None: ...
 
     def kill(self) -> None: ...
-
-
-class NodeMemory(Protocol):
-    """Where KV of this node's ranks is, so that it outlives them. origin: what they are told, if anything."""
-
-    @property
-    def origin(self) -> Shared | None: ...
-
-    def clear(self) -> None:
-        """All that is in it goes; no rank computes."""
-        ...
 
 
 @runtime_checkable

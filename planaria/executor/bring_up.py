@@ -103,8 +103,8 @@ def differences(members: Sequence[Hello]) -> str:
 
 
 class CommittedKV(msgspec.Struct, frozen=True):
-    """KV on all ranks of a layout, in memory that may outlive them. `number`: in the order in which an engine's were
-    made, from 1; `num_blocks`: 0, if nothing in them counts."""
+    """KV on all ranks of a layout. `number`: in the order in which an engine's were made, from 1; `num_blocks`: 0, if
+    nothing in them counts."""
 
     layout: Layout
     number: int = 0

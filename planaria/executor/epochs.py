@@ -67,13 +67,13 @@ class Epochs:
             loss, failed = change.loss, change.failed
             if failed.kind == "capacity" and failed.phase != "probe":  # which takes no more than is there
                 gang.kv_share *= LESS
-                gang.forget_kv()
+                gang.kv.forget()
             if change.counts and not self.may_go_on(core):
                 return failed
             self.emit(self._told(change, failed, gang.epoch + 1, loss))
             if loss is not None and self._failed_rank in loss.ranks:
                 loss.dead = True  # it failed twice with no token in between: another process may do better
-                gang.forget_kv()
+                gang.kv.forget()
             if gang.layout.size > 1 and (hopeless := change.hopeless()):
                 gang.launcher.give_up(hopeless)
             change.replacing()
@@ -103,7 +103,7 @@ class Epochs:
         self.formed()
         # the epoch is news, also with no request
         layout = gang.layout
-        lost = core.lost(gang.epoch, gang.num_blocks, layout.pp, layout.dp, kept=gang.keeps_kv)
+        lost = core.lost(gang.epoch, gang.num_blocks, layout.pp, layout.dp, kept=gang.kv.kept)
         self.tell(lost, stepped=True)
         seconds["total"] = self.clock() - began
         first = Transition(change.first, change.present)

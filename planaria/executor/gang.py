@@ -18,10 +18,11 @@ import msgspec
 from planaria.config.options import EngineConfig
 from planaria.core.eplb.places import ExpertsPlaced, Placing
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
-from planaria.executor.backend import Launcher, Link, NodeMemory
+from planaria.executor.backend import Launcher, Link
 from planaria.executor.boot import SPARE, RankBoot, boots_for
 from planaria.executor.bring_up import PHASES, BringUp, CommittedKV, Memory
 from planaria.executor.health import LONGEST_LOOK
+from planaria.executor.kv import GangKV
 from planaria.executor.link.address import Inside
 from planaria.executor.link.faults import ConnectionLost, LinkError
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
@@ -81,9 +82,7 @@ class Gang:
         self.link: Link | None = None
         self.num_blocks = self.weight_bytes = 0
         self.kv_bytes: dict[Layout, int] = {}  # of each rank, in the layouts that there were
-        self.memory: NodeMemory | None = None  # that KV may be in
-        self.kv = CommittedKV(self.layout)  # that is there
-        self.keeps_kv = False  # is it of before this epoch?
+        self.kv = GangKV(self.layout)
         self.maps: tuple[ExpertMap, ...] = ()  # in force: where each layer's experts are, if they are dealt whole
         self.travel = Travel()  # of experts, when the ranks came up the last time
         self.sent: ExpertsPlaced | None = None  # by ranks that are about to leave
@@ -173,13 +172,13 @@ class Gang:
     def _form(self, phases: StartUp) -> None:
         config = self.config
         link = self.link = self.link_for(self.places, self.epoch)
-        self.launcher.run(boots_for(config, self.places, link, self.memory.origin if self.memory is not None else None))
+        self.launcher.run(boots_for(config, self.places, link, self.kv.origin))
         self.check()  # who ended while there was no link to wake
         bring_up = BringUp(
             config.cache, config.scheduler, self.layout, self._memory(), epoch=self.epoch,
             apart=len({place.home for place in self.places}) > 1,
             loading=config.parallel.max_parallel_loading_workers, placing=self.placing(self.layout),
-            kv=self.kv,
+            kv=self.kv.there,
         )  # fmt: skip
         command: Command | None = bring_up.start()
         while command is not None:
@@ -187,7 +186,7 @@ class Gang:
             ticket = self.ask(command, TIMEOUTS.get(type(command), START_TIMEOUT), phases)
             command = bring_up.on_done(ticket.in_order())
             if isinstance(command, Regroup) and not command.keeps_kv:
-                self._clear_kv()
+                self.kv.clear(self.layout)
             if bring_up.failure is not None:
                 failed = self.root_cause(bring_up.failure)
                 if failed.kind == "peer" or (self.came_up and self._may_pass(failed)):
@@ -197,19 +196,10 @@ class Gang:
         self.kv_bytes[self.layout] = max(bring_up.kv_bytes, self.kv_bytes.get(self.layout, 0))
         self.members, self.num_blocks, self.weight_bytes = bring_up.members, bring_up.num_blocks, bring_up.weight_bytes
         self.seconds = bring_up.seconds | phases.seconds
-        self.keeps_kv, self.kv = bring_up.keeps_kv, CommittedKV(self.layout, bring_up.kv_number, self.num_blocks)
+        self.kv.kept = bring_up.keeps_kv
+        self.kv.there = CommittedKV(self.layout, bring_up.kv_number, self.num_blocks)
         self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None
         self.came_up = True
-
-    def forget_kv(self) -> None:
-        """It is computed again in the next epoch."""
-        self.kv = CommittedKV(self.layout, self.kv.number)
-
-    def _clear_kv(self) -> None:
-        """No rank computes any more, and none goes on with what there is."""
-        self.kv = CommittedKV(self.layout, self.kv.number + 1)
-        if self.memory is not None:
-            self.memory.clear()
 
     def _memory(self) -> Memory:
         """What ranks take KV from: their node's memory, or their accelerator's own."""

@@ -75,7 +75,7 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_committed_is_not_computed_again(model: str) -> None:
     with Engine(model, kv_cache_memory="2MiB", **ONE) as engine:
         before, after = one_mistake(engine)
-        assert engine.loop.gang.epoch == 1 and engine.loop.gang.keeps_kv
+        assert engine.loop.gang.epoch == 1 and engine.loop.gang.kv.kept
         assert engine.loop.core is not None and engine.loop.core.replayed_tokens == 0
     assert after == before
 

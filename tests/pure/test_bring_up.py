@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.errors import CapacityError
-from planaria.executor.bring_up import KV_CPU_LIMIT, BringUp, Memory, differences, kv_blocks
+from planaria.executor.bring_up import KV_CPU_LIMIT, BringUp, CommittedKV, Memory, differences, kv_blocks
 from planaria.protocol import Allocate, Command, Facts, Failed, Hello, Join, Load, Probe, Ready, Regroup, Reply
 from planaria.topology import Layout
 from planaria.worker.null import NullRank
@@ -22,7 +23,7 @@ def starting(tp: int = 2, pp: int = 1, loading: int | None = None, memory: int |
     return BringUp(cache, SCHEDULER, layout, Memory(cpu=True), epoch=3, apart=True, loading=loading)
 
 
-def hello(rank: int, layout: str = "tp=2", **more: dict[str, str]) -> Hello:
+def hello(rank: int, layout: str = "tp=2", **more: Any) -> Hello:
     digest = f"{layout} {more.get('hashes')}"
     return Hello(rank, 100 + rank, "home", f"node{rank}", "127.0.0.1", digest=digest, **more)
 
@@ -49,8 +50,30 @@ def test_the_order_and_what_each_carries() -> None:
     join, regroup, load, probe, allocate = commands_of(found, 2)
     assert join == Join(3, Layout(tp=2), True)
     assert isinstance(regroup, Regroup) and [m.rank for m in regroup.members] == [0, 1] and regroup.epoch == 3
-    assert load == Load((0, 1)) and probe == Probe() and allocate == Allocate(found.num_blocks)
+    assert load == Load((0, 1)) and probe == Probe() and allocate == Allocate(found.num_blocks, 1)
+    assert not regroup.keeps_kv
     assert found.state == "ready" and found.weight_bytes == 20 and found.seconds["part"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("held", "there", "keeps"),
+    [
+        ([4, 4], CommittedKV(Layout(tp=2), 4, 9), True),
+        ([4, 0], CommittedKV(Layout(tp=2), 4, 9), False),
+        ([3, 3], CommittedKV(Layout(tp=2), 4, 9), False),
+        ([4, 4], CommittedKV(Layout(tp=2), 4, 0), False),
+        ([4, 4], CommittedKV(Layout(pp=2), 4, 9), False),
+    ],
+    ids=["all have it", "one lacks it", "of before", "nothing counts", "another layout"],
+)
+def test_kv_that_all_ranks_have_is_kept(held: list[int], there: CommittedKV, keeps: bool) -> None:
+    found = BringUp(CacheConfig(block_size=16), SCHEDULER, Layout(tp=2), Memory(cpu=True), kv=there)
+    found.start()
+    command = found.on_done([hello(rank, kv=number) for rank, number in enumerate(held)])
+    assert isinstance(command, Regroup) and command.keeps_kv is keeps
+    while command is not None and not isinstance(command, Allocate):
+        command = found.on_done(answers(command, 2))
+    assert isinstance(command, Allocate) and (command == Allocate(9, 4)) is keeps and command.number == 5 - keeps
 
 
 def test_a_rank_that_computes_nothing_has_room_for_any_kv() -> None:

@@ -258,7 +258,7 @@ def test_who_waits_with_blocks_makes_room() -> None:
     run.restart(kept=True)
     run.take(run.core.admit(request("first", [3] * 40, 4, priority=-1)))
     run.run()
-    assert list(run.finish)[0] == "first" and run.tokens["first"] == hash_tokens([3] * 40, 0, 4, VOCAB)
+    assert next(iter(run.finish)) == "first" and run.tokens["first"] == hash_tokens([3] * 40, 0, 4, VOCAB)
     for i in range(2):
         assert run.tokens[f"r{i}"] == hash_tokens([i] * 17, i, 6, VOCAB)
     all_free(run)

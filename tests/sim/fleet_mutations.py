@@ -123,10 +123,14 @@ def trust_silence() -> Iterator[None]:
 def dawdle_before_another() -> Iterator[None]:
     """An engine's end is noticed, and another is started two minutes later."""
 
-    async def dawdle(self: EngineKeeper) -> None:
-        await asyncio.sleep(120.0)
+    begin = EngineKeeper._begin
 
-    with patch.object(EngineKeeper, "_back_off", dawdle):
+    async def dawdle(self: EngineKeeper, handle: EngineHandle) -> None:
+        if self.number:
+            await asyncio.sleep(120.0)
+        await begin(self, handle)
+
+    with patch.object(EngineKeeper, "_begin", dawdle):
         yield
 
 

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from planaria.core import holding
 from planaria.core.kv_cache import BlockPool
 from planaria.core.scheduler import Lane
 from planaria.core.sequence import SequenceState
 from planaria.executor.bring_up import BringUp
-from planaria.executor.gang import Gang
+from planaria.executor.kv import GangKV
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.protocol import Command, Hello, Reply, StepPlan
 
@@ -19,14 +20,14 @@ from planaria.protocol import Command, Hello, Reply, StepPlan
 @contextmanager
 def count_what_is_planned() -> Iterator[None]:
     """What steps in flight were to compute is believed to be there."""
-    hold = Lane._hold
+    hold = holding.hold
 
-    def planned(self: Lane, entry: SequenceState) -> None:
+    def planned(lane: Lane, entry: SequenceState) -> None:
         if entry.row is not None and not entry.auto and entry.planned > entry.request.computed:
             entry.request.computed = min(entry.planned, entry.request.num_tokens - 1)
-        hold(self, entry)
+        hold(lane, entry)
 
-    with patch.object(Lane, "_hold", planned):
+    with patch.object(holding, "hold", planned):
         yield
 
 
@@ -54,7 +55,7 @@ def whatever_the_layout() -> Iterator[None]:
         init(self, *args, **kwargs)
         self.kv = type(self.kv)(self.layout, self.kv.number, self.kv.num_blocks)
 
-    with patch.object(BringUp, "__init__", same), patch.object(Gang, "_clear_kv", lambda self: None):
+    with patch.object(BringUp, "__init__", same), patch.object(GangKV, "clear", lambda self, layout: None):
         yield
 
 
@@ -78,13 +79,13 @@ def commit_what_one_rank_has() -> Iterator[None]:
 @contextmanager
 def let_go_of_blocks_that_count() -> Iterator[None]:
     """They are free, and belong to who waits with them."""
-    hold = Lane._hold
+    hold = holding.hold
 
-    def loose(self: Lane, entry: SequenceState) -> None:
-        hold(self, entry)
-        self.pool.release(entry.blocks)
+    def loose(lane: Lane, entry: SequenceState) -> None:
+        hold(lane, entry)
+        lane.pool.release(entry.blocks)
 
-    with patch.object(Lane, "_hold", loose), patch.object(BlockPool, "share", share_anything):
+    with patch.object(holding, "hold", loose), patch.object(BlockPool, "share", share_anything):
         yield
 
 
@@ -96,5 +97,5 @@ def share_anything(self: BlockPool, blocks: Any) -> None:
 
 @contextmanager
 def keep_blocks_of_who_has_ended() -> Iterator[None]:
-    with patch.object(Lane, "_release_ended", lambda self: None):
+    with patch.object(holding, "release_ended", lambda lane: None):
         yield

@@ -92,7 +92,7 @@ class Simulation:
         self.links: list[SimLink] = []
         self.loop = EngineLoop(config, self.launcher, self._link_for, self._hear, self.world.clock, SimSystem(self))
         self.loop.on_loss = self._rouse
-        self.memory = self.loop.gang.memory = SimMemory()
+        self.memory = self.loop.gang.kv.memory = SimMemory()
         self.reports = 0  # not answered
         self.dead: Dead | None = None
         self.woken = self.began = False
@@ -145,7 +145,7 @@ class Simulation:
             case Recovery() if is_replayed(message):
                 pass
             case Recovery():
-                self.counts["KV kept"] += self.loop.gang.keeps_kv
+                self.counts["KV kept"] += self.loop.gang.kv.kept
                 self.rules.recovered(message)
             case Processes():
                 self.reports -= 1
