@@ -27,6 +27,11 @@ def log_level() -> str:
     return os.environ.get("PLANARIA_LOG_LEVEL", "info")
 
 
+def log_format() -> str:
+    """$PLANARIA_LOG_FORMAT: text (default) or json."""
+    return os.environ.get("PLANARIA_LOG_FORMAT", "text")
+
+
 def api_keys() -> tuple[str, ...]:
     """$PLANARIA_API_KEY: keys separated by commas, used where --api-key isn't given."""
     return tuple(key for key in os.environ.get("PLANARIA_API_KEY", "").split(",") if key)

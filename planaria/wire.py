@@ -73,6 +73,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
     ranks: list[int]  # pids
     seconds: dict[str, float]
     places: list[CameUp] = []  # by rank
+    kv_bytes: int = 0  # of a rank
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, tag="output"):

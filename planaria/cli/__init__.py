@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 
 def main(args: list[str] | None = None) -> int:
     """Run a command; exit code 2 for a user's mistake, 1 for a failure, each with one line on standard error."""
     from planaria.cli.app import app
-    from planaria.env import log_level
+    from planaria.env import log_format, log_level
     from planaria.errors import PlanariaError, UserError
-    from planaria.logs import setup_logging
+    from planaria.logs import as_json, setup_logging
 
     try:
-        setup_logging(log_level())
+        setup_logging(log_level(), log_format())
         app(args, standalone_mode=True)
-    except UserError as e:
-        print(f"planaria: {e}", file=sys.stderr)
-        return 2
     except PlanariaError as e:
-        print(f"planaria: {e}", file=sys.stderr)
-        return 1
+        if as_json():
+            logging.getLogger("planaria").error("%s", e)
+        else:
+            print(f"planaria: {e}", file=sys.stderr)
+        return 2 if isinstance(e, UserError) else 1
     except KeyboardInterrupt:
         return 130
     except SystemExit as e:

@@ -33,6 +33,10 @@ Json = Annotated[bool, typer.Option("--json", help="For machines: JSON on standa
 LogLevel = Annotated[
     str | None, typer.Option(help="debug, info, warning or error; default: $PLANARIA_LOG_LEVEL, else info.")
 ]
+LogFormat = Annotated[
+    str | None, typer.Option(help="text, or json: a line of JSON for each; default: $PLANARIA_LOG_FORMAT, else text.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: --log-level debug.")]
 NoTokenizer = Annotated[
     bool,
     typer.Option("--skip-tokenizer-init", help="Token ids in and out, no text; of the server /v1/completions only."),
@@ -78,6 +82,8 @@ def serve(
     model: Model,
     skip_tokenizer_init: NoTokenizer = False,
     log_level: LogLevel = None,
+    log_format: LogFormat = None,
+    verbose: Verbose = False,
 ) -> None:
     """Serve MODEL through the OpenAI API."""
 

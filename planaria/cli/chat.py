@@ -12,6 +12,7 @@ import msgspec
 
 from planaria.cli.look import console, started
 from planaria.errors import RequestError
+from planaria.logs import held
 from planaria.types import SamplingParams
 
 
@@ -60,7 +61,8 @@ def _converse(llm: Any, messages: list[dict[str, Any]], params: SamplingParams) 
             break
         messages.append({"role": "user", "content": line})
         try:
-            text = asyncio.run(answer(llm, messages, params))
+            with held():
+                text = asyncio.run(answer(llm, messages, params))
         except KeyboardInterrupt:
             messages.pop()
             continue

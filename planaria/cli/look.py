@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from rich.table import Table
 from planaria.wire import EngineFacts, Phase, StartUpNews
 
 console = Console(stderr=True, highlight=False)
+logger = logging.getLogger("planaria.cli")
 
 
 def write_json(value: Any) -> None:
@@ -126,24 +128,32 @@ def size(count: float) -> str:
     return f"{count:.1f}T"
 
 
-def summary(facts: EngineFacts, seconds: dict[str, float] | None = None, defaults: str = "") -> Table:
-    """The start-up summary: what runs, how much fits, where the time went. defaults: of requests that say nothing."""
+def summary(
+    facts: EngineFacts, seconds: dict[str, float] | None = None, defaults: str = "", address: str = ""
+) -> Table:  # fmt: skip
+    """The start-up summary: what runs, the memory it takes, how much fits; at level debug how, and where the time went.
+    defaults: of requests that say nothing."""
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", style="dim")
     table.add_column()
     kept = {"none": "", "keep": ", weights packed as in the file"}.get(facts.quantization, f", {facts.quantization}")
     table.add_row("model", f"{facts.model} ({size(facts.num_parameters)} parameters, {facts.dtype}{kept})")
-    weights = f"{facts.weight_bytes / 2**20:,.0f} MiB of weights"
-    threads = "1 thread" if facts.threads == 1 else f"{facts.threads} threads"
-    table.add_row("device", f"{facts.device}, {threads}, {weights}")
+    each = f" on each of {len(facts.ranks)} ranks" if len(facts.ranks) > 1 else ""
+    weights, kv = (f"{value / 2**20:,.0f} MiB" for value in (facts.weight_bytes, facts.kv_bytes))
+    table.add_row("memory", f"{weights} of weights, {kv} of KV{each} ({facts.device})")
     tokens = facts.num_blocks * facts.block_size
-    table.add_row("kv cache", f"{tokens:,} tokens in {facts.num_blocks:,} blocks of {facts.block_size}")
-    table.add_row("executor", f"{facts.executor} ({facts.layout})")
+    table.add_row("tokens", f"{tokens:,} fit at a time; the longest request has {facts.max_model_len:,}")
     if defaults:
         table.add_row("defaults", f"{defaults} (--generation-config)")
     parts = {**facts.seconds, **(seconds or {})}
     total = parts.pop("total", None)
-    parts.pop("engine", None)
-    times = ", ".join(f"{part} {value:.2f}" for part, value in parts.items())
-    table.add_row("start-up", f"{total:.2f} s ({times})" if total is not None else f"{times} s")
+    if logger.isEnabledFor(logging.DEBUG):
+        parts.pop("engine", None)
+        threads = "1 thread" if facts.threads == 1 else f"{facts.threads} threads"
+        table.add_row("executor", f"{facts.executor} ({facts.layout}), {threads}")
+        table.add_row("blocks", f"{facts.num_blocks:,} of {facts.block_size} tokens")
+        table.add_row("parts", ", ".join(f"{part} {value:.2f}" for part, value in parts.items()) + " s")
+    ready = f"ready in {total:.2f} s" if total is not None else ""
+    if ready or address:
+        table.add_row("address" if address else "start-up", ", ".join(filter(None, (address, ready))))
     return table

@@ -23,7 +23,8 @@ from planaria.config.options import EngineConfig
 from planaria.config.parallel import refuse_outer_launcher
 from planaria.config.resolve import resolve
 from planaria.env import admin_key, api_keys, ray_settings
-from planaria.logs import setup_logging
+from planaria.env import log_level as default_level
+from planaria.logs import as_json, setup_logging
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
 from planaria.server.connections import raise_descriptor_limit
@@ -36,12 +37,13 @@ logger = logging.getLogger("planaria.server")
 
 
 def run(
-    model: str, engine: dict[str, Any], server: dict[str, Any], skip_tokenizer_init: bool, log_level: str | None
+    model: str, engine: dict[str, Any], server: dict[str, Any], skip_tokenizer_init: bool, log_level: str | None,
+    log_format: str | None, verbose: bool,
 ) -> None:  # fmt: skip
     """Exit code: see planaria.server.serve.serve; 2 for a refused option or model, 1 if it can't start."""
     started = time.monotonic()
-    if log_level is not None:
-        setup_logging(log_level)
+    if log_level or log_format or verbose:
+        setup_logging(log_level or ("debug" if verbose else default_level()), log_format)
     names = server["served_model_names"] or (model,)
     server |= {
         "served_model_names": names, "api_keys": server["api_keys"] or api_keys(),
@@ -69,7 +71,10 @@ def run(
 
 
 def _show(table: str) -> None:
-    console.print(table, soft_wrap=True, markup=False)
+    if as_json():
+        logger.info("%s", table)
+    else:
+        console.print(table, soft_wrap=True, markup=False)
 
 
 def _prepare(fleet: Fleet, planned: Planned | None) -> None:
@@ -147,6 +152,12 @@ def _announce(line: str, fleet: Fleet, started: float) -> None:
     facts = fleet.dispatcher.facts
     assert facts is not None
     defaults = said(fleet.config.checkpoint["generation_config"])
-    console.print(summary(facts, {"total": time.monotonic() - started}, defaults))
+    ready = time.monotonic() - started
+    address = line.split(" at ", 1)[-1].split()[0]
+    if as_json():
+        fields = {name: value for name, value in msgspec.structs.asdict(facts).items() if name != "places"}
+        logger.info("%s", line, extra={"fields": {**fields, "address": address, "ready_seconds": ready}})
+    else:
+        console.print(summary(facts, {"total": ready}, defaults, address), soft_wrap=True)
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -43,6 +43,7 @@ def facts_of(config: EngineConfig, gang: Gang) -> EngineFacts:
         ranks=[member.pid for member in gang.members],
         seconds=gang.seconds,
         places=places_of(gang),
+        kv_bytes=gang.kv_bytes[gang.layout],
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from planaria.errors import RequestError
 
@@ -28,6 +29,16 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": error_type(status), "param": param, "code": code}}
 
 
+class ErrorAnswer(Response):
+    """What it says is known to the request's line of the log: code, field, message."""
+
+    said: tuple[str | None, str | None, str]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["planaria"].error = self.said
+        await super().__call__(scope, receive, send)
+
+
 def failure(
     message: str,
     status: int = 400,
@@ -41,7 +52,9 @@ def failure(
     if status == 503:
         extra.setdefault("Retry-After", RETRY_AFTER)
     body = msgspec.json.encode(error_body(message, status, param, code))
-    return Response(body, status, extra, "application/json")
+    answer = ErrorAnswer(body, status, extra, "application/json")
+    answer.said = code, param, message
+    return answer
 
 
 def refused(error: RequestError) -> Response:

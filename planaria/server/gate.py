@@ -30,6 +30,7 @@ ADMIN_PATHS = ("/admin", "/scale_elastic_ep")
 MAX_BODIES = 512 << 20  # bytes of all requests that are being read or answered
 LINGER_BYTES = 64 << 20  # of a body that is too large, read and dropped so that the client hears why
 LINGER_SECONDS = 10.0
+MAX_MESSAGE = 500  # characters of an error in the log
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 _CLOSE = {"Connection": "close"}
 _LOOPBACK = ("127.", "::1", "::ffff:127.")
@@ -42,14 +43,33 @@ _NOT_LOCAL = frozenset({b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-
 class RequestInfo:
     """What is known of an HTTP request outside its route."""
 
-    __slots__ = ("arrival", "held", "id", "logged", "path", "status", "uid")
+    __slots__ = ("arrival", "error", "held", "id", "logged", "method", "path", "status", "uid")
 
-    def __init__(self, id: str, uid: str, path: str) -> None:
-        self.id, self.uid, self.path = id, uid, path
+    def __init__(self, id: str, uid: str, method: str, path: str) -> None:
+        self.id, self.uid, self.method, self.path = id, uid, method, path
         self.arrival = time.perf_counter()
         self.logged = False
         self.status = 0
         self.held = 0  # bytes of its body
+        self.error: tuple[str | None, str | None, str] | None = None  # code, field, message of what it was answered
+
+    def log(self, words: str = "", level: int = logging.INFO, **fields: object) -> None:
+        """The request's one line. words: what there is to say besides; fields: the same, for machines."""
+        self.logged = True
+        seconds = time.perf_counter() - self.arrival
+        if self.error is not None:
+            code, param, message = self.error
+            message = clean(message, MAX_MESSAGE)
+            words += f" {code}{f' ({clean(param)})' if param else ''}: {message}"
+            fields |= {"code": code, "param": param, "error": message}
+        if not logger.isEnabledFor(level):
+            return
+        path = clean(self.path)
+        logger.log(
+            level, "%s %s %s %d%s, %.3f s", self.id, self.method, path, self.status, words, seconds,
+            extra={"fields": {"id": self.id, "method": self.method, "path": path, "status": self.status,
+                              "seconds": round(seconds, 6), **fields}},
+        )  # fmt: skip
 
 
 class ApiKeys:
@@ -86,7 +106,7 @@ class Gate:
         uid = uuid.uuid4().hex
         given = headers.get(b"x-request-id")
         id = given.decode() if given is not None and _SAFE_ID.match(given) else uid
-        info = RequestInfo(id, uid, scope["path"])
+        info = RequestInfo(id, uid, scope["method"], scope["path"])
         scope["planaria"] = info
         id_header = (b"x-request-id", id.encode())
 
@@ -111,11 +131,7 @@ class Gate:
             if not info.logged:
                 # Who asks again and again whether the model is loaded fills no log.
                 quiet = open_path or info.status < 400 or (info.status == 503 and self.service.client.facts is None)
-                level = logging.DEBUG if quiet else logging.INFO
-                logger.log(
-                    level, "%s %s %s: status %d, %.3f s",
-                    id, scope["method"], clean(info.path), info.status, time.perf_counter() - info.arrival,
-                )  # fmt: skip
+                info.log(level=logging.DEBUG if quiet else logging.INFO)
 
     async def _pass(
         self, scope: Scope, headers: dict[bytes, bytes], open_path: bool, receive: Receive, send: Send
@@ -261,6 +277,6 @@ def _unauthorized(what: str) -> ASGIApp:
     )  # fmt: skip
 
 
-def clean(path: str) -> str:
-    """A path for a log line: one line, not long."""
-    return path[:200].encode("unicode_escape").decode("ascii")
+def clean(text: str, limit: int = 200) -> str:
+    """What a client sent, or what quotes it, for a log line: one line, not long."""
+    return text[:limit].encode("unicode_escape").decode("ascii")

@@ -28,6 +28,7 @@ from planaria.types import FinishReason
 
 AT_ONCE = 16  # prompts of a request between two turns of the event loop
 DONE = b"data: [DONE]\n\n"
+CLIENT_GONE = 499  # the status of a request whose client left before it had an answer
 UNREAD = 16 << 20  # bytes, about, of an answer that its client doesn't read
 _TOKEN, _LOGPROB = 40, 100  # bytes, about, of one in a piece
 _STREAM_HEADERS = [
@@ -200,21 +201,22 @@ class Generation:
     def log(self) -> None:
         """The request's one line."""
         info = self.info
-        info.logged = True
-        now = time.perf_counter()
         prompt = sum(s.prompt_tokens for s in self.streams)
         output = sum(s.completion_tokens for s in self.streams)
-        first = f"{(self.first_token - info.arrival) * 1e3:.0f} ms" if self.first_token is not None else "-"
+        ttft = None if self.first_token is None else self.first_token - info.arrival
         if self.gone:
             reason = "client disconnected"
+            info.status = info.status or CLIENT_GONE
         elif self.error is not None:
-            reason = f"error: {self.error[0]}"
+            reason = "error"
+            message, _, code = self.error
+            info.error = (code, None, message)
         else:
-            reasons = dict.fromkeys(str(q.finish) for s in self.streams for q in s.sequences)
-            reason = "+".join(reasons)
-        logger.info(
-            "%s %s: %d tokens in, %d out, ttft %s, %.3f s, %s",
-            info.id, info.path, prompt, output, first, now - info.arrival, reason,
+            reason = "+".join(dict.fromkeys(str(q.finish) for s in self.streams for q in s.sequences))
+        first = "-" if ttft is None else f"{ttft * 1e3:.0f} ms"
+        info.log(
+            f": {prompt} tokens in, {output} out, ttft {first}, {reason}", prompt_tokens=prompt,
+            completion_tokens=output, ttft_seconds=ttft, finish=reason,
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -196,7 +197,8 @@ async def test_request_ids_and_the_log(server, caplog):
         assert answer.headers["x-request-id"] == "trace-7"
         lines = [r.getMessage() for r in caplog.records if "trace-7" in r.getMessage()]
         assert len(lines) == 1
-        assert "/v1/completions: 1 tokens in, 2 out, ttft " in lines[0] and lines[0].endswith(", length")
+        assert lines[0].startswith("trace-7 POST /v1/completions 200: 1 tokens in, 2 out, ttft ")
+        assert re.search(r" ms, length, \d\.\d{3} s$", lines[0])
         caplog.clear()
         answer = await http.get("/v1/models")
         first = answer.headers["x-request-id"]
@@ -204,8 +206,19 @@ async def test_request_ids_and_the_log(server, caplog):
         for bad in ("x" * 500, "a b", "\u00e9".encode()):
             assert len((await http.get("/health", headers={"x-request-id": bad})).headers["x-request-id"]) == 32
         assert not caplog.records  # what is well and doesn't generate isn't worth a line
-        await http.post(C, json={**BODY, "n": 0}, headers={"x-request-id": "bad-one"})
-        assert [r.getMessage().split(",")[0] for r in caplog.records] == ["bad-one POST /v1/completions: status 400"]
+        refused = await http.post(C, json={**BODY, "n": 0}, headers={"x-request-id": "bad-one"})
+        (record,) = caplog.records
+        error = refused.json()["error"]
+        line = f"bad-one POST /v1/completions 400 {error['code']} (n): {error['message']}, "
+        assert record.getMessage().startswith(line)
+        fields = record.fields
+        assert (fields["status"], fields["code"], fields["param"], fields["error"]) == (
+            400, error["code"], "n", error["message"],
+        )  # fmt: skip
+        caplog.clear()
+        await http.post(C, json={**BODY, "a\nb": 1, "model": "\x1b[31m\n"})
+        assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
+        assert "\x1b" not in caplog.records[0].getMessage()
         caplog.clear()
         await http.get("/v1/%0a%1b[31mevil")
         assert len(caplog.records) == 1 and "\n" not in caplog.text.strip() and "\x1b" not in caplog.text

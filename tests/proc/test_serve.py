@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.proc.servers import PATIENCE, PATIENT, SMALL, SOON, TINY, Server, alive, needs_smollm2, wait_until
+from tests.proc.servers import PATIENCE, PATIENT, SMALL, SOON, TINY, Server, alive, needs_smollm2, planaria, wait_until
 from tests.proc.test_engine_death import HASH, counting
 
 pytestmark = needs_smollm2
@@ -215,3 +216,17 @@ def test_server_death_ends_the_engine(tmp_path: Path) -> None:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
+
+
+def test_every_line_of_the_log_is_for_machines() -> None:
+    """Of the server, its engine and its ranks; what it needs to say before it starts, too."""
+    with Server("smollm2", *HASH, "-tp", "2", "--log-format", "json") as server:
+        answer = httpx2.post(server.url + "/v1/completions", json={"model": "smollm2", "prompt": "a", "n": 0})
+        os.kill(server.rank_pids()[-1], signal.SIGKILL)
+        server.wait_for("rank 1 failed")
+    lines = [json.loads(line) for line in server.log]
+    assert [line["address"] for line in lines if "address" in line] == [server.url]
+    error = answer.json()["error"]
+    assert [(line["param"], line["error"]) for line in lines if line.get("status") == 400] == [("n", error["message"])]
+    refused = planaria("serve", "smollm2", "--port", "70000", env={"PLANARIA_LOG_FORMAT": "json"})
+    assert refused.returncode == 2 and "--port 70000" in json.loads(refused.stderr)["message"]

@@ -1,0 +1,80 @@
+"""Lines for people and for machines, and that none comes inside an answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from planaria.errors import ConfigError
+from planaria.logs import as_json, current_level, held, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("planaria", "uvicorn")]
+    before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers = []
+    yield
+    for logger, handlers, level, propagate in before:
+        logger.handlers, logger.level, logger.propagate = handlers, level, propagate
+
+
+def test_text_is_a_line_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    logging.getLogger("planaria.server").info("ready %d", 1, extra={"fields": {"address": "here"}})
+    assert capsys.readouterr().err.endswith(" I planaria.server: ready 1\n")
+
+
+def test_json_is_a_line_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info", "json")
+    logger = logging.getLogger("planaria.server")
+    logger.info("two\nlines", extra={"fields": {"status": 400, "code": "x"}})
+    try:
+        raise ZeroDivisionError("a bug")
+    except ZeroDivisionError:
+        logger.exception("failed")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first["time"].endswith("+00:00")
+    del first["time"]
+    assert first == {
+        "level": "info", "logger": "planaria.server", "message": "two\nlines", "status": 400, "code": "x",
+    }  # fmt: skip
+    assert second["level"] == "error" and "ZeroDivisionError: a bug" in second["exception"]
+
+
+def test_processes_that_are_started_get_both() -> None:
+    setup_logging("warning", "json")
+    told = current_level()
+    logging.getLogger("planaria").handlers = []
+    setup_logging("info", "text")
+    assert current_level() == "info" and not as_json()
+    setup_logging(told)
+    assert current_level() == told and as_json() and logging.getLogger("planaria").level == logging.WARNING
+
+
+def test_a_level_alone_keeps_the_form() -> None:
+    setup_logging("info", "json")
+    setup_logging("debug")
+    assert as_json() and current_level() == "debug/json"
+
+
+@pytest.mark.parametrize(("level", "form", "option"), [("loud", None, "--log-level"), ("info", "xml", "--log-format")])
+def test_what_is_unknown_is_refused(level: str, form: str | None, option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        setup_logging(level, form)
+
+
+def test_no_line_comes_inside_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    with held():
+        logging.getLogger("planaria.engine").warning("rank 1 failed")
+        logging.getLogger("uvicorn.error").warning("a malformed request")
+        assert not capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in said] == ["rank 1 failed", "a malformed request"]
+    logging.getLogger("planaria").info("after")
+    assert capsys.readouterr().err.endswith("after\n")
