@@ -13,9 +13,10 @@ import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from planaria.errors import RequestError
+from planaria.server.body import PIECE, all_are, decode
 from planaria.server.messages import MAX_MESSAGES, ROLES
 from planaria.types import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP, SamplingParams, bounds_of
 
@@ -25,13 +26,31 @@ MAX_PROMPTS = 16_384
 MAX_FIELDS = 256
 MAX_BRACKETS = 1 << 18  # [ and { of a body
 
+
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # The last word about token ids is the vocabulary's (inputs.py); a list of them is only checked for its shape here.
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 Size = Annotated[int, Field(ge=0, lt=2**31)]
 JsonObject = dict[str, Any]
+
+
+def _token_ids(value: Any) -> Any:
+    if type(value) is list and all_are(int, value):
+        return value
+    raise ValueError(_RULES["tokens"])
+
+
+def _prompts(value: Any) -> Any:
+    if type(value) is str or (type(value) is list and (all_are(str, value) or all_are(int, value))):
+        return value
+    if type(value) is list and all_are(list, value) and all(all_are(int, one) for one in value):
+        return value
+    raise ValueError(_RULES["prompt"])
+
+
+# The last word about token ids is the vocabulary's (inputs.py). Pydantic would look at all of a list in one call.
+TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
+Prompt = str | list[str] | list[int] | list[list[int]]
+Prompts = Annotated[Prompt, PlainValidator(_prompts, json_schema_input_type=Prompt)]
 
 
 class Strict(BaseModel):
@@ -99,7 +118,7 @@ class GenerationRequest(Strict):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | Texts | TokenIds | TokenIdLists = Field(
+    prompt: Prompts = Field(
         description="Text, token ids, or a list of either.",
         examples=["The capital of France is"],
     )  # fmt: skip
@@ -419,14 +438,16 @@ def parse(model: type[M], body: bytes) -> M:
     if brackets > MAX_BRACKETS:  # each list is an object that all others wait for
         raise RequestError(f"the request's body has {brackets} brackets; at most {MAX_BRACKETS}", code="invalid_value")
     try:
-        value = msgspec.json.decode(body)
+        value = decode(body)
     except UnicodeDecodeError as e:
-        raise RequestError(f"the request's body is not UTF-8 (byte {e.start})", code="invalid_json") from None
+        at = f" (byte {e.start})" if len(body) <= PIECE else ""
+        raise RequestError(f"the request's body is not UTF-8{at}", code="invalid_json") from None
     except RecursionError:
         raise RequestError("the request's body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, ValueError) as e:
-        if b"NaN" not in body and b"Infinity" not in body:
-            raise RequestError(f"the request's body is not valid JSON: {e}", code="invalid_json") from None
+        if len(body) > PIECE or (b"NaN" not in body and b"Infinity" not in body):
+            said = str(e) if len(body) <= PIECE else str(e).partition(" (byte")[0]  # of a piece
+            raise RequestError(f"the request's body is not valid JSON: {said}", code="invalid_json") from None
         value = _with_nan(body, e)
     if type(value) is not dict:
         raise RequestError("the request's body must be a JSON object", code="invalid_type")
