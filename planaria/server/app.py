@@ -127,6 +127,8 @@ def _routes(app: FastAPI) -> None:
             path, endpoint, methods=["GET" if body is None else "POST"], response_model=None,
             response_class=Response, responses=responses, openapi_extra=extra, operation_id=endpoint.__name__,
         )  # fmt: skip
+        if body is None:
+            app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
 
     post = (400, 401, 404, 408, 413, 415, 500, 503)
     add(
@@ -139,6 +141,7 @@ def _routes(app: FastAPI) -> None:
     )  # fmt: skip
     add("/tokenize", tokens.tokenize, schema.TokenizeResponse, schema.TokenizeRequest, errors=post)
     add("/detokenize", tokens.detokenize, schema.DetokenizeResponse, schema.DetokenizeRequest, errors=post)
+    add("/tokenizer_info", tokens.tokenizer_info, schema.TokenizerInfo, errors=(400, 401, 503))
     add("/v1/models", health.list_models, schema.ModelList, errors=(401, 503))
     add("/v1/models/{model:path}", health.get_model, schema.ModelCard, errors=(401, 404, 503))
     add("/admin/processes", admin.list_processes, schema.ProcessList, errors=(401, 403))
@@ -168,6 +171,7 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema.Message,
     schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
+    schema.TokenizerInfo,
     schema.ModelList, schema.ModelCard, schema.HealthReport, schema.Version, schema.ProcessList, schema.ErrorResponse,
     schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
     schema_fleet.LayoutResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,

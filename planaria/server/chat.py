@@ -19,17 +19,21 @@ from planaria.server.common import (
     sampling_params,
     spelled,
     token_text,
+    truncated,
 )
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import check_logprobs, submissions
-from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, clip
+from planaria.server.messages import check_messages
+from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, TokenizeRequest, clip
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.types import TokenLogprobs
 
 # Names of apply_chat_template's own arguments, and those that would bring in code or fields refused elsewhere.
-_RESERVED = frozenset({"self", "messages", "add_generation_prompt", "tools", "documents", "chat_template"})
+_RESERVED = frozenset({
+    "self", "messages", "add_generation_prompt", "tools", "documents", "chat_template", "continue_final_message",
+})  # fmt: skip
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -44,14 +48,7 @@ async def create_chat_completion(request: Request) -> Response:
         )  # fmt: skip
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
-    max_tokens = body.max_tokens
-    if body.max_completion_tokens is not None:
-        if max_tokens not in (None, body.max_completion_tokens):
-            raise RequestError(
-                f"max_tokens ({max_tokens}) and max_completion_tokens ({body.max_completion_tokens}) disagree",
-                param="max_completion_tokens", code="invalid_value",
-            )  # fmt: skip
-        max_tokens = body.max_completion_tokens
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
     tokenizer = service.need_tokenizer("messages")
@@ -59,11 +56,11 @@ async def create_chat_completion(request: Request) -> Response:
     ids = await chat_prompt(
         service,
         request,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        variables=body.chat_template_kwargs,
-        limit=facts.max_model_len,
+        body,
+        variables=_variables(body, trusted=service.config.trust_request_chat_template),
+        limit=facts.max_model_len if body.truncate_prompt_tokens is None else None,
     )
+    ids = truncated(ids, body, max_tokens, facts.max_model_len)
     check_logprobs([len(ids)], params)
     info = request.scope["planaria"]
     submits = submissions(
@@ -77,37 +74,57 @@ async def create_chat_completion(request: Request) -> Response:
     return Answer(generation)
 
 
+def _variables(body: ChatCompletionRequest, *, trusted: bool) -> dict[str, Any]:
+    """What of the request is for the chat template, but `chat_template_kwargs`. Raises RequestError."""
+    if body.chat_template is not None and not trusted:
+        raise RequestError(
+            "chat_template is taken by servers with --trust-request-chat-template; this one has its model's",
+            param="chat_template", code="unsupported_parameter",
+        )  # fmt: skip
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message",
+            code="invalid_value",
+        )  # fmt: skip
+    given = {
+        "chat_template": body.chat_template, "continue_final_message": body.continue_final_message,
+        "reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity,
+    }  # fmt: skip
+    return {name: value for name, value in given.items() if value is not None}
+
+
 async def chat_prompt(
     service: Service,
     request: Request,
-    messages: list[Any],
+    body: ChatCompletionRequest | TokenizeRequest,
     *,
-    add_generation_prompt: bool,
-    variables: dict[str, Any] | None,
-    add_special_tokens: bool = False,
+    variables: dict[str, Any] | None = None,
     limit: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation in the model's chat format.
+    """Token ids of a conversation in the model's chat format. variables: of the template, after those of
+    `chat_template_kwargs`.
 
     Raises RequestError where the template refuses it, or where it can't fit in `limit` tokens.
     """
     tokenizer = service.need_tokenizer("messages")
-    if variables is not None and len(variables) > MAX_FIELDS:
+    kwargs = body.chat_template_kwargs or {}
+    if len(kwargs) > MAX_FIELDS:
         raise RequestError(
-            f"chat_template_kwargs has {len(variables)} entries; at most {MAX_FIELDS}",
+            f"chat_template_kwargs has {len(kwargs)} entries; at most {MAX_FIELDS}",
             param="chat_template_kwargs", code="invalid_value",
         )  # fmt: skip
-    reserved = sorted(_RESERVED.intersection(variables or ()))
+    reserved = sorted(_RESERVED.intersection(kwargs))
     if reserved:
         raise RequestError(
             f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs", code="invalid_value"
         )
 
     def render() -> list[int]:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **(variables or {}))
+        begins = body.add_generation_prompt is not False
+        text = tokenizer.apply_chat_template(body.messages, begins, **{**(variables or {}), **kwargs})
         if len(text) > LONG_TEXT:
             service.check_length(text, limit, "messages")
-        return tokenizer.encode(text, add_special_tokens)
+        return tokenizer.encode(text, bool(body.add_special_tokens))
 
     if len(await request.body()) <= LONG_TEXT:
         return render()
@@ -119,9 +136,14 @@ class ChatWriter:
 
     def __init__(self, service: Service, uid: str, body: ChatCompletionRequest, stream: Choices) -> None:
         self.tokenizer, self.stream = service.tokenizer, stream
+        self.names = None if body.return_tokens_as_token_ids else service.tokenizer  # what tokens are called by
+        self.echo = ""
+        if body.echo and (last := check_messages(body.messages[-1:])[0])["role"] == "assistant":
+            self.echo = last["content"]
         self.logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self.prompt_logprobs = body.prompt_logprobs
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        uid = body.request_id or uid
         self.envelope = envelope = Envelope(service, f"chatcmpl-{uid}", kind, body, [stream])
         self.tail = envelope.tail
         self.openings = [envelope.opening(i, b'"delta":{"content":') for i in range(len(stream.sequences))]
@@ -154,7 +176,8 @@ class ChatWriter:
 
     def _role(self, index: int) -> bytes:
         choice = {
-            "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
+            "index": index, "delta": {"role": "assistant", "content": self.echo}, "logprobs": None,
+            "finish_reason": None,
         }  # fmt: skip
         value = self.envelope.value([choice])
         if index == 0:
@@ -174,7 +197,7 @@ class ChatWriter:
         for sequence in self.stream.sequences:
             choice: dict[str, Any] = {
                 "index": sequence.choice,
-                "message": {"role": "assistant", "content": sequence.text, "refusal": None},
+                "message": {"role": "assistant", "content": self.echo + sequence.text, "refusal": None},
                 "logprobs": self._logprobs(sequence.logprobs) if sequence.logprobs is not None else None,
                 "finish_reason": sequence.finish,
                 "stop_reason": sequence.stop_reason,
@@ -187,11 +210,11 @@ class ChatWriter:
         return encode_json(value)
 
     def _logprobs(self, positions: list[TokenLogprobs]) -> dict[str, Any]:
-        tokenizer = self.tokenizer
+        tokenizer, names = self.tokenizer, self.names
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             return {
-                "token": token_text(token, tokenizer), "logprob": finite(logprob), "bytes": _bytes(token, tokenizer),
+                "token": token_text(token, names), "logprob": finite(logprob), "bytes": _bytes(token, tokenizer),
             }  # fmt: skip
 
         return {

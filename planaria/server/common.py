@@ -23,8 +23,8 @@ LONG_WORDS = 200  # characters of stop strings and bad words from which they are
 LONG_BODY = 1 << 16  # bytes from which a body is read in a thread
 LOWEST = -9999.0  # said for log-probabilities JSON has no number for
 
-_LISTS = ("bad_words", "stop_token_ids")
-_OWN = {"max_tokens", "logprobs", "stop", "logit_bias", *_LISTS}  # in a form of the API's own
+_LISTS = ("bad_words", "stop_token_ids", "allowed_token_ids")
+_OWN = {"truncate_prompt_tokens", "max_tokens", "logprobs", "stop", "logit_bias", *_LISTS}  # in a form of the API's own
 _SAME = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields.keys() - _OWN)
 
 M = TypeVar("M", bound=BaseModel)
@@ -64,7 +64,7 @@ def sampling_params(
             values[name] = value
     for name in _LISTS:
         value = getattr(request, name)
-        if value:
+        if value is not None:
             values[name] = tuple(value)
     stop = request.stop
     if stop is not None:
@@ -107,6 +107,19 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST
 
 
+def truncated(ids: list[int], body: GenerationRequest, max_tokens: int | None, limit: int) -> list[int]:
+    """The last tokens of a prompt, as many as the request wants of it. limit: of prompt and output. Raises
+    RequestError."""
+    count = body.truncate_prompt_tokens
+    if count == 0:
+        raise RequestError(
+            "truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens", code="invalid_value"
+        )
+    if count == -1:
+        count = max(1, limit - (max_tokens or 1))
+    return ids if count is None else ids[-count:]
+
+
 class Envelope:
     """What the events and the whole answer of a request have in common: its head, and its token counts as far as asked
     for. hidden: what was generated is not shown and not counted. `plain`: an event of a piece of text alone needs
@@ -123,7 +136,10 @@ class Envelope:
         self.token_ids = bool(body.return_token_ids)
         self.plain = not (self.token_ids or self.continuous or hidden)
         model = body.model or service.model_names[0]
-        self.head: dict[str, Any] = {"id": id, "object": kind, "created": int(time.time()), "model": model}
+        self.head: dict[str, Any] = {
+            "id": id, "object": kind, "created": int(time.time()), "model": model,
+            "system_fingerprint": service.fingerprint,
+        }  # fmt: skip
         self.started = [False] * sum(len(prompt.sequences) for prompt in prompts)
         self.closing = b',"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
 

@@ -21,6 +21,7 @@ from planaria.server.common import (
     sampling_params,
     spelled,
     token_text,
+    truncated,
 )
 from planaria.server.detokenise import text_offsets
 from planaria.server.generation import AT_ONCE, Answer, Generation
@@ -55,6 +56,9 @@ async def create_completion(request: Request) -> Response:
         params = msgspec.structs.replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     params = await spelled(service, params, request)
     prompts = await _prompts(service, request, body, facts.max_model_len)
+    if body.truncate_prompt_tokens is not None:
+        kept = [truncated(own, body, max_tokens, facts.max_model_len) for own, _ in prompts]
+        prompts = [(cut, text if cut == own else None) for cut, (own, text) in zip(kept, prompts, strict=True)]
     sizes = [len(ids) for ids, _ in prompts]
     check_logprobs(sizes, params)
     if (body.echo or body.return_token_ids) and sum(sizes) * n > MAX_REPEATED:
@@ -104,7 +108,8 @@ async def _prompts(
     if isinstance(first, list):
         return [(ids, None) for ids in cast("list[list[int]]", prompt)]
     texts = cast("list[str]", prompt)
-    batch = await service.encode(texts, body.add_special_tokens is not False, request.receive, limit=limit)
+    longest = limit if body.truncate_prompt_tokens is None else None
+    batch = await service.encode(texts, body.add_special_tokens is not False, request.receive, limit=longest)
     return list(zip(batch, texts, strict=True))
 
 
@@ -121,7 +126,9 @@ class CompletionWriter:
         scoring: bool,
     ) -> None:
         self.tokenizer, self.streams, self.echoes, self.scoring = service.tokenizer, streams, echoes, scoring
+        self.names = None if body.return_tokens_as_token_ids else service.tokenizer  # what tokens are called by
         self.logprobs, self.prompt_logprobs = body.logprobs, body.prompt_logprobs
+        uid = body.request_id or uid
         self.envelope = envelope = Envelope(service, f"cmpl-{uid}", "text_completion", body, streams, hidden=scoring)
         self.token_ids, self.started = envelope.token_ids, envelope.started
         self.n = body.n or 1
@@ -227,7 +234,7 @@ class CompletionWriter:
     def _prompt_part(self, stream: Choices, text: str) -> dict[str, list[Any]]:
         """Its `logprobs` as of an output, for echo."""
         positions = _cut(stream.sequences[0].prompt_logprobs, self.logprobs or 0) or []
-        texts = [token_text(token, self.tokenizer) for token in stream.prompt]
+        texts = [token_text(token, self.names) for token in stream.prompt]
         offsets = text_offsets(self.tokenizer, stream.prompt, text) if self.tokenizer is not None else [0] * len(texts)
         return self._logprobs(positions, offsets, 0, texts)
 
@@ -247,13 +254,13 @@ class CompletionWriter:
                 own.append(None)
                 top.append(None)
                 continue
-            text = token_text(position.token, self.tokenizer)
+            text = token_text(position.token, self.names)
             tokens.append(text)
             own.append(finite(position.logprob))
             likeliest: dict[str, float] = {}
             # Two tokens may look the same (parts of characters): the likelier one stands.
             for token, logprob in position.top[: self.logprobs]:
-                likeliest.setdefault(token_text(token, self.tokenizer), finite(logprob))
+                likeliest.setdefault(token_text(token, self.names), finite(logprob))
             likeliest.setdefault(text, finite(position.logprob))
             top.append(likeliest)
         return {

@@ -29,7 +29,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()  # for a server without a tokenizer; else the tokenizer's count
     seed: int | None = None  # from which requests that bring none get theirs, in the order they come; None: drawn
     sampling_defaults: SamplingParams = msgspec.field(default_factory=SamplingParams)  # of requests that say nothing
-    model_path: str = ""  # `root` in /v1/models
+    model: str = ""  # as typed: a name it may be called by, and maybe a path of this disk, which is told to nobody
+    trust_request_chat_template: Annotated[
+        bool, option("Run chat templates that requests bring; they may take long.")
+    ] = False  # fmt: skip
     api_keys: Annotated[
         tuple[str, ...],
         option("Require this key; may be given more than once. Also $PLANARIA_API_KEY.", "--api-key"),

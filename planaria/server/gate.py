@@ -188,7 +188,7 @@ class Gate:
         if scope["path"].startswith(ADMIN_PATHS):
             if self.admin:
                 if not self.admin.accepts(authorization):
-                    return _unauthorized("the admin key")
+                    return _unauthorized("the admin key", authorization)
             elif self.keys:  # who gives out keys has users elsewhere; a proxy here makes them look local
                 return failure(
                     "a server with API keys answers admin routes only with an admin key of its own: start it with "
@@ -201,7 +201,7 @@ class Gate:
                 )  # fmt: skip
             return None  # also while draining: it is then that one wants to know
         if self.keys and not self.keys.accepts(authorization):
-            return _unauthorized("an API key")
+            return _unauthorized("an API key", authorization)
         return self._draining()
 
     def _draining(self) -> ASGIApp | None:
@@ -270,9 +270,10 @@ def _is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
     return _LOOPBACK_HOST.match(headers.get(b"host", b"")) is not None
 
 
-def _unauthorized(what: str) -> ASGIApp:
+def _unauthorized(what: str, given: bytes | None) -> ASGIApp:
+    wrong = f"the key that was sent is not {what} of this server" if given else f"{what} is needed, and none was sent"
     return failure(
-        f"{what} is needed: send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key",
+        f"{wrong}: send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key" if given else "missing_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )  # fmt: skip
 

@@ -80,7 +80,7 @@ def _cards(service: Service) -> list[dict[str, object]]:
             "object": "model",
             "created": service.created,
             "owned_by": "planaria",
-            "root": service.config.model_path or facts.model,
+            "root": service.model_names[0],
             "max_model_len": facts.max_model_len,
         }
         for name in service.model_names

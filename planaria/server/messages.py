@@ -74,8 +74,8 @@ def _content(content: object, role: str, place: str) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
+        text = part.get(kind) if isinstance(part, Mapping) and kind in ("text", "refusal") else None
+        if not isinstance(text, str):
             shown = repr(kind[:80]) if isinstance(kind, str) else _kind(part)
             rule = f"must be a part of type 'text' with a text (no other is supported), got {shown}"
             raise _wrong(f"{place}[{i}]", rule, "unsupported_content")

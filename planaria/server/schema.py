@@ -23,6 +23,7 @@ from planaria.types import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP, Samplin
 INT63 = 2**63
 MAX_LIST = 1024  # entries of stop_token_ids, logit_bias
 MAX_PROMPTS = 16_384
+MAX_ALLOWED = 1 << 17  # entries of allowed_token_ids
 MAX_FIELDS = 256
 MAX_BRACKETS = 1 << 18  # [ and { of a body
 
@@ -64,6 +65,7 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="Send token counts in a last event with no choices.")
     continuous_usage_stats: bool | None = Field(None, description="Send token counts with every event.")
+    include_obfuscation: bool | None = Field(None, description="Accepted: events are not padded.")
 
 
 class ResponseFormat(Strict):
@@ -112,9 +114,19 @@ class GenerationRequest(Strict):
         None, ge=-(2**31), lt=2**31, description="Lower runs first under the priority policy; 0 if left out."
     )
     return_token_ids: bool | None = Field(None, description="Add `token_ids` to choices and `prompt_token_ids`.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="In log-probabilities, tokens are `token_id:` and their number."
+    )
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, min_length=1, max_length=MAX_ALLOWED, description="No other token is drawn."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=2**31,
+        description="Only so many last tokens of a prompt; -1: as many as leave room for max_tokens, or for one.",
+    )  # fmt: skip
+    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Part of the answer's id.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted, not used.")
 
 
 class CompletionRequest(GenerationRequest):
@@ -131,8 +143,9 @@ class CompletionRequest(GenerationRequest):
 # Checked where they are rendered (messages.py), for the server and for `LLM.chat` alike; the models are documentation.
 class ContentPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
-    type: str = Field(description="Only `text` is supported.", json_schema_extra={"enum": ["text"]})
+    type: str = Field(description="A refusal is text, too.", json_schema_extra={"enum": ["text", "refusal"]})
     text: str | None = None
+    refusal: str | None = None
 
 
 class Message(BaseModel):
@@ -159,7 +172,15 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Needs `logprobs`.")
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn; true if left out.")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message, not with another.")
+    echo: bool | None = Field(None, description="Begin with the last message, where that is the assistant's.")
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's own (BOS) to the template's text.")
+    chat_template: str | None = Field(
+        None, description="In place of the model's; needs a server with --trust-request-chat-template."
+    )
     chat_template_kwargs: JsonObject | None = Field(None, description="Further variables of the chat template.")
+    reasoning_effort: str | None = Field(None, description="A variable of the chat template, for those that read it.")
+    verbosity: str | None = Field(None, description="As reasoning_effort.")
 
 
 class TokenizeRequest(Strict):
@@ -236,6 +257,7 @@ class CompletionResponse(Strict):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: TokenUsage | None
 
@@ -274,6 +296,7 @@ class ChatCompletionResponse(Strict):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
     prompt_logprobs: PromptLogprobs | None = None
@@ -303,6 +326,14 @@ class TokenizeResponse(Strict):
 
 class DetokenizeResponse(Strict):
     prompt: str
+
+
+class TokenizerInfo(Strict):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+    special_tokens: dict[str, str]  # by what they are: bos_token, eos_token, ...
 
 
 class ExpertTravel(Strict):
@@ -384,42 +415,57 @@ class ProcessList(Strict):
 # Fields that exist elsewhere in the OpenAI API or in servers like it, and their values that ask for nothing.
 # A single `...` accepts every value: the field never changes an answer.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),  # before tool_choice: the first cause is named
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (...,),
+    "user": (...,),
     "metadata": (...,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
+    "store": (...,),
+    "service_tier": (...,),
     "safety_identifier": (...,),
     "prompt_cache_key": (...,),
+    "prompt_cache_options": (...,),
     "prompt_cache_retention": (...,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (...,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    "prediction": (...,),  # it would only save time
+    "spaces_between_special_tokens": (...,),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
+    "moderation": (),
     "web_search_options": (),
     "reasoning_effort": (),
     "verbosity": (),
+    "include_reasoning": (True,),
+    "thinking_token_budget": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
+    "best_of": (1,),
     "echo": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
-    "spaces_between_special_tokens": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
     "structured_outputs": (),
+    "logits_processors": ([],),
     "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "cache_salt": (),
     "add_special_tokens": (False,),
 }
+
+_ORDER = {name: place for place, name in enumerate(NEUTRAL)}
 
 # What a field takes, where pydantic's own words about a union would be about its branches.
 _RULES = {
@@ -453,7 +499,11 @@ def parse(model: type[M], body: bytes) -> M:
         raise RequestError("the request's body must be a JSON object", code="invalid_type")
     _check_sizes(value)
     known = model.model_fields
-    for name in [name for name in value if name not in known]:
+    options = value.get("stream_options")
+    if isinstance(options, dict):
+        value["stream_options"] = {name: given for name, given in options.items() if given is not None}
+    unknown = [name for name in value if name not in known]
+    for name in sorted(unknown, key=lambda name: _ORDER.get(name, len(_ORDER))):
         _take_out(value, name, list(known))
     try:
         return model.model_validate(value)
@@ -476,7 +526,8 @@ def _check_sizes(value: JsonObject) -> None:
     prompt = value.get("prompt")
     many = type(prompt) is list and prompt and type(prompt[0]) is not int
     for name, limit in (("prompt", MAX_PROMPTS if many else None), ("logit_bias", MAX_LIST),
-                        ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_BAD_WORDS)):  # fmt: skip
+                        ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_BAD_WORDS),
+        ("allowed_token_ids", MAX_ALLOWED)):  # fmt: skip
         given = value.get(name)
         if limit is not None and isinstance(given, (list, dict)) and len(given) > limit:
             raise RequestError(f"{name} has {len(given)} entries; at most {limit}", param=name, code="invalid_value")
@@ -484,9 +535,11 @@ def _check_sizes(value: JsonObject) -> None:
 
 def _take_out(value: JsonObject, name: str, known: list[str]) -> None:
     """Drop a field that asks for nothing; raise for any other that `known` lacks."""
+    given = value.pop(name)
+    if given is None:
+        return
     if name in NEUTRAL:
-        given = value.pop(name)
-        if given is None or NEUTRAL[name] == (...,) or any(_same(given, off) for off in NEUTRAL[name]):
+        if NEUTRAL[name] == (...,) or any(_same(given, off) for off in NEUTRAL[name]):
             return
         raise RequestError(
             f"{clip(name)} is not supported by this server; leave it out", param=name, code="unsupported_parameter"

@@ -6,6 +6,7 @@ The rule kept here: from the moment of `drain` nothing new is admitted, and `idl
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import logging
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
+import planaria
 from planaria.errors import RequestError
 from planaria.server.client import EngineClient, FleetControl
 from planaria.server.config import ServerConfig
@@ -60,6 +62,7 @@ class Service:
         self.elsewhere: int | None = None  # of several processes, in all of them together
         self._numbers = itertools.count()
         self._longest_token: int | None = None  # characters
+        self._fingerprint: str | None = None
         self._texts = ThreadPoolExecutor(1, "planaria-text")
         self.idle = asyncio.Event()
         self.idle.set()
@@ -71,6 +74,16 @@ class Service:
             return names
         facts = self.client.facts
         return (facts.model,) if facts is not None else ("unknown",)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for servers that compute alike, as far as they say."""
+        facts = self.client.facts
+        if self._fingerprint is None and facts is not None:
+            what = (facts.model, facts.dtype, facts.quantization, facts.device, facts.num_parameters)
+            digest = hashlib.blake2b(repr(what).encode(), digest_size=4).hexdigest()
+            self._fingerprint = f"planaria-{planaria.__version__}-{digest}"
+        return self._fingerprint or ""
 
     @property
     def control(self) -> FleetControl:
@@ -94,7 +107,7 @@ class Service:
         facts = self.client.facts
         if why or facts is None:
             raise RequestError(why, code="not_ready", status=503)
-        if model is not None and model not in self.model_names:
+        if model is not None and model not in self.model_names and model != self.config.model:
             names = ", ".join(self.model_names)
             raise RequestError(
                 f"model {model[:200]!r} is not served here; there is: {names}",

@@ -22,14 +22,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt", code="invalid_value")
     if body.messages is not None:
-        tokens = await chat_prompt(
-            service,
-            request,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            variables=body.chat_template_kwargs,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
+        tokens = await chat_prompt(service, request, body)
     else:
         (tokens,) = await service.encode([body.prompt or ""], body.add_special_tokens is not False, request.receive)
     value: dict[str, object] = {"count": len(tokens), "max_model_len": facts.max_model_len, "tokens": tokens}
@@ -42,6 +35,18 @@ async def tokenize(request: Request) -> Response:
 
     answered = await service.in_thread(answer) if len(tokens) > LONG_TEXT else answer()
     return Response(answered, media_type="application/json")
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """What the tokenizer is, and the chat template."""
+    service: Service = request.app.state.service
+    facts, tokenizer = service.admit(None), service.need_tokenizer("tokenizer")
+    value = {
+        "tokenizer_class": type(tokenizer.backend).__name__, "vocab_size": tokenizer.vocab_size,
+        "model_max_length": facts.max_model_len, "chat_template": tokenizer.chat_template,
+        "special_tokens": tokenizer.special_tokens,
+    }  # fmt: skip
+    return Response(encode_json(value), media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:

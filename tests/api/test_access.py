@@ -34,7 +34,10 @@ async def test_api_keys(start):
                 answer = await http.request(method, path, headers=headers, json={})
                 assert answer.status_code == 401, (path, header)
                 error = answer.json()["error"]
-                assert error["code"] == "invalid_api_key" and error["type"] == "authentication_error"
+                missing = "an API key is needed, and none was sent", "missing_api_key"
+                wrong = "the key that was sent is not an API key of this server", "invalid_api_key"
+                assert (error["message"].partition(":")[0], error["code"]) == (wrong if header else missing)
+                assert error["type"] == "authentication_error"
                 assert answer.headers["www-authenticate"] == "Bearer"
         for path in ("/health", "/metrics", "/version"):
             assert (await http.get(path)).status_code == 200
@@ -260,10 +263,11 @@ async def test_a_bug_in_making_an_event_ends_its_request(server, monkeypatch):
 
 
 async def test_served_names(start):
-    async with start(served_model_names=("a", "b/c"), model_path="/models/a") as server, server.http() as http:
+    async with start(served_model_names=("a", "b/c"), model="/models/a") as server, server.http() as http:
         assert "Planaria serving a at" in await server.line
         cards = (await http.get("/v1/models")).json()["data"]
-        assert [(c["id"], c["root"]) for c in cards] == [("a", "/models/a"), ("b/c", "/models/a")]
+        assert [(c["id"], c["root"]) for c in cards] == [("a", "a"), ("b/c", "a")]
+        assert (await http.post(C, json={**BODY, "model": "/models/a"})).json()["model"] == "/models/a"
         assert (await http.get("/v1/models/b/c")).json()["id"] == "b/c"
         assert (await http.post(C, json={**BODY, "model": "b/c"})).json()["model"] == "b/c"
         assert (await http.post(C, json={"prompt": "x", "max_tokens": 1})).json()["model"] == "a"

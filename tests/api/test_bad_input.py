@@ -132,8 +132,21 @@ TABLE = {
     "json_object": (h(response_format={"type": "json_object"}), 400, "response_format", "json_object"),
     "top_logprobs alone": (h(top_logprobs=2), 400, "top_logprobs", "logprobs"),
     "logprobs a number": (h(logprobs=2), 400, "logprobs", None),
-    "two maxima": (h(max_tokens=3, max_completion_tokens=4), 400, "max_completion_tokens", "disagree"),
-    "template code": (h(chat_template="{{ 1 }}"), 400, "chat_template", "not supported"),
+    "tools last": (
+        h(tool_choice="required", tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", "supported",
+    ),
+    "no truncation": (c(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens", "at least 1"),
+    "request_id": (c(request_id="a b"), 400, "request_id", None),
+    "allowed_token_ids": (c(allowed_token_ids=[]), 400, "allowed_token_ids", None),
+    "allowed_token_ids above": (c(allowed_token_ids=[49152]), 400, "allowed_token_ids", "vocabulary"),
+    "two ways to begin": (
+        h(continue_final_message=True, add_generation_prompt=True), 400, "continue_final_message", "exclude",
+    ),
+    "nothing to go on with": (
+        h(messages=[*USER, {"role": "assistant", "content": ""}], continue_final_message=True),
+        400, "continue_final_message", "final message",
+    ),
+    "template code": (h(chat_template="{{ 1 }}"), 400, "chat_template", "--trust-request-chat-template"),
     "template variables": (h(chat_template_kwargs={"chat_template": "{{1}}"}), 400, "chat_template_kwargs", None),
     "many template variables": (
         h(chat_template_kwargs={f"a{i}": i for i in range(1000)}), 400, "chat_template_kwargs", "1000 entries",

@@ -27,7 +27,8 @@ GOOD = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello", "
 PLAIN = ("model", "messages", "prompt", "tokens", "max_tokens", "stream", "stream_options")
 OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"), ("GET", "/version"), ("GET", "/metrics"),
+    ("GET", "/tokenizer_info"), ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"),
+    ("GET", "/version"), ("GET", "/metrics"),
     ("GET", "/admin/processes"), ("GET", "/admin/fleet"), ("GET", "/admin/experts"),
     ("POST", "/scale_elastic_ep"), ("POST", "/admin/layout"),
     ("GET", "/dashboard"), ("GET", "/dashboard/plotly.min.js"), ("GET", "/admin/dashboard"),

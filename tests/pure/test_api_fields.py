@@ -1,0 +1,152 @@
+"""Every field of a request is honoured, accepted without effect, or refused, and docs/api-fields.md says which."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completion
+from openai.types.chat import chat_completion_stream_options_param, completion_create_params
+
+from planaria.errors import RequestError
+from planaria.server.schema import (
+    NEUTRAL,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+    parse,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
+WRITE = "write it with `python -m tests.pure.test_api_fields`"
+MODELS: dict[str, Any] = {
+    "/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
+}  # fmt: skip
+NEEDED: dict[Any, dict[str, Any]] = {
+    ChatCompletionRequest: {"messages": [{"role": "user", "content": "x"}]}, CompletionRequest: {"prompt": "x"},
+}  # fmt: skip
+# Beside OpenAI's, what clients of vLLM send.
+EXTRAS = """echo best_of top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos
+    skip_special_tokens spaces_between_special_tokens prompt_logprobs priority use_beam_search length_penalty
+    early_stopping bad_words allowed_token_ids add_generation_prompt continue_final_message add_special_tokens documents
+    chat_template chat_template_kwargs mm_processor_kwargs guided_json guided_regex guided_choice guided_grammar
+    guided_decoding_backend guided_whitespace_pattern structural_tag structured_outputs request_id logits_processors
+    return_tokens_as_token_ids return_token_ids cache_salt kv_transfer_params vllm_xargs truncate_prompt_tokens
+    include_reasoning thinking_token_budget prompt_embeds"""
+TRIES: tuple[Any, ...] = (
+    "x",
+    1,
+    2,
+    {"include_usage": True},
+    True,
+    ["x"],
+    [5],
+    {"5": 1},
+    {"type": "text"},
+    [{"role": "user", "content": "x"}],
+)
+NOTES = {"response_format": "Others than `text` are refused."}
+
+
+def about(model: Any, name: str) -> str:
+    return (model.model_fields[name].description or "") + NOTES.get(name, "")
+
+
+def page() -> str:
+    lines = [
+        "# API fields", "",
+        "What a server does with each field of a request; where nothing is said, what OpenAI's or vLLM's does. Made",
+        "from its own schema, and tests send each one",
+        "(`pytest tests/pure/test_api_fields.py tests/api/test_fields.py`). `null` is never refused: it is as good as",
+        "nothing. What is refused has status 400, and `param` names it; a name nobody knows is refused, too",
+        "([ADR 6](adr/0006-unknown-fields.md)).", "",
+    ]  # fmt: skip
+    for path, model in MODELS.items():
+        lines += [f"## {path}", "", "| honoured | |", "|---|---|"]
+        lines += [f"| `{name}` | {about(model, name)} |" for name in sorted(model.model_fields)]
+        if "stream_options" in model.model_fields:
+            lines += [
+                f"| `stream_options.{name}` | {about(StreamOptions, name)} |" for name in StreamOptions.model_fields
+            ]
+        if model in NEEDED:
+            others = [name for name in sorted(NEUTRAL) if name not in model.model_fields]
+            free = [f"`{name}`" for name in others if NEUTRAL[name] == (...,)]
+            lines += ["", f"Accepted without effect: {', '.join(free)}.", "", "| refused | unless it is |", "|---|---|"]
+            lines += [
+                f"| `{name}` | {', '.join(f'`{json.dumps(value)}`' for value in NEUTRAL[name])} |"
+                for name in others if NEUTRAL[name] != (...,)
+            ]  # fmt: skip
+        lines.append("")
+    return "\n".join(lines)
+
+
+def parsed(model: Any, /, **fields: Any) -> Any:
+    return parse(model, json.dumps({**NEEDED.get(model, {}), **fields}).encode())
+
+
+def test_the_page_is_that_of_the_schema() -> None:
+    assert PAGE.read_text() == page(), WRITE
+
+
+@pytest.mark.parametrize("model", list(NEEDED))
+def test_every_field_is_what_the_page_says(model: Any) -> None:
+    for name in model.model_fields:
+        if name not in NEEDED[model]:
+            parsed(model, **{name: None})
+            assert any(honours(model, name, value) for value in TRIES), name
+    for name in NEUTRAL.keys() - model.model_fields.keys():
+        parsed(model, **{name: None})
+        if NEUTRAL[name] == (...,):
+            assert not hasattr(parsed(model, **{name: {"any": "value"}}), name)
+            continue
+        for off in NEUTRAL[name]:
+            parsed(model, **{name: off})
+        with pytest.raises(RequestError, match=f"{name} is not supported by this server") as error:
+            parsed(model, **{name: {"any": "value"}})
+        assert (error.value.param, error.value.code) == (name, "unsupported_parameter")
+
+
+def honours(model: Any, name: str, value: Any) -> bool:
+    """It is taken, and kept."""
+    try:
+        return getattr(parsed(model, **{name: value}), name) is not None
+    except RequestError:
+        return False
+
+
+@pytest.mark.parametrize("model", list(NEEDED))
+def test_every_field_of_openai_and_vllm_is_known(model: Any) -> None:
+    params = completion_create_params if model is ChatCompletionRequest else completion
+    theirs = {*params.CompletionCreateParamsBase.__annotations__, *EXTRAS.split(), "stream"}
+    known = {*model.model_fields, *NEUTRAL}
+    if model is CompletionRequest:  # of conversations alone
+        theirs -= {"add_generation_prompt", "chat_template_kwargs"}
+    assert not theirs - known
+
+
+def test_stream_options() -> None:
+    theirs = chat_completion_stream_options_param.ChatCompletionStreamOptionsParam.__annotations__
+    assert not set(theirs) - set(StreamOptions.model_fields)
+    options = parsed(CompletionRequest, stream_options={"include_usage": True, "include_obfuscation": False, "x": None})
+    assert options.stream_options.include_usage is True
+
+
+def test_null_asks_for_nothing_whatever_its_name_is() -> None:
+    assert parsed(CompletionRequest, frobnicate=None, tools=None).prompt == "x"
+    with pytest.raises(RequestError, match="unknown field"):
+        parsed(CompletionRequest, frobnicate=0)
+
+
+def test_the_first_cause_is_named() -> None:
+    with pytest.raises(RequestError) as error:
+        parsed(ChatCompletionRequest, tool_choice="required", parallel_tool_calls=True, tools=[{}])
+    assert error.value.param == "tools"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
