@@ -10,7 +10,9 @@ import pytest
 
 from planaria.env import RaySettings
 from planaria.executor.ray import bundles as module
+from planaria.executor.ray import cluster
 from planaria.executor.ray.bundles import BundlePool, HeldBundle
+from planaria.executor.ray.cluster import Connection, Distrusted
 from planaria.executor.ray.groups import PlacedGroup
 from planaria.hosts.host import News, Place, Program, Slot
 from planaria.hosts.pool import Pool
@@ -24,13 +26,16 @@ class Ray:
     """Free devices by node, and which nodes' raylets answer."""
 
     def __init__(self, **free: int) -> None:
-        self.free, self.deaf, self.made = free, set[str](), list[str]()
+        self.free, self.silent, self.made = free, set[str](), list[str]()
+        self.distrusted = Distrusted()
 
     def snapshot(self, resource: str) -> Cluster:
         return Cluster(tuple(Node.of(id, count) for id, count in self.free.items()), "a")
 
     def raylet_answers(self, node: str) -> bool:
-        return node not in self.deaf
+        return node not in self.silent
+
+    deaf = Connection.deaf
 
 
 class Actor:
@@ -164,7 +169,7 @@ def test_a_lost_ranks_own_place_comes_first_then_a_device_that_is_free(make: Any
 def test_a_node_whose_raylet_is_gone_is_passed_over_before_ray_knows(make: Any) -> None:
     ray = Ray(a=0, b=0, c=1)
     engine = make(ray, group_of(TWO, "a", "b"))
-    ray.deaf.add("b")
+    ray.silent.add("b")
     engine.replace(1)
     assert engine.nodes == "ac"
     with pytest.raises(Infeasible) as e:
@@ -176,18 +181,18 @@ def test_what_did_not_come_up_is_not_tried_again_at_once(make: Any, monkeypatch:
     ray = Ray(a=0, b=0)
     engine = make(ray, group_of(TWO, "a", "b"))
     second = engine.there[1]
-    engine.bundles.distrust("b")
+    ray.distrusted.add(["b"])
     with pytest.raises(Infeasible):
         engine.replace(1)
-    now = module.time.monotonic() + module.DISTRUST
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    now = cluster.time.monotonic() + cluster.DISTRUST
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: now)
     assert engine.replace()[1] == second
 
 
 def test_who_lives_on_a_node_that_is_not_trusted_stays(make: Any) -> None:
     ray = Ray(a=0, b=0, c=2)
     engine = make(ray, group_of(Layout(pp=3), "a", "b", "b"))
-    engine.bundles.distrust("b")
+    ray.distrusted.add(["b"])
     engine.replace(2)
     assert engine.nodes == "abc"
 

@@ -36,16 +36,15 @@ NSIGHT = {"t": "cuda,cudnn,cublas", "o": "'worker_process_%p'", "cuda-graph-trac
 
 
 class Actors:
-    """resource: what one device is to Ray; instance: in their names. failed(child): it did not come up; bundle_of(at):
-    index of the bundle of the engine's placement group that it has, -1: none. Raises ConfigError. Any thread."""
+    """resource: what one device is to Ray; instance: in their names; bundle_of(at): index of the bundle of the engine's
+    placement group that it has, -1: none. Raises ConfigError. Any thread."""
 
     def __init__(
         self, connection: Connection, parallel: ParallelConfig, resource: str, instance: str,
-        failed: Callable[[RayChild], None] = lambda child: None,
         bundle_of: Callable[[Whereabouts], int] = lambda at: -1,
     ) -> None:  # fmt: skip
         self.connection, self.parallel, self.resource, self.instance = connection, parallel, resource, instance
-        self.failed, self.bundle_of = failed, bundle_of
+        self.bundle_of = bundle_of
         self.changed = threading.Condition()
         self.children: list[RayChild] = []  # that aren't gone
         self._given = connection.inherited(parallel.ray_runtime_env)
@@ -98,7 +97,7 @@ class Actors:
         except Exception as e:
             if not child.killed:
                 logger.warning("on node %s nothing can be started on Ray now: %s", child.slot[0], e)
-                self.failed(child)
+                self.connection.distrusted.add([child.slot[0]])
             raise
 
     def _bring_up(self, child: RayChild) -> None:
@@ -136,7 +135,7 @@ class Actors:
                 raise OSError("it was told to end")
             if time.monotonic() >= deadline:
                 raise OSError(f"it did not come up on Ray within {child.limit:.0f} s")
-            if deaf := [node for node in nodes if not self.connection.raylet_answers(node)]:
+            if deaf := self.connection.deaf(nodes):
                 raise OSError(f"the raylet of node {deaf[0]} does not answer")
 
     def _missing_at_start(self, node: str, ask: Callable[[Any], Any]) -> dict[str, str]:

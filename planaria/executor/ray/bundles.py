@@ -23,7 +23,6 @@ from planaria.hosts.host import Slot
 from planaria.topology import Cluster, Device, Infeasible, LaneGroup, Layout, Node, Placement, place
 from planaria.topology import Slot as Seat
 
-DISTRUST = 30.0  # seconds in which nothing is started on a node that did not answer
 TRIES = 3  # to take devices that Ray calls free
 
 
@@ -46,7 +45,6 @@ class BundlePool:
         self._added = self._taken = 0  # groups of one bundle: names, and how many there were
         self._lent: dict[str, PlacedGroup] = {}  # by id, also those that are the engine's no more
         self._slots: dict[Slot, HeldBundle] = {}
-        self._distrusted: dict[str, float] = {}  # node -> until when
         self._lock = threading.RLock()
 
     @property
@@ -82,11 +80,6 @@ class BundlePool:
             for group in groups:
                 self._number(group)
 
-    def distrust(self, node: str) -> None:
-        """Nothing is started there for a while."""
-        with self._lock:
-            self._distrusted[node] = time.monotonic() + DISTRUST
-
     def look(self) -> None:
         """Ask Ray. Raises TimeoutError when it does not answer."""
         while True:
@@ -105,7 +98,7 @@ class BundlePool:
         with self._lock:
             nodes = []
             for node in self._now.nodes:
-                dark = time.monotonic() < self._distrusted.get(node.id, 0.0)
+                dark = node.id in self.connection.distrusted
                 numbers = {number for id, number in self._slots if id == node.id}
                 there = {
                     number for number in numbers
@@ -139,8 +132,7 @@ class BundlePool:
         """Its bundle, which is made where it is a device that was free. Waits. Raises OSError: its node does not
         answer, or the device is somebody else's by now; then the node is distrusted."""
         node = slot[0]
-        if not self.connection.raylet_answers(node):
-            self.distrust(node)
+        if self.connection.deaf([node]):
             raise OSError(f"the raylet of node {node} does not answer")
         if slot in self._slots:
             return self._slots[slot]
@@ -150,7 +142,7 @@ class BundlePool:
                 name = f"{self.name}-{self._added}"  # Ray refuses one that lives
             if (group := single_bundle(self.resource, node, name)) is not None:
                 return self._add(slot, group)
-        self.distrust(node)
+        self.connection.distrusted.add([node])
         raise OSError(f"devices of node {node} that were free a moment ago are taken")
 
     def _add(self, slot: Slot, group: PlacedGroup) -> HeldBundle:

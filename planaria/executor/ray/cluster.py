@@ -13,7 +13,8 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ PATIENCE = 2.0  # seconds for a call while ending
 SHUTDOWN = 10.0  # seconds to leave Ray; where its head has gone it takes longer, and nobody waits
 ANSWER = 15.0  # seconds for Ray's head to answer what it knows, before it counts as gone
 KNOCK = 2.0  # seconds for a raylet to take a connection
+DISTRUST = 30.0  # seconds in which nothing is started on a node that did not answer
 # Ray ends a driver whose head has been silent for a minute. An engine goes on without Ray, and decides for itself.
 _HEAD_SILENT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
@@ -73,11 +75,24 @@ def check_folders(runtime_env: Mapping[str, Any], inherited: Mapping[str, Any] |
                 raise ConfigError(option, value, "is not there", "give a folder or file of this machine, or a URI")
 
 
+class Distrusted:
+    """Nodes that did not answer, or not in time: nothing is started there for a while. Any thread."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def add(self, nodes: Iterable[str]) -> None:
+        self._until |= dict.fromkeys(nodes, time.monotonic() + DISTRUST)
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, str) and time.monotonic() < self._until.get(node, 0.0)
+
+
 class Connection:
     """To `ray`. started: its cluster was started by this process for itself, so nobody will add nodes to it."""
 
     def __init__(self, ray: Any, *, initialised: bool, started: bool) -> None:
-        self.ray, self.started = ray, started
+        self.ray, self.started, self.distrusted = ray, started, Distrusted()
         self._cores_said: dict[str, int] = {}  # engines, by nodes with cores for fewer than devices
         self._head = str(ray.get_runtime_context().gcs_address)
         self._asking = threading.Lock()  # held by a question that has no answer yet
@@ -129,6 +144,12 @@ class Connection:
         """Does this node's raylet take a connection? One that was killed does not, long before Ray knows."""
         row = self.nodes().get(node)
         return row is not None and _answers(f"{row['NodeManagerAddress']}:{row['NodeManagerPort']}", KNOCK)
+
+    def deaf(self, nodes: Iterable[str]) -> list[str]:
+        """Those of these nodes that Ray has given up, or whose raylet takes no connection. They are distrusted."""
+        found = [node for node in nodes if not self.raylet_answers(node)]
+        self.distrusted.add(found)
+        return found
 
     @property
     def alive(self) -> bool:

@@ -13,7 +13,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from planaria.config.options import EngineConfig
@@ -21,7 +21,6 @@ from planaria.env import RaySettings
 from planaria.errors import CapacityError, ConfigError, PlanariaError
 from planaria.executor.patience import FIRST, Patience
 from planaria.executor.ray.actors import Actors
-from planaria.executor.ray.bundles import DISTRUST
 from planaria.executor.ray.child import Order, RayChild
 from planaria.executor.ray.cluster import HINT, Connection, bounded, connect
 from planaria.executor.ray.given import GivenGroups
@@ -64,7 +63,6 @@ class RayHosts:
         self.actors: Actors  # engines, with a connection
         self._cluster_then = Cluster(())  # that the packing was made for
         self._removed = -math.inf  # when a group was
-        self._dark: dict[str, float] = {}  # nodes that did not answer, and until when nothing is started there
         self._came_up: dict[int, str] = {}  # nodes that engines said they are on
         self._lock = threading.RLock()  # engines start at the same time
 
@@ -142,7 +140,7 @@ class RayHosts:
         while True:
             packing = self._plan_when_settled(wanted)
             nodes = {node for engine in wanted for node in packing.engines[engine].nodes}
-            if self.given is not None or not self._distrust(nodes):
+            if self.given is not None or not self.connected.deaf(nodes):
                 break
         made: dict[int, Any] = {}
         try:
@@ -150,7 +148,7 @@ class RayHosts:
                 made[engine] = self._make(packing, engine)
             for engine, group in made.items():
                 if self.given is None and not group.wait(READY):
-                    self._dark |= dict.fromkeys(packing.engines[engine].nodes, time.monotonic() + DISTRUST)
+                    self.connected.distrusted.add(packing.engines[engine].nodes)
                     raise CapacityError(f"the placement group of engine {engine} was not made within {READY:g} s")
         except BaseException:
             for group in made.values():
@@ -187,14 +185,7 @@ class RayHosts:
         """Has it no group, or is a node of it gone, whether Ray has noticed or not?"""
         if self.packing is None or engine not in self.groups:
             return True
-        return self._distrust({*self.packing.engines[engine].nodes, self.seat(engine).node})
-
-    def _distrust(self, nodes: Collection[str]) -> bool:
-        """Is one of these nodes given up by Ray, or its raylet taking no connection? Nothing is started there for a
-        while."""
-        deaf = [node for node in nodes if not self.connected.raylet_answers(node)]
-        self._dark |= dict.fromkeys(deaf, time.monotonic() + DISTRUST)
-        return bool(deaf)
+        return bool(self.connected.deaf({*self.packing.engines[engine].nodes, self.seat(engine).node}))
 
     def release(self, engine: int) -> None:
         """It is not coming back."""
@@ -313,14 +304,13 @@ class RayHosts:
         """What is free and has a core for the engine beside it, but for nodes that did not answer of late, and what the
         engines there are have, on nodes that are gone too: they don't move before they begin again. Ray knows with a
         delay what groups have taken."""
-        dark = {node for node, until in self._dark.items() if time.monotonic() < until}
         total = {node.id: len(node.devices) for node in self.connected.snapshot(self.resource, free=False).nodes}
         snapshot = self._headed(self.connected.snapshot(self.resource, ranks=self.layout(1).size))
         own: dict[str, list[int]] = {}
         engines = [self.packing.engines[engine] for engine in self.groups] if self.packing is not None else []
         for slot in (slot for engine in engines for slot in engine.slots):
             own.setdefault(slot.node, []).append(slot.device)
-        return beside(snapshot, total, own, dark)
+        return beside(snapshot, total, own, self.connected.distrusted)
 
     def _make(self, packing: Packing, engine: int) -> Any:
         if self.given is not None:
@@ -342,7 +332,7 @@ class RayHosts:
         bounded("remove a placement group", functools.partial(remove_placement_group, group))
 
 
-def beside(free: Cluster, total: Mapping[str, int], own: Mapping[str, Sequence[int]], dark: Collection[str]) -> Cluster:
+def beside(free: Cluster, total: Mapping[str, int], own: Mapping[str, Sequence[int]], dark: Container[str]) -> Cluster:
     """Pure. What is free, less `dark` nodes, and what engines have of their `own`, on nodes that are gone too. total:
     devices of each node."""
     nodes = []

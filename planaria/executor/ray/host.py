@@ -53,14 +53,11 @@ class RayHost:
         try:
             resource = connection.resource(self.device)
             self.bundles = BundlePool(connection, resource, self.settings, f"planaria-{self.instance}")
-            self.actors = Actors(connection, self.parallel, resource, self.instance, self._failed, self._bundle_of)
+            self.actors = Actors(connection, self.parallel, resource, self.instance, self._bundle_of)
         except Exception:
             connection.close()
             raise
         self.connection, self.address = connection, connection.address
-
-    def _failed(self, child: RayChild) -> None:
-        self.bundles.distrust(child.slot[0])
 
     def _bundle_of(self, at: Whereabouts) -> int:
         groups = [group.handle.id.hex() for group in self.bundles.first]
