@@ -226,4 +226,5 @@ class Delta(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached: int = 0  # prompt tokens that came from the prefix cache (known at the first delta)
+    queued: float = 0.0  # seconds until its first step was planned (known at the first delta)
     error: str | None = None

@@ -71,7 +71,7 @@ ABSENT = {
         enable_return_routed_experts!""",
     "another configuration than the model's": """hf_overrides rope_scaling rope_theta override_generation_config
         override_attention_dtype disable_sliding_window! logprobs_mode max_logprobs""",
-    "traces and profiles by this option": "otlp_traces_endpoint profiler_config",
+    "traces and profiles by this option": "profiler_config",
     "this of the server": """uds root_path ssl_cert_reqs ssl_ciphers enable_ssl_refresh! default_chat_template_kwargs
         chat_template_content_format response_role return_tokens_as_token_ids! enable_force_include_usage!
         disable_fastapi_docs! tokens_only! grpc! fingerprint_mode fingerprint_value""",

@@ -30,7 +30,7 @@ class EngineCore:
         self.planned = self.committed = 0  # step numbers
         self.turn = 0  # where the search for the next step's turn begins
         self.order = 0  # of the next request
-        self.prompt_tokens = self.generation_tokens = self.replayed_tokens = 0
+        self.generation_tokens = self.replayed_tokens = 0
         self.quarantine = Quarantine()
 
     def limit_steps(self, tokens: int) -> None:
@@ -62,7 +62,6 @@ class EngineCore:
         self.lane_of[request.id] = lane
         lane.add(request, self.order - (RESUMED if request.output else 0))
         self.order += 1
-        self.prompt_tokens += len(request.prompt)
         return []
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Delta]:
@@ -82,7 +81,7 @@ class EngineCore:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute (now, or before a commit).
 
-        `now` is part of the interface for policies with deadlines; the present ones don't read it.
+        `now` says how long requests have waited; nothing is decided by it.
         """
         if not any(lane.has_work() for lane in self.lanes):
             return None
@@ -93,6 +92,8 @@ class EngineCore:
             last_step = self.lanes[0].turns[turn].last_step
             if turns > 1 and last_step > self.committed:
                 continue
+            for lane in self.lanes:
+                lane.now = now
             parts = [lane.plan(step, turn) for lane in self.lanes]
             if any(rows for rows, _ in parts) or any(lane.turns[turn].num_rows for lane in self.lanes):
                 self.planned, self.turn = step, (turn + 1) % turns
@@ -177,6 +178,7 @@ class EngineCore:
             first.prefix_queries += lane.prefix_queries
             first.prefix_hits += lane.prefix_hits
             first.preemptions += lane.preemptions
+            first.prompt_tokens += lane.prompt_tokens
         entries = sorted((entry for lane in old for entry in lane.entries.values()), key=lambda entry: entry.key)
         for lane in self.lanes:
             lane.entries.clear()
@@ -225,7 +227,7 @@ class EngineCore:
             prefix_queries=sum(lane.prefix_queries for lane in lanes),
             prefix_hits=sum(lane.prefix_hits for lane in lanes),
             preemptions=sum(lane.preemptions for lane in lanes),
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
             generation_tokens=self.generation_tokens,
             replayed_tokens=self.replayed_tokens,
         )

@@ -41,7 +41,8 @@ class Lane:
         self.caching = cache.enable_prefix_caching
         self.num_blocks, self.micro_steps = num_blocks, scheduler.micro_steps
         self.step_tokens = scheduler.max_num_batched_tokens  # at most, in one step
-        self.prefix_queries = self.prefix_hits = self.preemptions = 0
+        self.prefix_queries = self.prefix_hits = self.preemptions = self.prompt_tokens = 0
+        self.now = 0.0
         self.waiting: list[tuple[Key, SequenceState]] = []  # a heap
         self.entries: dict[str, SequenceState] = {}  # every open request
         self.builder = StepBuilder(self)
@@ -288,7 +289,7 @@ class Lane:
                 request.computed = before
         delta = Delta(request.id, len(output), [token], logprobs=logprobs)
         if not output:
-            delta.num_cached = entry.num_cached
+            delta.num_cached, delta.queued = entry.num_cached, entry.queued
             delta.prompt_logprobs = entry.prompt_logprobs
         output.append(token)
         if token in entry.stops and len(output) > request.params.min_tokens:

@@ -14,7 +14,7 @@ class SequenceState:
 
     __slots__ = (
         "auto", "auto_from", "auto_start", "blocks", "end_tick", "key", "keys", "last_step", "leaving", "next_event",
-        "num_cached", "open", "owned", "planned", "prompt_logprobs", "remembered", "request", "row", "stops",
+        "num_cached", "open", "owned", "planned", "prompt_logprobs", "queued", "remembered", "request", "row", "stops",
         "target", "turn",
     )  # fmt: skip
 
@@ -35,6 +35,7 @@ class SequenceState:
         self.open = True  # no final delta yet
         self.leaving = False  # all its steps are planned; row and blocks are in `deferred`
         self.num_cached = 0
+        self.queued = 0.0  # seconds before it first had a row
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         params = request.params
         self.stops = frozenset(params.stop_token_ids) | (

@@ -25,7 +25,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
     preemptions: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # computed: not those that were found, nor again after a token had come
     generation_tokens: int = 0
     replayed_tokens: int = 0  # computed again after a loss
     experts: ExpertStats | None = None  # None: they are not balanced

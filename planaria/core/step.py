@@ -199,7 +199,7 @@ class StepBuilder:
             lane.prefix_queries += length
             lane.prefix_hits += request.computed
         if not request.output:
-            entry.num_cached = request.computed
+            entry.num_cached, entry.queued = request.computed, max(0.0, lane.now - request.arrival)
 
     def _part(self, entry: SequenceState) -> int:
         """The most tokens of a history in one step: where stages take turns, few enough that all work on it at once."""
@@ -216,6 +216,8 @@ class StepBuilder:
         row, start = entry.row, entry.planned
         assert row is not None
         entry.planned += count
+        if not entry.request.output:
+            self.lane.prompt_tokens += count
         entry.last_step = self.step
         done = entry.planned == entry.target
         self.changes[row] = Row(row, start, count, tuple(entry.blocks) if fresh else (), done, fresh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Annotated
 
 import msgspec
@@ -63,6 +64,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 4096  # of this process; fewer where it may not open so many files
     header_timeout: float = 10.0  # for a request's header to come
     body_timeout: float = 60.0  # for a request's body to come
+    otlp_traces_endpoint: Annotated[
+        str | None, option("Send traces to this collector, by OTLP over HTTP, e.g. http://localhost:4318.")
+    ] = None
+    otlp_traces_sampling_ratio: Annotated[
+        float,
+        option("Of requests that are traced, where their client doesn't say it; recoveries always are.", least=0,
+               most=1, rule="not a part of all requests", fix="give 0 to 1"),
+    ] = 1.0  # fmt: skip
     keep_alive_timeout: Annotated[float, option("Seconds an idle connection is kept.", least=0, typed=False)] = 75.0
     stall_timeout: float = 60.0  # work but no new step for this long: /health says it does not progress
 
@@ -85,6 +94,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "needs a certificate",
                 "give --ssl-certfile too",
             )
+        if self.otlp_traces_endpoint is not None:
+            if not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+                raise ConfigError(
+                    "--otlp-traces-endpoint", self.otlp_traces_endpoint, "is no address of HTTP",
+                    "give http://HOST:4318",
+                )  # fmt: skip
+            try:
+                installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+            except ModuleNotFoundError:
+                installed = False
+            if not installed:
+                raise ConfigError(
+                    "--otlp-traces-endpoint", self.otlp_traces_endpoint, "needs packages that are not installed here",
+                    "pip install 'planaria[otel]'",
+                )  # fmt: skip
         for flag, path in (
             ("--ssl-certfile", self.ssl_certfile),
             ("--ssl-keyfile", self.ssl_keyfile),

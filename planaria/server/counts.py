@@ -9,11 +9,11 @@ from planaria.server.metrics import E2E, ITL, TTFT, Histogram, Metrics
 from planaria.server.root_messages import Counts
 from planaria.server.service import Service
 
-_EMPTY = [([0] * (len(bounds) + 1), 0.0) for bounds in (TTFT, ITL, E2E)]
+_EMPTY = [([0] * (len(bounds) + 1), 0.0) for bounds in (TTFT, ITL, E2E, TTFT)]
 
 
 def _histograms(metrics: Metrics) -> tuple[Histogram, ...]:
-    return metrics.ttft, metrics.itl, metrics.e2e
+    return metrics.ttft, metrics.itl, metrics.e2e, metrics.queue
 
 
 def counts_of(service: Service) -> Counts:

@@ -14,6 +14,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,6 +22,9 @@ from planaria.errors import RequestError
 from planaria.server.config import ServerConfig
 from planaria.server.failure import failure
 from planaria.server.service import Service
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 logger = logging.getLogger("planaria.server")
 
@@ -43,7 +47,7 @@ _NOT_LOCAL = frozenset({b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-
 class RequestInfo:
     """What is known of an HTTP request outside its route."""
 
-    __slots__ = ("arrival", "error", "held", "id", "logged", "method", "path", "status", "uid")
+    __slots__ = ("arrival", "error", "held", "id", "logged", "method", "path", "span", "status", "uid")
 
     def __init__(self, id: str, uid: str, method: str, path: str) -> None:
         self.id, self.uid, self.method, self.path = id, uid, method, path
@@ -51,6 +55,7 @@ class RequestInfo:
         self.logged = False
         self.status = 0
         self.held = 0  # bytes of its body
+        self.span: Span | None = None  # where it is recorded
         self.error: tuple[str | None, str | None, str] | None = None  # code, field, message of what it was answered
 
     def log(self, words: str = "", level: int = logging.INFO, **fields: object) -> None:
@@ -108,15 +113,20 @@ class Gate:
         id = given.decode() if given is not None and _SAFE_ID.match(given) else uid
         info = RequestInfo(id, uid, scope["method"], scope["path"])
         scope["planaria"] = info
-        id_header = (b"x-request-id", id.encode())
+        own_headers = [(b"x-request-id", id.encode())]
+        open_path, traces = scope["path"] in OPEN_PATHS, self.service.traces
+        if traces is not None and not open_path:
+            traces.begin(info, headers)
+            if info.span is not None:
+                at = info.span.get_span_context()
+                own_headers.append((b"traceparent", b"00-%032x-%016x-01" % (at.trace_id, at.span_id)))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 info.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), id_header]
+                message["headers"] = [*message.get("headers", ()), *own_headers]
             await send(message)
 
-        open_path = scope["path"] in OPEN_PATHS
         try:
             await self._pass(scope, headers, open_path, receive, send_with_id)
         except Exception:
@@ -132,6 +142,8 @@ class Gate:
                 # Who asks again and again whether the model is loaded fills no log.
                 quiet = open_path or info.status < 400 or (info.status == 503 and self.service.client.facts is None)
                 info.log(level=logging.DEBUG if quiet else logging.INFO)
+            if traces is not None and info.span is not None:
+                traces.end(info)
 
     async def _pass(
         self, scope: Scope, headers: dict[bytes, bytes], open_path: bool, receive: Receive, send: Send

@@ -70,6 +70,7 @@ class Generation:
         self.left = sum(len(s.sequences) for s in streams)  # choices not yet complete
         self.error: tuple[str, int, str] | None = None  # message, status, code
         self.gone = False  # the client is
+        self.submitted = 0.0
         self.first_token: float | None = None
         self._last: dict[str, float] = {}  # sequence id -> time of its last delta
         self._waiter: asyncio.Future[None] | None = None
@@ -78,6 +79,7 @@ class Generation:
 
     async def start(self) -> None:
         """Submit everything, some at a time. Raises what the client raises."""
+        self.submitted = time.perf_counter()
         self.service.opened(self)
         client = self.service.client
         for number, stream in enumerate(self.streams, 1):
@@ -107,6 +109,7 @@ class Generation:
                 metrics.itl.observe(now - last)
             else:
                 metrics.ttft.observe(now - self.info.arrival)
+                metrics.queue.observe(sequence.queued)
                 metrics.prompt_tokens += len(sequence.submit.prompt)
                 if self.first_token is None:
                     self.first_token = now
@@ -218,6 +221,8 @@ class Generation:
             f": {prompt} tokens in, {output} out, ttft {first}, {reason}", prompt_tokens=prompt,
             completion_tokens=output, ttft_seconds=ttft, finish=reason,
         )  # fmt: skip
+        if info.span is not None and self.service.traces is not None:
+            self.service.traces.generated(self)
 
 
 class Answer(Response):

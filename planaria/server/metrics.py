@@ -106,7 +106,7 @@ class Metrics(Collector):
 
     def __init__(self, engines: Callable[[], list[EngineState]], name: Callable[[], str], faults: FaultLog) -> None:
         self._engines, self._name, self._faults = engines, name, faults
-        self.ttft = Histogram(TTFT)
+        self.ttft, self.queue = Histogram(TTFT), Histogram(TTFT)
         self.itl = Histogram(ITL)
         self.e2e = Histogram(E2E)
         self.prompt_tokens = 0
@@ -134,6 +134,7 @@ class Metrics(Collector):
         yield success
         for name, text, histogram in (
             ("time_to_first_token_seconds", "From the request's arrival to its first token.", self.ttft),
+            ("request_queue_time_seconds", "Until an engine first gave a sequence room.", self.queue),
             ("inter_token_latency_seconds", "Between two steps of a sequence.", self.itl),
             ("e2e_request_latency_seconds", "From the request's arrival to its last token.", self.e2e),
         ):

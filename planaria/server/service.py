@@ -25,10 +25,11 @@ from planaria.server.history import History
 from planaria.server.inputs import child_seed
 from planaria.server.metrics import Metrics
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
-from planaria.wire import Dead, EngineFacts
+from planaria.wire import Dead, EngineFacts, Recovery
 
 if TYPE_CHECKING:
     from planaria.server.generation import Generation
+    from planaria.server.traces import Traces
 
 logger = logging.getLogger("planaria.server")
 
@@ -51,7 +52,12 @@ class Service:
         self.client, self.tokenizer, self.config = client, tokenizer, config
         self.history = History()
         self.faults = FaultLog(lambda: [engine.index for engine in client.engines() if engine.state != "ended"])
-        client.on_recovery, client.on_settled = self.faults.hear, self.faults.settled
+        client.on_recovery, client.on_settled = self._recovery, self.faults.settled
+        self.traces: Traces | None = None
+        if config.otlp_traces_endpoint is not None:
+            from planaria.server.traces import Traces
+
+            self.traces = Traces(config.otlp_traces_endpoint, config.otlp_traces_sampling_ratio)
         self.metrics = Metrics(client.engines, lambda: self.model_names[0], self.faults)
         self.created = int(time.time())
         self.draining = ""  # the reason, for those who are turned away
@@ -199,6 +205,11 @@ class Service:
             doing.cancel()
             leaving.cancel()
 
+    def _recovery(self, message: Recovery) -> None:
+        self.faults.hear(message)
+        if self.traces is not None:
+            self.traces.hear(message)
+
     def sample(self) -> None:
         """Remember how things are now."""
         self.history.keep(time.time(), self.client.stats, self.metrics, self.faults)
@@ -242,7 +253,9 @@ class Service:
         self.drain(f"the engine has ended: {dead.message}")
 
     def close(self) -> None:
-        """Let go of the thread."""
+        """Let go of the threads."""
+        if self.traces is not None:
+            self.traces.close()
         self._texts.shutdown(wait=False, cancel_futures=True)
 
     def abort_all(self, message: str, status: int = 503, code: str = "aborted") -> int:

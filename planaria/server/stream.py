@@ -80,8 +80,8 @@ class Stream:
 
     __slots__ = (
         "_detokenizer", "_eos", "_keep_stop", "choice", "dispatcher", "engine", "error", "finish", "goes_on", "id",
-        "leaving", "logprobs", "lost", "moves", "name", "num_cached", "prompt_logprobs", "sent", "sink", "stop_reason",
-        "submit", "text_length", "text_parts", "tokens", "tried",
+        "leaving", "logprobs", "lost", "moves", "name", "num_cached", "prompt_logprobs", "queued", "sent", "sink",
+        "stop_reason", "submit", "text_length", "text_parts", "tokens", "tried",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +95,7 @@ class Stream:
         self.text_length = 0
         self.logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.num_cached = 0
+        self.num_cached, self.queued = 0, 0.0
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -200,6 +200,8 @@ class Stream:
             piece.logprobs, piece.offsets = logprobs, offsets
         if delta.num_cached:
             self.num_cached = delta.num_cached
+        if delta.queued:
+            self.queued = delta.queued
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = piece.prompt_logprobs = delta.prompt_logprobs
         if finish is not None:
