@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -99,6 +99,19 @@ class Histogram:
             running += count
             found.append((bound, running))
         return found
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> float | None:
+    """Below what lies this part of what was counted, a bucket's spread evenly in it; None: there is nothing."""
+    left = part * sum(counts)
+    if not left:
+        return None
+    for bucket, count in enumerate(counts):
+        if left <= count:
+            low = bounds[bucket - 1] if bucket else 0.0
+            return low + (bounds[min(bucket, len(bounds) - 1)] - low) * left / count
+        left -= count
+    return bounds[-1]
 
 
 class Metrics(Collector):

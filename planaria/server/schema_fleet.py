@@ -131,7 +131,7 @@ class Dashboard(Strict):
     processes: list[ProcessEntry]
     engines: list[EngineCard]
     columns: list[str]  # of a sample
-    samples: list[list[float]]
+    samples: list[list[float | None]]
     events: list[Event]
     resizes: list[ResizeEntry]
     experts: list[EngineExperts]

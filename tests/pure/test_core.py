@@ -444,3 +444,24 @@ def test_a_stop_among_several_tokens_ends_the_request_there() -> None:
         run.run()
         assert run.tokens["a"] == tokens[: tokens.index(stop) + 1] and run.finish["a"] is FinishReason.STOP
         all_free(run)
+
+
+def test_prompt_tokens_count_when_they_are_computed() -> None:
+    """Step by step, and not those that the cache has; how long a request waited is said with its first token."""
+    run = make(budget=16, depth=1)
+    run.take(run.core.admit(request("a", list(range(40)), 3)))
+    assert run.core.stats().prompt_tokens == 0
+    counted = []
+    while run.step():
+        counted.append(run.core.stats().prompt_tokens)
+    assert counted[:3] == [16, 32, 40] and counted[-1] == 40
+    run.take(run.core.admit(request("again", list(range(40)), 3)))
+    run.run()
+    assert run.core.stats().prompt_tokens == 80 - run.cached["again"] and run.cached["again"] > 0
+    late = request("late", [1, 2, 3], 2)
+    late.arrival = 5.0
+    run.take(run.core.admit(late))
+    plan = run.core.plan(7.5)
+    assert plan is not None
+    (delta,) = run.core.commit(run.compute(plan))
+    assert delta.queued == 2.5
