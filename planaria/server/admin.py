@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from planaria.core.resize import COMMITTED, ROLLED_BACK, Refused
 from planaria.node import node_name, resident_bytes
-from planaria.server.client import FleetControl
 from planaria.server.common import encode_json, read
 from planaria.server.failure import failure
+from planaria.server.fleet import Fleet
 from planaria.server.fleet_resize import DRAIN_TIMEOUT
 from planaria.server.metrics import imbalance
 from planaria.server.schema_fleet import LayoutRequest, ScaleRequest
@@ -48,7 +48,7 @@ async def show_fleet(request: Request) -> Response:
             }
             for engine in engines
         ],
-        "resizes": service.control.resizes(),
+        "resizes": list(service.control.resizer.resizes),
     }  # fmt: skip
     return Response(encode_json(body), media_type="application/json")
 
@@ -59,7 +59,7 @@ async def show_experts(request: Request) -> Response:
     return Response(encode_json({"engines": engines}), media_type="application/json")
 
 
-async def experts_of(control: FleetControl) -> list[dict[str, object]]:
+async def experts_of(control: Fleet) -> list[dict[str, object]]:
     """Of each engine that balances its experts, as /admin/experts says it."""
     return [
         {
@@ -81,7 +81,7 @@ async def scale_elastic_ep(request: Request) -> Response:
     size = body.new_data_parallel_size
     timeout = DRAIN_TIMEOUT if body.drain_timeout is None else body.drain_timeout
     try:
-        done = await request.app.state.service.control.resize(body.id or uuid.uuid4().hex[:8], size, timeout)
+        done = await request.app.state.service.control.resizer.resize(body.id or uuid.uuid4().hex[:8], size, timeout)
     except Refused as e:
         return failure(str(e), 409 if e.busy else 400, param="new_data_parallel_size", code="resize_refused")
     if done.state == ROLLED_BACK:
@@ -101,7 +101,7 @@ async def change_layout(request: Request) -> Response:
     service: Service = request.app.state.service
     numbers = [engine.index for engine in service.client.engines()]
     try:
-        found = await service.control.resize_engines(body.tensor_parallel_size, body.pipeline_parallel_size)
+        found = await service.control.resizer.resize_engines(body.tensor_parallel_size, body.pipeline_parallel_size)
     except Refused as e:
         return failure(str(e), 409 if e.busy else 400, code="resize_refused")
     failed = next((f"engine {n}: {done.error}" for n, done in zip(numbers, found, strict=False) if done.error), "")

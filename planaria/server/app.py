@@ -16,8 +16,8 @@ from starlette.responses import Response
 import planaria
 from planaria.errors import RequestError
 from planaria.server import admin, chat, completions, dashboard, health, schema, schema_fleet, tokens
-from planaria.server.client import EngineClient
 from planaria.server.config import ServerConfig
+from planaria.server.dispatcher import Dispatcher
 from planaria.server.failure import failure, refused
 from planaria.server.gate import OPEN_PATHS, Gate
 from planaria.server.service import Service
@@ -50,7 +50,7 @@ _ABOUT = """The OpenAI API over a Planaria engine.
 """
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig) -> FastAPI:
+def create_app(client: Dispatcher, tokenizer: Tokenizer | None, config: ServerConfig) -> FastAPI:
     """The application of one server; `app.state.service` is its `Service`.
 
     Without a tokenizer prompts are token ids, and texts are empty.

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 from planaria.errors import EngineDead
 from planaria.server.app import create_app
 from planaria.server.batch_file import Answers, Item
-from planaria.server.client import EngineClient
 from planaria.server.config import ServerConfig
+from planaria.server.dispatcher import Dispatcher
 from planaria.server.forward import answer
 from planaria.server.root_messages import Question
 from planaria.server.tokenise import Tokenizer
@@ -38,7 +38,7 @@ def seed_of(seed: int, custom_id: str) -> int:
 
 
 async def answer_all(
-    client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig, items: list[Item], answers: Answers,
+    client: Dispatcher, tokenizer: Tokenizer | None, config: ServerConfig, items: list[Item], answers: Answers,
     *, most_open: int, on_done: Callable[[int], None],
 ) -> None:  # fmt: skip
     """Answer `items`, `most_open` at a time; `on_done(new tokens)` is called after each. Raises what keeps the engine
@@ -57,7 +57,7 @@ async def answer_all(
 
 
 async def _work(
-    app: ASGIApp, client: EngineClient, left: Iterator[Item], answers: Answers, on_done: Callable[[int], None]
+    app: ASGIApp, client: Dispatcher, left: Iterator[Item], answers: Answers, on_done: Callable[[int], None]
 ) -> None:
     for item in left:
         body = dict(item.body)

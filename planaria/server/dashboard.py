@@ -65,7 +65,7 @@ async def dashboard_data(request: Request) -> Response:
         "columns": Sample.__struct_fields__,
         "samples": list(service.history.samples),
         "events": list(service.faults.recent),
-        "resizes": service.control.resizes(),
+        "resizes": list(service.control.resizer.resizes),
         "experts": await experts_of(service.control),
     }
     return Response(encode_json(body), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -16,13 +16,13 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from planaria.core.router import Router
 from planaria.errors import PlanariaError
 from planaria.server.background import Background
-from planaria.server.client import FleetControl
 from planaria.server.engine import Engine, added, error_of
 from planaria.server.placed import Check
 from planaria.server.root_messages import Counts
@@ -30,17 +30,22 @@ from planaria.server.stream import Piece, Stream
 from planaria.types import SamplingParams
 from planaria.wire import Dead, EngineFacts, EngineState, EngineStats, Recovery, Submit
 
+if TYPE_CHECKING:
+    from planaria.server.fleet import Fleet
+
 _numbers = itertools.count()
 WARM_UP = 60.0  # seconds the other engine gets to compute what a sequence has
 GOES_ON = 1.0  # seconds in which a sequence that was moved is alone with its engine's attention
 
 
 class Dispatcher:
-    """Implements `planaria.server.client.EngineClient`. Who keeps the engines says which there are (`add`, `admit`,
-    `leave`, `forget`); on_changed hears when one is another. warm: engines have prefix caches; control: who has their
-    number and layout changed."""
+    """How a front end uses engines, wherever they run: called in one event loop, in which sinks are called too. Who
+    keeps the engines says which there are (`add`, `admit`, `leave`, `forget`); on_changed hears when one is another,
+    on_recovery of every fault and its end, on_settled of every engine that is ready, was given up or has left. facts:
+    None until it is ready, of several engines what they have in common. warm: engines have prefix caches; control: who
+    has their number and layout changed, None: in another process."""
 
-    def __init__(self, warm: bool, control: FleetControl | None = None) -> None:
+    def __init__(self, warm: bool, control: Fleet | None = None) -> None:
         self.warm, self.control = warm, control
         self.router = Router()
         self.members: dict[int, Engine] = {}  # by number
@@ -149,7 +154,7 @@ class Dispatcher:
     # -- for people
 
     async def ready(self) -> EngineFacts:
-        """See EngineClient."""
+        """Wait until the engines can admit. Raises ModelError, CapacityError or EngineDead if they can't."""
         await self._ready.wait()
         if self.dead is not None:
             raise error_of(self.dead)
@@ -158,6 +163,7 @@ class Dispatcher:
 
     @property
     def stats(self) -> EngineStats:
+        """Of all engines together: counters never fall, `epoch` is the highest."""
         engines = list(self.members.values())
         total = _sum([self._before, *(engine.stats for engine in engines)])
         usage = sum(engine.stats.kv_usage for engine in engines) / max(1, len(engines))
@@ -165,12 +171,14 @@ class Dispatcher:
 
     @property
     def last_progress(self) -> float:
-        """Of the engine that has not moved for the longest."""
+        """time.monotonic() of the last message that showed a new step, or of the last idle state; of several engines
+        that of the one that has not moved for the longest."""
         if self.elsewhere is not None:
             return self.elsewhere.moved or time.monotonic()
         return min((e.last_progress for e in self.members.values() if e.streams), default=time.monotonic())
 
     def engines(self) -> list[EngineState]:
+        """Each engine, by number."""
         loads = self.router.loads()
         return [self._shown(engine, loads.get(index, 0)) for index, engine in sorted(self.members.items())]
 
@@ -189,6 +197,7 @@ class Dispatcher:
     # -- sequences
 
     def submit(self, stream: Stream) -> None:
+        """Start a sequence; its sink gets what comes of it in order, the last piece with `finish` set."""
         if self.dead is not None:
             stream.tell(stream.fail(self.dead.message, cancel=False))
             return
@@ -226,6 +235,7 @@ class Dispatcher:
         engine.submit(stream)
 
     def cancel(self, request_id: str) -> None:
+        """Stop a sequence; its sink hears nothing more. Unknown ids are ignored."""
         stream = self.open.get(request_id)
         if stream is not None:
             self._ended(stream)

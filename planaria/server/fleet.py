@@ -18,7 +18,6 @@ import msgspec
 from planaria.config.data_parallel import engine_config, sharers
 from planaria.config.machine import accelerator_ids
 from planaria.config.options import EngineConfig
-from planaria.core.resize import Resize
 from planaria.errors import PlanariaError
 from planaria.server.background import Background
 from planaria.server.dispatcher import Dispatcher
@@ -27,7 +26,7 @@ from planaria.server.engine_client import EngineProcess
 from planaria.server.fleet_resize import Resizer
 from planaria.server.keeper import EngineKeeper, Make, all_ready
 from planaria.server.placed import Plan
-from planaria.wire import Dead, EngineResized, ExpertLoads, Phase, ProcessInfo, StartUpNews
+from planaria.wire import Dead, ExpertLoads, Phase, ProcessInfo, StartUpNews
 
 logger = logging.getLogger("planaria.server")
 
@@ -80,8 +79,7 @@ class Mover(Protocol):
 
 class Fleet:
     """Start with `await start()`; `on_progress` hears how the first start goes. make: gives an engine; hosts: keeps the
-    places for engines that are not processes of this node; shared_in: see EngineKeeper. Implements
-    `planaria.server.client.FleetControl`."""
+    places for engines that are not processes of this node; shared_in: see EngineKeeper. Called in one event loop."""
 
     def __init__(
         self, config: EngineConfig, on_progress: Callable[[StartUpNews], None] | None = None,
@@ -198,18 +196,8 @@ class Fleet:
                         keeper.revive()
                     return
 
-    # -- FleetControl
-
-    async def resize(self, id: str, size: int, drain_timeout: float) -> Resize:
-        return await self.resizer.resize(id, size, drain_timeout)
-
-    async def resize_engines(self, tp: int, pp: int) -> list[EngineResized]:
-        return await self.resizer.resize_engines(tp, pp)
-
-    def resizes(self) -> list[Resize]:
-        return list(self.resizer.resizes)
-
     def drain(self) -> None:
+        """No new engines will come: the front end shuts down."""
         if not self.closing:
             self.closing = True
             self.resizer.cancel(SHUTDOWN)
@@ -221,6 +209,7 @@ class Fleet:
                 keeper.share(sharers(self.config.parallel, index, size or len(self.members)))
 
     async def report(self) -> list[ProcessInfo]:
+        """Of each engine its processes; what can be said without the engine where it doesn't answer."""
         keepers = sorted(self.members.items())
         found = await asyncio.gather(*(keeper.report() for _, keeper in keepers))
         alone = list(self.members) == [0]
@@ -231,6 +220,7 @@ class Fleet:
         ]
 
     async def experts(self) -> dict[int, ExpertLoads]:
+        """Experts' load and places, of each engine that records it and answers, by number."""
         keepers = sorted(self.members.items())
         found = await asyncio.gather(*(keeper.experts() for _, keeper in keepers))
         return {index: loads for (index, _), loads in zip(keepers, found, strict=True) if loads is not None}

@@ -118,8 +118,9 @@ class EngineKeeper:
         unborn: Ended | None = None
         try:
             while handle is None or self._goes_on(handle, unborn or await handle.ended(self._most_silent)):
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._left.wait(), max(0.0, self._pause.at - time.monotonic()))
+                if (pause := self._pause.at - time.monotonic()) > 0:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._left.wait(), pause)
                 if self._closing:
                     return
                 handle, unborn = self._another(), None

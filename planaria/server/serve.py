@@ -20,9 +20,9 @@ from fastapi import FastAPI
 from planaria.errors import CapacityError, ConfigError, EngineDead, PlanariaError, UserError
 from planaria.server.app import create_app
 from planaria.server.background import Background
-from planaria.server.client import EngineClient
 from planaria.server.config import ServerConfig
 from planaria.server.connections import HttpConnection, Listener, connection_bound
+from planaria.server.dispatcher import Dispatcher
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
 
@@ -195,7 +195,7 @@ class Lifecycle:
 
 
 async def serve(
-    client: EngineClient,
+    client: Dispatcher,
     tokenizer: Tokenizer | None,
     config: ServerConfig,
     *,

@@ -18,8 +18,8 @@ from starlette.types import Receive
 
 import planaria
 from planaria.errors import RequestError
-from planaria.server.client import EngineClient, FleetControl
 from planaria.server.config import ServerConfig
+from planaria.server.dispatcher import Dispatcher
 from planaria.server.faults import FaultLog
 from planaria.server.history import History
 from planaria.server.inputs import child_seed
@@ -28,6 +28,7 @@ from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.wire import Dead, EngineFacts, Recovery
 
 if TYPE_CHECKING:
+    from planaria.server.fleet import Fleet
     from planaria.server.generation import Generation
     from planaria.server.traces import Traces
 
@@ -48,7 +49,7 @@ async def _left(receive: Receive) -> None:
 class Service:
     """The state of one server."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig) -> None:
+    def __init__(self, client: Dispatcher, tokenizer: Tokenizer | None, config: ServerConfig) -> None:
         self.client, self.tokenizer, self.config = client, tokenizer, config
         self.history = History()
         self.faults = FaultLog(lambda: [engine.index for engine in client.engines() if engine.state != "ended"])
@@ -92,7 +93,7 @@ class Service:
         return self._fingerprint or ""
 
     @property
-    def control(self) -> FleetControl:
+    def control(self) -> Fleet:
         """For routes that no API process answers itself."""
         assert self.client.control is not None
         return self.client.control

@@ -1,4 +1,4 @@
-"""A deterministic engine client for server tests: no model, every rule of `planaria.server.client.EngineClient`.
+"""A deterministic engine client for server tests: no model, every rule of `planaria.server.dispatcher.Dispatcher`.
 
 Tokens are a hash of prompt, seed (unless greedy) and position, drawn from a palette that has multi-byte characters
 split over tokens, special tokens and the end-of-sequence token. One step gives every open sequence one token.
@@ -63,7 +63,8 @@ class FakeEngine:
         self.last_progress = time.monotonic()
         self.dead: Dead | None = None
         self.on_recovery = lambda message: None
-        self.control = self
+        self.control = self.resizer = self
+        self.resizes: list[Resize] = []
         self.palette = palette(tokenizer) if tokenizer is not None else list(range(100, 200))
         self.delay = delay
         self.eos_every = 23  # on average
@@ -139,9 +140,6 @@ class FakeEngine:
         if tp == 9:
             raise Refused("another change is under way", busy=True)
         return [EngineResized("", f"tp={tp} pp={pp}", f"{tp} ranks don't fit" if tp > 4 else "", 0.5)]
-
-    def resizes(self) -> list[Resize]:
-        return []
 
     async def report(self) -> list[ProcessInfo]:
         return [

@@ -272,33 +272,33 @@ async def scaled() -> AsyncIterator[Scaled]:
 
 async def test_more_engines_get_work_when_all_are_up(scaled: Scaled) -> None:
     scaled.submit("a", "b")  # one each: nobody has two more than another
-    done = await scaled.fleet.resize("x", 4, 0)
+    done = await scaled.fleet.resizer.resize("x", 4, 0)
     assert (done.state, done.start, done.phase) == ("committed", [2, 3], "") and done.phases["start"] >= 0
     scaled.submit(*"cdefghij")
     assert {scaled.where(id)[0] for id in "abcdefghij"} == {0, 1, 2, 3}
-    assert (await scaled.fleet.resize("x", 4, 0)) is done and len(scaled.processes) == 4
+    assert (await scaled.fleet.resizer.resize("x", 4, 0)) is done and len(scaled.processes) == 4
     assert scaled.fleet.dispatcher.facts is not None and scaled.fleet.dispatcher.facts.layout == "dp=4 tp1"
 
 
 async def test_engines_that_cant_come_up_leave_no_trace(scaled: Scaled) -> None:
     scaled.submit("a", "b")
     scaled.fate = Dead("capacity", "no memory for KV")
-    done = await scaled.fleet.resize("x", 4, 0)
+    done = await scaled.fleet.resizer.resize("x", 4, 0)
     assert (done.state, done.reason) == ("rolled back", "no memory for KV")
     assert sorted(scaled.fleet.members) == [0, 1] and scaled.fleet.dispatcher.dead is None and not scaled.errors()
     scaled.fate = None
-    assert (await scaled.fleet.resize("x", 4, 0)) is done  # the same answer
-    assert (await scaled.fleet.resize("y", 3, 0)).state == "committed"
+    assert (await scaled.fleet.resizer.resize("x", 4, 0)) is done  # the same answer
+    assert (await scaled.fleet.resizer.resize("y", 3, 0)).state == "committed"
 
 
 async def test_a_second_change_is_refused_while_one_is_on(scaled: Scaled) -> None:
     scaled.submit("a", "b")
-    one = asyncio.create_task(scaled.fleet.resize("x", 1, 60))
+    one = asyncio.create_task(scaled.fleet.resizer.resize("x", 1, 60))
     await settle()
     assert [state.shown for state in scaled.fleet.dispatcher.engines()] == ["ready", "leaving"]
     with pytest.raises(Refused, match=r"resize x from 2 to 1 engines is under way \(drain\)"):
-        await scaled.fleet.resize("y", 3, 0)
-    same = asyncio.create_task(scaled.fleet.resize("x", 1, 60))
+        await scaled.fleet.resizer.resize("y", 3, 0)
+    same = asyncio.create_task(scaled.fleet.resizer.resize("x", 1, 60))
     scaled.give("a", "b", finish=END)
     assert await one is await same and one.result().state == "committed" and one.result().moved == 0
 
@@ -307,7 +307,7 @@ async def test_an_engine_leaves_when_it_has_nothing_any_more(scaled: Scaled) -> 
     """It gets no new work from the start, and ends last of all."""
     scaled.submit("a", "b")
     leaving = next(id for id in "ab" if scaled.where(id) == [1])
-    task = asyncio.create_task(scaled.fleet.resize("x", 1, 60))
+    task = asyncio.create_task(scaled.fleet.resizer.resize("x", 1, 60))
     await settle()
     scaled.submit("c", "d")
     assert scaled.where("c") == scaled.where("d") == [0]
@@ -325,7 +325,7 @@ async def test_what_is_still_there_is_moved_when_the_other_engine_knows_it(scale
     scaled.submit("a", "b", "c", "d")
     scaled.give(*"abcd")
     moving = [id for id in "abcd" if scaled.where(id) == [1]]
-    task = asyncio.create_task(scaled.fleet.resize("x", 1, 0))
+    task = asyncio.create_task(scaled.fleet.resizer.resize("x", 1, 0))
     await settle()
     first = moving[0]
     (warm,) = [message for message in scaled[0].submitted if message.id.startswith(f"{first}~warm")]
@@ -345,7 +345,7 @@ async def test_with_nobody_to_take_over_nobody_leaves(scaled: Scaled) -> None:
     scaled.submit("a", "b")
     scaled.give("a", "b")
     await scaled.fall(0)
-    done = await scaled.fleet.resize("x", 1, 0)
+    done = await scaled.fleet.resizer.resize("x", 1, 0)
     assert done.state == "rolled back" and "no other engine is up to go on with 2 sequences" in done.reason
     assert [state.shown for state in scaled.fleet.dispatcher.engines()] == ["loading", "ready"]
     scaled.give("a", "b", finish=END)
@@ -355,7 +355,7 @@ async def test_with_nobody_to_take_over_nobody_leaves(scaled: Scaled) -> None:
 async def test_an_engine_that_leaves_may_die(scaled: Scaled) -> None:
     scaled.submit("a", "b")
     scaled.give("a", "b")
-    task = asyncio.create_task(scaled.fleet.resize("x", 1, 60))
+    task = asyncio.create_task(scaled.fleet.resizer.resize("x", 1, 60))
     await settle()
     await scaled.fall(1)
     done = await task
@@ -366,13 +366,13 @@ async def test_an_engine_that_leaves_may_die(scaled: Scaled) -> None:
 
 async def test_a_shutdown_rolls_back(scaled: Scaled) -> None:
     scaled.submit("a", "b")
-    task = asyncio.create_task(scaled.fleet.resize("x", 1, 60))
+    task = asyncio.create_task(scaled.fleet.resizer.resize("x", 1, 60))
     await settle()
     scaled.fleet.drain()
     done = await task
     assert (done.state, done.reason) == ("rolled back", "the server is shutting down")
     with pytest.raises(Refused, match="shutting down"):
-        await scaled.fleet.resize("y", 2, 0)
+        await scaled.fleet.resizer.resize("y", 2, 0)
     scaled.give("a", "b", finish=END)
     assert all(scaled.told[id][-1].finish is END for id in "ab")
 
@@ -380,7 +380,7 @@ async def test_a_shutdown_rolls_back(scaled: Scaled) -> None:
 async def test_an_engine_that_was_given_up_comes_back_with_the_next_resize(scaled: Scaled) -> None:
     scaled[0].hear(Dead("error", "no more"))
     await scaled.fall(0, Dead("error", "no more"))
-    task = asyncio.create_task(scaled.fleet.resize("x", 2, 0))
+    task = asyncio.create_task(scaled.fleet.resizer.resize("x", 2, 0))
     await settle()
     scaled[0].become_ready()
     assert (await task).state == "committed"
@@ -390,28 +390,29 @@ async def test_an_engine_that_was_given_up_comes_back_with_the_next_resize(scale
 async def test_no_more_than_there_is_room_for(scaled: Scaled) -> None:
     scaled.fleet.resizer.available = lambda: 2 * (scaled.fleet.dispatcher.facts.weight_bytes + OVERHEAD)  # type: ignore[union-attr]
     with pytest.raises(Refused, match=r"5 engines don't fit: each needs 0\.34 GiB .*; 4 fit") as refused:
-        await scaled.fleet.resize("x", 5, 0)
+        await scaled.fleet.resizer.resize("x", 5, 0)
     assert not refused.value.busy and len(scaled.processes) == 2
-    assert (await scaled.fleet.resize("y", 4, 0)).state == "committed"
+    assert (await scaled.fleet.resizer.resize("y", 4, 0)).state == "committed"
 
 
 async def test_engines_change_their_layout_one_after_the_other(scaled: Scaled) -> None:
-    done = await scaled.fleet.resize_engines(2, 1)
+    done = await scaled.fleet.resizer.resize_engines(2, 1)
     assert [(d.layout, d.error) for d in done] == [("tp=2 pp=1", "")] * 2
-    assert await scaled.fleet.resize("x", 3, 0)
+    assert await scaled.fleet.resizer.resize("x", 3, 0)
     asked = {member.config.parallel.tensor_parallel_size for member in scaled.fleet.members.values()}
     assert asked == {2}, "those that come later have it, too"
-    assert [d.error for d in await scaled.fleet.resize_engines(4, 1)] == ["4 don't fit"]  # nor are the others asked
+    (done,) = await scaled.fleet.resizer.resize_engines(4, 1)
+    assert done.error == "4 don't fit"  # nor are the others asked
     assert {member.config.parallel.tensor_parallel_size for member in scaled.fleet.members.values()} == {2}
 
 
 async def test_one_change_at_a_time_and_an_engine_that_ends_in_it(scaled: Scaled) -> None:
-    changing = asyncio.create_task(scaled.fleet.resize_engines(5, 1))
+    changing = asyncio.create_task(scaled.fleet.resizer.resize_engines(5, 1))
     await settle()
     with pytest.raises(Refused, match="layout is being changed"):
-        await scaled.fleet.resize("x", 3, 0)
+        await scaled.fleet.resizer.resize("x", 3, 0)
     with pytest.raises(Refused, match="another change"):
-        await scaled.fleet.resize_engines(1, 1)
+        await scaled.fleet.resizer.resize_engines(1, 1)
     scaled[0].die()
     (done,) = await changing
     assert "ended meanwhile" in done.error
@@ -475,7 +476,7 @@ async def test_a_signal_to_all_is_the_servers_own_matter(scaled: Scaled) -> None
     for process in (scaled[0], scaled[1]):
         process.hear(Leaving())
     with pytest.raises(Refused, match="engine 0 was told to end and is being replaced"):
-        await scaled.fleet.resize("x", 3, 0)
+        await scaled.fleet.resizer.resize("x", 3, 0)
     scaled.fleet.drain()
     async with asyncio.timeout(60):
         while scaled.fleet.replacing:
@@ -487,7 +488,7 @@ async def test_a_new_engine_takes_its_share_of_what_runs(scaled: Scaled) -> None
     scaled.submit(*"abcdef")
     scaled.give(*"abcdef")
     before = {id: scaled.where(id)[0] for id in "abcdef"}
-    task = asyncio.create_task(scaled.fleet.resize("x", 3, 0))
+    task = asyncio.create_task(scaled.fleet.resizer.resize("x", 3, 0))
     await scaled.warm()
     done = await task
     assert list(done.phases) == ["start", "balance"] and done.moved == 2
@@ -521,7 +522,7 @@ async def test_a_server_whose_engines_others_count_keeps_them(balancing: str) ->
     await crowd.start()
     assert sorted(crowd.fleet.members) == ([2] if balancing == "data_parallel_external_lb" else [2, 3])
     with pytest.raises(Refused, match="an outside balancer knows this server's engines"):
-        await crowd.fleet.resize("x", 1, 0)
+        await crowd.fleet.resizer.resize("x", 1, 0)
     await crowd.fleet.close()
 
 

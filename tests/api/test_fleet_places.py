@@ -115,9 +115,9 @@ async def test_an_engine_without_a_place_comes_back_when_there_is_one(placed: Pl
 
 async def test_a_resize_may_leave_it_out_or_wait_for_its_place(placed: Placed) -> None:
     await placed.lose_node(1)
-    refused = await placed.fleet.resize("x", 3, 0)
+    refused = await placed.fleet.resizer.resize("x", 3, 0)
     assert refused.state == "rolled back" and "no place for engine" in refused.reason
-    assert (await placed.fleet.resize("y", 1, 0)).state == "committed"
+    assert (await placed.fleet.resizer.resize("y", 1, 0)).state == "committed"
     placed.hosts.places += 1
     await asyncio.sleep(0.05)  # several looks
     assert placed.states == ["ready"] and len(placed.processes[1]) == 1
@@ -169,7 +169,7 @@ async def test_lanes_that_can_not_be_had_for_whatever_reason_are_no_change_that_
     placed.fleet.hosts = Lanes()
     await placed.start()
     for id in ("once", "again"):
-        done = await placed.fleet.resize(id, 2, 0.0)
+        done = await placed.fleet.resizer.resize(id, 2, 0.0)
         assert (done.state, done.reason) == ("rolled back", "RuntimeError: Ray has gone")
         assert not placed.fleet.resizer.busy and placed.fleet.hosts.lanes == 1
     async with asyncio.timeout(60):

@@ -237,7 +237,7 @@ class Deployment:
         before = sorted(self.fleet.members)
         self.world.note("asked for {} engines", size.engines)
         try:
-            resize = await self.fleet.resize(size.id, size.engines, size.drain_timeout)
+            resize = await self.fleet.resizer.resize(size.id, size.engines, size.drain_timeout)
         except Refused as e:
             self.world.note("{} is refused: {}", size.id, e)
             return
@@ -256,7 +256,7 @@ class Deployment:
         self.world.note("asked for {}", shape)
         engines = list(self.fleet.members.values())
         try:
-            answers = await self.fleet.resize_engines(shape.tp, shape.pp)
+            answers = await self.fleet.resizer.resize_engines(shape.tp, shape.pp)
         except Refused as e:
             self.world.note("{} is refused: {}", shape, e)
             return
