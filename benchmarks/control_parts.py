@@ -19,12 +19,12 @@ from benchmarks import report
 from benchmarks.control_plane import PLAN, RESULT
 from benchmarks.peers import round_trips
 from planaria.executor.link import futex
-from planaria.executor.link.codec import encode_command, encode_reply, read_command, read_reply
+from planaria.executor.link.codec import answer, encode_command, read_command, read_reply
 from planaria.executor.link.shm import ShmLink
 
 
 def parts(link: ShmLink) -> dict[str, Callable[[], object]]:
-    step, answer, plain = encode_command(PLAN), encode_reply(RESULT), round_trips.step()
+    step, reply, plain = encode_command(PLAN), answer(0, RESULT), round_trips.step()
     pickled, limit = pickle.dumps(plain, -1), futex.Limit(0.5).pointer
     word = link.segment.futex(0)
     readable, writable = os.pipe()
@@ -38,8 +38,8 @@ def parts(link: ShmLink) -> dict[str, Callable[[], object]]:
         "nothing": lambda: None,
         "encode the step": lambda: encode_command(PLAN),
         "decode the step": lambda: read_command(step),
-        "encode the answer": lambda: encode_reply(RESULT),
-        "decode the answer": lambda: read_reply(answer),
+        "encode the answer": lambda: answer(0, RESULT),
+        "decode the answer": lambda: read_reply(reply),
         "futex: wake nobody": word.wake,
         "futex: sleep, refused": lambda: word.sleep(other, limit),
         "pickle the step's values": lambda: pickle.dumps(plain, -1),

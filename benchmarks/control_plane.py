@@ -35,7 +35,7 @@ import msgspec
 from benchmarks import machine, proc, report
 from benchmarks.peers import round_trips
 from planaria.executor.link.address import Address, open_port
-from planaria.executor.link.codec import decode_command, decode_reply, encode_command, encode_reply
+from planaria.executor.link.codec import answer, decode_command, encode_command, read_reply
 from planaria.executor.link.faults import LinkClosed, RankPort
 from planaria.executor.link.shm import ShmLink
 from planaria.executor.link.tcp import TcpLink
@@ -133,7 +133,7 @@ def ray_linked(workers: int) -> tuple[Trip, Trip]:
 def pipe_worker(connection: Any) -> None:
     while data := connection.recv_bytes():
         decode_command(data)
-        connection.send_bytes(encode_reply(RESULT))
+        connection.send_bytes(answer(0, RESULT))
 
 
 def pipe(workers: int) -> tuple[Trip, Trip]:
@@ -150,7 +150,7 @@ def pipe(workers: int) -> tuple[Trip, Trip]:
         for end in ends:
             end.send_bytes(data)
         for end in ends:
-            decode_reply(end.recv_bytes())
+            read_reply(end.recv_bytes())
 
     def close() -> None:
         for end in ends:
@@ -170,7 +170,7 @@ def zmq_worker(folder: str, rank: int) -> None:
     push.connect(f"ipc://{folder}/back")
     while data := pull.recv():
         decode_command(data)
-        push.send(encode_reply(RESULT))
+        push.send(answer(0, RESULT))
 
 
 def pyzmq(workers: int) -> tuple[Trip, Trip]:
@@ -191,7 +191,7 @@ def pyzmq(workers: int) -> tuple[Trip, Trip]:
         for out in outs:
             out.send(data)
         for _ in range(workers):
-            decode_reply(back.recv())
+            read_reply(back.recv())
 
     def close() -> None:
         for out in outs:
@@ -244,8 +244,8 @@ class Carrier:
         if not line:
             self.log.seek(0)
             raise RuntimeError(f"{self.name} ended: {self.log.read()[-2000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        said: dict[str, Any] = json.loads(line)
+        return said
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -408,7 +408,7 @@ def main() -> None:
     pythons = {name: python for name, python in pythons.items() if not options.only or name in options.only}
     result: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(), "cpu": machine.cpu_name(),
-        "step_bytes": len(encode_command(PLAN)), "answer_bytes": len(encode_reply(RESULT)), "workers": {},
+        "step_bytes": len(encode_command(PLAN)), "answer_bytes": len(answer(0, RESULT)), "workers": {},
     }  # fmt: skip
     watch = proc.Foreign(os.getpid())
     rounds, scale, rest = (2, 0.2, 2.0) if options.quick else (options.rounds, 1.0, 5.0)

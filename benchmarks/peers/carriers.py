@@ -137,22 +137,22 @@ def iceoryx2_ends(folder: str, workers: int) -> tuple[Any, list[Iceoryx2]]:
 def iceoryx2_worker(folder: str, workers: int, rank: int, pipe: Any) -> None:
     import msgspec
 
-    from planaria.executor.link.codec import decode_command, encode_reply
+    from planaria.executor.link.codec import answer, decode_command
     from planaria.protocol import StepResult
 
     _node, (out, *back) = iceoryx2_ends(folder, workers)
     read, write = out.reader(), back[rank].writer()
-    answer = msgspec.convert(["step_result", *result()], StepResult)
+    reply = msgspec.convert(["step_result", *result()], StepResult)
     pipe.send("ready")
     while (data := read()) != b"end":
         decode_command(data)
-        write(encode_reply(answer))
+        write(answer(0, reply))
 
 
 def iceoryx2(workers: int) -> tuple[Callable[[], None], Callable[[], None]]:
     import msgspec
 
-    from planaria.executor.link.codec import decode_reply, encode_command
+    from planaria.executor.link.codec import encode_command, read_reply
     from planaria.protocol import StepPlan
 
     spawn, folder = multiprocessing.get_context("spawn"), os.path.basename(tempfile.mktemp(prefix="planaria-"))
@@ -171,7 +171,7 @@ def iceoryx2(workers: int) -> tuple[Callable[[], None], Callable[[], None]]:
     def trip() -> None:
         write(encode_command(plan))
         for read in readers:
-            decode_reply(read())
+            read_reply(read())
 
     def close() -> None:
         write(b"end")

@@ -42,8 +42,8 @@ class Dispatcher:
     """How a front end uses engines, wherever they run: called in one event loop, in which sinks are called too. Who
     keeps the engines says which there are (`add`, `admit`, `leave`, `forget`); on_changed hears when one is another,
     on_recovery of every fault and its end, on_settled of every engine that is ready, was given up or has left. facts:
-    None until it is ready, of several engines what they have in common. warm: engines have prefix caches; control: who
-    has their number and layout changed, None: in another process."""
+    None until ready, of several engines what they have in common. warm: engines have prefix caches; control: who has
+    their number and layout changed, None: in another process."""
 
     def __init__(self, warm: bool, control: Fleet | None = None) -> None:
         self.warm, self.control = warm, control
@@ -171,8 +171,7 @@ class Dispatcher:
 
     @property
     def last_progress(self) -> float:
-        """time.monotonic() of the last message that showed a new step, or of the last idle state; of several engines
-        that of the one that has not moved for the longest."""
+        """time.monotonic() of the last new step, or idle state, of the engine that has not moved for the longest."""
         if self.elsewhere is not None:
             return self.elsewhere.moved or time.monotonic()
         return min((e.last_progress for e in self.members.values() if e.streams), default=time.monotonic())

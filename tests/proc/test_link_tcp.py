@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from planaria.executor.link.address import TcpAddress
-from planaria.executor.link.codec import encode_reply
+from planaria.executor.link.codec import answer
 from planaria.executor.link.faults import ConnectionLost, Fenced, LinkError
 from planaria.executor.link.keys import Invitation, Keys, Pair
 from planaria.executor.link.stream import FrameStream, Kind
@@ -148,7 +148,7 @@ def test_frames_of_a_broken_rank(deployment: Deployment, tmp_path: Path) -> None
         dealer.send_multipart([b"no header", b""])  # before hello
         deployment.counted("malformed", 1)
         dealer.send_multipart([end.header(Kind.HELLO), b""])
-        good = encode_reply(Done(1, "good"))
+        good = answer(1, Done(1, "good"))
         first = end.data_header(1, len(good))
         dealer.send_multipart([first, good])
         assert link.receive(LIMIT) == (1, 1, Done(1, "good"))

@@ -15,9 +15,7 @@ from planaria.executor.link.codec import (
     CodecError,
     answer,
     decode_command,
-    decode_reply,
     encode_command,
-    encode_reply,
     heard,
 )
 from planaria.executor.link.faults import MessageLost
@@ -111,18 +109,17 @@ def test_commands_come_out_as_they_went_in(command: Command) -> None:
 
 @given(replies)
 def test_replies_come_out_as_they_went_in(reply: Reply) -> None:
-    assert decode_reply(encode_reply(reply)) == reply
     assert heard(answer(3, reply), 3) == reply
 
 
 def _reads(data: bytes) -> None:
-    for decode in (decode_command, decode_reply):
-        try:
-            value = decode(data)
-        except CodecError as e:
-            assert str(e).startswith("not a ") and "\n" not in str(e) and len(str(e)) < 400
-        else:
-            assert type(value).__module__ == "planaria.protocol"
+    try:
+        value: Command | Reply = decode_command(data)
+    except CodecError as e:
+        assert str(e).startswith("not a ") and "\n" not in str(e) and len(str(e)) < 400
+        value = heard(data, 1)
+        assert not isinstance(value, Failed) or ("\n" not in value.message and len(value.message) < 400)
+    assert type(value).__module__ == "planaria.protocol"
 
 
 @given(st.binary(max_size=300))
@@ -159,7 +156,7 @@ def test_damaged_messages(value: Any, data: st.DataObject) -> None:
         b"\x94\xa4call\xa1m\x91\xd9\x02\xff\xff\x80",  # not UTF-8
         b"\x94\xa4call\xa1m\x91\xc7\x0c\xff" + b"\xff" * 12,  # a timestamp out of range
         b"\x92\xa6nobody\x01",
-        encode_reply(Done(0)) + b"\x00",
+        answer(0, Done(0)) + b"\x00",
         pickle.dumps(Load()),
     ],
 )
@@ -174,17 +171,17 @@ def test_bytes_that_are_no_command(data: bytes) -> None:
 def test_values_that_cant_be_sent(value: Any) -> None:
     with pytest.raises(CodecError, match="can't be sent to another process"):
         encode_command(Call("m", (value,)))
-    failed = decode_reply(answer(2, Done(2, value)))
+    failed = heard(answer(2, Done(2, value)), 2)
     assert isinstance(failed, Failed) and failed.rank == 2 and "can't be sent" in failed.message
 
 
 def test_a_failure_is_told_whatever_its_text() -> None:
-    failed = decode_reply(answer(1, Failed(1, "load", "no file \udcff", "trace \udc80", "model")))
+    failed = heard(answer(1, Failed(1, "load", "no file \udcff", "trace \udc80", "model")), 1)
     assert failed == Failed(1, "load", "no file \\udcff", "trace \\udc80", "model")
 
 
 def test_numbers_that_json_lacks() -> None:
-    value = decode_reply(encode_reply(Done(0, [math.inf, -math.inf])))
+    value = heard(answer(0, Done(0, [math.inf, -math.inf])), 0)
     assert isinstance(value, Done) and value.value == [math.inf, -math.inf]
 
 

@@ -16,10 +16,10 @@ from planaria.executor import node_messages as nodes
 from planaria.executor.boot import RankBoot
 from planaria.executor.link import circle
 from planaria.executor.link.address import TcpAddress
-from planaria.executor.link.codec import CodecError, decode_command, decode_reply, encode_command, encode_reply
+from planaria.executor.link.codec import CodecError, answer, decode_command, encode_command, heard
 from planaria.executor.link.keys import Invitation, Pair
 from planaria.hosts.host import Place, Program
-from planaria.protocol import Hello, Join, Regroup
+from planaria.protocol import Failed, Hello, Join, Regroup
 from planaria.topology import Layout
 
 small = st.integers(0, 2**31)
@@ -46,7 +46,7 @@ def test_join(join: Join) -> None:
 
 @given(hellos)
 def test_hello(hello: Hello) -> None:
-    assert decode_reply(encode_reply(hello)) == hello
+    assert heard(answer(0, hello), 0) == hello
 
 
 @given(st.builds(Regroup, small, layouts, st.lists(hellos, max_size=3).map(tuple)))
@@ -72,6 +72,13 @@ def test_agents_messages() -> None:
         assert nodes.decode_to_agent(nodes.encode(told)) == told
 
 
+def _reply(data: bytes) -> Any:
+    value = heard(data, 0)
+    if isinstance(value, Failed) and "can't read" in value.message:
+        raise CodecError(value.message)
+    return value
+
+
 def _agent_said(data: bytes) -> Any:
     value = nodes.decode(data, 1)
     if isinstance(value, nodes.Trouble) and "can't be read" in value.message:
@@ -94,7 +101,7 @@ def _round(data: bytes) -> Any:
 
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
-    "command": decode_command, "reply": decode_reply, "invitation": Invitation.decode, "boot": RankBoot.decode,
+    "command": decode_command, "reply": _reply, "invitation": Invitation.decode, "boot": RankBoot.decode,
     "agent said": _agent_said, "agent told": _agent_told, "round": _round,
 }  # fmt: skip
 
@@ -142,7 +149,7 @@ def boot() -> bytes:
 
 GOOD: dict[str, list[bytes]] = {
     "command": [encode_command(Regroup(1, Layout(tp=2), (Hello(0, 1, "home", "node", "10.0.0.1"),)))],
-    "reply": [encode_reply(Hello(0, 1, "home", "node", "10.0.0.1", {"a": "b"}, {}, {"tp": (1, 2)}, ("10.0.0.1", 1)))],
+    "reply": [answer(0, Hello(0, 1, "home", "node", "10.0.0.1", {"a": "b"}, {}, {"tp": (1, 2)}, ("10.0.0.1", 1)))],
     "invitation": [Invitation("tcp://10.0.0.1:1", "key", Pair("public", "secret"), 1, 0, 1).encode()],
     "boot": [boot()],
     "agent said": [nodes.encode_from_agent(0, nodes.ChildNews(1, 2, "said", "ended", 3))],

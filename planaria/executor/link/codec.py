@@ -58,28 +58,12 @@ def encode_command(command: Command) -> bytes:
         raise _unsendable(command, e) from None
 
 
-def encode_reply(reply: Reply) -> bytes:
-    """As `encode_command`."""
-    try:
-        return _encoder.encode(reply)
-    except _BAD_VALUE as e:
-        raise _unsendable(reply, e) from None
-
-
 def decode_command(data: Bytes) -> Command:
     """Raises CodecError. Nothing of the result refers to `data`."""
     try:
         return read_command(data)
     except BAD_BYTES as e:
         raise unreadable_command(e) from None
-
-
-def decode_reply(data: Bytes) -> Reply:
-    """Raises CodecError. Nothing of the result refers to `data`."""
-    try:
-        return read_reply(data)
-    except BAD_BYTES as e:
-        raise CodecError(f"not a reply: {said(e)}") from None
 
 
 def answer(rank: int, reply: Reply) -> bytes:
