@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,13 @@ def page() -> str:
     ])  # fmt: skip
 
 
+@cache
+def commands() -> dict[str, Any]:
+    return typer.main.get_command(app).commands  # type: ignore[attr-defined, no-any-return]
+
+
 def translation(command: str = "serve") -> Translation:
-    group = typer.main.get_command(app)
-    found = group.commands[command]  # type: ignore[attr-defined]
+    found = commands()[command]
     return Translation(found, typer.Context(found))
 
 
