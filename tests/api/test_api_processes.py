@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 
 from planaria.config.options import ParallelConfig
-from planaria.hosts import pool
 from planaria.hosts.local import LocalHost
+from planaria.hosts.pool import BackOff
 from planaria.server import api_processes
 from planaria.server.api_processes import ApiProcess, ApiProcesses
 from planaria.server.channel import Channel
@@ -21,7 +22,7 @@ from tests.pure.test_pool import Fake
 
 @pytest.fixture
 def apis(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(pool, "TRY_AGAIN", 0.001)
+    monkeypatch.setattr(api_processes, "BackOff", functools.partial(BackOff, first=0.001))
     monkeypatch.setattr(api_processes, "Boot", lambda *parts: b"")
     monkeypatch.setattr(api_processes, "as_api_process", lambda parallel, rank: ParallelConfig())
     with socket.socket() as listening:
