@@ -46,7 +46,7 @@ lint: $(DEV)
 	$(BIN)/lint-imports --config .importlinter
 
 docs: $(DEV)
-	$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 setup: $(SETUP)

@@ -458,6 +458,13 @@ def test_prompt_tokens_count_when_they_are_computed() -> None:
     run.take(run.core.admit(request("again", list(range(40)), 3)))
     run.run()
     assert run.core.stats().prompt_tokens == 80 - run.cached["again"] and run.cached["again"] > 0
+    before = run.core.stats().prompt_tokens
+    run.take(run.core.admit(request("replayed", [7] * 20, 8)))
+    while len(run.tokens.get("replayed", ())) < 3:
+        run.step()
+    run.restart()
+    run.run()
+    assert run.core.stats().prompt_tokens == before + 20
     late = request("late", [1, 2, 3], 2)
     late.arrival = 5.0
     run.take(run.core.admit(late))

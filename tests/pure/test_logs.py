@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from planaria.errors import ConfigError
 from planaria.logs import as_json, current_level, held, setup_logging
+from planaria.types import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +82,23 @@ def test_no_line_comes_inside_an_answer(capsys: pytest.CaptureFixture[str]) -> N
     assert [line.split(": ")[1] for line in said] == ["rank 1 failed", "a malformed request"]
     logging.getLogger("planaria").info("after")
     assert capsys.readouterr().err.endswith("after\n")
+
+
+def test_chat_keeps_its_answer_whole(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from planaria.cli import chat
+
+    inside = ""
+
+    async def generate(ids: object, params: object) -> AsyncIterator[SimpleNamespace]:
+        nonlocal inside
+        for text in ("The answer ", "is long."):
+            logging.getLogger("planaria.engine").warning("rank 1 failed")
+            inside += capsys.readouterr().err
+            yield SimpleNamespace(text=text, token_ids=[1], error=None)
+
+    tokenizer = SimpleNamespace(encode=lambda text, **options: [1])
+    llm = SimpleNamespace(tokenizer=tokenizer, chat_prompt=lambda messages: "", generate=generate)
+    setup_logging("info")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    chat._converse(llm, [], SamplingParams())
+    assert not inside and capsys.readouterr().err.count("rank 1 failed") == 2
