@@ -109,6 +109,16 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
+def uptime(pid: int) -> float | None:
+    """Seconds since a process of this node was started; None if gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f, open("/proc/uptime") as now:
+            began = int(f.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+            return max(0.0, float(now.read().split()[0]) - began)
+    except OSError:
+        return None
+
+
 def readable(fd: int, seconds: float = 0.0) -> bool:
     """Is there something to read, or has the other end (of a pidfd: the process) gone? Waits for so long at most.
     Whatever the descriptor's number: select() takes none above 1023."""

@@ -157,7 +157,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
 
 class ProcessInfo(msgspec.Struct, frozen=True):
     """One process of a deployment. role: server, api, engine, worker or spare. coordinates: by axis, those of a worker.
-    state: what it does, in a word or two. resident: bytes of memory, as the kernel counts them (shared ones too)."""
+    state: what it does, in a word or two. resident: bytes of memory, as the kernel counts them (shared ones too).
+    uptime: seconds; None: of another node. engine: whose it is, by its number in the fleet; ranks count in each."""
 
     role: str
     rank: int | None
@@ -167,6 +168,8 @@ class ProcessInfo(msgspec.Struct, frozen=True):
     epoch: int | None
     state: str
     resident: int
+    uptime: float | None = None
+    engine: int | None = None
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):

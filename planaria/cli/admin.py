@@ -60,7 +60,8 @@ class AdminAddress(NamedTuple):
         finally:
             connection.close()
         if status in (401, 403):
-            raise PlanariaError(f"the server at {self} wants its admin key: give --admin-key")
+            wrong = "does not take the admin key that was given" if key and status == 401 else "wants its admin key"
+            raise PlanariaError(f"the server at {self} {wrong}: give --admin-key")
         return status, content
 
     def get(self, path: str, key: str | None, kind: type[T]) -> tuple[bytes, T]:

@@ -11,19 +11,23 @@ from typing import Annotated, Any
 import typer
 
 from planaria import __version__
+from planaria.cli.help import PlainCommand, PlainGroup
 from planaria.cli.options import engine_command
 from planaria.cli.words import EngineCommand
 
 app = typer.Typer(
     name="planaria", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # boxes cut the names of options off on an 80-column terminal
+    rich_markup_mode=None, cls=PlainGroup,
     help="Serve large language models, and keep serving when parts die.",
 )  # fmt: skip
 bench_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure: one stream, many at once, or a running server."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    cls=PlainGroup,
+    help="Measure: one stream, many at once, or a running server.",
 )
 app.add_typer(bench_app, name="bench")
-models_app = typer.Typer(rich_markup_mode=None)
+models_app = typer.Typer(rich_markup_mode=None, cls=PlainGroup)
 app.add_typer(models_app, name="models")
 
 Model = Annotated[
@@ -93,7 +97,8 @@ def serve(
 @body("generate")
 def generate(
     model: Model,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Text to complete; repeatable.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Text to complete.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="The same; may be repeated.")] = None,
     prompt_token_ids: Annotated[
         list[str] | None, typer.Option(help="Token ids to complete, e.g. 1,2,3; may be repeated.")
     ] = None,
@@ -142,13 +147,21 @@ def batch(
 @engine_command
 @body("chat")
 def chat(
-    model: Model,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As for serve; with --url a name that server has.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Talk to the server that runs there, and load nothing.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="With --url: that server's key. Also $PLANARIA_API_KEY.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's, else 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Default: the model's, else 1.")] = None,
 ) -> None:
-    """Talk to MODEL in the terminal. An empty line or Ctrl-D ends it; Ctrl-C stops an answer."""
+    """Talk to MODEL in the terminal, or to a running server (--url).
+
+    /reset forgets the conversation, /system TEXT changes the system message, /exit or Ctrl-D ends it; Ctrl-C stops an
+    answer.
+    """
 
 
 @models_app.callback(invoke_without_command=True)
@@ -160,7 +173,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
         command.run(as_json=as_json)
 
 
-@models_app.command("fetch")
+@models_app.command("fetch", cls=PlainCommand)
 @body("models:fetch")
 def models_fetch(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The alias smollm2 (92 MiB), or a hub id.")],
@@ -188,7 +201,7 @@ def plan(
     """
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 @body("ps")
 def ps(
     port: Annotated[
@@ -204,7 +217,7 @@ def ps(
     """
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 @body("scale")
 def scale(
     dp: Annotated[int | None, typer.Option("--dp", "--data-parallel-size", help="Engines, or lanes, to have.")] = None,
@@ -229,7 +242,7 @@ def scale(
     """
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 @body("experts")
 def experts(
     url: Url = None,
@@ -282,7 +295,7 @@ def bench_throughput(
     """Many requests at once, in process: output tokens per second."""
 
 
-@bench_app.command("serve")
+@bench_app.command("serve", cls=PlainCommand)
 @body("bench_serve")
 def bench_serve(
     base_url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",

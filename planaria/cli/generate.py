@@ -36,18 +36,21 @@ def read_prompts(path: Path | None) -> list[str]:
 
 
 def run(
-    model: str, engine: dict[str, Any], prompt: list[str] | None, prompt_token_ids: list[str] | None,
-    prompt_file: Path | None, skip_tokenizer_init: bool, as_json: bool, **sampling: Any,
+    model: str, engine: dict[str, Any], prompts: list[str] | None, prompt: list[str] | None,
+    prompt_token_ids: list[str] | None, prompt_file: Path | None, skip_tokenizer_init: bool, as_json: bool,
+    **sampling: Any,
 ) -> None:  # fmt: skip
-    """Exit code 1 when a request ended with an error.
+    """Exit code 1 when a request ended with an error. Of several answers each says what it is one to.
 
     Under an outer launcher every process comes here; the one with RANK 0 prints.
     """
     params = SamplingParams(detokenize=not skip_tokenizer_init, **sampling)
-    texts = [*(prompt or ()), *read_prompts(prompt_file)]
+    texts = [*(prompts or ()), *(prompt or ()), *read_prompts(prompt_file)]
     batch: list[str | list[int]] = [*texts, *map(parse_ids, prompt_token_ids or ())]
     if not batch:
-        raise ConfigError("--prompt", "", "none was given", "use --prompt TEXT, --prompt-token-ids or --prompt-file")
+        raise ConfigError(
+            "--prompt", "", "none was given", "give a text after MODEL, --prompt-token-ids or --prompt-file"
+        )
     if skip_tokenizer_init and texts:
         raise ConfigError(
             "--skip-tokenizer-init", "", "there is no tokenizer for --prompt", "give --prompt-token-ids 1,2,3"
@@ -63,11 +66,13 @@ def run(
         seconds = time.perf_counter() - since
     failed = any(choice.finish_reason == "error" for output in outputs for choice in output.outputs)
     count = 0
-    for output in outputs if prints else []:
+    several = len(batch) * params.n > 1
+    for index, output in enumerate(outputs if prints else []):
         for choice in output.outputs:
             count += len(choice.token_ids)
             if as_json:
                 line: dict[str, Any] = {
+                    "index": index, "choice": choice.index, "prompt": output.prompt,
                     "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason,
                     "executor": facts.executor, "link": facts.link, "layout": facts.layout, "ranks": facts.ranks,
                     "rearrangements": llm.stats.experts.rearrangements if llm.stats.experts is not None else 0,
@@ -82,7 +87,11 @@ def run(
                     line["error"] = choice.error
                 write_json(line)
                 continue
-            if isinstance(output.prompt, str):
+            if several:
+                which = f", choice {choice.index + 1} of {params.n}" if params.n > 1 else ""
+                said = output.prompt or " ".join(map(str, output.prompt_token_ids))
+                sys.stdout.write(f"# {index + 1} of {len(batch)}{which}: {' '.join(said.split())[:100]}\n")
+            elif isinstance(output.prompt, str):
                 console.print(output.prompt, style="dim", end="", markup=False, soft_wrap=True)
             sys.stderr.flush()
             text = choice.text if params.detokenize else " ".join(map(str, choice.token_ids))

@@ -21,7 +21,10 @@ def parameters(kind: type[msgspec.Struct]) -> list[inspect.Parameter]:
     return [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=declared.default if declared.default != () else None,
-            annotation=Annotated[declared.typed_kind, typer.Option(*declared.flags, help=declared.option.help)],
+            annotation=Annotated[
+                declared.typed_kind,
+                typer.Option(*declared.flags, help=declared.option.help, metavar=declared.metavar),
+            ],
         )
         for name, declared in options_of(kind).items() if declared.option.typed
     ]  # fmt: skip

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
+import msgspec
 from rich.table import Table
 
 from planaria.cli.admin import AdminAddress, local_servers, running_servers, server_of
 from planaria.cli.look import show_table, write_json
 from planaria.errors import PlanariaError
+from planaria.wire import ProcessInfo
+
+
+class Listing(msgspec.Struct):
+    """What a server says."""
+
+    processes: list[ProcessInfo]
+    model: str = ""
+    kind: str = ""
 
 
 def run(port: int | None, url: str | None, admin_key: str | None, as_json: bool) -> None:
@@ -21,32 +30,50 @@ def run(port: int | None, url: str | None, admin_key: str | None, as_json: bool)
         servers = servers or [AdminAddress(port)]
     else:
         servers = local_servers()
-    rows: list[dict[str, Any]] = []
+    found: list[tuple[AdminAddress, Listing]] = []
     failures: list[PlanariaError] = []
     for server in servers:
         try:
-            found = server.get("/admin/processes", admin_key, dict[str, list[dict[str, Any]]])[1]
-            rows += [{"port": server.port, **process} for process in found["processes"]]
+            found.append((server, server.get("/admin/processes", admin_key, Listing)[1]))
         except PlanariaError as e:
             failures.append(e)
-        except KeyError:
-            failures.append(server.not_planaria(200))
-    if not rows:
+    if not found:
         raise failures[0]
     for failure in failures:
         print(f"planaria: {failure}", file=sys.stderr)
     if as_json:
-        write_json(rows)
+        write_json([
+            {"port": server.port, "model": said.model, "kind": said.kind, **msgspec.structs.asdict(process)}
+            for server, said in found for process in said.processes
+        ])  # fmt: skip
         return
-    table = Table("PORT", "ROLE", "RANK", "COORDINATES", "PID", "NODE", "EPOCH", "STATE", "RESIDENT", box=None)
-    for row in rows:
+    for server, said in found:
+        show_table(_table(server, said))
+
+
+def _table(server: AdminAddress, said: Listing) -> Table:
+    up = _time(next((row.uptime for row in said.processes if row.role == "server"), None))
+    heading = f"{server.host}:{server.port}  {said.model}  {said.kind or 'not ready'}  up {up}"
+    columns = ("PORT", "ROLE", "ENGINE", "RANK", "COORDINATES", "PID", "NODE", "EPOCH", "STATE", "UPTIME", "RESIDENT")
+    table = Table(*columns, title=heading, title_justify="left", title_style="bold", box=None)
+    for row in said.processes:
         table.add_row(
-            str(row["port"]), row["role"], _text(row["rank"]),
-            " ".join(f"{axis}={number}" for axis, number in row["coordinates"].items()) or "-",
-            str(row["pid"]), row["node"], _text(row["epoch"]), row["state"], f"{row['resident'] / 2**20:,.0f} MiB",
+            str(server.port), row.role, _text(row.engine), _text(row.rank),
+            " ".join(f"{axis}={number}" for axis, number in row.coordinates.items()) or "-", str(row.pid), row.node,
+            _text(row.epoch), row.state, _time(row.uptime), f"{row.resident / 2**20:,.0f} MiB",
         )  # fmt: skip
-    show_table(table)
+    return table
 
 
 def _text(number: int | None) -> str:
     return "-" if number is None else str(number)
+
+
+def _time(seconds: float | None) -> str:
+    """75 -> 1 min"""
+    if seconds is None:
+        return "-"
+    for unit, size, next_unit in (("s", 1, 60), ("min", 60, 3600), ("h", 3600, 86400)):
+        if seconds < next_unit:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds // 86400:.0f} d"

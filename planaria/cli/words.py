@@ -14,8 +14,12 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from planaria.cli.help import PlainCommand
+from planaria.config.declared import options_of
+from planaria.config.options import EngineOptions
 from planaria.config.vllm_words import RENAMED, WORDS, said, value_of, without_effect
 from planaria.errors import ConfigError, UserError
+from planaria.server.config import ServerConfig
 
 logger = logging.getLogger("planaria.config")
 
@@ -26,10 +30,16 @@ SHORT = {
 }  # fmt: skip
 
 
-class EngineCommand(TyperCommand):
+class EngineCommand(PlainCommand):
     """A command with the options of an engine."""
 
+    def topics(self) -> frozenset[str]:
+        return frozenset({*options_of(EngineOptions), *options_of(ServerConfig)})
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--help-all" in args:
+            ctx.meta["planaria.all"] = True
+            args = ["--help"]
         found = Translation(self, ctx)
         translated = found.of(found.with_file(args))
         if line := said(found.notes, found.values):
@@ -47,7 +57,8 @@ class Translation:
             kinds[parameter.param_type_name].append(parameter)
         self.known = {flag: each for each in kinds["option"] for flag in (*each.opts, *each.secondary_opts)}
         self.by_name = {each.name: each for each in kinds["option"]}
-        self.places = len(kinds["argument"])
+        several = any(each.nargs == -1 for each in kinds["argument"])
+        self.places = len(kinds["argument"]) + 10**6 * several  # after which words belong to an option that takes more
         self.notes: list[str] = []
         self.values: list[str] = []
 

@@ -23,7 +23,7 @@ UNHASHED = "unhashed"  # of a field that is no option: ranks may differ in it
 class Option:
     """help: one line. flags: more of them, or all where one begins with `--`. hashed: must all ranks agree on it? None
     of what ranks never see. choices, least, most: of a value that is given; rule and fix: in the error's place of the
-    usual words. typed: does the command line have it?"""
+    usual words. typed: does the command line have it? metavar: what a value is, in a word for people."""
 
     help: str
     flags: tuple[str, ...] = ()
@@ -34,6 +34,7 @@ class Option:
     rule: str = ""
     fix: str = ""
     typed: bool = True
+    metavar: str = ""
 
     def check(self, flag: str, value: Any) -> None:
         """Raises ConfigError."""
@@ -76,6 +77,11 @@ class Declared:
         word = self.name.replace("_", "-")
         plain = self.default is False or bool not in (get_args(self.kind) or (self.kind,))
         return (f"--{word}" if plain else f"--{word}/--no-{word}", *given)
+
+    @property
+    def metavar(self) -> str | None:
+        """What is shown for a value; None: nothing to say, or it takes none."""
+        return self.option.metavar or "|".join(self.option.choices) or None
 
     @property
     def typed_kind(self) -> Any:

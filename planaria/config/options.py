@@ -35,6 +35,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "How ranks are started: uni (in the engine), mp (processes), ray, external_launcher (torchrun), or "
             "package.module.LauncherClass; default: chosen.",
             hashed=False,
+            metavar="uni|mp|ray|external_launcher|CLASS",
         ),
     ] = None
     data_parallel_size: Annotated[
@@ -127,6 +128,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "As JSON: window_size, step_interval, num_redundant_experts, log_balancedness, log_balancedness_interval, "
             """use_async, policy, e.g. '{"num_redundant_experts": 8}'.""",
             hashed=True,
+            metavar="JSON",
         ),
     ] = None
     all2all_backend: Annotated[
@@ -156,7 +158,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
                hashed=False),
     ] = "queue"  # fmt: skip
     ray_runtime_env: Annotated[
-        str | dict[str, Any] | None, option("Runtime environment of Ray workers, as JSON.", hashed=False)
+        str | dict[str, Any] | None,
+        option("Runtime environment of Ray workers, as JSON.", hashed=False, metavar="JSON"),
     ] = None
     ray_workers_use_nsight: Annotated[bool, option("Profile Ray workers with nsight.", hashed=False)] = False
     placement_group: Annotated[
@@ -178,7 +181,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 29501  # fmt: skip
     secret_file: Annotated[
         str | None,
-        option("File with the secret that all nodes share. Also $PLANARIA_SECRET_FILE.", hashed=False),
+        option("File with the secret that all nodes share. Also $PLANARIA_SECRET_FILE.", hashed=False, metavar="FILE"),
     ] = None
     max_parallel_loading_workers: Annotated[
         int | None, option("Ranks that read weights at a time; default: all.", least=1, hashed=False)
@@ -186,10 +189,13 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     # these three are compared by name, see `planaria.config.digest.compared`
     disable_custom_all_reduce: Annotated[bool, option("Use the plain collective (gloo, NCCL).", hashed=False)] = False
     worker_cls: Annotated[
-        str, option("package.module.Class in place of the worker; auto: Planaria's.", hashed=False)
+        str, option("package.module.Class in place of the worker; auto: Planaria's.", hashed=False, metavar="CLASS")
     ] = "auto"
     worker_extension_cls: Annotated[
-        str, option("package.module.Class whose methods join the worker's, for collective_rpc.", hashed=False)
+        str,
+        option(
+            "package.module.Class whose methods join the worker's, for collective_rpc.", hashed=False, metavar="CLASS"
+        ),
     ] = ""
     link_chunk_bytes: Annotated[
         int | None,
@@ -209,6 +215,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
             least=2.0,
             rule="must be at least 2 seconds: ranks show a sign of life every second",
             hashed=False,
+            metavar="SECONDS",
         ),
     ] = 10.0
 
@@ -242,17 +249,26 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         ),
     ] = "auto"
     tokenizer: Annotated[
-        str | None, option("A folder, .gguf file or hub id whose tokenizer to use; default: the model's.", hashed=False)
+        str | None,
+        option(
+            "A folder, .gguf file or hub id whose tokenizer to use; default: the model's.",
+            hashed=False,
+            metavar="MODEL",
+        ),
     ] = None
     tokenizer_revision: Annotated[str | None, option("Of --tokenizer, where that is a hub id.", hashed=False)] = None
     revision: Annotated[str | None, option("Branch, tag or commit of MODEL, where that is a hub id.", hashed=False)] = (
         None
     )
     download_dir: Annotated[
-        str | None, option("Folder for what comes from the hub; default: the hub's own cache.", hashed=False)
+        str | None,
+        option("Folder for what comes from the hub; default: the hub's own cache.", hashed=False, metavar="FOLDER"),
     ] = None
     chat_template: Annotated[
-        str | None, option("A file with a chat template, or the template itself; default: the model's.", hashed=False)
+        str | None,
+        option(
+            "A file with a chat template, or the template itself; default: the model's.", hashed=False, metavar="FILE"
+        ),
     ] = None
     max_model_len: Annotated[
         int | str | None,
@@ -261,6 +277,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             "memory allows.",
             least=2,
             hashed=True,
+            metavar="TOKENS",
         ),
     ] = None
     max_num_seqs: Annotated[int, option("Most requests running at a time.", least=1, hashed=True)] = 256
@@ -272,7 +289,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     ] = "fcfs"
     block_size: Annotated[int, option("Tokens in a KV block: a multiple of 16.", hashed=True)] = 16
     kv_cache_memory: Annotated[
-        int | str | None, option("Memory for keys and values of each rank, e.g. 2GiB.", hashed=True)
+        int | str | None, option("Memory for keys and values of each rank, e.g. 2GiB.", hashed=True, metavar="SIZE")
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
@@ -287,6 +304,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             "Where requests that say nothing get temperature, top_p, top_k, ... from: auto (the model's "
             "generation_config.json), vllm (from nowhere), or a folder that has another.",
             hashed=False,
+            metavar="auto|vllm|FOLDER",
         ),
     ] = "auto"
     skip_tokenizer_init: Annotated[bool, option("Token ids in and out, no text.", typed=False, hashed=False)] = False
@@ -310,12 +328,19 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         ),
     ] = 5
     recovery_window: Annotated[
-        float, option("Seconds in which they are counted.", least=TINY, rule="must be more than 0", hashed=False)
+        float,
+        option(
+            "Seconds in which they are counted.",
+            least=TINY,
+            rule="must be more than 0",
+            hashed=False,
+            metavar="SECONDS",
+        ),
     ] = 300.0
     step_timeout: Annotated[
         float,
         option("Seconds after which a step is overdue at the latest.", least=TINY, rule="must be more than 0",
-               hashed=False),
+               hashed=False, metavar="SECONDS"),
     ] = 300.0  # fmt: skip
     data_parallel_rpc_port: Annotated[
         int | None,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from planaria.config.options import EngineConfig
 from planaria.errors import CallFailed, EngineDead, UserError
 from planaria.executor.gang import Gang
 from planaria.executor.pending import Pending
 from planaria.executor.recovery import layout_name
-from planaria.node import home, node_name, process_state, resident_bytes
+from planaria.node import home, node_name, process_state, resident_bytes, uptime
 from planaria.protocol import Hello
 from planaria.topology import Layout
 from planaria.topology.table import CameUp
@@ -120,7 +122,13 @@ def census(
     for spare in spares:
         word = _STATES.get(process_state(spare), "idle")
         found.append(ProcessInfo("spare", None, {}, spare, node_name(), epoch, word, resident_bytes(spare)))
-    return found
+    seen_here = {pid, *spares, *(member.pid for member in members if here(member))}
+    return [timed(row) if row.pid in seen_here else row for row in found]
+
+
+def timed(row: ProcessInfo) -> ProcessInfo:
+    """With its uptime, where it is of this node."""
+    return msgspec.structs.replace(row, uptime=uptime(row.pid)) if row.node == node_name() else row
 
 
 def _coordinates(rank: int, layout: Layout) -> dict[str, int]:

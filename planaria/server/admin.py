@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from planaria.core.resize import COMMITTED, ROLLED_BACK, Refused
+from planaria.executor.status import timed
 from planaria.node import node_name, resident_bytes
 from planaria.server.common import encode_json, read
 from planaria.server.failure import failure
@@ -29,7 +30,13 @@ async def list_processes(request: Request) -> Response:
     pid = os.getpid()
     state = "draining" if service.draining else "ready" if not service.not_ready() else "not ready"
     own = ProcessInfo("server", None, {}, pid, node_name(), None, state, resident_bytes(pid))
-    return Response(encode_json({"processes": [own, *await service.control.report()]}), media_type="application/json")
+    rows = [own, *await service.control.report()]
+    facts = service.client.facts
+    value = {
+        "model": service.model_names[0], "kind": "" if facts is None else f"{facts.executor} on {facts.device}",
+        "processes": [timed(row) if row.uptime is None else row for row in rows],
+    }  # fmt: skip
+    return Response(encode_json(value), media_type="application/json")
 
 
 async def show_fleet(request: Request) -> Response:

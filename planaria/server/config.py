@@ -54,13 +54,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cors_credentials: Annotated[
         bool, option("Let those origins send credentials.", "--cors-credentials/--no-cors-credentials")
     ] = False
-    ssl_certfile: Annotated[str | None, option("Serve TLS with this certificate.")] = None
-    ssl_keyfile: Annotated[str | None, option("Its private key.")] = None
+    ssl_certfile: Annotated[str | None, option("Serve TLS with this certificate.", metavar="FILE")] = None
+    ssl_keyfile: Annotated[str | None, option("Its private key.", metavar="FILE")] = None
     ssl_keyfile_password: Annotated[str | None, option("Password of the private key.")] = None
-    ssl_ca_certs: Annotated[str | None, option("Clients must show a certificate signed by it.")] = None
-    max_body_bytes: Annotated[int, option("Largest request body.", least=1)] = 8 * MIB
+    ssl_ca_certs: Annotated[str | None, option("Clients must show a certificate signed by it.", metavar="FILE")] = None
+    max_body_bytes: Annotated[int, option("Largest request body.", least=1, metavar="BYTES")] = 8 * MIB
     max_sequences: Annotated[int, option("Of one request: prompts x n.", least=1, typed=False)] = 1024
-    shutdown_timeout: Annotated[float, option("Seconds running requests get after SIGTERM.", least=0)] = 30.0
+    shutdown_timeout: Annotated[
+        float, option("Seconds running requests get after SIGTERM.", least=0, metavar="SECONDS")
+    ] = 30.0
     max_connections: int = 4096  # of this process; fewer where it may not open so many files
     header_timeout: float = 10.0  # for a request's header to come
     body_timeout: float = 60.0  # for a request's body to come

@@ -214,7 +214,9 @@ class Fleet:
         found = await asyncio.gather(*(keeper.report() for _, keeper in keepers))
         alone = list(self.members) == [0]
         return self.others() + [
-            row if alone else msgspec.structs.replace(row, coordinates={"dp": index, **row.coordinates})
+            msgspec.structs.replace(
+                row, engine=index, coordinates=row.coordinates if alone else {"dp": index, **row.coordinates}
+            )
             for (index, _), rows in zip(keepers, found, strict=True)
             for row in rows
         ]

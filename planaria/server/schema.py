@@ -404,9 +404,13 @@ class ProcessEntry(Strict):
     epoch: int | None
     state: str
     resident: int  # bytes
+    uptime: float | None  # seconds; null: of another node
+    engine: int | None  # its number in the fleet; ranks count in each
 
 
 class ProcessList(Strict):
+    model: str
+    kind: str  # how ranks are started, and on what they compute; empty until they are
     processes: list[ProcessEntry]
 
 

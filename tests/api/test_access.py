@@ -99,11 +99,12 @@ async def test_a_default_proxy_is_not_this_machine(server):
 async def test_the_list_of_processes(start):
     async with start() as server, server.http() as http:
         listed = (await http.get("/admin/processes")).json()["processes"]
+        assert listed[0]["uptime"] > 0
         assert [entry["role"] for entry in listed] == ["server", "engine", "worker"]
         assert listed[0]["pid"] == os.getpid() and listed[0]["state"] == "ready" and listed[0]["resident"] > 1 << 20
         assert listed[2] == {
             "role": "worker", "rank": 0, "coordinates": {"tp": 0, "pp": 0}, "pid": 12, "node": "here", "epoch": 0,
-            "state": "idle", "resident": 2 << 20,
+            "state": "idle", "resident": 2 << 20, "uptime": None, "engine": None,
         }  # fmt: skip
 
 

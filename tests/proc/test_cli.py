@@ -73,12 +73,27 @@ def test_generate_json() -> None:
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(lines) == 2
     assert lines[0]["text"].startswith(" Paris")
+    assert [(line["index"], line["choice"], line["prompt"]) for line in lines] == [
+        (0, 0, "The capital of France is"), (1, 0, None),
+    ]  # fmt: skip
     for line in lines:
         assert set(line) == {
-            "text", "token_ids", "finish_reason", "executor", "link", "layout", "ranks", "rearrangements",
+            "index", "choice", "prompt", "text", "token_ids", "finish_reason", "executor", "link", "layout", "ranks",
+            "rearrangements",
         }  # fmt: skip
         assert len(line["token_ids"]) == 5 and line["finish_reason"] == "length"
         assert line["executor"] == "uni" and line["link"] == "direct" and len(line["ranks"]) == 1
+
+
+def test_answers_are_told_apart(said: Said) -> None:
+    prompts = ["The capital of France is", "-p", "Two and\ntwo are", "--n", "2", "--max-tokens", "2"]
+    lines = said("generate", "smollm2", *SMALL, *prompts).splitlines()
+    assert [line for line in lines if line.startswith("# ")] == [
+        f"# {i + 1} of 2, choice {j} of 2: {prompt}"
+        for i, prompt in enumerate(["The capital of France is", "Two and two are"]) for j in (1, 2)
+    ]  # fmt: skip
+    one = said("generate", "smollm2", "The capital of France is", *SMALL, "--max-tokens", "2")
+    assert one == lines[1] + "\n"
 
 
 def test_generate_without_tokenizer(small: Path, said: Said) -> None:
@@ -167,11 +182,13 @@ def test_chat_from_a_pipe() -> None:
     command = [sys.executable, "-m", "planaria", "chat", "smollm2", *SMALL, "--dtype", "float32"]
     result = subprocess.run(
         [*command, "--temperature", "0", "--max-tokens", "12"],
-        input="What is the capital of France?\n\n", capture_output=True, text=True, timeout=120, env=os.environ,
+        input="\nWhat is the capital of France?\n\n/reset\nWhat is it?\n", capture_output=True, text=True, timeout=120,
+        env=os.environ,
         check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "Paris" in result.stdout
+    first, second = result.stdout.splitlines()[0], result.stdout.splitlines()[-1]
+    assert "Paris" in first and "Paris" not in second
 
 
 def test_help_names_every_option() -> None:
@@ -179,6 +196,18 @@ def test_help_names_every_option() -> None:
     result = planaria("serve", "--help", env={"COLUMNS": "60"})
     for option in ("--max-num-batched-tokens", "--tensor-parallel-size", "--no-enable-prefix-caching", "--log-level"):
         assert option in result.stdout
+
+
+def test_help_is_by_topic(said: Said) -> None:
+    commands = said("--help")
+    assert re.search(r"─ Run a model ─.*\bserve\b.*─ Running servers ─.*\bps\b.*─ Measure ─.*\bbench\b", commands, re.S)
+    serve, few, everything = said("serve", "--help"), said("generate", "--help"), said("generate", "--help-all")
+    for topic, option in (("Model", "--dtype auto|float32|bfloat16"), ("Speed and memory", "--kv-cache-memory SIZE")):
+        assert all(f"─ {topic} ─" in page and option in page for page in (serve, few, everything))
+    for topic, option in (("Nodes and Ray", "--nnodes NUMBER"), ("Experts", "--enable-eplb"), ("Ranks", "-tp")):
+        assert all(f"─ {topic} ─" in page and option in page for page in (serve, everything))
+        assert topic not in few.replace("for many ranks", "") and option not in few
+    assert "--help-all: " in few and "--help-all: " not in everything and "<" not in everything
 
 
 def test_generate_logprobs_and_choices(said: Said) -> None:

@@ -50,6 +50,9 @@ def test_every_process_is_listed(server: Server) -> None:
     assert rows[0]["pid"] == server.pid and rows[1]["pid"] == server.engine_pid()
     assert all(alive(row["pid"]) and row["resident"] > 10 << 20 and row["node"] == socket.gethostname() for row in rows)
     assert {row["epoch"] for row in rows[1:]} == {0}
+    assert {(row["model"], row["kind"]) for row in rows} == {("smollm2", "mp on cpu")}
+    assert [row["engine"] for row in rows] == [None, 0, 0, 0, 0, 0]
+    assert all(0 <= row["uptime"] < 3600 for row in rows) and rows[0]["uptime"] >= rows[-1]["uptime"]
     assert [row["state"] for row in rows] == ["ready", "idle", "idle", "idle", "idle", "idle"]
     assert {row["port"] for row in rows} == {int(port_of(server))}
 
@@ -63,8 +66,9 @@ def test_it_finds_the_servers_of_this_machine_by_itself(server: Server) -> None:
 def test_people_get_a_table(server: Server) -> None:
     run = planaria("ps", "--port", port_of(server))
     lines = [line.split() for line in run.stdout.splitlines()]
-    assert lines[0][:5] == ["PORT", "ROLE", "RANK", "COORDINATES", "PID"] and len(lines) == 7
-    assert lines[4][:5] == [port_of(server), "worker", "1", "tp=1", "pp=0"] and lines[4][-1] == "MiB"
+    assert lines[0][:6] == [f"127.0.0.1:{port_of(server)}", "smollm2", "mp", "on", "cpu", "up"] and len(lines) == 8
+    assert lines[1][:6] == ["PORT", "ROLE", "ENGINE", "RANK", "COORDINATES", "PID"]
+    assert lines[5][:6] == [port_of(server), "worker", "0", "1", "tp=1", "pp=0"] and lines[5][-1] == "MiB"
 
 
 def test_titles_can_be_read_in_ps(server: Server) -> None:
@@ -103,6 +107,8 @@ def test_the_admin_key_is_needed_where_there_is_one() -> None:
     with Server("smollm2", "--null-worker", "--admin-key", "sesame") as server:
         run = planaria("ps", "--port", port_of(server))
         assert run.returncode == 1 and "wants its admin key: give --admin-key" in run.stderr
+        run = planaria("ps", "--port", port_of(server), "--admin-key", "other")
+        assert run.returncode == 1 and "does not take the admin key that was given" in run.stderr
         run = planaria("ps", "--port", port_of(server), "--admin-key", "sesame")
         assert run.returncode == 0 and "engine" in run.stdout
         run = planaria("ps", "--port", port_of(server), env={"PLANARIA_ADMIN_KEY": "sesame"})
