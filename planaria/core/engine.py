@@ -7,7 +7,11 @@ and nowhere else; a result of another epoch is ignored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planaria.config.options import CacheConfig, SchedulerConfig
+from planaria.core import holding
+from planaria.core.kv_index import LaneIndex, NoIndex, name_of
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.core.stats import EngineStats
@@ -20,11 +24,17 @@ RESUMED = 1 << 40
 
 
 class EngineCore:
-    """`num_blocks` KV blocks in each of `num_lanes` lanes."""
+    """`num_blocks` KV blocks in each of `num_lanes` lanes. indexes: of each lane, what is in them; adopt: of another
+    engine's, with which this one goes on."""
 
-    def __init__(self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, num_lanes: int = 1) -> None:
+    def __init__(
+        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, num_lanes: int = 1,
+        indexes: Sequence[LaneIndex | None] = (), *, adopt: bool = False,
+    ) -> None:  # fmt: skip
         self.config, self.cache, self.micro_steps = scheduler, cache, scheduler.micro_steps
-        self.lanes = [Lane(scheduler, cache, num_blocks) for _ in range(num_lanes)]
+        self.lanes = [Lane(scheduler, cache, num_blocks, index) for index in indexes or [None] * num_lanes]
+        for lane in self.lanes if adopt else ():
+            holding.adopt(lane)
         self.lane_of: dict[str, Lane] = {}
         self.epoch = 0
         self.planned = self.committed = 0  # step numbers
@@ -41,7 +51,7 @@ class EngineCore:
 
     def admit(self, request: Request) -> list[Delta]:
         """Take a request. One that can never run is answered at once, with an error."""
-        lane = self._least_loaded()
+        lane = self._lane_for(request)
         total = len(request.prompt) + request.max_tokens
         limit = min(self.config.max_model_len, lane.capacity())
         problem = None
@@ -62,6 +72,8 @@ class EngineCore:
         self.lane_of[request.id] = lane
         lane.add(request, self.order - (RESUMED if request.output else 0))
         self.order += 1
+        if request.output:
+            self.replayed_tokens += request.num_tokens - 1 - request.computed
         return []
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Delta]:
@@ -136,24 +148,38 @@ class EngineCore:
             delta.error = "the worker failed again and again while it ran this request, and nothing else"
         return deltas
 
+    def _lane_for(self, request: Request) -> Lane:
+        """The one that holds what is computed of it, else the one with the least to do."""
+        if any(lane.held for lane in self.lanes):
+            name = name_of(request.id, request.prompt, request.seed)
+            for lane in self.lanes:
+                if name in lane.held:
+                    return lane
+        return self._least_loaded()
+
     def _least_loaded(self) -> Lane:
         return min(self.lanes, key=Lane.load) if len(self.lanes) > 1 else self.lanes[0]
 
     def lost(
         self, epoch: int, num_blocks: int | None = None, micro_steps: int | None = None, num_lanes: int | None = None,
-        *, kept: bool = False,
+        *, kept: bool = False, indexes: Sequence[LaneIndex | None] = (),
     ) -> list[Delta]:  # fmt: skip
         """The workers' state is gone. Every cursor goes to 0, order is kept, uncommitted steps vanish. num_blocks: that
         the workers have now; requests that can't be held any more are answered. micro_steps: of the stages there are
         now. num_lanes: that there are now; if they are others than before, requests are dealt anew. kept: blocks, lanes
-        and turns are those of before, and hold all that was committed: cursors stay."""
+        and turns are those of before, and hold all that was committed: cursors stay; else indexes: of each lane there
+        is now."""
         self.epoch = epoch
+        unknown: list[LaneIndex | None] = [None] * max(num_lanes or 0, len(self.lanes))
+        indexes = [*indexes, *unknown]
         self.micro_steps = micro_steps or self.micro_steps
         self.planned = self.committed = self.turn = 0
         deltas: list[Delta] = []
         for lane in self.lanes:
             before = sum(entry.request.computed for entry in lane.entries.values())
             lane.num_blocks = num_blocks or lane.num_blocks
+            if not kept:
+                lane.index = indexes[self.lanes.index(lane)] or NoIndex(self.config.max_num_seqs)
             lane.lost(0, self.micro_steps, kept=kept)
             self.replayed_tokens += before - sum(entry.request.computed for entry in lane.entries.values())
             for request in [entry.request for entry in lane.entries.values()]:
@@ -162,15 +188,15 @@ class EngineCore:
                         delta.error = f"after a fault this engine holds {lane.capacity()} tokens for one request"
                         deltas.append(delta)
         if num_lanes is not None and num_lanes != len(self.lanes):
-            self._deal(num_lanes)
+            self._deal(num_lanes, indexes)
         return deltas
 
-    def _deal(self, num_lanes: int) -> None:
+    def _deal(self, num_lanes: int, indexes: Sequence[LaneIndex | None]) -> None:
         """Have so many lanes, none of which has anything on its worker, and deal the open requests to them."""
         old, first = self.lanes, self.lanes[0]
         self.lanes = old[:num_lanes]
-        for _ in range(num_lanes - len(self.lanes)):
-            lane = Lane(self.config, self.cache, first.num_blocks)
+        for index in indexes[len(self.lanes) : num_lanes]:
+            lane = Lane(self.config, self.cache, first.num_blocks, index)
             lane.step_tokens, lane.only = first.step_tokens, first.only
             lane.lost(0, self.micro_steps)
             self.lanes.append(lane)

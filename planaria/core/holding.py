@@ -1,5 +1,6 @@
 """Who waits with blocks: after a fault that left what was committed, a request keeps the blocks up to its cursor and
-enters with them. When memory is short, the last of these gives them up.
+enters with them. Another engine than the one that computed them has them by the request's name, in case it comes. When
+memory is short, first what nobody has claimed goes, then the last who waits gives up its own.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from planaria.core.kv_index import name_of
 from planaria.core.policy import Key
 from planaria.core.sequence import SequenceState
 
@@ -37,6 +39,42 @@ def hold(lane: Lane, entry: SequenceState) -> None:
 def last(waiting: Iterable[tuple[Key, SequenceState]]) -> SequenceState | None:
     """In policy order, of those that have blocks."""
     return max((entry for _, entry in waiting if entry.blocks), key=lambda entry: entry.key, default=None)
+
+
+def adopt(lane: Lane) -> None:
+    """A new lane goes on with what its index tells of."""
+    keys, lane.held = lane.index.load()
+    lane.pool.adopt(keys, [block for held in lane.held.values() for block in held.blocks])
+    for row in range(lane.config.max_num_seqs):
+        lane.index.leave(row)
+
+
+def claim(lane: Lane, entry: SequenceState) -> None:
+    """It has come: what of its history is computed."""
+    request = entry.request
+    held = lane.held.pop(name_of(request.id, request.prompt, request.seed), None)
+    if held is None:
+        return
+    entry.blocks, request.computed = held.blocks, min(held.length, request.num_tokens - 1)
+    entry.prompt_logprobs = [None] if request.params.prompt_logprobs is not None else None
+    hold(lane, entry)
+
+
+def drop_unclaimed(lane: Lane) -> None:
+    for held in lane.held.values():
+        lane.pool.release(held.blocks)
+    lane.held = {}
+
+
+def make_room(lane: Lane, waiting: Iterable[tuple[Key, SequenceState]]) -> bool:
+    """Take blocks from one that doesn't run. False: none of those has any."""
+    if lane.held:
+        drop_unclaimed(lane)
+        return True
+    holder = last(waiting)
+    if holder is not None:
+        relieve(lane, holder)
+    return holder is not None
 
 
 def relieve(lane: Lane, entry: SequenceState) -> None:

@@ -11,18 +11,27 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 BlockKey = bytes
 ROOT: BlockKey = b""
 
 
-class BlockPool:
-    """`num_blocks` blocks, numbered from 0."""
+class Keys(Protocol):
+    """Hears which block has a key."""
 
-    def __init__(self, num_blocks: int, *, caching: bool = True) -> None:
-        self.num_blocks, self.caching = num_blocks, caching
+    def remember(self, block: int, key: BlockKey) -> None: ...
+
+    def forget(self, block: int) -> None: ...
+
+
+class BlockPool:
+    """`num_blocks` blocks, numbered from 0. index: what others may know of them."""
+
+    def __init__(self, num_blocks: int, *, caching: bool = True, index: Keys | None = None) -> None:
+        self.num_blocks, self.caching, self.index = num_blocks, caching, index
         self.refs = [0] * num_blocks
         self.empty = list(range(num_blocks - 1, -1, -1))
         # in order of release; a plain dict would walk over every hole in front of its first entry
@@ -46,6 +55,8 @@ class BlockPool:
             else:
                 block, _ = self.idle.popitem(last=False)
                 del self.block_of[self.key_of.pop(block)]
+                if self.index is not None:
+                    self.index.forget(block)
             self.refs[block] = 1
             taken.append(block)
         return taken
@@ -76,6 +87,18 @@ class BlockPool:
         if self.caching and key not in self.block_of and block not in self.key_of:
             self.block_of[key] = block
             self.key_of[block] = key
+            if self.index is not None:
+                self.index.remember(block, key)
+
+    def adopt(self, keys: Mapping[int, BlockKey], used: Iterable[int]) -> None:
+        """A new pool's blocks hold what these keys say; `used`: a reference to each."""
+        for block in used:
+            self.refs[block] += 1
+        if self.caching:
+            self.key_of = {block: key for block, key in keys.items() if block < self.num_blocks}
+            self.block_of = {key: block for block, key in self.key_of.items()}
+        self.idle.update((block, None) for block in self.key_of if not self.refs[block])
+        self.empty = [block for block in self.empty if not self.refs[block] and block not in self.key_of]
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop a reference of each. Given in history order; the end of a history is evicted before its start."""

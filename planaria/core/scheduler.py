@@ -25,6 +25,7 @@ from collections import deque
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
 from planaria.core.kv_cache import BlockKey, BlockPool, chain
+from planaria.core.kv_index import HeldBlocks, LaneIndex, NoIndex
 from planaria.core.policy import POLICIES, Key
 from planaria.core.sequence import NEVER, MicroStep, SequenceState
 from planaria.core.step import StepBuilder
@@ -33,9 +34,12 @@ from planaria.types import Delta, FinishReason, Request, TokenLogprobs
 
 
 class Lane:
-    """The scheduler of one data-parallel rank. Driven by `EngineCore`, which numbers the steps."""
+    """The scheduler of one data-parallel rank. Driven by `EngineCore`, which numbers the steps. index: tells of what is
+    in KV."""
 
-    def __init__(self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int) -> None:
+    def __init__(
+        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, index: LaneIndex | None = None
+    ) -> None:
         self.config, self.block_size = scheduler, cache.block_size
         self.policy = POLICIES[scheduler.policy]
         self.caching = cache.enable_prefix_caching
@@ -47,12 +51,15 @@ class Lane:
         self.entries: dict[str, SequenceState] = {}  # every open request
         self.builder = StepBuilder(self)
         self.only: str | None = None  # no other request may enter (quarantine)
+        self.index: LaneIndex = index or NoIndex(scheduler.max_num_seqs)
+        self.held: dict[bytes, HeldBlocks] = {}  # of requests that may come, by name
         self.reset(0)
 
     def reset(self, step: int, pool: BlockPool | None = None) -> None:
         """Nothing is on the worker any more: all rows are free, and all blocks but those in use in `pool`; `step` is
         the last step that counts."""
-        self.pool = pool or BlockPool(self.num_blocks, caching=self.caching)
+        self.pool = pool or BlockPool(self.num_blocks, caching=self.caching, index=self.index)
+        self.held = self.held if pool is not None else {}
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         self.at_row: list[SequenceState | None] = [None] * self.config.max_num_seqs
         self.prefilling: list[SequenceState] = []  # in order of admission
@@ -67,10 +74,13 @@ class Lane:
 
     def add(self, request: Request, order: int) -> None:
         """order: counts the engine's admissions, so that those of several lanes have one order."""
-        self.take(SequenceState(request, self.policy(request, order)))
+        entry = SequenceState(request, self.policy(request, order))
+        if self.held:
+            holding.claim(self, entry)
+        self.take(entry)
 
     def take(self, entry: SequenceState) -> None:
-        """One that has nothing on any worker."""
+        """One that has no row on any worker."""
         self.entries[entry.request.id] = entry
         heapq.heappush(self.waiting, (entry.key, entry))
 
@@ -129,6 +139,8 @@ class Lane:
         self.waiting = [(entry.key, entry) for entry in self.entries.values()]
         heapq.heapify(self.waiting)
         self.reset(step, self.pool if kept else None)
+        for row in range(self.config.max_num_seqs):
+            self.index.leave(row)
 
     # -- planning
 
@@ -171,6 +183,7 @@ class Lane:
         self.freed.append(entry.row)
         blocks = entry.blocks
         if at_once:
+            self.index.leave(entry.row)
             self.pool.release(blocks)
             blocks = []
         self.deferred.append((entry.last_step, entry.row, blocks))
@@ -194,12 +207,13 @@ class Lane:
             self._disown(entry)
         else:
             self.leave(entry)
+        if self.held and not self.entries:
+            holding.drop_unclaimed(self)
 
     def preempt(self) -> int:
         """Send the last running request in policy order back to waiting. Returns its row, -1 where blocks come from one
         that waits with some."""
-        if (holder := holding.last(self.waiting)) is not None:
-            holding.relieve(self, holder)
+        if holding.make_room(self, self.waiting):
             return -1
         running = [e for e in self.entries.values() if e.row is not None and (e.auto or e in self.prefilling)]
         victim = max(running, key=lambda e: e.key)
@@ -226,6 +240,7 @@ class Lane:
         kept: deque[tuple[int, int, list[int]]] = deque()
         for step, row, blocks in self.deferred:
             if step <= self.committed:
+                self.index.leave(row)
                 self.pool.release(blocks)
                 self.free_rows.append(row)
                 self.at_row[row] = None
@@ -286,7 +301,7 @@ class Lane:
             if before // self.block_size > entry.remembered:
                 self._computed(entry, before)
             else:
-                request.computed = before
+                request.computed = self.index.lengths[entry.row] = before
         delta = Delta(request.id, len(output), [token], logprobs=logprobs)
         if not output:
             delta.num_cached, delta.queued = entry.num_cached, entry.queued
@@ -302,7 +317,8 @@ class Lane:
     def _computed(self, entry: SequenceState, cursor: int) -> None:
         """KV holds the first `cursor` tokens: remember the full blocks among them."""
         request = entry.request
-        request.computed = cursor
+        assert entry.row is not None
+        request.computed = self.index.lengths[entry.row] = cursor
         full = cursor // self.block_size
         if not self.caching or full <= entry.remembered:
             return

@@ -71,8 +71,9 @@ class StepBuilder:
                 if not entry.auto:
                     continue
                 blocks = pool.take(lacking if lacking == 1 else min(lacking, pool.num_free))
-                entry.blocks += blocks
                 assert entry.row is not None
+                lane.index.append(entry.row, len(entry.blocks), blocks)
+                entry.blocks += blocks
                 position = -1 if drafts else entry.auto_start + tick - entry.auto_from
                 changes[entry.row] = Row(entry.row, position, 1, tuple(blocks), True)
             self._schedule(entry)
@@ -159,9 +160,10 @@ class StepBuilder:
                     continue
             need = -(-len(history) // lane.block_size) - len(hits)
             if need > lane.pool.num_free - lane.pool.num_idle(hits):
-                holder = holding.last([item, *passed, *lane.waiting])
-                if holder is not None and (holder.key >= entry.key or lane.only is not None):
-                    holding.relieve(lane, holder)
+                holders = [item, *passed, *lane.waiting]
+                holder = holding.last(holders)
+                may = lane.held or (holder is not None and (holder.key >= entry.key or lane.only is not None))
+                if may and holding.make_room(lane, holders):
                     heapq.heappush(lane.waiting, item)
                     continue
                 passed.append(item)
@@ -182,6 +184,7 @@ class StepBuilder:
             lane.computing[key] = entry
         entry.prompt_logprobs = [None] if request.params.prompt_logprobs is not None else None
         entry.row = lane.free_rows.pop()
+        lane.index.enter(entry.row, request, entry.blocks)
         lane.at_row[entry.row] = entry
         lane.prefilling.append(entry)
         tokens = array("i", history)

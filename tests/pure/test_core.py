@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core.engine import EngineCore
+from planaria.core.kv_index import BufferIndex, Shape, begin, found
 from planaria.protocol import StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request, SamplingParams
 from tests.reference_worker import HashWorker, RowState, hash_tokens
@@ -42,6 +43,7 @@ class Run:
     finish: dict[str, FinishReason] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     flight: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
+    buffer: bytearray = field(default_factory=bytearray)
 
     def compute(self, plan: StepPlan) -> StepResult:
         parts = zip(self.workers, plan.lanes, plan.freed_rows, strict=True)
@@ -51,7 +53,15 @@ class Run:
     def restart(self, num_lanes: int | None = None, *, kept: bool = False) -> None:
         """All that workers had is gone; maybe there are more or fewer lanes. kept: but not what was committed. What
         steps in flight wrote is anything."""
-        num_lanes, old = num_lanes or len(self.workers), self.workers
+        self.lose_workers(num_lanes or len(self.workers), kept=kept)
+        indexes = [] if kept else self.new_indexes()
+        epoch, num_lanes = self.core.epoch + 1, len(self.workers)
+        self.take(self.core.lost(epoch, num_lanes=num_lanes, kept=kept, indexes=indexes))
+        for lane in self.core.lanes:
+            lane.pool.check()
+
+    def lose_workers(self, num_lanes: int, *, kept: bool) -> None:
+        old = self.workers
         size = old[0].block_size
         self.workers = [LoggingWorker(len(old[0].cells), size, VOCAB) for _ in range(num_lanes)]
         for worker, before in zip(self.workers, old if kept else (), strict=False):
@@ -60,9 +70,38 @@ class Run:
                 for block, offset in before.written.get(step, ()):
                     worker.cells[block][offset] = 7
         self.flight.clear()
-        self.take(self.core.lost(self.core.epoch + 1, num_lanes=num_lanes, kept=kept))
+
+    def new_indexes(self) -> list[BufferIndex]:
+        """Of the workers that there are now."""
+        scheduler, cache = self.core.config, self.core.cache
+        width = scheduler.max_model_len // cache.block_size + 1
+        shape = Shape(len(self.workers), self.core.lanes[0].num_blocks, cache.block_size, scheduler.max_num_seqs, width)
+        self.buffer = bytearray(shape.size)
+        return begin(memoryview(self.buffer), shape, b"digest", 1)
+
+    def die(self, behind: int) -> None:
+        """The engine is gone, and another goes on with what it left. The last `behind` tokens of each request were
+        heard by nobody."""
+        core, told = self.core, {id: list(tokens) for id, tokens in self.tokens.items()}
+        open = list(core.snapshot())
+        self.lose_workers(len(self.workers), kept=True)
+        found_there = found(memoryview(self.buffer), b"digest")
+        assert found_there is not None and found(memoryview(self.buffer), b"other") is None
+        number, shape = found_there
+        assert number == 1
+        indexes = [BufferIndex(memoryview(self.buffer), shape, lane) for lane in range(shape.lanes)]
+        self.core = EngineCore(core.config, core.cache, shape.num_blocks, shape.lanes, indexes, adopt=True)
         for lane in self.core.lanes:
             lane.pool.check()
+        for request in open:
+            output = told.get(request.id, [])
+            self.tokens[request.id] = output = output[: max(0, len(output) - behind)]
+            self.cached.pop(request.id, None)
+            again = Request(
+                request.id, list(request.prompt), request.params, request.seed, max_tokens=request.max_tokens,
+                priority=request.priority, output=list(output),
+            )  # fmt: skip
+            self.take(self.core.admit(again))
 
     def take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -111,7 +150,9 @@ def make(
     )  # fmt: skip
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
     workers = [LoggingWorker(num_blocks, block_size, VOCAB) for _ in range(lanes)]
-    return Run(EngineCore(scheduler, cache, num_blocks, lanes), workers, depth)
+    run = Run(EngineCore(scheduler, cache, num_blocks, lanes), workers, depth)
+    run.core = EngineCore(scheduler, cache, num_blocks, lanes, run.new_indexes())
+    return run
 
 
 def request(id: str, prompt: list[int], max_tokens: int, seed: int = 0, priority: int = 0, **params: object) -> Request:
@@ -171,7 +212,7 @@ def test_cancel_and_loss_at_any_step(  # type: ignore[no-untyped-def]
         run.take(run.core.admit(request(f"r{i}", list(prompt), max_tokens, seed)))
     cancelled = set()
     for _ in range(10_000):
-        match data.draw(st.sampled_from(["step"] * 6 + ["cancel", "lose", "keep", "keep"])):
+        match data.draw(st.sampled_from(["step"] * 6 + ["cancel", "lose", "keep", "keep", "die", "die"])):
             case "cancel":
                 victim = f"r{data.draw(st.integers(0, len(jobs) - 1))}"
                 if victim not in run.finish:
@@ -181,6 +222,8 @@ def test_cancel_and_loss_at_any_step(  # type: ignore[no-untyped-def]
                 stale = [result for _, result in run.flight]
                 run.restart(data.draw(st.integers(1, 3)) if lanes > 1 else 1)
                 assert all(run.core.commit(result) == [] for result in stale), "a ghost of an old epoch was heard"
+            case "die":
+                run.die(data.draw(st.integers(0, 2)))
             case "keep":
                 replayed = run.core.replayed_tokens
                 run.restart(kept=True)
@@ -246,6 +289,45 @@ def test_a_replay_shares_prefixes_and_goes_by_age() -> None:
     assert list(run.finish)[:8] == started and list(run.finish)[-1] == "late"
     for i in range(64):
         assert run.tokens[f"r{i}"] == hash_tokens(prompt, i, 6, VOCAB)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_another_engine_goes_on_with_what_was_committed(caching: bool) -> None:
+    """With the whole of each history that its journal has; a prompt of before, without an id, is found by its key; and
+    what bears the same id but isn't the same request gets nothing."""
+    run = make(num_blocks=64, block_size=4, budget=256, caching=caching)
+    for i in range(3):
+        run.take(run.core.admit(request(f"r{i}", [i] * 21, 12, seed=i)))
+    while min((len(tokens) for tokens in run.tokens.values()), default=0) < 5:
+        run.step()
+    run.core.cancel("r2")
+    del run.tokens["r2"]
+    run.die(behind=1)
+    lane = run.core.lanes[0]
+    assert run.core.replayed_tokens == 0 and [e.request.computed for e in lane.entries.values()] == [21 + 3] * 2
+    run.take(run.core.admit(request("r2", [2] * 20 + [1], 12, seed=2)))
+    run.take(run.core.admit(request("else", [1] * 21, 2)))
+    run.run()
+    for i in range(2):
+        assert run.tokens[f"r{i}"] == hash_tokens([i] * 21, i, 12, VOCAB)
+    assert run.cached["r2"] == run.cached["else"] == 20 * caching
+    all_free(run)
+
+
+def test_what_nobody_claims_makes_room() -> None:
+    run = make(num_blocks=12, block_size=4, seqs=4, budget=64)
+    run.take(run.core.admit(request("gone", [1] * 30, 6)))
+    run.take(run.core.admit(request("stays", [2] * 2, 9)))
+    for _ in range(4):
+        run.step()
+    run.core.lane_of.pop("gone"), run.core.lanes[0].entries.pop("gone")  # its client left with the engine
+    run.die(behind=0)
+    assert run.core.lanes[0].pool.num_free < 6
+    run.take(run.core.admit(request("more", [3] * 30, 6)))
+    run.run()
+    assert run.tokens["stays"] == hash_tokens([2] * 2, 0, 9, VOCAB)
+    assert run.tokens["more"] == hash_tokens([3] * 30, 0, 6, VOCAB)
+    all_free(run)
 
 
 def test_who_waits_with_blocks_makes_room() -> None:

@@ -1,0 +1,169 @@
+"""What is in KV, written down where it outlives the engine's process, so that another can go on with it.
+
+Two kinds of entries: the key of a block that is full; and of a row its request's name, its blocks and how many of its
+tokens are committed. Rules: an entry is there only while what it says is true, so it goes before its block is used for
+anything else; it comes at commit. All is written in place and in order, whenever the process may die.
+
+A buffer: a number, 0 if nothing in it counts, and its Shape, of 8 bytes each; a digest of the configuration; for each
+lane lengths [rows] of 8 bytes, counts [rows] and tables [rows][width] of 4, names [rows][16], keys [blocks][16] and
+flags [blocks].
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from planaria.core.kv_cache import BlockKey
+from planaria.types import Request
+
+KEY = 16
+HEAD, DIGEST = 6, 64  # numbers, bytes
+_FIRST = HEAD * 8 + DIGEST
+
+
+class Shape(NamedTuple):
+    """Of KV: lanes, blocks of each, tokens of a block, rows, blocks of a row at most."""
+
+    lanes: int
+    num_blocks: int
+    block_size: int
+    rows: int
+    width: int
+
+    @property
+    def lane_bytes(self) -> int:
+        size = self.num_blocks * (KEY + 1) + self.rows * (8 + 4 + 4 * self.width + KEY)
+        return -(-size // 64) * 64
+
+    @property
+    def size(self) -> int:
+        return _FIRST + 16 + self.lanes * self.lane_bytes
+
+
+class HeldBlocks(NamedTuple):
+    """Of a request: they hold its first `length` tokens."""
+
+    blocks: list[int]
+    length: int
+
+
+class LaneIndex(Protocol):
+    """Of one lane. `lengths`: of each row, how many of its tokens are committed."""
+
+    lengths: memoryview | list[int]
+
+    def remember(self, block: int, key: BlockKey) -> None: ...
+
+    def forget(self, block: int) -> None: ...
+
+    def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None: ...
+
+    def append(self, row: int, first: int, blocks: Sequence[int]) -> None: ...
+
+    def leave(self, row: int) -> None: ...
+
+    def load(self) -> tuple[dict[int, BlockKey], dict[bytes, HeldBlocks]]: ...
+
+
+class NoIndex:
+    """Of KV that nobody else can go on with."""
+
+    def __init__(self, rows: int) -> None:
+        self.lengths: memoryview | list[int] = [0] * rows
+
+    def remember(self, block: int, key: BlockKey) -> None: ...
+
+    def forget(self, block: int) -> None: ...
+
+    def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None: ...
+
+    def append(self, row: int, first: int, blocks: Sequence[int]) -> None: ...
+
+    def leave(self, row: int) -> None: ...
+
+    def load(self) -> tuple[dict[int, BlockKey], dict[bytes, HeldBlocks]]:
+        return {}, {}
+
+
+def name_of(id: str, prompt: Sequence[int], seed: int) -> bytes:
+    """Of a request. All that its tokens follow from, but for parameters that don't change, is in it: what bears the
+    name of another is never taken for its own."""
+    history = blake2b(array("q", [seed & ((1 << 63) - 1), *prompt]).tobytes(), digest_size=KEY)
+    history.update(id.encode())
+    return history.digest()
+
+
+class BufferIndex:
+    """Of the lane `number`, in such a buffer."""
+
+    def __init__(self, buffer: memoryview, shape: Shape, number: int) -> None:
+        self.shape, rows = shape, shape.rows
+        at = -(-_FIRST // 16) * 16 + number * shape.lane_bytes
+
+        def part(size: int) -> memoryview:
+            nonlocal at
+            at += size
+            return buffer[at - size : at]
+
+        self.lengths: memoryview | list[int] = part(rows * 8).cast("q")
+        self._counts = part(rows * 4).cast("i")
+        self._tables = part(rows * 4 * shape.width).cast("i")
+        self._names = part(rows * KEY)
+        self._keys = part(shape.num_blocks * KEY)
+        self._flags = part(shape.num_blocks)
+
+    def remember(self, block: int, key: BlockKey) -> None:
+        self._keys[block * KEY : (block + 1) * KEY] = key
+        self._flags[block] = 1
+
+    def forget(self, block: int) -> None:
+        self._flags[block] = 0
+
+    def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None:
+        self._counts[row] = 0
+        self._names[row * KEY : (row + 1) * KEY] = name_of(request.id, request.prompt, request.seed)
+        self.lengths[row] = request.computed
+        self.append(row, 0, blocks)
+
+    def append(self, row: int, first: int, blocks: Sequence[int]) -> None:
+        """blocks: in order, behind the row's `first` blocks."""
+        start, end = row * self.shape.width + first, first + len(blocks)
+        self._tables[start : start + len(blocks)] = memoryview(array("i", blocks))
+        self._counts[row] = end
+
+    def leave(self, row: int) -> None:
+        self._counts[row] = 0
+
+    def load(self) -> tuple[dict[int, BlockKey], dict[bytes, HeldBlocks]]:
+        """Keys by block, and what rows hold by name."""
+        keys = {
+            block: bytes(self._keys[block * KEY : (block + 1) * KEY]) for block, set in enumerate(self._flags) if set
+        }
+        held = {}
+        for row, count in enumerate(self._counts):
+            blocks = self._tables[row * self.shape.width : row * self.shape.width + count].tolist()
+            length = min(self.lengths[row], count * self.shape.block_size)
+            if length > 0:
+                held[bytes(self._names[row * KEY : (row + 1) * KEY])] = HeldBlocks(blocks, length)
+        return keys, held
+
+
+def begin(buffer: memoryview, shape: Shape, digest: bytes, number: int) -> list[BufferIndex]:
+    """Nothing is in the KV of this number. `buffer` has zeros."""
+    head = buffer[: HEAD * 8].cast("q")
+    head[0] = 0
+    head[1:] = memoryview(array("q", shape))
+    buffer[HEAD * 8 : _FIRST] = digest.ljust(DIGEST, b"\0")
+    head[0] = number
+    return [BufferIndex(buffer, shape, lane) for lane in range(shape.lanes)]
+
+
+def found(head: memoryview, digest: bytes) -> tuple[int, Shape] | None:
+    """Number and shape of the KV that a buffer which begins so tells of, if it is of this configuration."""
+    numbers = head[: HEAD * 8].cast("q")
+    if not numbers[0] or bytes(head[HEAD * 8 : _FIRST]) != digest.ljust(DIGEST, b"\0"):
+        return None
+    return numbers[0], Shape(*numbers[1:])
