@@ -20,19 +20,20 @@ from planaria.executor.link.keys import Keys
 from planaria.executor.loop import Emit, EngineLoop, Link
 from planaria.hosts.host import Place
 from planaria.hosts.memory import KVMemory
-from planaria.node import home
+from planaria.node import Shared, home
 from planaria.topology.outer import OuterLauncher
 from planaria.wire import Listens, Progress
 
 WORKER, ENGINE, PART = "planaria.worker.main", "planaria.engine_process", "planaria.node_part"  # what processes run
 
 
-def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False) -> EngineLoop:
+def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False, memory: Shared | None = None) -> EngineLoop:
     """An engine that isn't started yet; `emit` hears all it says. again: another served before it, with this
-    configuration: it begins with fewer ranks where some of the devices are gone."""
+    configuration: it begins with fewer ranks where some of the devices are gone. memory: for KV, of somebody who lives
+    longer."""
     loop = _make_loop(config, emit, again=again)
     if config.device.device == "cpu" and not config.null_worker and loop.gang.launcher.replaces:
-        loop.gang.kv.memory = KVMemory.make()
+        loop.gang.kv.memory = KVMemory.make() if memory is None else KVMemory.of(memory)
     return loop
 
 

@@ -25,6 +25,7 @@ from planaria.executor.link.keys import Keys
 from planaria.executor.link.tcp_socket import bracketed
 from planaria.hosts import child
 from planaria.logs import setup_logging
+from planaria.node import Shared
 from planaria.processes import leave_signals_to_parent
 
 
@@ -34,13 +35,13 @@ def main() -> int:
     setup_logging(level)
     leave_signals_to_parent()
     given = next(child.hear())
-    far = address.startswith("tcp:")
+    far, memory = address.startswith("tcp:"), None
     if far:
         config, keys = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Keys])
         port = Port(address, keys, config.parallel.heartbeat_timeout)
         child.say(port.address)
     else:
-        config, port = msgspec.msgpack.decode(given, type=EngineConfig), Port(address)
+        (config, memory), port = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Shared | None]), Port(address)
     told = threading.Event()
 
     def on_sigterm(number: int, frame: object) -> None:
@@ -50,7 +51,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, on_sigterm)
     index = config.parallel.data_parallel_index
     name = {"agent" if far else "server": os.getppid(), **({"dp": index} if config.device.sharers > 1 or index else {})}
-    return serve(config, port, told, again=bool(again), **name)
+    return serve(config, port, told, again=bool(again), memory=memory, **name)
 
 
 class RemoteEngine:

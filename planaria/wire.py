@@ -74,6 +74,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
     seconds: dict[str, float]
     places: list[CameUp] = []  # by rank
     kv_bytes: int = 0  # of a rank
+    committed: dict[str, int] = {}  # that the engine before it had computed: tokens of requests, by name in hex
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, tag="output"):

@@ -21,7 +21,7 @@ from planaria.types import Request
 
 KEY = 16
 HEAD, DIGEST = 6, 64  # numbers, bytes
-_FIRST = HEAD * 8 + DIGEST
+FIRST = HEAD * 8 + DIGEST
 
 
 class Shape(NamedTuple):
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        return _FIRST + 16 + self.lanes * self.lane_bytes
+        return FIRST + 16 + self.lanes * self.lane_bytes
 
 
 class HeldBlocks(NamedTuple):
@@ -101,7 +101,7 @@ class BufferIndex:
 
     def __init__(self, buffer: memoryview, shape: Shape, number: int) -> None:
         self.shape, rows = shape, shape.rows
-        at = -(-_FIRST // 16) * 16 + number * shape.lane_bytes
+        at = -(-FIRST // 16) * 16 + number * shape.lane_bytes
 
         def part(size: int) -> memoryview:
             nonlocal at
@@ -156,7 +156,7 @@ def begin(buffer: memoryview, shape: Shape, digest: bytes, number: int) -> list[
     head = buffer[: HEAD * 8].cast("q")
     head[0] = 0
     head[1:] = memoryview(array("q", shape))
-    buffer[HEAD * 8 : _FIRST] = digest.ljust(DIGEST, b"\0")
+    buffer[HEAD * 8 : FIRST] = digest.ljust(DIGEST, b"\0")
     head[0] = number
     return [BufferIndex(buffer, shape, lane) for lane in range(shape.lanes)]
 
@@ -164,6 +164,6 @@ def begin(buffer: memoryview, shape: Shape, digest: bytes, number: int) -> list[
 def found(head: memoryview, digest: bytes) -> tuple[int, Shape] | None:
     """Number and shape of the KV that a buffer which begins so tells of, if it is of this configuration."""
     numbers = head[: HEAD * 8].cast("q")
-    if not numbers[0] or bytes(head[HEAD * 8 : _FIRST]) != digest.ljust(DIGEST, b"\0"):
+    if not numbers[0] or bytes(head[HEAD * 8 : FIRST]) != digest.ljust(DIGEST, b"\0"):
         return None
     return numbers[0], Shape(*numbers[1:])

@@ -103,7 +103,7 @@ class Epochs:
         self.formed()
         # the epoch is news, also with no request
         layout = gang.layout
-        lost = core.lost(gang.epoch, gang.num_blocks, layout.pp, layout.dp, kept=gang.kv.kept)
+        lost = core.lost(gang.epoch, gang.num_blocks, layout.pp, layout.dp, kept=gang.kv.kept, indexes=gang.kv.indexes)
         self.tell(lost, stepped=True)
         seconds["total"] = self.clock() - began
         first = Transition(change.first, change.present)

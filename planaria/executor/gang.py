@@ -82,7 +82,7 @@ class Gang:
         self.link: Link | None = None
         self.num_blocks = self.weight_bytes = 0
         self.kv_bytes: dict[Layout, int] = {}  # of each rank, in the layouts that there were
-        self.kv = GangKV(self.layout)
+        self.kv = GangKV(config)
         self.maps: tuple[ExpertMap, ...] = ()  # in force: where each layer's experts are, if they are dealt whole
         self.travel = Travel()  # of experts, when the ranks came up the last time
         self.sent: ExpertsPlaced | None = None  # by ranks that are about to leave
@@ -99,6 +99,7 @@ class Gang:
         phases.enter("launch")
         if problems := self.system.problems(self.ledger.world_size):
             raise CapacityError(problems[0])
+        self.kv.find()
         try:
             self.places = self.launcher.start()
         except Infeasible as e:
@@ -196,8 +197,7 @@ class Gang:
         self.kv_bytes[self.layout] = max(bring_up.kv_bytes, self.kv_bytes.get(self.layout, 0))
         self.members, self.num_blocks, self.weight_bytes = bring_up.members, bring_up.num_blocks, bring_up.weight_bytes
         self.seconds = bring_up.seconds | phases.seconds
-        self.kv.kept = bring_up.keeps_kv
-        self.kv.there = CommittedKV(self.layout, bring_up.kv_number, self.num_blocks)
+        self.kv.formed(CommittedKV(self.layout, bring_up.kv_number, self.num_blocks), kept=bring_up.keeps_kv)
         self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None
         self.came_up = True
 

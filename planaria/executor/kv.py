@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, cast
 
 import msgspec
 
+from planaria.config.digest import compute_hash
+from planaria.config.options import EngineConfig
+from planaria.core import kv_index
+from planaria.core.kv_index import BufferIndex, LaneIndex, Shape
+from planaria.errors import CapacityError
 from planaria.executor.bring_up import CommittedKV
 from planaria.node import Shared
 from planaria.topology import Layout
+
+SETTLE = 5.0  # seconds in which a dead engine's ranks end
 
 
 class NodeMemory(Protocol):
@@ -17,17 +25,59 @@ class NodeMemory(Protocol):
     @property
     def origin(self) -> Shared | None: ...
 
+    def index(self, size: int) -> memoryview:
+        """What tells of what is in it. Zeros, where nothing has been written since `clear`."""
+        ...
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until nobody computes in it. False: somebody still does."""
+        ...
+
     def clear(self) -> None:
         """All that is in it goes; no rank computes."""
         ...
 
 
 class GangKV:
-    """`there`: what there is; `kept`: is it of before this epoch?"""
+    """`there`: what there is; `kept`: is it of before this epoch? `indexes`: of each lane, what is in it."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.memory: NodeMemory | None = None
-        self.there, self.kept = CommittedKV(layout), False
+    def __init__(self, config: EngineConfig) -> None:
+        self.config, self.memory = config, cast("NodeMemory | None", None)
+        self.there, self.kept = CommittedKV(config.parallel.layout), False
+        self.indexes: Sequence[LaneIndex | None] = ()
+
+    def find(self) -> None:
+        """What another engine has left. Raises CapacityError: its ranks are still there."""
+        if self.memory is None:
+            return
+        if not self.memory.settle(SETTLE):
+            raise CapacityError(
+                f"the memory of KV is in use by ranks of before, {SETTLE:.0f} s after their engine ended"
+            )
+        layout = self.config.parallel.layout
+        left = kv_index.found(self.memory.index(kv_index.FIRST), self._digest(layout))
+        if left is not None and left[1] == self._shape(layout, left[1].num_blocks):
+            number, shape = left
+            buffer = self.memory.index(shape.size)
+            self.there = CommittedKV(layout, number, shape.num_blocks)
+            self.indexes = [BufferIndex(buffer, shape, lane) for lane in range(shape.lanes)]
+
+    def formed(self, there: CommittedKV, *, kept: bool) -> None:
+        """All ranks have it."""
+        self.there, self.kept = there, kept
+        if kept or self.memory is None:
+            return
+        shape = self._shape(there.layout, there.num_blocks)
+        digest = self._digest(there.layout)
+        self.indexes = kv_index.begin(self.memory.index(shape.size), shape, digest, there.number)
+
+    def _digest(self, layout: Layout) -> bytes:
+        return compute_hash(self.config, str(layout)).encode()
+
+    def _shape(self, layout: Layout, num_blocks: int) -> Shape:
+        scheduler, size = self.config.scheduler, self.config.cache.block_size
+        width = -(-(scheduler.max_model_len + scheduler.max_drafts) // size) + 1
+        return Shape(layout.dp, num_blocks, size, scheduler.max_num_seqs, width)
 
     @property
     def origin(self) -> Shared | None:
@@ -39,6 +89,6 @@ class GangKV:
 
     def clear(self, layout: Layout) -> None:
         """No rank computes any more, and none goes on with what there is."""
-        self.there = CommittedKV(layout, self.there.number + 1)
+        self.there, self.indexes = CommittedKV(layout, self.there.number + 1), ()
         if self.memory is not None:
             self.memory.clear()

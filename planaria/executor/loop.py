@@ -94,15 +94,16 @@ class EngineLoop:
             gang.broken = gang.broken or gang.ledger.world_size > 1 or not isinstance(e, PlanariaError)
             gang.close()
             raise
-        self.core = EngineCore(config.scheduler, config.cache, gang.num_blocks, gang.layout.dp)
+        kv, layout = gang.kv, gang.layout
+        self.core = EngineCore(config.scheduler, config.cache, gang.num_blocks, layout.dp, kv.indexes, adopt=kv.kept)
         self.core.epoch = gang.epoch
-        if gang.layout != gang.asked:
-            self.core.lost(gang.epoch, gang.num_blocks, gang.layout.pp)
+        if layout != gang.asked:
+            self.core.lost(gang.epoch, gang.num_blocks, layout.pp, kept=kv.kept, indexes=kv.indexes)
         self._limit_steps()
         gang.seconds["engine"] = self.clock() - began
         self.balancing.formed()
         gang.stand_by()
-        return facts_of(config, gang)
+        return facts_of(config, gang, self.core)
 
     def _come_up(self) -> None:
         """The first epoch, or the first that succeeds: a process that ends while it starts is replaced."""

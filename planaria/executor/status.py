@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from planaria.config.options import EngineConfig
+from planaria.core.engine import EngineCore
 from planaria.errors import CallFailed, EngineDead, UserError
 from planaria.executor.gang import Gang
 from planaria.executor.pending import Pending
@@ -25,7 +26,7 @@ from planaria.wire import EngineFacts, FromEngine, Processes, ProcessInfo
 _STATES = {"T": "stopped", "t": "stopped", "Z": "ended", "": "ended"}
 
 
-def facts_of(config: EngineConfig, gang: Gang) -> EngineFacts:
+def facts_of(config: EngineConfig, gang: Gang, core: EngineCore) -> EngineFacts:
     """Of ranks that have come up."""
     return EngineFacts(
         model=config.served_model_name,
@@ -46,6 +47,7 @@ def facts_of(config: EngineConfig, gang: Gang) -> EngineFacts:
         seconds=gang.seconds,
         places=places_of(gang),
         kv_bytes=gang.kv_bytes[gang.layout],
+        committed={name.hex(): held.length for lane in core.lanes for name, held in lane.held.items()},
     )
 
 

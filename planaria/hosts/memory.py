@@ -1,8 +1,9 @@
 """Memory of the node, not of the process that computes in it: what a rank has written stays when it dies.
 
 One memory file for an engine, without a name, handed on by descriptor (see node.Shared): it ends with its owner. First
-come words, one for each rank: which KV is in its part, 0 for none. Then the parts. They are far apart in the file, and
-take memory where they were written.
+come words, one for each rank: which KV is in its part, 0 for none. Then an index, which the engine writes, and the
+parts. They are far apart in the file, and take memory where they were written. Who computes in it holds a lock, so that
+another engine can wait until nobody does.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
+import time
 
 from planaria.node import Shared
 
 RANKS = 1024
+INDEX = 1 << 20  # where it begins
 PART = 1 << 40  # bytes of addresses, for each rank
 ALIGN = 2 << 20
+LOOK = 0.005  # seconds
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
@@ -41,7 +46,10 @@ class KVMemory:
         self._words = memoryview(mmap.mmap(fd, RANKS * 8)).cast("q")
 
     @classmethod
-    def make(cls) -> KVMemory:
+    def make(cls) -> KVMemory | None:
+        """None where the system has no such files."""
+        if sys.platform != "linux":
+            return None
         fd = os.memfd_create("planaria-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, PART * (RANKS + 1))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -64,12 +72,33 @@ class KVMemory:
         """Room for so many caches of `size` bytes together. Raises OSError."""
         return KVPart(mmap.mmap(self._fd, size + count * ALIGN, offset=PART * (rank + 1)))
 
+    def index(self, size: int) -> memoryview:
+        return memoryview(mmap.mmap(self._fd, size, offset=INDEX))
+
+    def compute(self) -> None:
+        """This process does, until it has closed it and let go of its part, or ends."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until nobody computes in it; timeout: in seconds. False: somebody still does."""
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(LOOK)
+
     def clear(self) -> None:
-        """Give all parts back. Nobody computes in them."""
+        """Give the index and all parts back. Nobody computes in them."""
         for rank in range(RANKS):
             self._words[rank] = 0
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_long(PART), ctypes.c_long(PART * RANKS)):
+        size = PART * (RANKS + 1) - INDEX
+        if libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_long(INDEX), ctypes.c_long(size)):
             raise OSError(ctypes.get_errno(), "memory of KV can't be given back")
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from planaria.config.options import EngineConfig
 from planaria.executor.link.keys import Keys
 from planaria.hosts.host import Child, Program
 from planaria.hosts.local import HERE, LocalHost
+from planaria.hosts.memory import KVMemory
 from planaria.logs import current_level
 from planaria.node import process_state
 from planaria.wire import Dead, FromEngine, Shutdown, ToEngine
@@ -126,12 +127,14 @@ class EngineHandle(EngineConnection):
     """And one that started its process."""
 
     local = True  # it is a process of this machine
+    shares_memory = False  # and takes memory for its KV, of who keeps it
 
     def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
         super().__init__(hear)
         self.config = config
         self.again = False  # another served before it; set before `start`
         self.shared_in: str | None = None  # a folder where the socket's name stays, for others who come
+        self.memory: KVMemory | None = None  # that its KV is in, so that the process after it finds it
 
     async def start(self) -> None:
         """Start it and begin to listen."""
@@ -201,6 +204,8 @@ class Ending:
 class EngineProcess(EngineHandle):
     """A process of this machine, its socket in a folder that only this user may enter."""
 
+    shares_memory = True
+
     def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
         super().__init__(config, hear)
         self.child: Child | None = None
@@ -214,7 +219,7 @@ class EngineProcess(EngineHandle):
             address = f"ipc://{self._folder}/engine"
             args = (address, current_level(), *(["again"] if self.again else []))
             entry = Program(ENGINE, args, self.config.device.devices)
-            boot = msgspec.msgpack.encode(self.config)
+            boot = msgspec.msgpack.encode((self.config, self.memory.origin if self.memory is not None else None))
             self.child = LocalHost(devices=()).spawn((HERE, 0), entry, boot, self._end.news)
             self.pid = self.child.place.pid
             self.connect(address)

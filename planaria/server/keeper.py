@@ -17,16 +17,19 @@ import msgspec
 import zmq
 
 from planaria.config.options import EngineConfig
+from planaria.core.kv_index import name_of
 from planaria.core.quarantine import Turns
 from planaria.errors import CapacityError, PlanariaError
 from planaria.executor.recovery import Reformations, Replay, told_replay
 from planaria.executor.startup import parts_of
+from planaria.hosts.memory import KVMemory
 from planaria.hosts.pool import BackOff
 from planaria.node import node_name, process_state, resident_bytes
 from planaria.server import questions
 from planaria.server.engine import Engine
 from planaria.server.engine_client import EXIT_TIMEOUT, Ended, EngineHandle, EngineProcess
 from planaria.server.questions import PendingAnswers, Questions
+from planaria.server.stream import Stream
 from planaria.topology import LaneGroup, Layout
 from planaria.wire import (
     Dead,
@@ -55,6 +58,13 @@ SHORTEST, LONGEST = 0.25, 30.0  # seconds between processes that don't come up
 Make = Callable[[EngineConfig, Callable[[FromEngine], None]], EngineHandle]
 
 
+def _lacking(stream: Stream, facts: EngineFacts) -> int:
+    """Of its tokens that an engine which has come up must compute again: all but the last could be there."""
+    submit = stream.resubmit()
+    name = name_of(submit.id, submit.prompt, submit.seed).hex()
+    return max(0, len(stream.history()) - 1 - facts.committed.get(name, 0))
+
+
 class EngineKeeper:
     """Start with `await start()`; `on_progress` hears how the first start goes. make: a process; shared_in: of several
     API processes, which have its sequences, the folder where its sockets have their names."""
@@ -74,6 +84,7 @@ class EngineKeeper:
         self.on_no_place: Callable[[], object] = lambda: None  # it was given up because there is no place for it
         self.handle: EngineHandle | None = None  # of the process of now
         self.number = 0  # of it
+        self.memory: KVMemory | None = None  # of the node, for its KV
         self.ended: Ended | None = None  # how it did
         self.as_told = False  # because it was told to
         self.turns = Turns()  # of API processes, to run something alone
@@ -106,6 +117,9 @@ class EngineKeeper:
     def _another(self) -> EngineHandle:
         self.handle = self.engine.connection = handle = self.make(self.config, self.engine.hear)
         handle.again, handle.shared_in = self.engine.facts is not None, self.shared_in
+        if handle.shares_memory and self.memory is None and self.config.device.device == "cpu":
+            self.memory = KVMemory.make()
+        handle.memory = self.memory
         return handle
 
     async def _begin(self, handle: EngineHandle) -> None:
@@ -221,7 +235,7 @@ class EngineKeeper:
         parts["replace"] = total - sum(parts.values())  # what is left: the process, until its ranks are there
         done = msgspec.structs.replace(
             recovery, seconds={**parts, "total": total}, layout=facts.layout, pids=facts.ranks,
-            requests=len(engine.streams), tokens=sum(len(stream.history()) for stream in engine.sent()),
+            requests=len(engine.streams), tokens=sum(_lacking(stream, facts) for stream in engine.sent()),
         )  # fmt: skip
         self._recovery = None
         self.on_recovery(done)
@@ -254,6 +268,8 @@ class EngineKeeper:
                 logger.warning("the engine process %d did not end in %.0f s: killed", self.handle.pid, EXIT_TIMEOUT)
                 self.handle.kill()
                 await self._task
+        if self.memory is not None:
+            self.memory.close()
 
     # -- what it is asked, and says
 

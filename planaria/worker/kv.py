@@ -36,6 +36,7 @@ class RankKV:
         if boot.memory is not None and boot.config.device.device == "cpu":
             try:
                 self.memory = KVMemory.of(boot.memory)
+                self.memory.compute()
             except ProcessGone as e:
                 logger.warning("KV will not outlive rank %d: %s", boot.rank, e)
 

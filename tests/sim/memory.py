@@ -26,9 +26,19 @@ class SimMemory:
         self._finished: dict[int, int] = {}  # by rank: its last step
         self._everywhere = 0  # the last step of the epoch before this one that ended on all ranks
         self._epoch = -1
+        self._index = bytearray()
 
     def clear(self) -> None:
         self.parts.clear()
+        self._index = bytearray()
+
+    def index(self, size: int) -> memoryview:
+        if len(self._index) < size:
+            self._index = bytearray(size)
+        return memoryview(self._index)
+
+    def settle(self, timeout: float) -> bool:
+        return True
 
     def holds(self, process: Process) -> int:
         number, _, _ = self.parts.get((process.device.node, process.rank), (0, None, None))
