@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from planaria import preload
 from planaria.config.machine import load_class
 from planaria.config.options import EngineConfig
 from planaria.config.secret import deployment_secret
@@ -24,7 +25,7 @@ from planaria.node import Shared, home
 from planaria.topology.outer import OuterLauncher
 from planaria.wire import Listens, Progress
 
-WORKER, ENGINE, PART = "planaria.worker.main", "planaria.engine_process", "planaria.node_part"  # what processes run
+WORKER, ENGINE, PART = "planaria.worker.main", preload.ENGINE, "planaria.node_part"  # what processes run
 
 
 def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False, memory: Shared | None = None) -> EngineLoop:
@@ -89,18 +90,10 @@ def _launcher(config: EngineConfig, again: bool) -> Any:
             )  # fmt: skip
         from planaria.executor.launcher.nodes import nodes_launcher
 
-        return nodes_launcher(config, WORKER, again=again, imports=_imports(config))
+        return nodes_launcher(config, WORKER, again=again, imports=preload.of_a_rank(config))
     return ProcessLauncher(
-        WORKER, range(parallel.world_size), spares=config.faults.spare_workers, imports=_imports(config)
+        WORKER, range(parallel.world_size), spares=config.faults.spare_workers, imports=preload.of_a_rank(config)
     )
-
-
-def _imports(config: EngineConfig) -> list[str]:
-    """What takes a rank long to import."""
-    if config.null_worker:
-        return []
-    cpu = ["planaria.kernels.cpu.ops"] if config.device.device == "cpu" else []
-    return ["planaria.worker.runner", "planaria.layers.build", "planaria.loader.source", "zmq", *cpu]
 
 
 def run_agent(config: EngineConfig) -> int:
@@ -127,7 +120,7 @@ def run_agent(config: EngineConfig) -> int:
 
     return Agent(
         config.parallel, {WORKER: rank, ENGINE: engine, PART: part}, deployment_secret(config.parallel),
-        what_must_agree(config), drains={ENGINE}, forks={WORKER: _imports(config)},
+        what_must_agree(config), drains={ENGINE}, forks={WORKER: preload.of_a_rank(config)},
     ).run()  # fmt: skip
 
 

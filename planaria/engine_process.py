@@ -19,11 +19,12 @@ from typing import Any
 
 import msgspec
 
+from planaria import preload
 from planaria.config.options import EngineConfig
 from planaria.engine_port import Port, serve
 from planaria.executor.link.keys import Keys
 from planaria.executor.link.tcp_socket import bracketed
-from planaria.hosts import child
+from planaria.hosts import child, forkserver
 from planaria.logs import setup_logging
 from planaria.node import Shared
 from planaria.processes import leave_signals_to_parent
@@ -36,12 +37,16 @@ def main() -> int:
     leave_signals_to_parent()
     given = next(child.hear())
     far, memory = address.startswith("tcp:"), None
+    keys: Keys | None = None
     if far:
         config, keys = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Keys])
-        port = Port(address, keys, config.parallel.heartbeat_timeout)
-        child.say(port.address)
     else:
-        (config, memory), port = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Shared | None]), Port(address)
+        config, memory = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Shared | None])
+    if config.parallel.distributed_executor_backend == "mp" and (rank := forkserver.split(preload.of_a_rank(config))):
+        return forkserver.run(rank)
+    port = Port(address, keys, config.parallel.heartbeat_timeout) if far else Port(address)
+    if far:
+        child.say(port.address)
     told = threading.Event()
 
     def on_sigterm(number: int, frame: object) -> None:

@@ -16,9 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import cast
 
 import msgspec
 
@@ -84,21 +86,17 @@ class ForkServer:
     """The parent's side: `fork` waits, in whichever thread; all else is for the thread that began it, which reads
     `port`.
 
-    A fork's parent is the server, so that all of them end with it.
+    A fork's parent is the server, so that all of them end with it. before: one that this process was split from.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], before: Split | None = None) -> None:
         self._began_with = _concerns(modules)
         self._imported = self._fails = self._over = False
         self._codes: dict[int, int] = {}
         self._answer = Future[tuple[int, int]]()  # to the last fork
-        self.port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | ForkedServer
+        self._process, self.port = before or _started(modules)
         self.port.setblocking(False)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *modules],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**environment(), **SINGLE},
-            )  # fmt: skip
 
     def fits(self, modules: Sequence[str]) -> bool:
         """Would another server have imported the same, and is this one well?"""
@@ -161,6 +159,75 @@ class ForkServer:
         self._process.wait()
 
 
+def _started(modules: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *modules]
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**environment(), **SINGLE}
+        ), ours  # fmt: skip
+
+
+class ForkedServer:
+    """The process of one, as subprocess would have it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, cast("int | None", None)
+
+    def poll(self) -> int | None:
+        return self.wait(os.WNOHANG)
+
+    def wait(self, how: int = 0) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+Split = tuple[ForkedServer, socket.socket]
+_split: list[Split] = []  # this process's
+
+
+def split(modules: Sequence[str]) -> str:
+    """Have a server that begins as a copy of this process, which has no other thread yet, and has imported `modules`;
+    otherwise do nothing. Returns again in each process that is forked from it: what that one is to run."""
+    if not all(module in sys.modules for module in modules) or threading.active_count() > 1:
+        return ""
+    parent = os.getpid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if pid := os.fork():
+        theirs.close()
+        _split.append((ForkedServer(pid), ours))
+        return ""
+    die_with_parent(parent)
+    ours.close()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # what the parent hears is its own
+    os.close(nothing)
+    os.close(int(sys.argv[2]))
+    set_title("forkserver")
+    module = _serve(theirs)
+    if not module:
+        os._exit(0)
+    return module
+
+
+def server_of(modules: Sequence[str]) -> ForkServer:
+    """The one that this process was split from, else another."""
+    before = _split.pop() if _split else None
+    return ForkServer(modules, before)
+
+
+def run(module: str) -> int:
+    """What a fork is for."""
+    code: int | None = importlib.import_module(module).main()
+    return code or 0
+
+
 def main() -> int:
     die_with_parent(int(sys.argv[1]))
     leave_signals_to_parent()
@@ -170,8 +237,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # pages of what is there now stay shared
     module = _serve(socket.socket(fileno=int(sys.argv[2])))
-    code: int | None = importlib.import_module(module).main() if module else 0
-    return code or 0
+    return run(module) if module else 0
 
 
 def _serve(port: socket.socket) -> str:

@@ -25,7 +25,7 @@ from typing import TypeVar
 from planaria.config.machine import accelerator_ids, usable_cores
 from planaria.env import environment, visible_devices
 from planaria.hosts.child import framed
-from planaria.hosts.forkserver import ForkServer
+from planaria.hosts.forkserver import ForkServer, server_of
 from planaria.hosts.host import Child, News, Place, Program, Slot, how_it_ended
 from planaria.node import home, node_name, process_state
 from planaria.topology import Cluster, Node
@@ -201,7 +201,7 @@ class _Keeper(threading.Thread):
         return child
 
     def serve(self, modules: Sequence[str]) -> ForkServer:
-        server = ForkServer(modules)
+        server = server_of(modules)
         self._selector.register(server.port, selectors.EVENT_READ, (functools.partial(self._hear_server, server),))
         return server
 
@@ -300,6 +300,7 @@ class LocalHost:
         self.room, self.address = max(room, len(self.devices)), address
         self.forks = {module: modules for module, modules in (forks or {}).items() if modules}
         self._servers: list[ForkServer] = []
+        self._forking = threading.Lock()
 
     def slots(self) -> Cluster:
         return Cluster((Node.of(HERE, self.room),), HERE)
@@ -338,6 +339,12 @@ class LocalHost:
     def _forked(self, slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News) -> LocalChild | None:
         """None: not that way. It is waited for here: the keeper's thread has others to see to."""
         modules = self.forks[entry.module]
+        with self._forking:
+            return self._fork(modules, slot, place, entry, fds, news)
+
+    def _fork(
+        self, modules: Sequence[str], slot: Slot, place: Place, entry: Program, fds: Sequence[int], news: News
+    ) -> LocalChild | None:
         server = self._servers[-1] if self._servers else None
         if server is not None and server.in_vain(modules):
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import shutil
 import tempfile
@@ -202,12 +203,13 @@ class Ending:
 
 
 class EngineProcess(EngineHandle):
-    """A process of this machine, its socket in a folder that only this user may enter."""
+    """A process of this machine, its socket in a folder that only this user may enter. host: keeps it."""
 
     shares_memory = True
 
-    def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
+    def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None], host: LocalHost | None = None) -> None:
         super().__init__(config, hear)
+        self.host = host or LocalHost(devices=())
         self.child: Child | None = None
         self._end = Ending()
         self._folder = ""
@@ -220,7 +222,8 @@ class EngineProcess(EngineHandle):
             args = (address, current_level(), *(["again"] if self.again else []))
             entry = Program(ENGINE, args, self.config.device.devices)
             boot = msgspec.msgpack.encode((self.config, self.memory.origin if self.memory is not None else None))
-            self.child = LocalHost(devices=()).spawn((HERE, 0), entry, boot, self._end.news)
+            spawn = functools.partial(self.host.spawn, (HERE, 0), entry, boot, self._end.news)
+            self.child = await asyncio.to_thread(spawn)  # the first may wait for imports
             self.pid = self.child.place.pid
             self.connect(address)
         except BaseException:

@@ -15,10 +15,12 @@ from typing import Protocol
 
 import msgspec
 
+from planaria import preload
 from planaria.config.data_parallel import engine_config, sharers
 from planaria.config.machine import accelerator_ids
 from planaria.config.options import EngineConfig
 from planaria.errors import PlanariaError
+from planaria.hosts.local import LocalHost
 from planaria.server.background import Background
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine import Engine
@@ -85,6 +87,10 @@ class Fleet:
         self, config: EngineConfig, on_progress: Callable[[StartUpNews], None] | None = None,
         make: Make = EngineProcess, hosts: Hosts | None = None, shared_in: str | None = None,
     ) -> None:  # fmt: skip
+        self.local: LocalHost | None = None  # of this node, where engines are processes of it
+        if make is EngineProcess:
+            self.local = LocalHost(devices=(), forks={preload.ENGINE: preload.of_an_engine(config)})
+            make = functools.partial(EngineProcess, host=self.local)
         self.config, self.on_progress, self.make, self.hosts = config, on_progress, make, hosts
         self.shared_in = shared_in
         self.dispatcher = Dispatcher(config.cache.enable_prefix_caching, self)
@@ -236,3 +242,5 @@ class Fleet:
         await asyncio.gather(*(keeper.close() for keeper in self.members.values()))
         if self.hosts is not None:
             await asyncio.to_thread(self.hosts.close)
+        if self.local is not None:
+            await asyncio.to_thread(self.local.close)

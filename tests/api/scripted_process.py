@@ -41,6 +41,7 @@ class Config(msgspec.Struct):
 
 class ScriptedProcess:
     address, keys = "", None
+    shares_memory = False
     pid = 4_000_000  # above every pid there can be
 
     def __init__(self, config: Any, hear: Any) -> None:
