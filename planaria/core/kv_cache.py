@@ -19,7 +19,7 @@ BlockKey = bytes
 ROOT: BlockKey = b""
 
 
-class Keys(Protocol):
+class KeyListener(Protocol):
     """Hears which block has a key."""
 
     def remember(self, block: int, key: BlockKey) -> None: ...
@@ -30,7 +30,7 @@ class Keys(Protocol):
 class BlockPool:
     """`num_blocks` blocks, numbered from 0. index: what others may know of them."""
 
-    def __init__(self, num_blocks: int, *, caching: bool = True, index: Keys | None = None) -> None:
+    def __init__(self, num_blocks: int, *, caching: bool = True, index: KeyListener | None = None) -> None:
         self.num_blocks, self.caching, self.index = num_blocks, caching, index
         self.refs = [0] * num_blocks
         self.empty = list(range(num_blocks - 1, -1, -1))
