@@ -37,6 +37,21 @@ def test_links_outside_the_site_lead_somewhere(page: str) -> None:
         assert (ROOT / target).exists(), f"{page} links to {target}"
 
 
+NAMED = re.compile(
+    r"\b(tests/[\w/.-]*\w)|-m ((?:benchmarks|tests)\.[\w.]+)|python (benchmarks/[\w/]+\.py)|`(planaria/[\w/.]+)`"
+)
+
+
+def test_what_pages_name_is_there() -> None:
+    """Files of tests, benchmarks and the package; a claim's command must at least be one."""
+    pages = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for page in pages:
+        for found in NAMED.findall(page.read_text()):
+            file, module, script, source = found
+            path = ROOT / (file or module.replace(".", "/") or script or source)
+            assert path.exists() or path.with_suffix(".py").exists(), f"{page.name} names {path.relative_to(ROOT)}"
+
+
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     """Every page is in the navigation, every link and anchor is there, nothing is loaded from elsewhere."""
     pytest.importorskip("mkdocs")
@@ -167,3 +182,32 @@ def test_the_memory_table_is_arithmetic() -> None:
         assert (weights, kv) == (mib(memory.weights), mib(memory.kv)), name
         assert float(token) == memory.kv / 8192 / 1024, name
     assert "1,137 MiB" in README.read_text() and "896 MiB" in README.read_text()
+
+
+def transcripts(page: str) -> list[tuple[str, str]]:
+    """Commands after "$ " and what a page says they print."""
+    text = (ROOT / "docs" / page).read_text()
+    blocks = [block for _, block in BLOCK.findall(text) if block.startswith("$ ")]
+    return [
+        (command, output)
+        for block in blocks
+        for command, output in re.findall(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
+    ]
+
+
+@needs_smollm2
+@pytest.mark.parametrize("page", ["placement.md", "parallel.md"])
+def test_what_commands_print_is_what_pages_say(page: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "PLANARIA_RAY_ADDRESS": "local"}
+    for command, output in transcripts(page):
+        if command.startswith("cat "):
+            (tmp_path / command.removeprefix("cat ")).write_text(output)
+        elif command == "planaria ps":  # of a server that runs; its columns are looked at in tests/proc/test_ps.py
+            continue
+        else:
+            done = subprocess.run(
+                ["bash", "-c", f"exec 2>&1; {command}"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+            )  # fmt: skip
+            assert [line.rstrip() for line in done.stdout.splitlines()] == [
+                line.rstrip() for line in output.splitlines()
+            ], command
