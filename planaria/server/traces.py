@@ -155,7 +155,7 @@ class Traces:
                 child.end(at)
         self._recovered.append((message.engine, now, span.get_span_context()))
         self._replaying[message.engine] = span, now
-        if not message.tokens and message.ranks:
+        if not message.requests:  # nobody's next token will be told
             self._replayed(message.engine, {})
 
     def _replayed(self, engine: int, seconds: Mapping[str, float]) -> None:

@@ -60,9 +60,10 @@ async def test_what_isnt_sampled_is_not_recorded(start, header):
     assert TRACE in sampled.headers["traceparent"]
 
 
-async def test_a_recovery_is_one_trace_with_its_parts(start):
+@pytest.mark.parametrize("tokens", [9, 0])  # 0: their KV was found
+async def test_a_recovery_is_one_trace_with_its_parts(start, tokens):
     parts = {"detect": 0.01, "fence": 0.02, "replace": 0.4, "regroup": 0.1, "load": 1.0}
-    over = Recovery(1, [1], "step", "killed", seconds={**parts, "total": 1.53}, requests=2, tokens=9)
+    over = Recovery(1, [1], "step", "killed", seconds={**parts, "total": 1.53}, requests=2, tokens=tokens)
     with Collector() as collector:
         async with start(otlp_traces_endpoint=collector.url, otlp_traces_sampling_ratio=0.0) as server:
             server.engine.on_recovery(Recovery(1, [1], "step", "killed"))
@@ -77,7 +78,7 @@ async def test_a_recovery_is_one_trace_with_its_parts(start):
         assert lasted == pytest.approx(seconds, abs=1e-3), name
     assert (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 == pytest.approx(2.03, abs=1e-2)
     said = attributes(span)
-    assert (said["planaria.cause"], said["planaria.replayed_tokens"]) == ("killed", 9)
+    assert (said["planaria.cause"], said["planaria.replayed_tokens"]) == ("killed", tokens)
 
 
 def test_nothing_of_it_is_imported_where_nothing_is_traced():
