@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from planaria.core.scheduler import Lane
 
 
+def hold_all(lane: Lane) -> None:
+    release_ended(lane)
+    for entry in lane.entries.values():
+        hold(lane, entry)
+
+
+def forget_rows(lane: Lane) -> None:
+    """Nobody has one."""
+    for row in range(lane.config.max_num_seqs):
+        lane.index.leave(row)
+
+
 def release_ended(lane: Lane) -> None:
     """Blocks of those that have ended, or are without a row, which no step needs any more."""
     for _, row, blocks in lane.deferred:
@@ -45,8 +57,7 @@ def adopt(lane: Lane) -> None:
     """A new lane goes on with what its index tells of."""
     keys, lane.held = lane.index.load()
     lane.pool.adopt(keys, [block for held in lane.held.values() for block in held.blocks])
-    for row in range(lane.config.max_num_seqs):
-        lane.index.leave(row)
+    forget_rows(lane)
 
 
 def claim(lane: Lane, entry: SequenceState) -> None:

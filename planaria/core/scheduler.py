@@ -56,8 +56,7 @@ class Lane:
         self.reset(0)
 
     def reset(self, step: int, pool: BlockPool | None = None) -> None:
-        """Nothing is on the worker any more: all rows are free, and all blocks but those in use in `pool`; `step` is
-        the last step that counts."""
+        """All rows are free, and all blocks but those in use in `pool`; `step` is the last step that counts."""
         self.pool = pool or BlockPool(self.num_blocks, caching=self.caching, index=self.index)
         self.held = self.held if pool is not None else {}
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
@@ -129,18 +128,15 @@ class Lane:
         its KV, which holds what was committed."""
         self.micro_steps = micro_steps
         if kept:
-            holding.release_ended(self)
+            holding.hold_all(self)
         for entry in self.entries.values():
-            if kept:
-                holding.hold(self, entry)
-            else:
+            if not kept:
                 self.rewind(entry)
             entry.last_step = 0
         self.waiting = [(entry.key, entry) for entry in self.entries.values()]
         heapq.heapify(self.waiting)
         self.reset(step, self.pool if kept else None)
-        for row in range(self.config.max_num_seqs):
-            self.index.leave(row)
+        holding.forget_rows(self)
 
     # -- planning
 
