@@ -28,6 +28,7 @@ COUNTERS = {
 }  # fmt: skip
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
 }  # fmt: skip
 
 
@@ -63,6 +64,7 @@ async def test_names_and_numbers(server):
         assert values["vllm:inter_token_latency_seconds_count"] == 5 * 7
         assert values["vllm:e2e_request_latency_seconds_count"] == 5
         assert values["vllm:e2e_request_latency_seconds_bucket/+Inf"] == 5
+        assert values["vllm:request_queue_time_seconds_count"] == 5
         assert 0 < values["vllm:time_to_first_token_seconds_sum"] < values["vllm:e2e_request_latency_seconds_sum"]
         assert values["vllm:prefix_cache_queries_total"] == 10 * 2 + 7 * 2 + 2
         assert values["vllm:prefix_cache_hits_total"] == 16 and values["vllm:num_preemptions_total"] == 3
@@ -92,7 +94,8 @@ def test_histogram():
 
 
 async def test_the_dashboard_shows_the_same_numbers(server, monkeypatch):
-    """Also where an engine's own are others: what it computed for nobody, or computed again in another process."""
+    """Also where an engine's own are others: what it computed for nobody, or computed again in another process. But for
+    prompts, which the page has when they are computed, and /metrics with their first token."""
     monkeypatch.setattr(history, "EVERY", 0.0)
     async with server.http() as http:
         await http.post(C, json={"prompt": [5] * 10, "n": 2, "max_tokens": 8, "ignore_eos": True})
@@ -106,5 +109,5 @@ async def test_the_dashboard_shows_the_same_numbers(server, monkeypatch):
                 body = (await http.get("/admin/dashboard")).json()
                 sample = dict(zip(body["columns"], (body["samples"] or [[]])[-1], strict=False))
     assert sample["generation_tokens"] == values["vllm:generation_tokens_total"] == 16
-    assert sample["prompt_tokens"] == values["vllm:prompt_tokens_total"] == 20
+    assert sample["prompt_tokens"] == 99 and values["vllm:prompt_tokens_total"] == 20
     assert values["planaria:replayed_tokens_total"] == health["last_fault"]["replayed_tokens"] == 14
