@@ -419,55 +419,24 @@ class ProcessList(Strict):
 # Fields that exist elsewhere in the OpenAI API or in servers like it, and their values that ask for nothing.
 # A single `...` accepts every value: the field never changes an answer.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),  # before tool_choice: the first cause is named
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (...,),
-    "user": (...,),
-    "metadata": (...,),
-    "store": (...,),
-    "service_tier": (...,),
-    "safety_identifier": (...,),
-    "prompt_cache_key": (...,),
-    "prompt_cache_options": (...,),
-    "prompt_cache_retention": (...,),
-    "prediction": (...,),  # it would only save time
-    "spaces_between_special_tokens": (...,),
-    "modalities": (["text"],),
-    "audio": (),
-    "moderation": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "include_reasoning": (True,),
-    "thinking_token_budget": (),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "best_of": (1,),
-    "echo": (False,),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "logits_processors": ([],),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "cache_salt": (),
-    "add_special_tokens": (False,),
-}
+    "tools": ([],), "functions": ([],),  # before those that choose among them: the first cause is named
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "response_format": ({"type": "text"},), "include_reasoning": (True,), "suffix": ("",), "best_of": (1,),
+    "length_penalty": (1, 1.0), "logits_processors": ([],), "documents": ([],),
+    **dict.fromkeys((
+        "parallel_tool_calls", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "prediction", "spaces_between_special_tokens",
+    ), (...,)),
+    **dict.fromkeys((
+        "echo", "use_beam_search", "early_stopping", "continue_final_message", "add_special_tokens",
+    ), (False,)),
+    **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), ({},)),
+    **dict.fromkeys((
+        "audio", "moderation", "web_search_options", "reasoning_effort", "verbosity", "thinking_token_budget",
+        "chat_template", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
+        "guided_whitespace_pattern", "structural_tag", "structured_outputs", "prompt_embeds", "cache_salt",
+    ), ()),
+}  # fmt: skip
 
 _ORDER = {name: place for place, name in enumerate(NEUTRAL)}
 
@@ -548,7 +517,7 @@ def _take_out(value: JsonObject, name: str, known: list[str]) -> None:
         raise RequestError(
             f"{clip(name)} is not supported by this server; leave it out", param=name, code="unsupported_parameter"
         )
-    near = difflib.get_close_matches(name[:64], known, 1)
+    near = difflib.get_close_matches(name[:64], known, 1, 0.85)  # less alike would lead elsewhere
     hint = f"; did you mean {near[0]}?" if near else ""
     raise RequestError(f"unknown field {clip(name)!r}{hint}", param=clip(name), code="unknown_parameter")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planaria import LLM
-from planaria.checkpoint.resolve import Hub, hub_folder, resolve_checkpoint
+from planaria.checkpoint.resolve import Hub, hub_folder, name_of, resolve_checkpoint
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
 from planaria.config.sizes import parse_tokens
@@ -89,6 +89,18 @@ def test_what_of_the_hub_is_meant(folder: str, tmp_path: Path, monkeypatch: pyte
     ]
     with pytest.raises(ModelError, match="is here, and --revision v2 is of a hub id"):
         resolve_checkpoint(folder, Hub("v2"))
+
+
+def test_a_model_is_called_by_no_path(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").touch()
+    named = {
+        "smollm2": "smollm2",
+        "owner/name": "owner/name",
+        folder: Path(folder).name,
+        folder + "/": Path(folder).name,
+    }
+    assert {model: name_of(model) for model in named} == named
+    assert name_of(str(tmp_path / "some.gguf")) == "some"
 
 
 def test_a_revision_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
