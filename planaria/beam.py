@@ -65,10 +65,10 @@ def beam_search(
             break
         outputs = iter(generate([beam.tokens for beam in live], step))
         for index, each in enumerate(beams):
+            if each and len(each[0].tokens) >= most:  # all of a prompt's have one length
+                continue
             grown = []
             for beam in each:
-                if len(beam.tokens) >= most:
-                    continue
                 position = (next(outputs).outputs[0].logprobs or [])[0]
                 for token, logprob in position.top:
                     longer = replace(
@@ -80,8 +80,6 @@ def beam_search(
                         continue
                     shown = longer.tokens if params.include_stop_str_in_output else beam.tokens
                     done[index].append(replace(longer, tokens=shown, finish_reason="stop", stop_reason=token))
-            full = [replace(beam, finish_reason="length") for beam in each if len(beam.tokens) >= most]
-            done[index] += full
             beams[index] = sorted(grown, key=lambda beam: -beam.cum_logprob)[:width]
 
     def score(beam: BeamSearchSequence) -> float:

@@ -66,6 +66,9 @@ async def test_refusals_are_text(server: Any, tokenizer: Any) -> None:
 async def test_the_last_message_goes_on(server: Any, tokenizer: Any) -> None:
     found = await chat(server, messages=BEGUN, continue_final_message=True, add_generation_prompt=False)
     assert tokenizer.decode(prompt(server), False).endswith("<|im_start|>assistant\nOh, ")
+    odd = [*USER, {"role": "assistant", "content": "assistant"}]
+    await chat(server, messages=odd, continue_final_message=True)
+    assert tokenizer.decode(prompt(server), False).endswith("<|im_start|>assistant\nassistant")
     plain = found["choices"][0]["message"]["content"]
     found = await chat(server, messages=BEGUN, continue_final_message=True, echo=True)
     assert found["choices"][0]["message"]["content"] == "Oh, " + plain

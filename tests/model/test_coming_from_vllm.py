@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 import planaria
-from planaria import LLM, BeamSearchParams, SamplingParams
+from planaria import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from planaria.beam import beam_search
 from planaria.errors import RequestError, UserError
 from tests.model import checkpoints
 from tests.model.vllm_words import LINES, Line
@@ -85,12 +86,21 @@ def test_a_beam_is_worth_its_tokens(tiny: LLM) -> None:
 
 
 def test_a_beam_that_ends_stays_as_it_is(tiny: LLM) -> None:
-    eos = tiny.config.model.eos_ids[0]
-    (free,) = tiny.beam_search([IDS], BeamSearchParams(beam_width=10, max_tokens=4, ignore_eos=True))
-    (found,) = tiny.beam_search([IDS], BeamSearchParams(beam_width=10, max_tokens=4, length_penalty=0.0))
-    ended = [beam for beam in found.sequences if beam.finish_reason == "stop"]
-    assert all(eos not in beam.tokens[len(IDS) :] and beam.stop_reason == eos for beam in ended)
-    assert all(beam.finish_reason == "length" for beam in free.sequences)
+    params = BeamSearchParams(beam_width=4, max_tokens=4)
+    (free,) = tiny.beam_search([IDS], BeamSearchParams(beam_width=4, max_tokens=4, ignore_eos=True))
+    end = free.sequences[0].tokens[len(IDS) + 1]
+
+    def step(histories: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        return tiny.generate(list(histories), params)
+
+    (found,) = beam_search([IDS], params, step, [end], 128)
+    ended = [beam for beam in found if beam.finish_reason == "stop"]
+    assert ended and all(beam.stop_reason == end and len(beam.logprobs) == len(beam.tokens) - 4 for beam in ended)
+    assert all(end not in beam.tokens[len(IDS) :] for beam in found)
+    shown = BeamSearchParams(beam_width=4, max_tokens=4, include_stop_str_in_output=True)
+    assert any(beam.tokens[-1] == end for beam in beam_search([IDS], shown, step, [end], 128)[0])
+    full, longer = beam_search([IDS, IDS[:3]], params, step, [], 7)
+    assert [len(beam.tokens) for beam in (*full, *longer)] == [7] * 8
 
 
 def test_a_prefix_is_found_until_it_is_forgotten(tiny: LLM) -> None:

@@ -32,7 +32,8 @@ def test_ranks_here_are_looked_at_and_others_asked() -> None:
     assert (second.state, second.node, second.resident, second.coordinates) == (
         "busy", "elsewhere", 123, {"tp": 1, "pp": 0},
     )  # fmt: skip
-    assert (third.state, third.resident) == ("idle", 0)
+    assert (third.state, third.resident, third.uptime) == ("idle", 0, None)
+    assert engine.uptime is not None and first.uptime is not None and engine.uptime >= first.uptime >= 0
 
 
 def test_a_rank_inside_the_engine_is_the_engines_row() -> None:
