@@ -10,16 +10,22 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from planaria.checkpoint.resolve import resolve_checkpoint
 from planaria.server.tokenise import Tokenizer, load_tokenizer
 
+_constants = providers._get_local_constants
+# It is asked for when tests have been collected, and by each of them.
+providers._get_local_constants = lambda: Constants() if settings.default.derandomize else _constants()
+
+
+gc.disable()  # while all of it is imported
+
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()
-    if settings.default is not None and settings.default.derandomize:
-        providers._get_local_constants = providers.Constants
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types import completion_create_params as completion
-from openai.types.chat import chat_completion_stream_options_param, completion_create_params
 
 from planaria.errors import RequestError
 from planaria.server.schema import (
@@ -121,6 +119,9 @@ def honours(model: Any, name: str, value: Any) -> bool:
 
 @pytest.mark.parametrize("model", list(NEEDED))
 def test_every_field_of_openai_and_vllm_is_known(model: Any) -> None:
+    from openai.types import completion_create_params as completion  # here: it takes a second
+    from openai.types.chat import completion_create_params
+
     params = completion_create_params if model is ChatCompletionRequest else completion
     theirs = {*params.CompletionCreateParamsBase.__annotations__, *EXTRAS.split(), "stream"}
     known = {*model.model_fields, *NEUTRAL}
@@ -130,6 +131,8 @@ def test_every_field_of_openai_and_vllm_is_known(model: Any) -> None:
 
 
 def test_stream_options() -> None:
+    from openai.types.chat import chat_completion_stream_options_param
+
     theirs = chat_completion_stream_options_param.ChatCompletionStreamOptionsParam.__annotations__
     assert not set(theirs) - set(StreamOptions.model_fields)
     options = parsed(CompletionRequest, stream_options={"include_usage": True, "include_obfuscation": False, "x": None})
