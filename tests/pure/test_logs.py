@@ -100,5 +100,5 @@ def test_chat_keeps_its_answer_whole(capsys: pytest.CaptureFixture[str], monkeyp
     llm = SimpleNamespace(tokenizer=tokenizer, chat_prompt=lambda messages: "", generate=generate)
     setup_logging("info")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    chat._converse(llm, [], SamplingParams())
+    chat._converse(chat.local(llm, SamplingParams()), [])
     assert not inside and capsys.readouterr().err.count("rank 1 failed") == 2
