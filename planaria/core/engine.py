@@ -8,6 +8,7 @@ and nowhere else; a result of another epoch is ignored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
@@ -21,6 +22,7 @@ from planaria.types import Delta, FinishReason, Request
 # A request that comes with tokens has been running elsewhere, and somebody waits for its next one: it goes before all
 # that have none yet.
 RESUMED = 1 << 40
+CLAIM = 60.0  # seconds that blocks of another engine's requests wait for them
 
 
 class EngineCore:
@@ -33,6 +35,7 @@ class EngineCore:
     ) -> None:  # fmt: skip
         self.config, self.cache, self.micro_steps = scheduler, cache, scheduler.micro_steps
         self.lanes = [Lane(scheduler, cache, num_blocks, index) for index in indexes or [None] * num_lanes]
+        self.adopted, self.claim_until = adopt, cast("float | None", None)
         for lane in self.lanes if adopt else ():
             holding.adopt(lane)
         self.lane_of: dict[str, Lane] = {}
@@ -93,8 +96,10 @@ class EngineCore:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute (now, or before a commit).
 
-        `now` says how long requests have waited; nothing is decided by it.
+        `now`, in seconds, says how long requests have waited, and how long what was adopted.
         """
+        if self.adopted:
+            self._drop_unclaimed(now)
         if not any(lane.has_work() for lane in self.lanes):
             return None
         if self.quarantine.faults and not self._only_suspects():
@@ -114,6 +119,15 @@ class EngineCore:
             for lane, (_, freed) in zip(self.lanes, parts, strict=True):
                 lane.unplan(step, turn, last_step, freed)
         return None
+
+    def _drop_unclaimed(self, now: float) -> None:
+        """Whoever goes on after another engine's death comes soon."""
+        if self.claim_until is None:
+            self.claim_until = now + CLAIM
+        if now >= self.claim_until:
+            self.adopted = False
+            for lane in self.lanes:
+                holding.drop_unclaimed(lane)
 
     def commit(self, result: StepResult) -> list[Delta]:
         """Take in a step's result; returns what it added to each request."""

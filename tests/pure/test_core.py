@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.config.options import CacheConfig, SchedulerConfig
-from planaria.core.engine import EngineCore
+from planaria.core.engine import CLAIM, EngineCore
 from planaria.core.kv_index import BufferIndex, Shape, begin, found
 from planaria.protocol import StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request, SamplingParams
@@ -312,6 +312,16 @@ def test_another_engine_goes_on_with_what_was_committed(caching: bool) -> None:
         assert run.tokens[f"r{i}"] == hash_tokens([i] * 21, i, 12, VOCAB)
     assert run.cached["r2"] == run.cached["else"] == 20 * caching
     all_free(run)
+
+
+def test_what_nobody_claims_goes_after_a_while() -> None:
+    run = make(num_blocks=12, block_size=4, seqs=4, budget=64)
+    run.take(run.core.admit(request("gone", [1] * 30, 6)))
+    run.step()
+    run.core.lane_of.pop("gone"), run.core.lanes[0].entries.pop("gone")  # its client left with the engine
+    run.die(behind=0)
+    free = [(run.core.plan(now), run.core.lanes[0].pool.num_free)[1] for now in (5.0, 4.0 + CLAIM, 5.0 + CLAIM)]
+    assert free[:2] == [4, 4] and free[2] == 12
 
 
 def test_what_nobody_claims_makes_room() -> None:

@@ -22,6 +22,7 @@ from unittest.mock import patch
 from planaria.core.resize import COMMITTED, Refused
 from planaria.core.router import EngineId
 from planaria.executor.recovery import layout_name
+from planaria.hosts.memory import KVMemory
 from planaria.server import engine_client, keeper
 from planaria.server.config import ServerConfig
 from planaria.server.engine import Engine
@@ -35,6 +36,7 @@ from planaria.wire import Cancel, FromEngine, Submit
 from tests.sim.client import Client
 from tests.sim.fleet_rules import SURE, FleetRules
 from tests.sim.fleet_scenario import FleetScenario, Shape, Size
+from tests.sim.memory import EngineMemory
 from tests.sim.process import SimWorker
 from tests.sim.remote import Remote, SimEngineProcess
 from tests.sim.scenario import MOST
@@ -67,6 +69,7 @@ class Deployment:
         self.closing = self.over = False  # over: nothing goes wrong any more
         self.fleet: Fleet
         self.service: Service
+        self.memories: dict[int, EngineMemory] = {}
         self._left_to_say = 0
         self._asked: set[asyncio.Task[None]] = set()
 
@@ -77,6 +80,10 @@ class Deployment:
 
     def new_pid(self) -> int:
         return FIRST_PID + len(self.all)
+
+    def memory_of(self, kept: KVMemory) -> EngineMemory:
+        """Of the keeper that has it."""
+        return self.memories.setdefault(id(kept), EngineMemory(kept))
 
     def _make(self, config: Any, hear: Callable[[FromEngine], None]) -> SimEngineProcess:
         return SimEngineProcess(self, config, hear)

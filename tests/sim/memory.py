@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from planaria.core.kv_index import BufferIndex, Shape, begin, found
+from planaria.hosts.memory import KVMemory
 from planaria.protocol import Allocate, StepPlan
 from planaria.topology import Layout
 
@@ -14,6 +16,41 @@ if TYPE_CHECKING:
     from tests.sim.process import Process, SimWorker
 
 GARBAGE = 7
+
+
+class EngineMemory:
+    """Of an engine of a fleet, whose ranks are not simulated one by one: its index is the shipping one, in the memory
+    that its keeper has; its cells are in `worker`. What it wrote after step `committed` is anything."""
+
+    def __init__(self, kept: KVMemory) -> None:
+        self.kept, self.layout = kept, Layout()
+        self.worker: SimWorker | None = None
+        self.committed = 0
+
+    def open(self, layout: Layout, shape: Shape) -> tuple[list[BufferIndex], bool]:
+        """The index of each lane, and is something in them?"""
+        buffer = self.kept.index(shape.size)
+        if self.worker is not None and found(buffer, str(layout).encode()) is not None:
+            return [BufferIndex(buffer, shape, lane) for lane in range(shape.lanes)], True
+        return self.begin(layout, shape), False
+
+    def begin(self, layout: Layout, shape: Shape) -> list[BufferIndex]:
+        self.kept.clear()
+        self.worker, self.layout = None, layout
+        return begin(self.kept.index(shape.size), shape, str(layout).encode(), 1)
+
+    def hold(self, worker: SimWorker) -> None:
+        """Give it the cells that are there, and keep those it has from now on."""
+        if self.worker is not None:
+            worker.cells = self.worker.cells
+            spoil(self.worker, self.committed)
+        self.worker = worker
+
+
+def spoil(worker: SimWorker, committed: int) -> None:
+    for step, cells in worker.written.items():
+        for block, offset in cells if step > committed else ():
+            worker.cells[block][offset] = GARBAGE
 
 
 class SimMemory:
@@ -61,10 +98,7 @@ class SimMemory:
         number, layout, before = self.parts.get(place, (0, None, None))
         if before is not None and number == command.number:
             worker.cells = before.cells
-            for step, cells in before.written.items():
-                for block, offset in cells:
-                    if step > self._everywhere or layout != process.layout:
-                        worker.cells[block][offset] = GARBAGE
+            spoil(before, self._everywhere if layout == process.layout else -1)
         self.parts[place] = command.number, process.layout, worker
 
     def scribble(self, process: Process) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from planaria.core import holding
 from planaria.core.kv_cache import BlockPool
+from planaria.core.kv_index import BufferIndex, HeldBlocks
 from planaria.core.scheduler import Lane
 from planaria.core.sequence import SequenceState
 from planaria.executor.bring_up import BringUp
 from planaria.executor.kv import GangKV
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.protocol import Command, Hello, Reply, StepPlan
+from planaria.types import Request
 
 
 @contextmanager
@@ -98,4 +100,37 @@ def share_anything(self: BlockPool, blocks: Any) -> None:
 @contextmanager
 def keep_blocks_of_who_has_ended() -> Iterator[None]:
     with patch.object(holding, "release_ended", lambda lane: None):
+        yield
+
+
+@contextmanager
+def adopt_the_token_in_flight() -> Iterator[None]:
+    """Another engine takes a row for longer than it was committed."""
+    load = BufferIndex.load
+
+    def more(self: BufferIndex) -> tuple[dict[int, bytes], dict[bytes, HeldBlocks]]:
+        keys, held = load(self)
+        return keys, {name: HeldBlocks(blocks, length + 1) for name, (blocks, length) in held.items()}
+
+    with patch.object(BufferIndex, "load", more):
+        yield
+
+
+@contextmanager
+def leave_keys_where_they_were() -> Iterator[None]:
+    """A block that is used for something else has its key in the index still."""
+    with patch.object(BufferIndex, "forget", lambda self, block: None):
+        yield
+
+
+@contextmanager
+def write_down_what_is_planned() -> Iterator[None]:
+    """A row's history counts as soon as it enters."""
+    enter = BufferIndex.enter
+
+    def whole(self: BufferIndex, row: int, request: Request, blocks: Sequence[int]) -> None:
+        enter(self, row, request, blocks)
+        self.lengths[row] = request.num_tokens
+
+    with patch.object(BufferIndex, "enter", whole):
         yield

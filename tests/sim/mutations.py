@@ -48,12 +48,15 @@ from tests.sim.lane_mutations import (
     skip_a_step_with_nothing_to_do,
 )
 from tests.sim.memory_mutations import (
+    adopt_the_token_in_flight,
     ask_one_rank,
     commit_what_one_rank_has,
     count_what_is_planned,
     keep_blocks_of_who_has_ended,
+    leave_keys_where_they_were,
     let_go_of_blocks_that_count,
     whatever_the_layout,
+    write_down_what_is_planned,
 )
 from tests.sim.process import SimWorker
 from tests.sim.scenario import VOCAB
@@ -269,6 +272,9 @@ MUTATIONS = [
     Mutation("keep KV of another layout", whatever_the_layout, WRONG_TOKENS),
     Mutation("commit what one rank has", commit_what_one_rank_has, WRONG_TOKENS | {"crash"}),
     Mutation("let go of blocks that count", let_go_of_blocks_that_count, WRONG_TOKENS | {"crash", "leaks"}),
+    Mutation("adopt the token in flight", adopt_the_token_in_flight, WRONG_TOKENS),
+    Mutation("leave keys where they were", leave_keys_where_they_were, WRONG_TOKENS, soon=3100),
+    Mutation("write down what is planned", write_down_what_is_planned, WRONG_TOKENS),
     Mutation("keep blocks of who has ended", keep_blocks_of_who_has_ended, frozenset({"leaks", "ends"})),
     Mutation("count bytes when they are prepared", count_bytes_when_they_are_prepared, frozenset({"bytes"})),
 ]

@@ -6,6 +6,7 @@ lost together and begin anew.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from planaria.core.engine import EngineCore
+from planaria.core.kv_index import Shape
 from planaria.executor.recovery import layout_name
 from planaria.hosts.host import how_it_ended
 from planaria.protocol import StepPlan, StepResult
@@ -33,6 +35,7 @@ from planaria.wire import (
     Submit,
     ToEngine,
 )
+from tests.sim.memory import EngineMemory
 from tests.sim.process import Died, Poisoned
 from tests.sim.scenario import BLOCK_BYTES, MOST, VOCAB
 
@@ -59,7 +62,8 @@ class SimEngineProcess(EngineProcess):
         if not self.sim.can_start(self.config.parallel.data_parallel_index):
             raise OSError(11, "Resource temporarily unavailable")
         socket = SimSocket(self.sim)
-        self.remote = socket.remote = Remote(self.sim, self.config, socket)
+        memory = self.sim.memory_of(self.memory) if self.memory is not None else None
+        self.remote = socket.remote = Remote(self.sim, self.config, socket, memory)
         self.sim.started(self.remote)
         self.pid, self._socket, self._context = self.remote.pid, socket, socket  # type: ignore[assignment]
         self._listener = asyncio.create_task(self._listen())
@@ -142,8 +146,8 @@ class Remote:
 
     is_hit = True  # by requests that no rank survives
 
-    def __init__(self, sim: Deployment, config: EngineConfig, socket: SimSocket) -> None:
-        self.sim, self.world, self.socket = sim, sim.world, socket
+    def __init__(self, sim: Deployment, config: EngineConfig, socket: SimSocket, memory: EngineMemory | None) -> None:
+        self.sim, self.world, self.socket, self.memory = sim, sim.world, socket, memory
         self.index, self.layout = config.parallel.data_parallel_index, config.parallel.layout
         self.pid = sim.new_pid()
         self.returncode: int | None = None
@@ -178,6 +182,7 @@ class Remote:
             return
         self.world.note("engine {} (pid {}) ends with {}", self.index, self.pid, code)
         self.returncode, self.up, self.since = code, False, self.world.awake()
+        self._leave_memory()
         self.sim.rules.ended(self)
         self._exit.set_result(code)
 
@@ -204,13 +209,19 @@ class Remote:
     def _come_up(self) -> None:
         config = self.sim.scenario.config
         assert config.cache.memory is not None
-        self.core = EngineCore(config.scheduler, config.cache, config.cache.memory // BLOCK_BYTES)
+        num_blocks = config.cache.memory // BLOCK_BYTES
+        width = -(-(config.scheduler.max_model_len + config.scheduler.max_drafts) // config.cache.block_size) + 1
+        self.shape = Shape(1, num_blocks, config.cache.block_size, config.scheduler.max_num_seqs, width)
+        indexes, adopt = self.memory.open(self.layout, self.shape) if self.memory is not None else ((), False)
+        self.core = EngineCore(config.scheduler, config.cache, num_blocks, 1, indexes, adopt=adopt)
+        self.sim.counts["KV adopted"] += bool(self.core.lanes[0].held)
         self._new_worker()
         self.up, self.since = True, self.world.awake()
         blocks, size = self.core.lanes[0].num_blocks, config.cache.block_size
         self.socket.say(EngineFacts(
             "hash", config.scheduler.max_model_len, VOCAB, 1, "float32", "none", "cpu", 1, blocks, size, 0, "sim",
             "simulated", layout_name(self.layout), [self.pid], {},
+            committed={name.hex(): held.length for name, held in self.core.lanes[0].held.items()},
         ))  # fmt: skip
         inbox, self._inbox = self._inbox, []
         for message in inbox:
@@ -219,6 +230,18 @@ class Remote:
     def _new_worker(self) -> None:
         assert self.core is not None
         self.worker = self.sim.make_worker(self, self.core.lanes[0].num_blocks)  # type: ignore[arg-type]
+        if self.memory is not None:
+            self.memory.hold(self.worker)  # type: ignore[arg-type]
+
+    def _leave_memory(self) -> None:
+        """It ends, or loses its ranks, maybe in the midst of a step."""
+        if self.core is None or self.memory is None:
+            return
+        self.memory.committed = self.core.committed
+        if self._busy:
+            plan = self._plans[0]
+            with contextlib.suppress(Exception):
+                self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
 
     def take(self, message: ToEngine) -> None:
         self._do(self._handle, (message,))
@@ -301,6 +324,7 @@ class Remote:
         self.regrouping, self.since = True, self.world.awake()
         if wish is None:
             self.sim.rules.ended(self)
+        self._leave_memory()
         self._life, self._busy = self._life + 1, False
         self._plans.clear()
         if wish is None:
@@ -314,7 +338,9 @@ class Remote:
     def _regroup(self, notice: Recovery, wish: ResizeEngine | None) -> None:
         assert self.core is not None
         self.layout = self.layout if wish is None else Layout(tp=wish.tp, pp=wish.pp)
-        self._output(self.core.lost(notice.epoch), stepped=True)
+        kept = wish is None and self.memory is not None
+        indexes = self.memory.begin(self.layout, self.shape) if self.memory is not None and not kept else ()
+        self._output(self.core.lost(notice.epoch, kept=kept, indexes=indexes), stepped=True)
         self._new_worker()
         self.regrouping, self.since = False, self.world.awake()
         name = layout_name(self.layout)

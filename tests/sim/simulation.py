@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from planaria.core.engine import EngineCore
+from planaria.core.engine import CLAIM, EngineCore
 from planaria.errors import PlanariaError
 from planaria.executor.loop import EngineLoop
 from planaria.executor.recovery import is_replayed
@@ -270,6 +270,8 @@ class Simulation:
 def check_empty(core: EngineCore, world: World) -> None:
     """Rule "leaks": nothing is left of any request."""
     require = world.require
+    for now in (world.now, world.now + CLAIM):  # what nobody has claimed by then goes
+        require(core.plan(now) is None, "leaks", "work for nobody")
     for lane in core.lanes:
         lane.pool.check()
         free, rows = lane.pool.num_free, sorted(lane.free_rows)
