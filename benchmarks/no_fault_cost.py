@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.deployment import Server
-from benchmarks.recovery import KV_BYTES, MAX_LENGTH, PROMPT, STREAMS, TOKENS, prompts, streams
+from benchmarks.recovery import TOKENS, Load, streams
 from planaria.executor.health import Health, Pace
 from planaria.executor.link.segment import FENCE
 from planaria.executor.link.shm import ShmLink
@@ -38,6 +38,7 @@ from planaria.types import Delta, SamplingParams
 from planaria.wire import Submit
 from planaria.worker import main as worker
 
+LOAD = Load(32, 128)
 OUT = Path(__file__).resolve().parent / "out"
 GOAL = 1.0  # % of a step
 REPEAT, STEPS, BEATS = 9, 400, 1000
@@ -56,8 +57,8 @@ def microseconds(run: Callable[[], object], calls: int) -> float:
 
 async def journal() -> float:
     """A step of 32 tokens on its way to 32 sinks."""
-    deltas = [[Delta(f"r{i}", step, [7], None) for i in range(STREAMS)] for step in range(STEPS)]
-    sinks: dict[str, Callable[..., None]] = {f"r{i}": lambda *what: None for i in range(STREAMS)}
+    deltas = [[Delta(f"r{i}", step, [7], None) for i in range(LOAD.streams)] for step in range(STEPS)]
+    sinks: dict[str, Callable[..., None]] = {f"r{i}": lambda *what: None for i in range(LOAD.streams)}
 
     def plain() -> None:
         for step in deltas:
@@ -149,11 +150,11 @@ def look() -> float:
 
 def step_seconds(model: str, rounds: int) -> list[float]:
     """Of a step in which each of 32 streams gets a token: the median between two of a stream's tokens."""
-    options = ["--max-model-len", str(MAX_LENGTH), "--kv-cache-memory", str(KV_BYTES)]
+    options = ["--max-model-len", str(LOAD.max_length), "--kv-cache-memory", str(LOAD.kv_bytes)]
     found = []
     with Server(model, "-tp", "2", *options) as server:
         for number in range(rounds + 1):
-            came = asyncio.run(streams(server, prompts(number, PROMPT), TOKENS)).pieces
+            came = asyncio.run(streams(server, LOAD.prompts(number), TOKENS)).pieces
             first = [at for at, stream in came if stream == 0]
             gaps = [b - a for a, b in zip(first[TOKENS // 2 :], first[TOKENS // 2 + 1 :], strict=False)]
             found.append(statistics.median(gaps))
@@ -198,7 +199,7 @@ def main() -> None:
     made = tables(result)
     milliseconds = [1e3 * step for step in result["steps"]]
     note = (
-        f"{time.strftime('%Y-%m-%d %H:%M')}; {STREAMS} streams, two tensor ranks, a step takes "
+        f"{time.strftime('%Y-%m-%d %H:%M')}; {LOAD.streams} streams, two tensor ranks, a step takes "
         f"{report.spread(milliseconds, 1)} ms."
     )
     print(report.as_text(made, [note]))

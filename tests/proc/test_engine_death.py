@@ -233,6 +233,7 @@ def test_the_real_model_goes_on_with_the_same_tokens() -> None:
         assert run(server, harm, streams=8) == expected
         fault = health(server)["last_fault"]
         assert fault["recovered"] and fault["seconds"]["load"] > 0
+        assert fault["requests"] > 0 and fault["replayed_tokens"] == 0  # its KV outlived it
 
 
 def test_a_server_that_drains_still_recovers() -> None:

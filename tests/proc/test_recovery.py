@@ -173,7 +173,7 @@ class Reads:
 
 @on_real
 def test_survivors_keep_their_weights_and_read_no_file(two: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank reads in a recovery is its boot, from the engine's pipe, and how much memory is free. It maps no part
+    """Nothing that was committed is computed again. What a rank reads in a recovery is its boot, from the engine's pipe, and how much memory is free. It maps no part
     of the checkpoint again, nor does it touch one that was still mapped."""
     launcher: Any = two.llm._loop.gang.launcher
     boots: list[int] = []
@@ -182,9 +182,11 @@ def test_survivors_keep_their_weights_and_read_no_file(two: Watched, monkeypatch
     weights = two.llm.facts.weight_bytes
     survivor, victim = two.pids
     before = Reads(survivor)
+    two.heard.clear()
     assert two.run(100, lambda: os.kill(victim, signal.SIGKILL)) == two.expected
     after = Reads(survivor)
     assert two.pids[0] == survivor and len(boots) == 1
+    assert [(done.requests, done.tokens) for done in two.done] == [(len(PROMPTS), 0)]
     assert 0 <= after.calls - before.calls - boots[0] <= len(Path("/proc/meminfo").read_bytes()) + SLACK
     assert after.storage - before.storage <= SLACK and after.mapped - before.mapped < weights // 20
     assert (after.faults - before.faults) * FAULT < weights // 4  # a rank has half of them
