@@ -59,6 +59,7 @@ class Translation:
         self.by_name = {each.name: each for each in kinds["option"]}
         several = any(each.nargs == -1 for each in kinds["argument"])
         self.places = len(kinds["argument"]) + 10**6 * several  # after which words belong to an option that takes more
+        self.model_in_file = False
         self.notes: list[str] = []
         self.values: list[str] = []
 
@@ -86,6 +87,7 @@ class Translation:
             known = self.known.get(self._name(flag))
             if self._name(flag) in typed or value is None:
                 continue
+            self.model_in_file |= flag == "--model"
             if isinstance(value, bool):
                 if value or known is None or known.secondary_opts:
                     yield flag if value else f"--no-{flag[2:]}"
@@ -120,6 +122,10 @@ class Translation:
                 self._note(without_effect(switched, on, flag))
             else:
                 raise self._unknown(flag)
+        if model and places >= self.places:  # a file's counts less
+            if not self.model_in_file:
+                raise UserError(f"MODEL is given twice, by its place and as --model {model[0]}: leave one out")
+            model = []
         return [*model, *out]
 
     def _own(self, known: Any, word: str, flag: str, left: deque[str], *, full: bool) -> Iterator[str]:

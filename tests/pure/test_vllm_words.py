@@ -143,6 +143,7 @@ def test_what_is_typed_for_vllm(typed: str, here: str, note: str, tmp_path: Path
             "--served-model-name", "b", "--port", "2",
         ]  # fmt: skip
         assert found.notes == ["--trust-remote-code"]
+        assert found.of(found.with_file(["N", f"--config={tmp_path / 'file'}"]))[-1] == "N"
         return
     words = [word.strip("'") for word in typed.split()]
     model = [] if "--model" in words else ["M"]
@@ -197,6 +198,7 @@ def test_arguments_without_effect_are_named_in_one_line() -> None:
         (["M", "--max-model-length", "3"], r"no such option; did you mean --max-model-len\?$"),
         (["M", "--lorry"], r"^--lorry: serve has no such option; planaria serve --help lists them$"),
         (["M", "--port"], r"^--port needs a value$"),
+        (["M", "--model", "N"], r"^MODEL is given twice, by its place and as --model N"),
         (["M", "--config", "/no/such"], r"^--config /no/such: can't be read"),
     ],
 )
