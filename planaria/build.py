@@ -106,21 +106,32 @@ def run_agent(config: EngineConfig) -> int:
         parallel = msgspec.structs.replace(theirs.parallel, secret_file=config.parallel.secret_file)
         return msgspec.structs.replace(theirs, checkpoint=config.checkpoint, parallel=parallel)
 
+    memories: dict[int, KVMemory | None] = {}  # of engines, by number; they outlive all that is started here
+
+    def memory(theirs: EngineConfig) -> Shared | None:
+        index, cpu = theirs.parallel.data_parallel_index, theirs.device.device == "cpu"
+        if index not in memories:
+            memories[index] = KVMemory.make() if cpu else None
+        made = memories[index]
+        return made.origin if made is not None else None
+
     def rank(message: bytes) -> tuple[bytes, str]:
         boot = RankBoot.decode(message)
         checkpoint = msgspec.structs.replace(boot.config, checkpoint=config.checkpoint)
-        return msgspec.structs.replace(boot, config=checkpoint).encode(), f"rank {boot.rank}"
+        boot = msgspec.structs.replace(boot, config=checkpoint, memory=memory(boot.config))
+        return boot.encode(), f"rank {boot.rank}"
 
     def engine(message: bytes) -> tuple[bytes, str]:
         theirs, keys = msgspec.msgpack.decode(message, type=tuple[EngineConfig, Keys])
-        return msgspec.msgpack.encode((own(theirs), keys)), ""
+        return msgspec.msgpack.encode((own(theirs), keys, memory(theirs))), ""
 
     def part(message: bytes) -> tuple[bytes, str]:
         return msgspec.msgpack.encode(own(msgspec.msgpack.decode(message, type=EngineConfig))), ""
 
+    imports = preload.of_an_engine(config)
     return Agent(
         config.parallel, {WORKER: rank, ENGINE: engine, PART: part}, deployment_secret(config.parallel),
-        what_must_agree(config), drains={ENGINE}, forks={WORKER: preload.of_a_rank(config)},
+        what_must_agree(config), drains={ENGINE}, forks={WORKER: imports, ENGINE: imports},
     ).run()  # fmt: skip
 
 

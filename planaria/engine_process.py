@@ -39,7 +39,7 @@ def main() -> int:
     far, memory = address.startswith("tcp:"), None
     keys: Keys | None = None
     if far:
-        config, keys = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Keys])
+        config, keys, memory = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Keys, Shared | None])
     else:
         config, memory = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Shared | None])
     if config.parallel.distributed_executor_backend == "mp" and (rank := forkserver.split(preload.of_a_rank(config))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -43,7 +44,9 @@ class GangKV:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.memory = config, cast("NodeMemory | None", None)
-        self.there, self.kept = CommittedKV(config.parallel.layout), False
+        # Numbers begin anywhere: what another engine has left on some node must not bear the number of this one's.
+        first = int.from_bytes(os.urandom(6), "little")
+        self.there, self.kept = CommittedKV(config.parallel.layout, first), False
         self.indexes: Sequence[LaneIndex | None] = ()
 
     def find(self) -> None:

@@ -96,9 +96,15 @@ class KVMemory:
         """Give the index and all parts back. Nobody computes in them."""
         for rank in range(RANKS):
             self._words[rank] = 0
+        self._give_back(INDEX, PART * (RANKS + 1))
+
+    def clear_part(self, rank: int) -> None:
+        self._words[rank] = 0
+        self._give_back(PART * (rank + 1), PART * (rank + 2))
+
+    def _give_back(self, start: int, end: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        size = PART * (RANKS + 1) - INDEX
-        if libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_long(INDEX), ctypes.c_long(size)):
+        if libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(end - start)):
             raise OSError(ctypes.get_errno(), "memory of KV can't be given back")
 
     def close(self) -> None:

@@ -45,11 +45,17 @@ class RankKV:
         """Of the KV in this rank's part."""
         return self.memory.holds(self.rank) if self.memory is not None else 0
 
-    def drop(self, model: Any) -> None:
-        """It counts for nothing."""
+    def forget(self, model: Any) -> None:
+        """It counts for nothing, and its memory is given back."""
         self.made = None
         if model is not None:
             model.drop_kv()
+        if self.memory is not None:
+            self.memory.clear_part(self.rank)
+
+    def unmap(self) -> None:
+        """There is no model any more that computes in it."""
+        self.made = None
 
     def make(self, model: Any, ops: Ops, num_blocks: int, block_size: int, number: int) -> None:
         """Have caches of this KV, with all that is in its part. Raises CapacityError."""

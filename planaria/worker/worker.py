@@ -165,7 +165,7 @@ class Worker:
         if self.config.device.device == "cuda":
             self.take_thread()  # groups on devices ask for the current one
         if not command.keeps_kv:
-            self.kv.drop(self.model)  # how much there can be is asked when all have let go of it
+            self.kv.forget(self.model)  # how much there can be is asked when all have let go of it
         self.groups.meet(command)
         if self.ops is not None:
             self.ops.use_threads(self.boot.threads)
@@ -271,7 +271,7 @@ class Worker:
         if self.ops is not None:
             self.ops.close()
         self._end_micro_batches()
-        self.kv.drop(None)
+        self.kv.unmap()
         self.ops = self.model = self.runner = self.sampler = self.part = self.experts = None
 
     def _end_micro_batches(self) -> None:

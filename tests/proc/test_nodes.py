@@ -225,6 +225,8 @@ def test_a_rank_of_any_node_is_replaced(small: Path, one_process: list[object], 
             assert [output.outputs[0].token_ids for output in outputs] == one_process and killed
             after = [member.pid for member in llm._loop.gang.members]
             assert after[1 - victim] == before[1 - victim] and after[victim] != before[victim]
+            core = llm._loop.core
+            assert core is not None and core.replayed_tokens == 0, "each node keeps what its ranks had computed"
         assert other.wait() == 0, other.text()
 
 
