@@ -173,8 +173,9 @@ class Reads:
 
 @on_real
 def test_survivors_keep_their_weights_and_read_no_file(two: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that was committed is computed again. What a rank reads in a recovery is its boot, from the engine's pipe, and how much memory is free. It maps no part
-    of the checkpoint again, nor does it touch one that was still mapped."""
+    """Nothing that was committed is computed again. What a rank reads in a recovery is its boot, from the engine's
+    pipe, and how much memory is free. It maps no part of the checkpoint again, nor does it touch one that was still
+    mapped."""
     launcher: Any = two.llm._loop.gang.launcher
     boots: list[int] = []
     run = launcher.run
