@@ -80,7 +80,10 @@ class Crowd:
         before = len(self.processes[index])
         self[index].die(said=said)
         async with asyncio.timeout(60):
-            while len(self.processes[index]) == before and self.fleet.members[index].engine.dead is None:
+            while len(self.processes[index]) == before:
+                member = self.fleet.members.get(index)
+                if member is None or member.engine.dead is not None:  # it leaves, or none follows
+                    break
                 await asyncio.sleep(0)
         await settle()
 
