@@ -26,7 +26,7 @@ def main() -> int:
                 orders.tell_on(who, phase)
         form(self, *args)
 
-    Gang._form = form_or_fail  # type: ignore[method-assign]
+    Gang._form = form_or_fail  # type: ignore[assignment, method-assign]
     return engine_process.main()
 
 

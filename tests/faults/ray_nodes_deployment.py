@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.faults.deployment import Deployment
 from tests.proc.networks import Networks, two_networks
 from tests.proc.servers import Server, wait_until
-from tests.ray.clusters import cluster_environment
-from tests.ray.test_networks import ADDRESS, ray_node
+from tests.ray.clusters import cluster_environment, ray_node
+from tests.ray.test_networks import ADDRESS
 
 ALIVE = (
     "import ray; ray.init(log_to_driver=False, logging_level='ERROR'); "

@@ -27,7 +27,7 @@ class Driver:
 
     def step(self, feed: dict[int, list[int]], *, wanted: list[int] | None = None) -> dict[int, Tensor]:
         """Logits [tokens, vocabulary] of each sequence's tokens; `wanted`: sequences they are asked for."""
-        b, at, samples = self.batch, 0, []
+        b, at, samples = self.batch, 0, list[int]()
         for i, (sequence, tokens) in enumerate(feed.items()):
             start = self.lengths.get(sequence, 0)
             end = start + len(tokens)

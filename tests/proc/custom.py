@@ -87,7 +87,10 @@ class CountingWorker(Worker):
 
 
 class Extension:
-    """Methods for collective_rpc."""
+    """Methods for collective_rpc. rank, mesh: the worker's."""
+
+    rank: int
+    mesh: Any
 
     def where(self, *, add: int = 0) -> list[int]:
         return [self.rank + add, os.getpid(), self.mesh.tp.size]
@@ -151,7 +154,7 @@ class HashRank(NullRank):
             while os.path.exists(os.environ.get(LATE, "/none")):
                 time.sleep(0.005)
             config = self.boot.config
-            self.worker = HashWorker(command.num_blocks, config.cache.block_size, config.model.vocab_size)
+            self.worker = HashWorker(command.num_blocks, config.cache.block_size, config.model.vocab_size)  # type: ignore[assignment]
         if isinstance(command, StepPlan):
             for row in command.lanes[0]:
                 if row.fresh is not None and row.fresh.tokens[0] == POISON:

@@ -162,7 +162,7 @@ def titled(pid: int, role: str) -> list[int]:
 def alive(pid: int) -> bool:
     """Running, and not a zombie."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

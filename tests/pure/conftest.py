@@ -17,7 +17,7 @@ from planaria.server.tokenise import Tokenizer, load_tokenizer
 
 _constants = providers._get_local_constants
 # It is asked for when tests have been collected, and by each of them.
-providers._get_local_constants = lambda: Constants() if settings.default.derandomize else _constants()
+providers._get_local_constants = lambda: Constants() if settings().derandomize else _constants()
 
 
 gc.disable()  # while all of it is imported

@@ -21,7 +21,7 @@ def raylet_at(address: str) -> int:
     """Pid of the raylet of the node with this address."""
     for process in psutil.process_iter(["name", "cmdline"]):
         if process.info["name"] == "raylet" and f"--node_ip_address={address}" in process.info["cmdline"]:
-            return process.pid
+            return int(process.pid)
     raise LookupError(address)
 
 

@@ -291,7 +291,7 @@ class Deployment:
         return "T" if self.all[pid - FIRST_PID].stopped else "S"
 
     async def _run(self) -> None:
-        self.fleet = fleet = Fleet(self.scenario.config, make=self._make)  # type: ignore[arg-type]
+        self.fleet = fleet = Fleet(self.scenario.config, make=self._make)
         fleet.resizer.available = lambda: 1 << 50
         move = fleet.dispatcher.move
 
@@ -309,7 +309,7 @@ class Deployment:
                 self.rules.chosen(found)
             return found
 
-        fleet.dispatcher.move, fleet.dispatcher.router.choose = moved, chosen  # type: ignore[method-assign]
+        fleet.dispatcher.move, fleet.dispatcher.router.choose = moved, chosen  # type: ignore[assignment, method-assign]
         remove = fleet.remove
 
         async def removed(index: int) -> None:

@@ -128,6 +128,6 @@ class Gate:
 
     def _break(self, rank: int) -> None:
         number, command = self.here.pop(rank)
-        phase = {StepPlan: "step", SendExperts: "experts"}.get(type(command), "groups")  # type: ignore[call-overload]
+        phase = {StepPlan: "step", SendExperts: "experts"}.get(type(command), "groups")
         process = self.link.ports[rank]
         process.later(self.sim.takes(0.05), process.fail, number, Failed(rank, phase, self.broken, "", "peer"))

@@ -114,7 +114,7 @@ def read_what_is_overwritten() -> Iterator[None]:
 
 @contextmanager
 def believe_that_new_ranks_have_what_lost_ones_had() -> Iterator[None]:
-    placed = bring_up.placed
+    placed: Any = bring_up.placed  # type: ignore[attr-defined]
 
     def believe(placing: Any, layout: Any, holdings: Any) -> Any:
         maps = placing.in_force

@@ -83,7 +83,7 @@ class SimHost:
 
 class SimLauncher(PoolLauncher):
     name = "sim"
-    host: SimHost
+    host: SimHost  # type: ignore[assignment]  # its children are simulated processes
 
     def __init__(self, sim: Simulation, nodes: Sequence[int], layout: Layout, num_spares: int) -> None:
         self.sim, self.world = sim, sim.world
@@ -108,7 +108,7 @@ class SimLauncher(PoolLauncher):
         return NOTICED * self.world.random.random()
 
     def ended(self, process: Process) -> None:
-        self._news(process)
+        self._news(process)  # type: ignore[arg-type]
 
     def best(self, layout: Layout) -> Layout | None:
         """The largest one up to this that the devices which are well could have; a smaller one than this keeps tensor

@@ -78,7 +78,7 @@ class Process:
         self.still_since = 0.0
         self.inbox: deque[tuple[int, Command]] = deque()
         self.busy = False
-        self.worker: HashWorker | None = None
+        self.worker: SimWorker | None = None
         self.experts = Experts(self)
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._life = 0  # changes when what it was doing is over

@@ -231,7 +231,7 @@ class Remote:
         assert self.core is not None
         self.worker = self.sim.make_worker(self, self.core.lanes[0].num_blocks)  # type: ignore[arg-type]
         if self.memory is not None:
-            self.memory.hold(self.worker)  # type: ignore[arg-type]
+            self.memory.hold(self.worker)
 
     def _leave_memory(self) -> None:
         """It ends, or loses its ranks, maybe in the midst of a step."""

@@ -248,7 +248,7 @@ class Rules:
                 self.fruitless.clear()
                 counts["convicted" if asked.poison is not None else "convicted though innocent"] += 1
             case FinishReason.ERROR:
-                less = "holds" in (answer.error or "") and (counts["out of memory"] or self.scenario.tight)
+                less = "holds" in (answer.error or "") and (counts["out of memory"] > 0 or self.scenario.tight)
                 require(self.sim.loop.core is None or less or self.dying(), "errors", f"{id}: {answer.error}")
 
     def dying(self) -> bool:

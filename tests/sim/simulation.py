@@ -46,7 +46,6 @@ from planaria.wire import (
     Shutdown,
     Submit,
 )
-from tests.reference_worker import HashWorker
 from tests.sim.client import Client
 from tests.sim.faults import Faults
 from tests.sim.lanes import Lanes, Pause
@@ -64,7 +63,7 @@ PATIENCE = 500.0  # seconds within which everything ends after the last fault an
 SETTLED = 200.0  # seconds after which there are as many ranks as there can be
 TURNS = 20_000
 
-MakeWorker = Callable[[Process, int], HashWorker]
+MakeWorker = Callable[[Process, int], SimWorker]
 
 
 class SimSystem(System):
@@ -103,7 +102,7 @@ class Simulation:
     def takes(self, seconds: float) -> float:
         return seconds * self.world.random.uniform(0.5, 1.5)
 
-    def new_worker(self, process: Process, num_blocks: int) -> HashWorker:
+    def new_worker(self, process: Process, num_blocks: int) -> SimWorker:
         return self.make_worker(process, num_blocks)
 
     def block_bytes(self, layout: Layout) -> int:
