@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("planaria.server")
 
+BEGUN = 0.05  # seconds, at most, until engines' processes are about to start
+
 
 def run(
     model: str, engine: dict[str, Any], server: dict[str, Any], skip_tokenizer_init: bool, log_level: str | None,
@@ -121,8 +123,9 @@ async def _serve(
             bar.close()
             _announce(line, fleet, started)
 
+        starting = asyncio.create_task(fleet.start())
         try:
-            await fleet.start()
+            await asyncio.wait({starting}, timeout=BEGUN)  # then threads wait for it, while the rest is imported
             from planaria.server.serve import bind, serve
 
             sock = bind(settings)
@@ -130,6 +133,7 @@ async def _serve(
             if several:
                 from planaria.server.root_serve import serve_from_root
 
+                await starting
                 return await serve_from_root(
                     fleet, settings, sock, announce, tokenizer=not skip_tokenizer_init, started=started
                 )
@@ -138,8 +142,11 @@ async def _serve(
             tokenizer = None
             if not skip_tokenizer_init:
                 tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
+            await starting
             return await serve(fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce)
         finally:
+            with contextlib.suppress(Exception):  # it was awaited before, or something else is why there is no server
+                await starting
             await fleet.close()
 
 
