@@ -36,7 +36,7 @@ def test_there_were_faults_of_every_kind_and_recoveries(soak: Soak) -> None:
     """Else it shows nothing. Some faults hit what still comes back from the one before."""
     assert set(soak.faults) == set(FAULTS) and all(soak.faults.values())
     assert soak.recoveries["rank"] >= 1 and sum(soak.recoveries.values()) >= 2
-    assert soak.samples and soak.samples[-1].total.processes == 5  # server, engine, fork server, two ranks
+    assert soak.samples and soak.samples[-1].total.processes == 6  # server, engine, a fork server of each, two ranks
 
 
 def test_growth_is_seen() -> None:
