@@ -20,6 +20,7 @@ from planaria.server.config import ServerConfig
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.failure import failure, refused
 from planaria.server.gate import OPEN_PATHS, Gate
+from planaria.server.idempotency import MAX_KEY
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
 
@@ -33,10 +34,16 @@ _ERRORS = {
     408: "The body did not come.",
     413: "The body is too large.",
     415: "A browser sent a body that is not declared as JSON.",
+    422: "Its Idempotency-Key was sent before with another body or path.",
     500: "The server's fault.",
     501: "What it needs is not installed here.",
     503: "Not ready, or stopping; see Retry-After.",
 }
+
+_IDEMPOTENCY_KEY = {
+    "name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
+    "description": "The same key, path and body get the same answer; nothing runs twice.",
+}  # fmt: skip
 
 _ABOUT = """The OpenAI API over a Planaria engine.
 
@@ -72,7 +79,7 @@ def create_app(client: Dispatcher, tokenizer: Tokenizer | None, config: ServerCo
             allow_methods=list(config.cors_methods),
             allow_headers=list(config.cors_headers),
             allow_credentials=config.cors_credentials,
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "Idempotent-Replayed"],
         )
     app.openapi = lambda: _openapi(app, bool(config.api_keys))  # type: ignore[method-assign]
     return app
@@ -121,6 +128,8 @@ def _routes(app: FastAPI) -> None:
             shape = schema.HealthReport if endpoint is health.health else schema.ErrorResponse
             responses[status] = {"description": _ERRORS[status], "content": _json(shape)}
         extra: dict[str, Any] = {}
+        if 422 in errors:
+            extra["parameters"] = [_IDEMPOTENCY_KEY]
         if body is not None:
             extra["requestBody"] = {"required": True, "content": _json(body)}
         app.add_api_route(
@@ -131,13 +140,14 @@ def _routes(app: FastAPI) -> None:
             app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
 
     post = (400, 401, 404, 408, 413, 415, 500, 503)
+    once = (*post, 422)
     add(
         "/v1/completions", completions.create_completion, schema.CompletionResponse, schema.CompletionRequest,
-        errors=post, content=stream,
+        errors=once, content=stream,
     )  # fmt: skip
     add(
         "/v1/chat/completions", chat.create_chat_completion, schema.ChatCompletionResponse,
-        schema.ChatCompletionRequest, errors=post, content=stream,
+        schema.ChatCompletionRequest, errors=once, content=stream,
     )  # fmt: skip
     add("/tokenize", tokens.tokenize, schema.TokenizeResponse, schema.TokenizeRequest, errors=post)
     add("/detokenize", tokens.detokenize, schema.DetokenizeResponse, schema.DetokenizeRequest, errors=post)

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from planaria.errors import RequestError
 from planaria.server.config import ServerConfig
 from planaria.server.failure import failure
+from planaria.server.idempotency import HEADER, Idempotency
 from planaria.server.service import Service
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Gate:
         self.app, self.service, self.config = app, service, config
         self.keys = ApiKeys(config.api_keys)
         self.admin = ApiKeys([config.admin_key] if config.admin_key else [])
+        self.once = Idempotency(app, service)
         self.bodies = 0  # bytes of requests that are read or being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,7 +156,7 @@ class Gate:
                 await refusal(scope, receive, send)
                 return
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            await self._answer(scope, receive, send, open_path)
+            await self._answer(self.app, scope, receive, send, open_path)
             return
         limit_s, service = self.config.body_timeout, self.service
         try:
@@ -183,15 +185,16 @@ class Gate:
             replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._answer(scope, receive_body, send, open_path)
+        again = HEADER in headers and scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        await self._answer(self.once if again else self.app, scope, receive_body, send, open_path)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, open_path: bool) -> None:
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, open_path: bool) -> None:
         if open_path:
-            await self.app(scope, receive, send)
+            await app(scope, receive, send)
             return
         self.service.enter()
         try:
-            await self.app(scope, receive, send)
+            await app(scope, receive, send)
         finally:
             self.service.leave()
 

@@ -41,7 +41,7 @@ NORMALIZER_SLACK = 4  # how much shorter a normaliser may make a text
 T = TypeVar("T")
 
 
-async def _left(receive: Receive) -> None:
+async def client_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -195,7 +195,7 @@ class Service:
         doing = asyncio.get_running_loop().run_in_executor(self._texts, work)
         if gone is None:
             return await doing
-        leaving = asyncio.ensure_future(_left(gone))
+        leaving = asyncio.ensure_future(client_left(gone))
         either: set[asyncio.Future[Any]] = {doing, leaving}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

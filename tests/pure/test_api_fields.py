@@ -63,6 +63,8 @@ def page() -> str:
         "(`pytest tests/pure/test_api_fields.py tests/api/test_fields.py`). `null` is never refused: it is as good as",
         "nothing. What is refused has status 400, and `param` names it; a name nobody knows is refused, too",
         "([ADR 6](adr/0006-unknown-fields.md)).", "",
+        "A POST to `/v1/...` may carry the header `Idempotency-Key`: sent again, it gets the same answer and runs no",
+        "second time ([operate](operate.md#requests-that-are-sent-again)).", "",
     ]  # fmt: skip
     for path, model in MODELS.items():
         lines += [f"## {path}", "", "| honoured | |", "|---|---|"]
