@@ -128,7 +128,7 @@ def run_agent(config: EngineConfig) -> int:
     def part(message: bytes) -> tuple[bytes, str]:
         return msgspec.msgpack.encode(own(msgspec.msgpack.decode(message, type=EngineConfig))), ""
 
-    imports = preload.of_an_engine(config)
+    imports = preload.of_an_engine(config) if preload.of_a_rank(config) else []
     return Agent(
         config.parallel, {WORKER: rank, ENGINE: engine, PART: part}, deployment_secret(config.parallel),
         what_must_agree(config), drains={ENGINE}, forks={WORKER: imports, ENGINE: imports},

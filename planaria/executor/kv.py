@@ -44,9 +44,7 @@ class GangKV:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.memory = config, cast("NodeMemory | None", None)
-        # Numbers begin anywhere: what another engine has left on some node must not bear the number of this one's.
-        first = int.from_bytes(os.urandom(6), "little")
-        self.there, self.kept = CommittedKV(config.parallel.layout, first), False
+        self.there, self.kept = CommittedKV(config.parallel.layout), False
         self.indexes: Sequence[LaneIndex | None] = ()
 
     def find(self) -> None:
@@ -58,6 +56,8 @@ class GangKV:
                 f"the memory of KV is in use by ranks of before, {SETTLE:.0f} s after their engine ended"
             )
         layout = self.config.parallel.layout
+        # Numbers begin anywhere: what another engine has left on some node must not bear the number of this one's.
+        self.there = CommittedKV(layout, int.from_bytes(os.urandom(6), "little"))
         left = kv_index.found(self.memory.index(kv_index.FIRST), self._digest(layout))
         if left is not None and left[1] == self._shape(layout, left[1].num_blocks):
             number, shape = left
