@@ -314,6 +314,22 @@ def test_another_engine_goes_on_with_what_was_committed(caching: bool) -> None:
     all_free(run)
 
 
+def test_a_block_that_is_used_again_has_no_key_of_before() -> None:
+    """The engine dies while another request's history is computed where a prefix was."""
+    run = make(num_blocks=8, block_size=4, seqs=2, budget=64)
+    run.take(run.core.admit(request("a", [1] * 13, 1)))
+    run.run()
+    run.take(run.core.admit(request("b", [3] * 29, 2)))
+    plan = run.core.plan(0.0)
+    assert plan is not None
+    run.compute(plan)
+    run.core.lane_of.pop("b"), run.core.lanes[0].entries.pop("b")  # its client left with the engine
+    run.die(behind=0)
+    run.take(run.core.admit(request("c", [1] * 13, 1)))
+    run.run()
+    assert run.tokens["c"] == hash_tokens([1] * 13, 0, 1, VOCAB)
+
+
 def test_what_nobody_claims_goes_after_a_while() -> None:
     run = make(num_blocks=12, block_size=4, seqs=4, budget=64)
     run.take(run.core.admit(request("gone", [1] * 30, 6)))

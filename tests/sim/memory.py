@@ -59,10 +59,8 @@ class SimMemory:
     origin = None
 
     def __init__(self) -> None:
-        self.parts: dict[tuple[int, int], tuple[int, Layout, SimWorker]] = {}  # by node and rank
-        self._finished: dict[int, int] = {}  # by rank: its last step
-        self._everywhere = 0  # the last step of the epoch before this one that ended on all ranks
-        self._epoch = -1
+        self.parts: dict[tuple[int, int], tuple[int, int, Layout, SimWorker]] = {}  # by node and rank
+        self._finished: dict[tuple[int, int], int] = {}  # by epoch and rank: its last step
         self._index = bytearray()
 
     def clear(self) -> None:
@@ -78,28 +76,29 @@ class SimMemory:
         return True
 
     def holds(self, process: Process) -> int:
-        number, _, _ = self.parts.get((process.device.node, process.rank), (0, None, None))
-        return number
+        found = self.parts.get((process.device.node, process.rank))
+        return found[0] if found is not None else 0
 
     def node_left(self, node: int) -> None:
         for place in [place for place in self.parts if place[0] == node]:
             del self.parts[place]
 
-    def finished(self, rank: int, step: int) -> None:
-        self._finished[rank] = step
+    def finished(self, process: Process, step: int) -> None:
+        self._finished[process.epoch, process.rank] = step
+
+    def _everywhere(self, epoch: int, layout: Layout) -> int:
+        """The last step of an epoch that ended on all ranks."""
+        return min(self._finished.get((epoch, rank), 0) for rank in range(layout.size))
 
     def allocate(self, process: Process, command: Allocate, worker: SimWorker) -> None:
         """Give it the cells that are there, and keep those it has from now on."""
-        if process.epoch != self._epoch:
-            ranks = range(len(self._finished) and max(self._finished) + 1)
-            self._everywhere = min((self._finished.get(rank, 0) for rank in ranks), default=0)
-            self._finished, self._epoch = dict.fromkeys(range(process.layout.size), 0), process.epoch
         place = process.device.node, process.rank
-        number, layout, before = self.parts.get(place, (0, None, None))
-        if before is not None and number == command.number:
+        found = self.parts.get(place)
+        if found is not None and found[0] == command.number:
+            _, epoch, layout, before = found
             worker.cells = before.cells
-            spoil(before, self._everywhere if layout == process.layout else -1)
-        self.parts[place] = command.number, process.layout, worker
+            spoil(before, self._everywhere(epoch, layout) if layout == process.layout else -1)
+        self.parts[place] = command.number, process.epoch, process.layout, worker
 
     def scribble(self, process: Process) -> None:
         """It leaves in the midst of a step."""

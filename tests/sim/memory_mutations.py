@@ -117,13 +117,6 @@ def adopt_the_token_in_flight() -> Iterator[None]:
 
 
 @contextmanager
-def leave_keys_where_they_were() -> Iterator[None]:
-    """A block that is used for something else has its key in the index still."""
-    with patch.object(BufferIndex, "forget", lambda self, block: None):
-        yield
-
-
-@contextmanager
 def write_down_what_is_planned() -> Iterator[None]:
     """A row's history counts as soon as it enters."""
     enter = BufferIndex.enter

@@ -378,7 +378,7 @@ class Process:
             return Failed(self.rank, "step", "RuntimeError: poisoned", "Traceback: poisoned")
         except Exception as e:
             self.world.require(False, "plan", f"rank {self.rank} can't carry out step {plan.step}: {e}")
-        self.sim.memory.finished(self.rank, plan.step)
+        self.sim.memory.finished(self, plan.step)
         assert self.link is not None
         self.link.agree(plan.step, own, lane)
         if self.rank not in self.layout.drawing:  # only the first of the last stage has tokens
