@@ -112,6 +112,9 @@ class BlockPool:
 
     def forget(self) -> None:
         """Remember nothing of what blocks hold. Those in use stay so."""
+        if self.index is not None:
+            for block in self.key_of:
+                self.index.forget(block)
         self.empty += self.idle
         self.idle.clear()
         self.block_of.clear()

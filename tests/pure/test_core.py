@@ -330,6 +330,17 @@ def test_a_block_that_is_used_again_has_no_key_of_before() -> None:
     assert run.tokens["c"] == hash_tokens([1] * 13, 0, 1, VOCAB)
 
 
+def test_what_was_forgotten_is_not_found_by_another_engine() -> None:
+    run = make(num_blocks=8, block_size=4, seqs=2, budget=64)
+    run.take(run.core.admit(request("a", [1] * 13, 1)))
+    run.run()
+    run.core.forget_prefixes()
+    run.die(behind=0)
+    run.take(run.core.admit(request("b", [1] * 13, 1)))
+    run.run()
+    assert run.cached["b"] == 0 and run.tokens["b"] == run.tokens["a"]
+
+
 def test_what_nobody_claims_goes_after_a_while() -> None:
     run = make(num_blocks=12, block_size=4, seqs=4, budget=64)
     run.take(run.core.admit(request("gone", [1] * 30, 6)))

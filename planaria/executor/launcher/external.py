@@ -27,10 +27,7 @@ class ExternalLauncher(Defaults):
     the other processes."""
 
     name = "external_launcher"
-    (
-        link,
-        uses_ray,
-    ) = "spmd", False
+    link, uses_ray = "spmd", False
 
     def __init__(
         self, outer: OuterLauncher, factory: Callable[[RankBoot], Handler], open_circle: Callable[[str], Circle]
