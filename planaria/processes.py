@@ -37,7 +37,8 @@ def set_title(role: str, **facts: object) -> None:
     words = (f"{name}={'_'.join(str(value).split())}" for name, value in facts.items())
     title = _PREFIX + " ".join([role, *words])
     raylet = sys.modules.get("ray._raylet")
-    if raylet is not None and raylet.getproctitle().startswith("ray::"):
+    ours = getattr(raylet, "getproctitle", str)  # another thread may be importing it
+    if raylet is not None and ours().startswith("ray::"):
         raylet.setproctitle(title)  # has taken over the memory that titles are written to
         return
     from setproctitle import setproctitle

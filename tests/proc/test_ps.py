@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 
 import httpx2
@@ -19,7 +20,7 @@ from planaria import processes
 from planaria.cli import admin, experts, ps, scale
 from planaria.errors import PlanariaError
 from planaria.node import process_state
-from planaria.processes import read_title
+from planaria.processes import read_title, set_title
 from tests.proc.servers import SOON, Server, alive, needs_smollm2, planaria, wait_until
 
 pytestmark = needs_smollm2
@@ -231,3 +232,14 @@ def test_a_killed_servers_processes_are_gone() -> None:
         assert len(pids) == 3
         server.process.kill()
         wait_until("all processes are gone", lambda: not any(alive(pid) for pid in pids), limit=SOON)
+
+
+def test_a_title_while_ray_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: its module is there, and empty."""
+    import setproctitle
+
+    named: list[str] = []
+    monkeypatch.setattr(setproctitle, "setproctitle", named.append)
+    monkeypatch.setitem(sys.modules, "ray._raylet", types.ModuleType("ray._raylet"))
+    set_title("server", port=1)
+    assert named == ["planaria: server port=1"]
