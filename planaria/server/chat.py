@@ -145,7 +145,7 @@ class ChatWriter:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         uid = body.request_id or uid
         self.envelope = envelope = Envelope(service, f"chatcmpl-{uid}", kind, body, [stream])
-        self.tail = envelope.tail
+        self.tail, self.failed = envelope.tail, envelope.failed
         self.openings = [envelope.opening(i, b'"delta":{"content":') for i in range(len(stream.sequences))]
         self.closing, self.plain = b"}" + envelope.closing, envelope.plain
         self.heavy = self.logprobs is not None or self.prompt_logprobs is not None

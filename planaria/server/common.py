@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from planaria.errors import RequestError
 from planaria.server.detokenise import stop_strings
+from planaria.server.failure import error_body
 from planaria.server.inputs import spell_bad_words
 from planaria.server.schema import GenerationRequest, clip, parse
 from planaria.server.service import Service
@@ -28,6 +29,8 @@ _OWN = {"truncate_prompt_tokens", "max_tokens", "logprobs", "stop", "logit_bias"
 _SAME = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields.keys() - _OWN)
 
 M = TypeVar("M", bound=BaseModel)
+
+DONE = b"data: [DONE]\n\n"
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -161,7 +164,11 @@ class Envelope:
 
     def tail(self, counted: bool = False) -> bytes:
         """Events after the last piece of all choices. counted: token counts are among them unasked."""
-        return event_of(self.whole([])) if self.usage or counted else b""
+        return event_of(self.whole([])) + DONE if self.usage or counted else DONE
+
+    def failed(self, message: str, status: int, code: str) -> bytes:
+        """The last events of a stream that ends with an error."""
+        return event_of(error_body(message, status, None, code)) + DONE
 
     def counts(self) -> dict[str, Any]:
         return usage_of(self.prompts, hidden=self.hidden)

@@ -130,7 +130,7 @@ class CompletionWriter:
         self.logprobs, self.prompt_logprobs = body.logprobs, body.prompt_logprobs
         uid = body.request_id or uid
         self.envelope = envelope = Envelope(service, f"cmpl-{uid}", "text_completion", body, streams, hidden=scoring)
-        self.token_ids, self.started = envelope.token_ids, envelope.started
+        self.token_ids, self.started, self.failed = envelope.token_ids, envelope.started, envelope.failed
         self.n = body.n or 1
         self.openings = [envelope.opening(i, b'"text":') for i in range(len(self.started))]
         repeated = sum(stream.prompt_tokens for stream in streams) * self.n if echoes or self.token_ids else 0

@@ -16,18 +16,16 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from planaria.server.failure import error_body, failure
+from planaria.server.failure import failure
 from planaria.server.gate import RequestInfo
 from planaria.server.service import Service, logger
 from planaria.server.stream import Choices, Piece, Stream
 from planaria.types import FinishReason
 
 AT_ONCE = 16  # prompts of a request between two turns of the event loop
-DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499  # the status of a request whose client left before it had an answer
 UNREAD = 16 << 20  # bytes, about, of an answer that its client doesn't read
 _TOKEN, _LOGPROB = 40, 100  # bytes, about, of one in a piece
@@ -49,7 +47,11 @@ class Writer(Protocol):
         ...
 
     def tail(self) -> bytes:
-        """Events after the last piece of all choices, without [DONE]."""
+        """Events after the last piece of all choices, whatever ends a stream included."""
+        ...
+
+    def failed(self, message: str, status: int, code: str) -> bytes:
+        """The last of a stream that ends with an error, likewise."""
         ...
 
     def whole(self) -> bytes:
@@ -271,12 +273,10 @@ class Answer(Response):
                 chunk = b"".join([part if isinstance(part, bytes) else await in_thread(part) for part in parts])
                 await generation.write(send, {"type": "http.response.body", "body": chunk, "more_body": True})
             elif generation.error is not None:
-                message, status, code = generation.error
-                event = msgspec.json.encode(error_body(message, status, None, code))
-                await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n" + DONE})
+                await send({"type": "http.response.body", "body": generation.writer.failed(*generation.error)})
                 return
             elif generation.finished:
-                await send({"type": "http.response.body", "body": generation.writer.tail() + DONE})
+                await send({"type": "http.response.body", "body": generation.writer.tail()})
                 return
             else:
                 await generation.wait()
