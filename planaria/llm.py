@@ -27,7 +27,7 @@ from planaria.config.parallel import refuse_outer_launcher, refuse_several_engin
 from planaria.config.resolve import resolve
 from planaria.config.vllm_words import ours
 from planaria.errors import ConfigError, EngineDead, RequestError
-from planaria.prompts import Prompt, content_of, refuse
+from planaria.prompts import Prompt, content_of, refuse, salt_of
 from planaria.server.inputs import child_seed, submissions
 from planaria.server.metrics import of_engines
 from planaria.server.stream import Choices, Piece
@@ -227,7 +227,7 @@ class _Front:
         return self.tokenizer.apply_chat_template(messages, **template)
 
     def _stream(
-        self, prompt: list[int], params: SamplingParams, priority: int = 0
+        self, prompt: list[int], params: SamplingParams, priority: int = 0, salt: str = ""
     ) -> tuple[str, Choices, list[Submit]]:
         params = msgspec.structs.replace(params)  # the caller may go on to change its own
         number = next(self._numbers)
@@ -236,6 +236,7 @@ class _Front:
         submits = submissions(
             request_id, prompt, params, self.facts, eos_ids=self.config.model.eos_ids, tokenizer=self.tokenizer,
             seed=child_seed(seed, number) if seed is not None else None, priority=priority,
+            cache_salt=salt,
         )  # fmt: skip
         tokenizer = self.tokenizer if params.detokenize else None
         return request_id, Choices(prompt, submits, tokenizer), submits
@@ -294,7 +295,7 @@ class LLM(_Front):
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="sampling_params")
         ranks = list(priority) if priority is not None else [0] * len(batch)
-        opened = [self._stream(self._encode(p), s, r) for p, s, r in zip(batch, each, ranks, strict=True)]
+        opened = [self._stream(self._encode(p), s, r, salt_of(p)) for p, s, r in zip(batch, each, ranks, strict=True)]
         bar = None if on_tokens is not None else _bar(use_tqdm, len(opened))
         try:
             for _, stream, submits in opened:
@@ -544,7 +545,7 @@ class AsyncLLM(_Front):
     ) -> AsyncIterator[StreamOutput]:
         """Stream a completion, a piece per step and choice. Leaving the loop early cancels it. Raises RequestError."""
         params = sampling_params or self.get_default_sampling_params()
-        _, stream, submits = self._stream(self._encode(prompt), params, priority)
+        _, stream, submits = self._stream(self._encode(prompt), params, priority, salt_of(prompt))
         target = _Open(stream)
         for submit in submits:
             self._open[submit.id] = target

@@ -7,10 +7,14 @@ from typing import Any, TypedDict
 from planaria.errors import RequestError
 
 
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
+class _Text(TypedDict):
     prompt: str
+
+
+class TextPrompt(_Text, total=False):
+    """A prompt as text. cache_salt: its KV is used by prompts with the same one alone."""
+
+    cache_salt: str
 
 
 class _Ids(TypedDict):
@@ -18,9 +22,10 @@ class _Ids(TypedDict):
 
 
 class TokensPrompt(_Ids, total=False):
-    """A prompt as token ids; its text, where given, is only what the answer says."""
+    """A prompt as token ids; its text, where given, is only what the answer says. cache_salt: as of a text."""
 
     prompt: str
+    cache_salt: str
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | dict[str, Any]
@@ -35,6 +40,14 @@ def content_of(prompt: Prompt) -> Any:
         raise RequestError(f"a prompt's {more[0]} is not supported; leave it out", param=more[0])
     ids = prompt.get("prompt_token_ids")
     return ids if ids is not None else prompt.get("prompt")
+
+
+def salt_of(prompt: Prompt) -> str:
+    """Empty: it has none. Raises RequestError."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(f"a prompt's cache_salt must be a string, not {salt!r}", param="cache_salt")
+    return salt or ""
 
 
 def refuse(**given: object) -> None:

@@ -181,8 +181,8 @@ class Request:
     """The only durable thing in the engine. `history = prompt + output`; `computed` says how much of it is in KV."""
 
     __slots__ = (
-        "arrival", "computed", "eos_ids", "id", "lane", "max_tokens", "output", "params", "priority", "prompt",
-        "seed",
+        "arrival", "computed", "eos_ids", "id", "lane", "max_tokens", "output", "params", "persist", "priority",
+        "prompt", "salt", "seed",
     )  # fmt: skip
 
     def __init__(
@@ -197,10 +197,13 @@ class Request:
         arrival: float = 0.0,
         priority: int = 0,
         output: list[int] | None = None,
+        salt: str = "",
+        persist: bool = False,
     ) -> None:
         self.id, self.prompt, self.params, self.seed = id, prompt, params, seed
         self.max_tokens, self.eos_ids, self.arrival, self.priority = max_tokens, eos_ids, arrival, priority
         self.output: list[int] = output if output is not None else []
+        self.salt, self.persist = salt, persist  # whose KV it may share; is its own wanted again?
         self.computed = 0
         self.lane: int | None = None
 

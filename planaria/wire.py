@@ -15,7 +15,9 @@ from planaria.types import Delta, SamplingParams
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
-    """One sequence to generate (a request with n > 1 is n of these). `output`: tokens it already has (re-admission)."""
+    """One sequence to generate (a request with n > 1 is n of these). `output`: tokens it already has (re-admission).
+    `cache_salt`: its KV is found by requests with the same one alone. `persist`: what is computed of it is wanted
+    again, also after a restart."""
 
     id: str
     prompt: list[int]
@@ -25,6 +27,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     eos_ids: tuple[int, ...] = ()
     priority: int = 0
     output: list[int] = []
+    cache_salt: str = ""
+    persist: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

@@ -63,7 +63,7 @@ def adopt(lane: Lane) -> None:
 def claim(lane: Lane, entry: SequenceState) -> None:
     """It has come: what of its history is computed."""
     request = entry.request
-    held = lane.held.pop(name_of(request.id, request.prompt, request.seed), None)
+    held = lane.held.pop(name_of(request.id, request.prompt, request.seed, request.salt), None)
     if held is None:
         return
     entry.blocks, request.computed = held.blocks, min(held.length, request.num_tokens - 1)

@@ -1,7 +1,9 @@
 """The block pool: reference counts, what a free block still remembers, and the key of what a block holds.
 
-A full block's key hashes its tokens and its parent's key, so equal keys mean equal histories up to and including that
-block. Blocks get theirs at commit, never at plan: what has one was computed.
+A full block's key hashes its tokens and its parent's key, and the first one's parent is a root that hashes all else KV
+depends on: the weights, an adapter, the cache's dtype, and the salt of who asked. So equal keys mean equal bytes, here
+and wherever a key may go, and a block's key costs the same whatever is in the root. Blocks get theirs at commit, never
+at plan: what has one was computed.
 
 A block is in exactly one of three states: used (count > 0), idle (count 0, holds a prefix that may be hit, evicted
 oldest first) or empty. A key maps to at most one block.
@@ -9,14 +11,29 @@ oldest first) or empty. A key maps to at most one block.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 BlockKey = bytes
-ROOT: BlockKey = b""
+KEY = 16  # bytes
+
+
+class KeyScope(NamedTuple):
+    """What all keys of an engine depend on. weights: their digest, or another version of them; dtype: of the cache."""
+
+    weights: str = ""
+    dtype: str = ""
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  # of two strings
+    def root(self, salt: str = "", adapter: str = "") -> BlockKey:
+        """Where the keys of requests with this salt and this adapter (its digest) begin."""
+        parts = [part.encode() for part in (self.weights, adapter, self.dtype, salt)]
+        framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        return blake2b(framed, digest_size=KEY, person=b"planaria root").digest()
 
 
 class KeyListener(Protocol):
@@ -133,11 +150,11 @@ class BlockPool:
 
 def block_key(parent: BlockKey, tokens: Sequence[int]) -> BlockKey:
     """Key of a full block after `parent`. 128 bits: a collision would show one user another's history."""
-    return blake2b(array("q", tokens).tobytes(), digest_size=16, key=parent).digest()
+    return blake2b(array("q", tokens).tobytes(), digest_size=KEY, key=parent).digest()
 
 
-def chain(tokens: Sequence[int], block_size: int, known: list[BlockKey]) -> list[BlockKey]:
+def chain(tokens: Sequence[int], block_size: int, known: list[BlockKey], root: BlockKey) -> list[BlockKey]:
     """Keys of all full blocks of `tokens`, continuing `known` (the keys of the first blocks), which is extended."""
     for i in range(len(known), len(tokens) // block_size):
-        known.append(block_key(known[-1] if known else ROOT, tokens[i * block_size : (i + 1) * block_size]))
+        known.append(block_key(known[-1] if known else root, tokens[i * block_size : (i + 1) * block_size]))
     return known

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from planaria.core.kv_cache import BlockKey
+from planaria.core.kv_cache import KEY, BlockKey
 from planaria.types import Request
 
-KEY = 16
 HEAD, DIGEST = 6, 64  # numbers, bytes
 FIRST = HEAD * 8 + DIGEST
 
@@ -88,11 +87,11 @@ class NoIndex:
         return {}, {}
 
 
-def name_of(id: str, prompt: Sequence[int], seed: int) -> bytes:
+def name_of(id: str, prompt: Sequence[int], seed: int, salt: str = "") -> bytes:
     """Of a request. All that its tokens follow from, but for parameters that don't change, is in it: what bears the
     name of another is never taken for its own."""
     history = blake2b(array("q", [seed & ((1 << 63) - 1), *prompt]).tobytes(), digest_size=KEY)
-    history.update(id.encode())
+    history.update(id.encode() + b"\0" + salt.encode())
     return history.digest()
 
 
@@ -124,7 +123,7 @@ class BufferIndex:
 
     def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None:
         self._counts[row] = 0
-        self._names[row * KEY : (row + 1) * KEY] = name_of(request.id, request.prompt, request.seed)
+        self._names[row * KEY : (row + 1) * KEY] = name_of(request.id, request.prompt, request.seed, request.salt)
         self.lengths[row] = request.computed
         self.append(row, 0, blocks)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from planaria.core.stats import EngineStats
 
@@ -35,10 +36,11 @@ def draw(seed: int, count: int) -> int:
     return z ^ z >> 31
 
 
-def prefix_keys(tokens: Sequence[int]) -> list[int]:
-    """A key for each whole block, of it and all before it. Python's own hash, several times faster than the one in
-    kv_cache: it is not salted for numbers, and two prefixes with one key only send a request to the wrong place."""
-    keys, key = [], 0
+def prefix_keys(tokens: Sequence[int], salt: str = "") -> list[int]:
+    """A key for each whole block, of it, all before it and the salt: where prefixes of others lie, nobody learns from
+    where one's own requests go. Python's own hash, several times faster than the one in kv_cache: it is not salted for
+    numbers, and two prefixes with one key only send a request to the wrong place."""
+    keys, key = [], int.from_bytes(blake2b(salt.encode(), digest_size=7).digest()) if salt else 0
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         key = hash((key, *tokens[start : start + BLOCK]))
         keys.append(key)
@@ -142,11 +144,12 @@ class Router:
 
     # -- requests
 
-    def choose(self, tokens: Sequence[int], max_tokens: int) -> EngineId | None:
-        """The engine for a request with this history; None if none is open. The prefix counts as held there now."""
+    def choose(self, tokens: Sequence[int], max_tokens: int, salt: str = "") -> EngineId | None:
+        """The engine for a request with this history; None if none is open. The prefix counts as held there now, for
+        requests with the same salt."""
         if not self._open:
             return None
-        keys = prefix_keys(tokens)
+        keys = prefix_keys(tokens, salt)
         cached = self._cached(keys)
         need = len(tokens) + self._expected(max_tokens)
         best, lowest = self._open[0], -1

@@ -24,7 +24,7 @@ from collections import deque
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
-from planaria.core.kv_cache import BlockKey, BlockPool, chain
+from planaria.core.kv_cache import BlockKey, BlockPool, KeyScope, chain
 from planaria.core.kv_index import HeldBlocks, LaneIndex, NoIndex
 from planaria.core.policy import POLICIES, Key
 from planaria.core.sequence import NEVER, MicroStep, SequenceState
@@ -35,12 +35,13 @@ from planaria.types import Delta, FinishReason, Request, TokenLogprobs
 
 class Lane:
     """The scheduler of one data-parallel rank. Driven by `EngineCore`, which numbers the steps. index: tells of what is
-    in KV."""
+    in KV. scope: of its blocks' keys."""
 
     def __init__(
-        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, index: LaneIndex | None = None
-    ) -> None:
-        self.config, self.block_size = scheduler, cache.block_size
+        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, index: LaneIndex | None = None,
+        scope: KeyScope = KeyScope(),
+    ) -> None:  # fmt: skip
+        self.config, self.block_size, self.scope = scheduler, cache.block_size, scope
         self.policy = POLICIES[scheduler.policy]
         self.caching = cache.enable_prefix_caching
         self.num_blocks, self.micro_steps = num_blocks, scheduler.micro_steps
@@ -261,9 +262,9 @@ class Lane:
             at = self.at_row[row]
             if at is None or not at.open:
                 continue
-            deltas.append(self._token(at, token, result.logprobs.get(row)))
+            deltas.append(self.token(at, token, result.logprobs.get(row)))
         if result.more:
-            self._further(deltas, result.more)
+            further(self, deltas, result.more)
         for row, message in result.errors.items():
             at = self.at_row[row]
             if at is not None and at.open:
@@ -272,24 +273,7 @@ class Lane:
         self._collect()
         return deltas
 
-    def _further(self, deltas: list[Delta], more: dict[int, list[int]]) -> None:
-        """Put the tokens after a row's first into its delta; what comes after the request's end is dropped."""
-        of = {delta.request_id: delta for delta in deltas}
-        for row, tokens in more.items():
-            entry = self.at_row[row]
-            delta = of.get(entry.request.id) if entry is not None else None
-            if entry is None or delta is None:
-                continue
-            for token in tokens:
-                if delta.finish is not None:
-                    break
-                next = self._token(entry, token, None)
-                delta.tokens.append(token)
-                delta.finish, delta.stop_reason = next.finish, next.stop_reason
-            if delta.logprobs is not None:
-                delta.logprobs = delta.logprobs[: len(delta.tokens)]
-
-    def _token(self, entry: SequenceState, token: int, logprobs: list[TokenLogprobs] | None) -> Delta:
+    def token(self, entry: SequenceState, token: int, logprobs: list[TokenLogprobs] | None) -> Delta:
         request = entry.request
         output = request.output
         before = len(request.prompt) + len(output)
@@ -319,7 +303,8 @@ class Lane:
         if not self.caching or full <= entry.remembered:
             return
         if full > len(entry.keys):
-            chain((request.prompt + request.output)[: full * self.block_size], self.block_size, entry.keys)
+            history = (request.prompt + request.output)[: full * self.block_size]
+            chain(history, self.block_size, entry.keys, self.scope.root(request.salt))
         for index in range(entry.remembered, full):
             key = entry.keys[index]
             self.pool.remember(entry.blocks[index], key)
@@ -333,3 +318,21 @@ class Lane:
         self.entries.pop(entry.request.id, None)
         self._quit(entry)
         return delta
+
+
+def further(lane: Lane, deltas: list[Delta], more: dict[int, list[int]]) -> None:
+    """Put the tokens after a row's first into its delta; what comes after the request's end is dropped."""
+    of = {delta.request_id: delta for delta in deltas}
+    for row, tokens in more.items():
+        entry = lane.at_row[row]
+        delta = of.get(entry.request.id) if entry is not None else None
+        if entry is None or delta is None:
+            continue
+        for token in tokens:
+            if delta.finish is not None:
+                break
+            next = lane.token(entry, token, None)
+            delta.tokens.append(token)
+            delta.finish, delta.stop_reason = next.finish, next.stop_reason
+        if delta.logprobs is not None:
+            delta.logprobs = delta.logprobs[: len(delta.tokens)]

@@ -152,7 +152,7 @@ class StepBuilder:
                 passed.append(item)
                 continue
             if cached:
-                chain(history, lane.block_size, entry.keys)
+                chain(history, lane.block_size, entry.keys, lane.scope.root(entry.request.salt))
             if cached and not hits:
                 hits = lane.pool.hits(entry.keys[:usable])
                 if len(hits) < usable and entry.keys[len(hits)] in lane.computing:

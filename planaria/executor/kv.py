@@ -8,9 +8,11 @@ from typing import Protocol, cast
 
 import msgspec
 
+from planaria.checkpoint.identity import weights_version
 from planaria.config.digest import compute_hash
 from planaria.config.options import EngineConfig
 from planaria.core import kv_index
+from planaria.core.kv_cache import KeyScope
 from planaria.core.kv_index import BufferIndex, LaneIndex, Shape
 from planaria.errors import CapacityError
 from planaria.executor.bring_up import CommittedKV
@@ -40,15 +42,19 @@ class NodeMemory(Protocol):
 
 
 class GangKV:
-    """`there`: what there is; `kept`: is it of before this epoch? `indexes`: of each lane, what is in it."""
+    """`there`: what there is; `kept`: is it of before this epoch? `indexes`: of each lane, what is in it; `scope`: of
+    its keys."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.memory = config, cast("NodeMemory | None", None)
         self.there, self.kept = CommittedKV(config.parallel.layout), False
         self.indexes: Sequence[LaneIndex | None] = ()
+        self.scope = KeyScope()
 
     def find(self) -> None:
         """What another engine has left. Raises CapacityError: its ranks are still there."""
+        files = self.config.checkpoint.get("files", ())
+        self.scope = KeyScope(weights_version(files), self.config.device.dtype)
         if self.memory is None:
             return
         if not self.memory.settle(SETTLE):
@@ -75,7 +81,7 @@ class GangKV:
         self.indexes = kv_index.begin(self.memory.index(shape.size), shape, digest, there.number)
 
     def _digest(self, layout: Layout) -> bytes:
-        return compute_hash(self.config, str(layout)).encode()
+        return (compute_hash(self.config, str(layout)) + self.scope.root().hex()).encode()
 
     def _shape(self, layout: Layout, num_blocks: int) -> Shape:
         scheduler, size = self.config.scheduler, self.config.cache.block_size

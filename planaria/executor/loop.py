@@ -95,7 +95,9 @@ class EngineLoop:
             gang.close()
             raise
         kv, layout = gang.kv, gang.layout
-        self.core = EngineCore(config.scheduler, config.cache, gang.num_blocks, layout.dp, kv.indexes, adopt=kv.kept)
+        self.core = EngineCore(
+            config.scheduler, config.cache, gang.num_blocks, layout.dp, kv.indexes, adopt=kv.kept, scope=kv.scope
+        )
         self.core.epoch = gang.epoch
         if layout != gang.asked:
             self.core.lost(gang.epoch, gang.num_blocks, layout.pp, kept=kv.kept, indexes=kv.indexes)
@@ -196,7 +198,7 @@ class EngineLoop:
                 request = Request(
                     message.id, message.prompt, message.params, message.seed, max_tokens=message.max_tokens,
                     eos_ids=message.eos_ids, arrival=self.clock(), priority=message.priority,
-                    output=list(message.output),
+                    output=list(message.output), salt=message.cache_salt, persist=message.persist,
                 )  # fmt: skip
                 self._emit(self.core.admit(request))
             case Cancel():

@@ -66,7 +66,7 @@ async def create_chat_completion(request: Request) -> Response:
     submits = submissions(
         f"chatcmpl-{info.uid}", ids, params, facts,
         eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, seed=service.next_seed(),
-        priority=body.priority or 0, param="messages",
+        priority=body.priority or 0, cache_salt=body.cache_salt or "", param="messages",
     )  # fmt: skip
     stream = Choices(ids, submits, tokenizer)
     generation = Generation(service, info, [stream], stream=bool(body.stream))

@@ -212,7 +212,7 @@ class Dispatcher:
     def _up(self, stream: Stream) -> Engine | None:
         """The best of those that can admit."""
         history = stream.history() if stream.tokens else stream.submit.prompt
-        index = self.router.choose(history, stream.submit.max_tokens - len(stream.tokens))
+        index = self.router.choose(history, stream.submit.max_tokens - len(stream.tokens), stream.submit.cache_salt)
         return self.members[int(index)] if index is not None else None
 
     def _least_busy(self) -> Engine | None:
@@ -367,7 +367,10 @@ async def _warm_up(engine: Engine, stream: Stream) -> None:
     done = asyncio.Event()
     id = f"{stream.id}~warm{next(_numbers)}"
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    warm = Submit(id, stream.history(), params, seed=0, max_tokens=1, priority=stream.submit.priority)
+    submit = stream.submit
+    warm = Submit(
+        id, stream.history(), params, seed=0, max_tokens=1, priority=submit.priority, cache_salt=submit.cache_salt
+    )
     engine.submit(Stream(warm, lambda stream, piece: done.set() if piece.finish is not None else None))
     try:
         async with asyncio.timeout(WARM_UP):

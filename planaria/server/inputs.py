@@ -149,6 +149,7 @@ def submissions(
     tokenizer: Encoder | None,
     seed: int | None = None,
     priority: int = 0,
+    cache_salt: str = "",
     param: str = "prompt",
 ) -> list[Submit]:
     """One Submit for each of the request's `n` choices; their ids are `request_id` and "-" and the choice. The prompt's
@@ -176,6 +177,7 @@ def submissions(
             max_tokens=max_tokens,
             eos_ids=() if params.ignore_eos else eos_ids,
             priority=priority,
+            cache_salt=cache_salt,
         )
         for index in range(params.n)
     ]

@@ -25,6 +25,7 @@ MAX_LIST = 1024  # entries of stop_token_ids, logit_bias
 MAX_PROMPTS = 16_384
 MAX_ALLOWED = 1 << 17  # entries of allowed_token_ids
 MAX_FIELDS = 256
+MAX_SALT = 256  # characters
 MAX_BRACKETS = 1 << 18  # [ and { of a body
 
 
@@ -113,6 +114,10 @@ class GenerationRequest(Strict):
     priority: int | None = Field(
         None, ge=-(2**31), lt=2**31, description="Lower runs first under the priority policy; 0 if left out."
     )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=MAX_SALT,
+        description="What is in the KV cache of this request's prompt is used by requests with the same one alone.",
+    )  # fmt: skip
     return_token_ids: bool | None = Field(None, description="Add `token_ids` to choices and `prompt_token_ids`.")
     return_tokens_as_token_ids: bool | None = Field(
         None, description="In log-probabilities, tokens are `token_id:` and their number."
@@ -434,7 +439,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "audio", "moderation", "web_search_options", "reasoning_effort", "verbosity", "thinking_token_budget",
         "chat_template", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-        "guided_whitespace_pattern", "structural_tag", "structured_outputs", "prompt_embeds", "cache_salt",
+        "guided_whitespace_pattern", "structural_tag", "structured_outputs", "prompt_embeds",
     ), ()),
 }  # fmt: skip
 

@@ -108,6 +108,8 @@ TABLE = {
     "guided": (c(guided_json={}), 400, "guided_json", "not supported"),
     "beam search": (c(use_beam_search=True), 400, "use_beam_search", "not supported"),
     "priority": (c(priority=2**40), 400, "priority", None),
+    "empty salt": (c(cache_salt=""), 400, "cache_salt", None),
+    "long salt": (h(cache_salt="x" * 257), 400, "cache_salt", None),
     "no messages": ((H, {"model": "smollm2"}), 400, "messages", "required"),
     "empty messages": (h(messages=[]), 400, "messages", None),
     "messages a string": (h(messages="Hi"), 400, "messages", None),

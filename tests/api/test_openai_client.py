@@ -130,10 +130,12 @@ async def test_every_parameter_reaches_the_engine(server):
     }  # fmt: skip
     lists = {"stop": ["x", "y"], "stop_token_ids": [7, 8], "bad_words": ["no"], "logit_bias": {"50": -100, "7": 1.5}}
     async with server.http() as http:
-        answer = await http.post("/v1/completions", json={"prompt": [5], "priority": 3, **given, **lists})
+        answer = await http.post(
+            "/v1/completions", json={"prompt": [5], "priority": 3, "cache_salt": "mine", **given, **lists}
+        )
         assert answer.status_code == 200, answer.text
         chat = {k: v for k, v in given.items() if k != "logprobs"} | {"logprobs": True, "top_logprobs": 4}
-        body = {"messages": [{"role": "user", "content": "x"}], "priority": 3, **chat, **lists}
+        body = {"messages": [{"role": "user", "content": "x"}], "priority": 3, "cache_salt": "mine", **chat, **lists}
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
         await http.post("/v1/completions", json={"prompt": "x"})
         await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
@@ -143,7 +145,7 @@ async def test_every_parameter_reaches_the_engine(server):
         assert {k: getattr(params, k) for k in given} == given
         assert (params.stop, params.stop_token_ids, params.bad_words) == (("x", "y"), (7, 8), ())  # spelled below
         assert params.logit_bias == {50: -100.0, 7: 1.5} and params.bad_words_ids and params.n == 1
-        assert (message.seed, message.max_tokens, message.priority) == (3, 9, 3)
+        assert (message.seed, message.max_tokens, message.priority, message.cache_salt) == (3, 9, 3, "mine")
     defaults = SamplingParams()
     assert plain.params == defaults and plain_chat.params == msgspec.structs.replace(defaults, max_tokens=None)
 

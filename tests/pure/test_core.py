@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core.engine import CLAIM, EngineCore
+from planaria.core.kv_cache import KeyScope, chain
 from planaria.core.kv_index import BufferIndex, Shape, begin, found
 from planaria.protocol import StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request, SamplingParams
@@ -99,7 +100,7 @@ class Run:
             self.cached.pop(request.id, None)
             again = Request(
                 request.id, list(request.prompt), request.params, request.seed, max_tokens=request.max_tokens,
-                priority=request.priority, output=list(output),
+                priority=request.priority, salt=request.salt, output=list(output),
             )  # fmt: skip
             self.take(self.core.admit(again))
 
@@ -155,8 +156,11 @@ def make(
     return run
 
 
-def request(id: str, prompt: list[int], max_tokens: int, seed: int = 0, priority: int = 0, **params: object) -> Request:
-    return Request(id, prompt, SamplingParams(**params), seed, max_tokens=max_tokens, priority=priority)  # type: ignore[arg-type]
+def request(
+    id: str, prompt: list[int], max_tokens: int, seed: int = 0, priority: int = 0, salt: str = "", **params: object
+) -> Request:
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    return Request(id, prompt, sampling, seed, max_tokens=max_tokens, priority=priority, salt=salt)
 
 
 def all_free(run: Run) -> None:
@@ -339,6 +343,35 @@ def test_what_was_forgotten_is_not_found_by_another_engine() -> None:
     run.take(run.core.admit(request("b", [1] * 13, 1)))
     run.run()
     assert run.cached["b"] == 0 and run.tokens["b"] == run.tokens["a"]
+
+
+def test_a_prefix_is_shared_by_requests_with_the_same_salt_alone() -> None:
+    run = make(num_blocks=32)
+    for id, salt in (("a", ""), ("b", "x"), ("c", "x"), ("d", "y"), ("e", "")):
+        run.take(run.core.admit(request(id, [1] * 13, 2, salt=salt)))
+        run.run()
+    assert run.cached == {"a": 0, "b": 0, "c": 12, "d": 0, "e": 12}
+    assert len({tuple(tokens) for tokens in run.tokens.values()}) == 1
+
+
+def test_a_requests_blocks_are_not_anothers_with_its_id_and_another_salt() -> None:
+    run = make(num_blocks=32)
+    run.take(run.core.admit(request("a", [1] * 13, 9, salt="x")))
+    run.step()
+    run.core.snapshot()[0].salt = "y"
+    run.die(behind=0)
+    assert run.core.snapshot()[0].computed == 0
+
+
+def test_whatever_kv_depends_on_is_in_its_keys() -> None:
+    roots = [
+        KeyScope("w", "f32").root(), KeyScope("v", "f32").root(), KeyScope("w", "bf16").root(),
+        KeyScope("w", "f32").root("salt"), KeyScope("w", "f32").root("", "adapter"),
+        KeyScope("w", "f32").root("adapter"), KeyScope("wf", "32").root(),
+    ]  # fmt: skip
+    keys = {tuple(chain([1, 2, 3, 4], 2, [], root)) for root in roots}
+    assert len(set(roots)) == len(keys) == len(roots)
+    assert chain([1, 2, 3, 4], 2, [], roots[0])[1:] != chain([2, 2, 3, 4], 2, [], roots[0])[1:]
 
 
 def test_what_nobody_claims_goes_after_a_while() -> None:

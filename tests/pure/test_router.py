@@ -118,6 +118,13 @@ def test_what_an_engine_held_is_forgotten_when_it_recovers() -> None:
     assert first in router
 
 
+def test_a_salt_keeps_its_prefixes_to_itself() -> None:
+    router = fleet(4)
+    home = router.choose(prompt(7), 1, "mine")
+    assert [len(router._cached(prefix_keys(prompt(7), salt))) for salt in ("mine", "yours", "")] == [1, 0, 0]
+    assert home is not None and router.choose(prompt(7), 1, "mine") == home
+
+
 def test_no_more_prefixes_are_remembered_than_allowed() -> None:
     router = Router(memory=8)
     router.join(0)
