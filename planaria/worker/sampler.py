@@ -3,8 +3,9 @@
 The rule: a row's state is its request's history and what follows from it, so `enter` with a history puts a row
 where it was; and an error of one row stays with it.
 
-Logits in main memory are chosen from by NumPy (greedy rows) and by compiled kernels. These load in the background
-when a request first needs them: until they are there the definition does the work, slower, to the same tokens.
+Logits are in main memory (of those on a device `torch_sampler` chooses). NumPy chooses for greedy rows, compiled
+kernels for others. These load in the background when a request first needs them: until they are there the definition
+does the work, slower, to the same tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from planaria.kernels.sampling_library import BANNED, BROKEN, SamplingKernels, Scratch, load
 from planaria.protocol import Fresh
@@ -137,8 +137,8 @@ class _Row:
 class Sampler:
     """Draws tokens for `max_rows` rows over `vocab_size` tokens.
 
-    `cache_dir`: where compiled kernels are kept (default ~/.cache/planaria); `threads`: to use on logits in
-    main memory; `plain`: the definition in plain torch for them too.
+    `cache_dir`: where compiled kernels are kept (default ~/.cache/planaria); `threads`: to use; `plain`: the
+    definition, and no kernels.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Sampler:
         self._cache_dir = cache_dir
         self._kernels: _Kernels | None = None
         self._loading: threading.Thread | None = None
-        self._copies = torch.empty(0, vocab_size)
+        self._copies: Any = np.empty((0, vocab_size), np.float32)
         self._drawing: set[int] = set()  # rows that are not greedy
         # By row, in the form the kernels read.
         self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
@@ -202,7 +202,8 @@ class Sampler:
         self._seeds[row] = fresh.seed & _SEED_MASK
         self._positions[row] = len(fresh.tokens)
         wants = (params.logprobs, params.prompt_logprobs) != (None, None)
-        if self._kernels is None and self._loading is None and (wants or state.edits or not params.greedy):
+        idle = self._kernels is None and self._loading is None and not self.plain
+        if idle and (wants or state.edits or not params.greedy):
             self._loading = threading.Thread(target=self._load_behind, name="sampler-kernels", daemon=True)
             self._loading.start()
 
@@ -215,9 +216,7 @@ class Sampler:
         """Prompt and output so far. Not to be changed."""
         return self._rows[row].history
 
-    def sample(
-        self, logits: torch.Tensor, rows: list[int]
-    ) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
+    def sample(self, logits: Any, rows: list[int]) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
         """Draw the next token of each row and append it to the row's history.
 
         logits float32 [S, vocab_size], line i of `rows[i]`, no row twice; they may be overwritten. Returns the
@@ -233,13 +232,8 @@ class Sampler:
         raw = logits if wanted and not edited and len(wanted) == len(rows) else None
         if wanted and raw is None:
             raw = self._copy(logits, wanted)
-        kernels = self._kernels if logits.device.type == "cpu" else None
-        for i in edited:
-            if kernels is not None:
-                kernels.edit(logits.numpy(), i, *states[i].changes())
-            else:
-                sampling.edit(logits[i], *states[i].changes())
-        tokens, failed = self._choose(logits, rows, states, kernels)
+        self._edit(logits, {i: states[i].changes() for i in edited})
+        tokens, failed = self._choose(logits, rows, states)
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
             counts = [states[i].params.logprobs or 0 for i in wanted]
@@ -255,7 +249,7 @@ class Sampler:
                 state.seen.add(token)
         return tokens, logprobs, {rows[i]: message for i, message in failed.items()}
 
-    def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
+    def prompt_logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
         """Log-probabilities of given tokens and of the `k` likeliest; NaN, rank 0 and none where logits are broken.
 
         logits float32 [n, vocab_size], left as they are; `targets[i]` is the token that follows position i.
@@ -265,21 +259,46 @@ class Sampler:
             return []
         if not (min(targets) >= 0 and max(targets) < self.vocab_size):
             raise ValueError(f"token ids outside the vocabulary of {self.vocab_size}")
-        if self._kernels is not None and logits.device.type == "cpu":
-            return self._kernels.logprobs(logits.numpy(), targets, min(k, self.vocab_size))
-        return sampling.raw_logprobs(logits, targets, k)
+        return self._logprobs(logits, targets, min(k, self.vocab_size))
 
-    def _choose(
-        self, logits: torch.Tensor, rows: list[int], states: list[_Row], kernels: _Kernels | None
-    ) -> tuple[list[int], dict[int, str]]:
-        """Tokens and errors, both by line."""
-        if logits.device.type == "cpu" and not self.plain:
-            if self._drawing.isdisjoint(rows):
-                return _greedy(logits.numpy())
+    # What is done with logits, once they are checked. `TorchSampler` has other ways.
+
+    def _edit(self, logits: Any, changes: dict[int, tuple[Any, ...]]) -> None:
+        """Change some lines, in place."""
+        kernels = self._kernels
+        for i, change in changes.items():
             if kernels is not None:
-                return kernels.choose(logits.numpy(), np.array(rows, np.int64))
-        bits = [draw_bits(state.seed, len(state.history)) for state in states]
-        return sampling.choose(logits, [state.params for state in states], bits)
+                kernels.edit(logits, i, *change)
+            else:
+                sampling.edit(logits[i], *change)
+
+    def _choose(self, logits: Any, rows: list[int], states: list[_Row]) -> tuple[list[int], dict[int, str]]:
+        """Tokens and errors, both by line."""
+        kernels = self._kernels
+        if not self.plain and self._drawing.isdisjoint(rows):
+            return sampling.greedy(logits)
+        if kernels is not None:
+            return kernels.choose(logits, np.array(rows, np.int64))
+        return sampling.choose(logits, [state.params for state in states], random_bits(states))
+
+    def _logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
+        of = sampling.raw_logprobs if self._kernels is None else self._kernels.logprobs
+        return of(logits, targets, k)
+
+    def _copy(self, logits: Any, lines: list[int]) -> Any:
+        """Those lines, valid until the next copy. Fresh memory for them would cost more than the copying."""
+        if len(self._copies) < len(lines):
+            self._copies = np.empty((len(lines), self.vocab_size), np.float32)
+        return np.take(logits, lines, axis=0, out=self._copies[: len(lines)], mode="clip")
+
+    def _checked(self, logits: Any, lines: int) -> Any:
+        self._check(logits, lines, logits.dtype == np.float32)
+        return np.ascontiguousarray(logits)
+
+    def _check(self, logits: Any, lines: int, single: bool) -> None:
+        if not single or logits.shape != (lines, self.vocab_size):
+            need = f"float32 {(lines, self.vocab_size)}"
+            raise ValueError(f"logits must be {need}, are {logits.dtype} {tuple(logits.shape)}")
 
     def _load_behind(self) -> None:
         try:
@@ -287,17 +306,10 @@ class Sampler:
         except Exception as e:
             _log.warning("sampling goes on without its kernels, slower: %s: %s", type(e).__name__, e)
 
-    def _copy(self, logits: torch.Tensor, lines: list[int]) -> torch.Tensor:
-        """Those lines, valid until the next copy. Fresh memory for them would cost more than the copying."""
-        if self._copies.shape[0] < len(lines) or self._copies.device != logits.device:
-            self._copies = logits.new_empty((len(lines), self.vocab_size))
-        return torch.index_select(logits, 0, torch.tensor(lines, device=logits.device), out=self._copies[: len(lines)])
 
-    def _checked(self, logits: torch.Tensor, lines: int) -> torch.Tensor:
-        if logits.shape != (lines, self.vocab_size) or logits.dtype != torch.float32:
-            need = f"float32 {(lines, self.vocab_size)}"
-            raise ValueError(f"logits must be {need}, are {logits.dtype} {tuple(logits.shape)}")
-        return logits.contiguous()
+def random_bits(states: Sequence[_Row]) -> list[int]:
+    """What each row's next token is drawn with."""
+    return [draw_bits(state.seed, len(state.history)) for state in states]
 
 
 class Follower:
@@ -318,18 +330,6 @@ class Follower:
 
     def close(self) -> None:
         pass
-
-
-def _greedy(lines: npt.NDArray[np.float32]) -> tuple[list[int], dict[int, str]]:
-    """`sampling.choose` where every row takes its greatest logit. A NaN counts as the greatest."""
-    tokens: list[int] = lines.argmax(axis=1).tolist()
-    failed = {}
-    for i, token in enumerate(tokens):
-        greatest = lines.item(i, token)
-        if not math.isfinite(greatest):
-            failed[i] = sampling.BANNED if greatest == -math.inf else sampling.BROKEN
-            tokens[i] = 0
-    return tokens, failed
 
 
 class _Kernels:

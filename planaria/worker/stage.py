@@ -51,14 +51,15 @@ class Stage:
         while self._open:
             self.take_tokens(self._open[-1][0], last)
 
-    def run(self, num_tokens: int) -> torch.Tensor | None:
-        """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others."""
+    def run(self, num_tokens: int) -> Any:
+        """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others: an
+        array in main memory, a tensor on a device."""
         pp = self.mesh.pp
         if pp.rank > 0:
             self._receive_hidden(num_tokens)
         out = self.forward()
         if pp.rank == pp.size - 1:
-            return out
+            return out.numpy() if out.device.type == "cpu" else out
         pp.send(out.to(pp.device).contiguous(), pp.rank + 1)
         return None
 

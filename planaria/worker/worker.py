@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.env import cache_dir, visible_cuda_devices
+from planaria.env import visible_cuda_devices
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
 from planaria.mesh.mesh import Mesh
@@ -36,7 +36,7 @@ from planaria.protocol import (
 from planaria.topology.experts import Maps, Move
 from planaria.topology.layout import Layout
 from planaria.worker.classes import call, make
-from planaria.worker.device import available_bytes, make_ops, own_device
+from planaria.worker.device import available_bytes, make_ops, make_sampler, own_device
 from planaria.worker.groups import Groups
 from planaria.worker.guard import guard
 from planaria.worker.kv import RankKV
@@ -287,7 +287,7 @@ class Worker:
         from planaria.kernels.ops import Batch
         from planaria.worker.micro_batches import make_forward
         from planaria.worker.runner import Runner
-        from planaria.worker.sampler import Follower, Sampler
+        from planaria.worker.sampler import Follower
         from planaria.worker.stage import Stage
 
         assert self.ops is not None
@@ -311,13 +311,13 @@ class Worker:
             self.take_thread, cuda=self.config.device.device == "cuda",
         )  # fmt: skip
         forward, self.micro_batches = made
-        rows, model = scheduler.max_num_seqs, self.config.model
+        model = self.config.model
         if self.sampler is not None:  # of the epoch before
             self.sampler.close()
         if self.mesh.samples:
-            self.sampler = Sampler(rows, model.vocab_size, cache_dir() / "numba", threads=self.boot.threads)
+            self.sampler = make_sampler(self.config, self.boot.threads)
         else:
-            self.sampler = Follower(rows, model.vocab_size)
+            self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
         stage = Stage(batch, forward, self.mesh, model.hidden_size)
         self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges))
         self._timed("kv", since)

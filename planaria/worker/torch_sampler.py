@@ -1,0 +1,39 @@
+"""The rows' sampling over logits on a device, which stay there: `sampler.Sampler` with the definition in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from planaria.types import TokenLogprobs
+from planaria.worker import torch_sampling
+from planaria.worker.sampler import Sampler, random_bits
+
+
+class TorchSampler(Sampler):
+    """Draws tokens for `max_rows` rows over `vocab_size` tokens. Logits are tensors; there are no kernels."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        super().__init__(max_rows, vocab_size, plain=True)
+        self._copies = torch.empty(0, vocab_size)
+
+    def _edit(self, logits: Any, changes: dict[int, tuple[Any, ...]]) -> None:
+        for i, change in changes.items():
+            torch_sampling.edit(logits[i], *change)
+
+    def _choose(self, logits: Any, rows: list[int], states: list[Any]) -> tuple[list[int], dict[int, str]]:
+        return torch_sampling.choose(logits, [state.params for state in states], random_bits(states))
+
+    def _logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
+        return torch_sampling.raw_logprobs(logits, targets, k)
+
+    def _copy(self, logits: Any, lines: list[int]) -> Any:
+        if self._copies.shape[0] < len(lines) or self._copies.device != logits.device:
+            self._copies = logits.new_empty((len(lines), self.vocab_size))
+        return torch.index_select(logits, 0, torch.tensor(lines, device=logits.device), out=self._copies[: len(lines)])
+
+    def _checked(self, logits: Any, lines: int) -> Any:
+        self._check(logits, lines, logits.dtype == torch.float32)
+        return logits.contiguous()
