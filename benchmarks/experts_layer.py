@@ -104,7 +104,7 @@ def ours(folder: Path, dtype: str, x: torch.Tensor, quantization: str) -> tuple[
 
     def step(count: int) -> torch.Tensor:
         batch.counts[:3] = count, 1, 0
-        return run()
+        return torch.from_numpy(run())
 
     return step, ops
 

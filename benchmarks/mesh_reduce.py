@@ -15,6 +15,8 @@ import statistics
 import time
 from typing import Any
 
+import numpy as np
+
 ROWS = (1, 8, 32, 512)
 ROUNDS = 7
 
@@ -48,19 +50,17 @@ def rank_main(rank: int, size: int, columns: int, fd: int, port: int, out: Any) 
         found[name][rows] = statistics.median(times)
 
     for rows in ROWS:
-        x = torch.zeros(rows, columns)
+        x = np.zeros((rows, columns), np.float32)
         calls = 300 if rows <= 32 else 40
         for name, comm in (("shared", shared), ("gloo", gloo)):
             comm.all_reduce(x)
             timed(name, rows, lambda comm=comm, x=x: comm.all_reduce(x), calls)
         # a tape of many reductions: what one costs inside a step
         repeat = 64
-        tape = torch.zeros(repeat, ROW_WORDS, dtype=torch.int64)
-        tape[:, :7] = torch.tensor(
-            [ReduceOp.code, shared.port, x.data_ptr(), x.data_ptr(), x.numel() * 4, 0, 0], dtype=torch.int64
-        )
-        tickets = torch.zeros(repeat * layout.TICKET_BYTES, dtype=torch.uint8)
-        place = {layout.TAPE: tape.data_ptr(), layout.OPS: repeat, layout.TICKETS: tickets.data_ptr()}
+        tape = np.zeros((repeat, ROW_WORDS), np.int64)
+        tape[:, :7] = ReduceOp.code, shared.port, x.ctypes.data, x.ctypes.data, x.nbytes, 0, 0
+        tickets = np.zeros(repeat * layout.TICKET_BYTES, np.uint8)
+        place = {layout.TAPE: tape.ctypes.data, layout.OPS: repeat, layout.TICKETS: tickets.ctypes.data}
         words = {**shared._control, **place}
         timed("native", rows, lambda words=words: shared._team.run(words, None), max(1, calls // 16), repeat)
         shared.check()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from planaria.mesh.comm import Comm
     from planaria.models.config import MoEConfig
 
+Array = Any  # of a back end's kind: NumPy's in main memory, a tensor on a device
 Act = Any
 Weight = Any
 Routing = Any  # for each row, the slots and weights of the experts it chose
@@ -75,7 +76,7 @@ class Batch:
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_seqs, max_blocks), np.int32)
         self.sample_index: npt.NDArray[np.int32] = np.zeros(max_samples, np.int32)
         self.hidden: npt.NDArray[np.float32] | None = None
-        self.arrived: torch.Tensor | None = None  # float32 [T, H] on the device, in place of `hidden`
+        self.arrived: Array | None = None  # float32 [T, H] on the device, in place of `hidden`
         self.counting: npt.NDArray[np.int32] = np.arange(max(max_samples, max_seqs) + 1, dtype=np.int32)
 
     def make_hidden(self, columns: int) -> npt.NDArray[np.float32]:
@@ -267,7 +268,7 @@ class Ops(Protocol):
     def blank(self, form: Sequence[int]) -> Weight:
         """A weight whose `memory` is to be filled. May be called beside steps, by one thread at a time."""
 
-    def memory(self, weight: Weight) -> torch.Tensor:
+    def memory(self, weight: Weight) -> Array:
         """All bytes of a packed weight without a bias: copied to another of its form they make it the same weight."""
 
     def release(self, weight: Weight) -> None:
@@ -275,10 +276,10 @@ class Ops(Protocol):
 
     def compile(
         self, forward: Callable[[Operations], Act], batch: Batch, lanes: All2All | None = None
-    ) -> Callable[[], torch.Tensor]:
-        """A function that runs `forward` on what `batch` holds at that moment and returns its result as a tensor
+    ) -> Callable[[], Array]:
+        """A function that runs `forward` on what `batch` holds at that moment and returns its result as an array
         [S, vocabulary] (or [T, H]) float32, valid until the next run. Called with S = 0 it runs and returns an empty
-        tensor. Raises CollectiveAborted when a rank of the group is gone. lanes: a way to exchange tokens in place of
+        array. Raises CollectiveAborted when a rank of the group is gone. lanes: a way to exchange tokens in place of
         the one that was joined; functions with ways of their own may run in several threads, as long as only one of
         them computes while others exchange."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planaria.kernels import reference_experts as mixture
 from planaria.kernels import triton_experts
-from planaria.kernels.ops import Batch, CacheMemory, Quantized, Slots
+from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Slots
 from planaria.kernels.quant import dequantise
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
@@ -97,7 +97,8 @@ class StepTensors:
     def hidden(self) -> Tensor:
         """The previous stage's residual."""
         if self._arrived is not None:
-            return self._arrived
+            arrived: Tensor = self._arrived
+            return arrived
         assert self._hidden is not None
         return torch.from_numpy(self._hidden[: len(self.tokens)]).to(self.device, copy=True)
 
@@ -185,6 +186,13 @@ class TorchOps:
     def _keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(device=self.device, dtype=dtype).contiguous()
 
+    def _shared(self, x: Tensor) -> Array:
+        """The same numbers for who has no torch: in main memory a NumPy array of the same memory, bfloat16 as its bits;
+        on a device the tensor."""
+        if self.device.type != "cpu":
+            return x
+        return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
     # Forward
 
     def embed(self, table: Linear, vocab: range | None = None) -> Tensor:
@@ -193,7 +201,7 @@ class TorchOps:
         ids = self.step.tokens - vocab.start
         here = (ids >= 0) & (ids < len(vocab))
         h = F.embedding(ids.where(here, 0), table.weight).float() * here[:, None]
-        self.tp.all_reduce(h)
+        self.tp.all_reduce(self._shared(h))
         return h
 
     def hidden(self, columns: int) -> Tensor:
@@ -211,7 +219,7 @@ class TorchOps:
         y = F.linear(x, weight.weight, weight.bias)
         if reduce and self.tp.size > 1:
             y = y.float()
-            self.tp.all_reduce(y)
+            self.tp.all_reduce(self._shared(y))
         return y if residual is None else residual.add_(y)
 
     def rope_store(
@@ -288,7 +296,7 @@ class TorchOps:
         q, k, v = torch.split(qkv.float(), [*widths, qkv.shape[1] - sum(widths)], dim=-1)
         squares = torch.stack([q.pow(2).sum(-1), k.pow(2).sum(-1) * counts_keys], dim=-1)
         if self.tp.size > 1:
-            self.tp.all_reduce(squares)
+            self.tp.all_reduce(self._shared(squares))
         scale = torch.rsqrt(squares / torch.tensor(whole, device=qkv.device) + eps)
         return torch.cat([q * scale[:, :1] * q_norm, k * scale[:, 1:] * k_norm, v], dim=-1).to(self.dtype)
 
@@ -311,8 +319,8 @@ class TorchOps:
     def blank(self, form: Sequence[int]) -> Linear:
         return Linear(torch.empty(tuple(form), dtype=self.dtype, device=self.device), None)
 
-    def memory(self, weight: Linear) -> Tensor:
-        return weight.weight.view(-1).view(torch.uint8)
+    def memory(self, weight: Linear) -> Array:
+        return self._shared(weight.weight.view(-1).view(torch.uint8))
 
     def release(self, weight: Linear) -> None:
         """The last reference frees it."""
@@ -331,20 +339,20 @@ class TorchOps:
         else:
             y = mixture.experts(x, routing, weights.weights, slots.held, self.silu_mul)
         if reduce and self.tp.size > 1:
-            self.tp.all_reduce(y)
+            self.tp.all_reduce(self._shared(y))
         return y if residual is None else residual.add_(y)
 
     def dispatch(self, x: Tensor, routing: mixture.Routing) -> tuple[Tensor, mixture.Routing]:
         assert self.lanes is not None
         parts = [x.contiguous(), routing.slots.contiguous(), routing.weights.contiguous()]
         every = [part.new_empty(self.step.all_tokens, *part.shape[1:]) for part in parts]
-        self.lanes.dispatch(parts, every)
+        self.lanes.dispatch([self._shared(part) for part in parts], [self._shared(part) for part in every])
         return every[0], mixture.Routing(every[1], every[2])
 
     def combine(self, y: Tensor, residual: Tensor) -> Tensor:
         assert self.lanes is not None
         sums = torch.empty_like(residual)
-        self.lanes.combine(y, sums)
+        self.lanes.combine(self._shared(y), self._shared(sums))
         return residual.add_(sums)
 
     def take(self, x: Tensor) -> Tensor:
@@ -356,22 +364,22 @@ class TorchOps:
         if self.tp.size == 1 or vocab is None:
             return out
         assert size is not None
-        return self.tp.gather_columns(out, vocab, size)
+        return torch.as_tensor(self.tp.gather_columns(self._shared(out), vocab, size))
 
     def compile(
         self, forward: Callable[[Any], Tensor], batch: Batch, lanes: All2All | None = None
-    ) -> Callable[[], Tensor]:  # fmt: skip
+    ) -> Callable[[], Array]:  # fmt: skip
         own = self
         if lanes is not None:
             own = copy.copy(self)  # with a step of its own
             own.lanes = lanes
 
         @torch.inference_mode()
-        def run() -> Tensor:
+        def run() -> Array:
             if own.lanes is not None:
                 batch.counts[3] = own.lanes.begin(int(batch.counts[0]))
             own._step = StepTensors(batch, own.device)
-            return forward(own)
+            return own._shared(forward(own))
 
         return run
 

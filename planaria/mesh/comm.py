@@ -14,7 +14,8 @@ from planaria.errors import PlanariaError
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
+
+Array = Any  # NumPy's in main memory; a tensor on a group's device
 
 DEADLINE = 60.0  # seconds a rank waits for another
 
@@ -28,29 +29,29 @@ class CollectiveAborted(PlanariaError):
 
 
 class Comm(Protocol):
-    """One axis's group as one of its ranks sees it. Tensors are contiguous, in main memory or on `device`; the two ends
-    of a message have it in the same kind of memory."""
+    """One axis's group as one of its ranks sees it. Arrays are contiguous, in main memory or on `device`; the two ends
+    of a message have it in the same kind of memory. A message is bytes, whatever numbers they are."""
 
     rank: int
     size: int
-    device: str  # where this group takes large tensors without a copy through main memory: "cpu", "cuda"
+    device: str  # where this group takes large arrays without a copy through main memory: "cpu", "cuda"
     members: tuple[int, ...]  # world ranks, by rank in the group
     port: int  # what native code needs to know to do these itself (see SharedComm), or 0
 
-    def all_reduce(self, x: torch.Tensor) -> None:
+    def all_reduce(self, x: Array) -> None:
         """Add up float32 `x` over the group, in place: the same bits on every rank."""
 
-    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
+    def gather_columns(self, x: Array, columns: range, size: int) -> Array:
         """Float32 [n, len(columns)] of each rank, side by side: [n, size] on rank 0, valid until the next gather; on
         others anything of that shape."""
 
-    def send(self, x: torch.Tensor, to: int) -> None:
+    def send(self, x: Array, to: int) -> None:
         """Hand `x` on; returns when it may be overwritten, not when it was received (see each group for its limit)."""
 
-    def receive(self, x: torch.Tensor, source: int) -> None:
+    def receive(self, x: Array, source: int) -> None:
         """The next message from `source` into `x`, which has its size."""
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, x: Array, source: int = 0) -> None:
         """`x` of `source` into `x` of all others."""
 
     def abort(self, reason: str) -> None:
@@ -82,19 +83,19 @@ class Solo:
     def __init__(self, member: int = 0) -> None:
         self.members: tuple[int, ...] = (member,)
 
-    def all_reduce(self, x: torch.Tensor) -> None:
+    def all_reduce(self, x: Array) -> None:
         pass
 
-    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
+    def gather_columns(self, x: Array, columns: range, size: int) -> Array:
         return x
 
-    def send(self, x: torch.Tensor, to: int) -> None:
+    def send(self, x: Array, to: int) -> None:
         raise ValueError("a group of one has nobody to send to")
 
-    def receive(self, x: torch.Tensor, source: int) -> None:
+    def receive(self, x: Array, source: int) -> None:
         raise ValueError("a group of one has nobody to receive from")
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, x: Array, source: int = 0) -> None:
         pass
 
     def abort(self, reason: str) -> None:
@@ -104,7 +105,7 @@ class Solo:
         pass
 
 
-def broadcast_by_messages(comm: Comm, x: torch.Tensor, source: int) -> None:
+def broadcast_by_messages(comm: Comm, x: Array, source: int) -> None:
     """`Comm.broadcast` of a group that has messages and nothing better."""
     if comm.rank != source:
         comm.receive(x, source)
@@ -114,8 +115,8 @@ def broadcast_by_messages(comm: Comm, x: torch.Tensor, source: int) -> None:
             comm.send(x, rank)
 
 
-def flat(x: Any) -> Any:
-    """A tensor as one row; it must be contiguous."""
-    if not x.is_contiguous():
-        raise ValueError("a tensor sent over a mesh must be contiguous")
-    return x.view(-1)
+def flat(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """An array in main memory as one row; it must be contiguous."""
+    if not x.flags.c_contiguous:
+        raise ValueError("an array sent over a mesh must be contiguous")
+    return x.reshape(-1)

@@ -6,12 +6,9 @@ that computes nothing is given and gives nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
 
-from planaria.mesh.comm import CollectiveAborted, Comm, flat
-
-if TYPE_CHECKING:
-    import torch
+from planaria.mesh.comm import Array, CollectiveAborted, Comm, flat
 
 
 class EdgeComm:
@@ -34,35 +31,31 @@ class EdgeComm:
         data, self._sent = self._sent, b""
         return data
 
-    def send(self, x: torch.Tensor, to: int) -> None:
+    def send(self, x: Array, to: int) -> None:
         if to != self.rank + 1:
             self.base.send(x, to)
             return
-        import torch
+        self._sent = flat(x).tobytes()
 
-        self._sent = flat(x).view(torch.uint8).numpy().tobytes()
-
-    def receive(self, x: torch.Tensor, source: int) -> None:
+    def receive(self, x: Array, source: int) -> None:
         if source != self.rank - 1:
             self.base.receive(x, source)
             return
-        import torch
-
         data, self._given = self._given, b""
-        into = flat(x).view(torch.uint8)
-        if len(data) != into.numel():
+        into = flat(x).view(np.uint8)
+        if len(data) != len(into):
             before = self.members[source]
-            raise CollectiveAborted((before,), f"rank {before} handed on {len(data)} bytes, {into.numel()} were due")
+            raise CollectiveAborted((before,), f"rank {before} handed on {len(data)} bytes, {len(into)} were due")
         if data:  # a lane without work sends no rows
-            into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            into[:] = np.frombuffer(data, np.uint8)
 
-    def all_reduce(self, x: torch.Tensor) -> None:
+    def all_reduce(self, x: Array) -> None:
         self.base.all_reduce(x)
 
-    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
+    def gather_columns(self, x: Array, columns: range, size: int) -> Array:
         return self.base.gather_columns(x, columns, size)
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, x: Array, source: int = 0) -> None:
         self.base.broadcast(x, source)
 
     def abort(self, reason: str) -> None:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from planaria.mesh.comm import DEADLINE, CollectiveAborted, broadcast_by_messages, flat
+from planaria.mesh.comm import DEADLINE, Array, CollectiveAborted, broadcast_by_messages
 from planaria.mesh.sockets import Address, hang_up, listening
 
 IN_FLIGHT = 64  # messages that `send` leaves on their way
@@ -119,28 +120,29 @@ class GlooComm:
         """The process group that takes x."""
         return self._group
 
-    def all_reduce(self, x: torch.Tensor) -> None:
-        self.attempt(lambda: self._carrier(x).allreduce([x]).wait())
+    def all_reduce(self, x: Array) -> None:
+        tensor = torch.as_tensor(x)  # the same memory
+        self.attempt(lambda: self._carrier(tensor).allreduce([tensor]).wait())
 
-    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
-        out = torch.empty(x.shape[0], size, device=x.device)
+    def gather_columns(self, x: Array, columns: range, size: int) -> Array:
+        tensor = torch.as_tensor(x)
+        out = tensor.new_empty(len(tensor), size)
         if size not in self._columns:
             self._columns[size] = self._all_columns(columns)
         if self.rank:
-            self.send(x.contiguous(), 0)
-            return out
-        for rank, part in enumerate(self._columns[size]):
-            if rank == 0:
-                out[:, part.start : part.stop] = x
-            else:
-                found = torch.empty(x.shape[0], len(part), device=x.device)
-                self.receive(found, rank)
+            self.send(tensor, 0)
+        else:
+            for rank, part in enumerate(self._columns[size]):
+                found = tensor
+                if rank:
+                    found = tensor.new_empty(len(tensor), len(part))
+                    self.receive(found, rank)
                 out[:, part.start : part.stop] = found
-        return out
+        return out if tensor is x else out.numpy()
 
     def _all_columns(self, own: range) -> list[range]:
         """Each rank's, on rank 0; once for a matrix, since they don't change."""
-        bounds = torch.tensor([own.start, own.stop])
+        bounds = np.array([own.start, own.stop])
         if self.rank:
             self.send(bounds, 0)
             return []
@@ -150,23 +152,25 @@ class GlooComm:
             found.append(range(*bounds.tolist()))
         return found
 
-    def send(self, x: torch.Tensor, to: int) -> None:
+    def send(self, x: Array, to: int) -> None:
         """Waits only where `in_flight` messages are on their way. Each stays referenced until it has gone."""
-        if x.numel() == 0:
+        data = as_bytes(x)
+        if len(data) == 0:
             return
-        copy, carrier = flat(x).clone(), self._carrier(x)
+        copy, carrier = data.clone(), self._carrier(data)
         sent = self._sent[carrier]
         sent.append((self.attempt(lambda: carrier.send([copy], to, 0), to), copy, to))
         while len(sent) > self.in_flight:
             work, _, whose = sent.popleft()
             self.attempt(work.wait, whose)
 
-    def receive(self, x: torch.Tensor, source: int) -> None:
+    def receive(self, x: Array, source: int) -> None:
         # in one piece: a wait that gives up by itself closes the connection
-        if x.numel():
-            self.attempt(lambda: self._carrier(x).recv([flat(x)], source, 0).wait(), source)
+        into = as_bytes(x)
+        if len(into):
+            self.attempt(lambda: self._carrier(into).recv([into], source, 0).wait(), source)
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, x: Array, source: int = 0) -> None:
         broadcast_by_messages(self, x, source)
 
     def abort(self, reason: str) -> None:
@@ -178,6 +182,14 @@ class GlooComm:
         self.abort("the group is closed")  # otherwise the group's end waits for what is under way
         self._sent.clear()
         self._group = None
+
+
+def as_bytes(x: Array) -> torch.Tensor:
+    """The same memory: groups carry some kinds of numbers only."""
+    tensor = torch.as_tensor(x)
+    if not tensor.is_contiguous():
+        raise ValueError("an array sent over a mesh must be contiguous")
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
 def _numeric(host: str) -> set[str]:

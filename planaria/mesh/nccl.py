@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store
 
-from planaria.mesh.comm import DEADLINE
-from planaria.mesh.gloo import IN_FLIGHT, GlooComm
+from planaria.mesh.comm import DEADLINE, Array
+from planaria.mesh.gloo import IN_FLIGHT, GlooComm, as_bytes
 
 
 def available() -> bool:
@@ -54,14 +54,15 @@ class NcclComm(GlooComm):
     def _carrier(self, x: torch.Tensor) -> Any:
         return self._on_devices if x.device.type == torch.device(self.device).type else self._group
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
-        carrier = self._carrier(x)
+    def broadcast(self, x: Array, source: int = 0) -> None:
+        data = as_bytes(x)
+        carrier = self._carrier(data)
         if carrier is self._group:
             super().broadcast(x, source)
             return
         options = BroadcastOptions()
         options.rootRank = source
-        self.attempt(lambda: carrier.broadcast([x], options).wait())
+        self.attempt(lambda: carrier.broadcast([data], options).wait())
 
     def abort(self, reason: str) -> None:
         super().abort(reason)

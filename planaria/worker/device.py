@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from planaria.config.options import EngineConfig
-from planaria.env import cache_dir
+from planaria.env import cache_dir, visible_cuda_devices
 from planaria.node import available_memory
 
 if TYPE_CHECKING:
-    from planaria.kernels.ops import Ops
+    from planaria.kernels.ops import Array, Batch, Ops
     from planaria.mesh.comm import Comm
+    from planaria.mesh.mesh import Mesh
     from planaria.worker.sampler import Sampler
+    from planaria.worker.stage import Stage
 
 
 def own_device(devices: Sequence[int], visible: Sequence[str] | None) -> int:
@@ -46,6 +48,29 @@ def make_sampler(config: EngineConfig, threads: int) -> Sampler:
     from planaria.worker.torch_sampler import TorchSampler
 
     return TorchSampler(rows, vocab_size)
+
+
+def make_stage(config: EngineConfig, batch: Batch, forward: Callable[[], Array], mesh: Mesh) -> Stage:
+    """This rank's place in a step."""
+    if config.device.device == "cpu":
+        from planaria.worker.stage import Stage
+
+        return Stage(batch, forward, mesh, config.model.hidden_size)
+    from planaria.worker.torch_stage import TorchStage
+
+    return TorchStage(batch, forward, mesh, config.model.hidden_size)
+
+
+def take_thread(config: EngineConfig, threads: int, devices: Sequence[int]) -> None:
+    """Make the calling thread one that can carry out steps: torch keeps its number of threads and its device for each
+    thread. Native kernels have threads of their own."""
+    if config.device.kernels == "native":
+        return
+    import torch
+
+    torch.set_num_threads(threads)
+    if config.device.device == "cuda":
+        torch.cuda.set_device(own_device(devices, visible_cuda_devices()))
 
 
 def shared_memory(config: EngineConfig) -> Callable[..., Comm]:

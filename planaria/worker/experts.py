@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from planaria.mesh.comm import Comm, Solo
 from planaria.topology.experts import Move, slots_at, slots_of
@@ -27,7 +26,7 @@ FORM = 8  # numbers that a packed weight is told by
 
 
 class Experts:
-    """Of one model, over its epochs. prepare_thread: called in a thread of its own before that one touches tensors."""
+    """Of one model, over its epochs. prepare_thread: called in a thread of its own before that one touches weights."""
 
     def __init__(self, ops: Ops, model: Model, prepare_thread: Callable[[], None] = lambda: None) -> None:
         self.ops, self.model, self.blocks = ops, model, {block.number: block for block in model.blocks}
@@ -131,15 +130,14 @@ class Experts:
 
     def _exchange(self, version: int, moves: Sequence[Move]) -> None:
         own = self.group.rank
-        with torch.inference_mode():
-            for move in moves:
-                if move.layer not in self.blocks or move.source in (None, move.target):
-                    continue
-                if move.source == own:
-                    self._send(self._find(move), move.target)
-                elif move.target == own:
-                    assert move.source is not None
-                    self._lay_aside((move.layer, move.expert), self._receive(move.source))
+        for move in moves:
+            if move.layer not in self.blocks or move.source in (None, move.target):
+                continue
+            if move.source == own:
+                self._send(self._find(move), move.target)
+            elif move.target == own:
+                assert move.source is not None
+                self._lay_aside((move.layer, move.expert), self._receive(move.source))
         self.prepared = version
 
     def _lay_aside(self, key: tuple[int, int], came: Expert) -> None:
@@ -159,16 +157,16 @@ class Experts:
         return expert
 
     def _send(self, expert: Expert, to: int) -> None:
-        forms = torch.zeros(2, FORM, dtype=torch.int64)
+        forms = np.zeros((2, FORM), np.int64)
         for row, weight in zip(forms, expert, strict=True):
             form = self.ops.form(weight)
-            row[: len(form) + 1] = torch.tensor([len(form), *form])
+            row[: len(form) + 1] = len(form), *form
         self.group.send(forms, to)
         for weight in expert:
             self.group.send(self.ops.memory(weight), to)
 
     def _receive(self, source: int) -> Expert:
-        forms = torch.zeros(2, FORM, dtype=torch.int64)
+        forms = np.zeros((2, FORM), np.int64)
         self.group.receive(forms, source)
         gate_up, down = (self.ops.blank(form[1 : 1 + form[0]]) for form in forms.tolist())
         try:

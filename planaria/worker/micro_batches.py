@@ -13,16 +13,16 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from planaria.config.options import ParallelConfig
-from planaria.kernels.ops import Act, Batch, Operations, Ops
+from planaria.kernels.ops import Act, Array, Batch, Operations, Ops
+from planaria.mesh.all2all.plain import room
 from planaria.mesh.mesh import Mesh
-from planaria.worker.streams import Streams
 from planaria.worker.turns import InTurns, Rotation
 
 if TYPE_CHECKING:
     from planaria.mesh.all2all import All2All
+    from planaria.worker.streams import Streams
 
 
 def cut(part: Batch, whole: Batch, first: int, last: int) -> None:
@@ -61,7 +61,7 @@ class MicroBatch:
             self.batch = Batch(most, min(whole.max_seqs, most), 0, min(whole.max_samples, most))
             self.batch.block_table = whole.block_table
         self.forward = ops.compile(forward, self.batch, self.exchange)
-        self.result: torch.Tensor | None = None
+        self.result: Array | None = None
 
     def bounds(self, tokens: int, of: int) -> tuple[int, int]:
         """Of a lane's tokens, those of this part."""
@@ -70,23 +70,22 @@ class MicroBatch:
 
 class MicroBatches:
     """`forward` of `Stage`. exchanges: one for each micro-batch. splits: must a step of so many tokens be split?
-    enter_thread: makes a thread one that computes steps.
+    enter_thread: makes a thread one that computes steps. streams: of the device they compute on.
 
     Its threads end with `close`, which must not be called while a step runs."""
 
     def __init__(
         self, ops: Ops, forward: Callable[[Operations], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
-        splits: Callable[[int, bool], bool], enter_thread: Callable[[], Any], *, cuda: bool = False,
+        splits: Callable[[int, bool], bool], enter_thread: Callable[[], Any], streams: Streams | None = None,
     ) -> None:  # fmt: skip
-        self.batch, self.mesh, self.splits = batch, mesh, splits
-        self.streams = Streams(len(exchanges)) if cuda else None
+        self.batch, self.mesh, self.splits, self.streams = batch, mesh, splits, streams
         self.once, self.turns = Rotation(1), Rotation(len(exchanges), self.streams)
         self.whole = MicroBatch(ops, forward, batch, exchanges[0], self.once, 0)
         self.parts = [MicroBatch(ops, forward, batch, exchange, self.turns, i) for i, exchange in enumerate(exchanges)]
         self._threads = ThreadPoolExecutor(len(exchanges) - 1, "planaria-micro-batch", enter_thread)
-        self._joined: torch.Tensor | None = None
+        self._joined: Array | None = None
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> Array:
         tokens = int(self.batch.counts[0])
         told = self.whole.exchange.tell(2 * tokens + self.splits(tokens, self.batch.prefill))
         counts = [number // 2 for number in told]
@@ -98,7 +97,7 @@ class MicroBatches:
         self.once.hand_on(0)
         return out
 
-    def _in_parts(self, tokens: int, counts: Sequence[int]) -> torch.Tensor:
+    def _in_parts(self, tokens: int, counts: Sequence[int]) -> Array:
         self.turns.begin()
         count = self.turns.count
         for part in self.parts:
@@ -124,7 +123,7 @@ class MicroBatches:
         """An error is left in `turns`."""
         try:
             own = self.streams.of(part.place) if self.streams is not None else nullcontext()
-            with torch.inference_mode(), own:
+            with own:
                 self.turns.take(part.place)
                 part.result = self._kept(part.forward())
                 self.turns.hand_on(part.place)
@@ -135,23 +134,27 @@ class MicroBatches:
         if self.turns.fail(error):
             self.mesh.abort(f"rank {self.mesh.rank} failed in a micro-batch: {error}")  # ends what others wait for
 
-    def _kept(self, result: torch.Tensor) -> torch.Tensor:
+    def _kept(self, result: Array) -> Array:
         """A result that no other micro-batch writes over: tensor ranks may write theirs to the same shared memory."""
         tp = self.mesh.tp
         if tp.size == 1:
             return result
-        result = result.clone()
+        kept = room(result, result.shape)
+        kept[...] = result
         if tp.port:
             tp.meet()  # type: ignore[attr-defined]  # a NativeComm
-        return result
+        return kept
 
-    def _join(self) -> torch.Tensor:
+    def _join(self) -> Array:
         """The results one after the other."""
         results = [part.result for part in self.parts if part.result is not None]
         rows = sum(map(len, results))
         if self._joined is None or len(self._joined) < rows:
-            self._joined = results[0].new_empty(rows, results[0].shape[1])
-        torch.cat(results, out=self._joined[:rows])
+            self._joined = room(results[0], (rows, results[0].shape[1]))
+        first = 0
+        for result in results:
+            self._joined[first : first + len(result)] = result
+            first += len(result)
         return self._joined[:rows]
 
     def close(self) -> None:
@@ -161,7 +164,7 @@ class MicroBatches:
 def make_forward(
     ops: Ops, forward: Callable[[Operations], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
     parallel: ParallelConfig, enter_thread: Callable[[], Any], *, cuda: bool,
-) -> tuple[Callable[[], torch.Tensor], MicroBatches | None]:  # fmt: skip
+) -> tuple[Callable[[], Array], MicroBatches | None]:  # fmt: skip
     """The forward pass of a worker, and who does it where there is a way of exchange for each of several
     micro-batches."""
     if len(exchanges) < 2:
@@ -170,5 +173,10 @@ def make_forward(
     def splits(tokens: int, prefill: bool) -> bool:
         return parallel.splits(tokens, prefill=prefill)
 
-    made = MicroBatches(ops, forward, batch, mesh, exchanges, splits, enter_thread, cuda=cuda)
+    streams = None
+    if cuda:
+        from planaria.worker.streams import Streams
+
+        streams = Streams(len(exchanges))
+    made = MicroBatches(ops, forward, batch, mesh, exchanges, splits, enter_thread, streams)
     return made, made

@@ -78,11 +78,8 @@ def read_part(
 
 def read_lacking(config: EngineConfig, ops: Ops, model: Any, lacking: Mapping[int, Sequence[int]]) -> None:
     """Experts for slots that lack them, by layer."""
-    import torch
-
     from planaria.layers.build import read_experts
     from planaria.loader import WeightSource
 
-    with torch.inference_mode():
-        weights = WeightSource(msgspec.convert(config.checkpoint, Checkpoint))
-        read_experts(model, weights, ops, config.device.quantization, lacking)
+    weights = WeightSource(msgspec.convert(config.checkpoint, Checkpoint))
+    read_experts(model, weights, ops, config.device.quantization, lacking)

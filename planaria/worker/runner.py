@@ -7,19 +7,15 @@ that go on by themselves. A step costs a few array operations for those and a li
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from planaria.config.options import SchedulerConfig
-from planaria.kernels.ops import Batch
+from planaria.kernels.ops import Array, Batch
 from planaria.protocol import LanePlan, LaneResult, Row
 from planaria.types import TokenLogprobs
 from planaria.worker.sampler import Follower, Sampler
 from planaria.worker.stage import Stage
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Runner:
@@ -31,7 +27,7 @@ class Runner:
     """
 
     def __init__(
-        self, batch: Batch, forward: Callable[[], torch.Tensor], sampler: Sampler | Follower,
+        self, batch: Batch, forward: Callable[[], Array], sampler: Sampler | Follower,
         scheduler: SchedulerConfig, block_size: int, stage: Stage | None = None, *, meets: bool = False,
     ) -> None:  # fmt: skip
         self.batch, self.sampler, self.meets = batch, sampler, meets
@@ -176,7 +172,7 @@ class Runner:
         self.cursor[chunk.row] = chunk.start + chunk.count
         return end
 
-    def _prompt_logprobs(self, sampler: Sampler, chunk: Row, logits: Any, line: int) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, sampler: Sampler, chunk: Row, logits: Array, line: int) -> list[TokenLogprobs]:
         """Of the history's tokens after this chunk's positions, as far as they are the prompt's."""
         history = self.prompts[chunk.row]
         targets = history[chunk.start + 1 : chunk.start + chunk.count + 1]

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from planaria.mesh.comm import Array
 from planaria.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
-    import torch
-
     from planaria.kernels.ops import Batch
 
 Tokens = npt.NDArray[np.int32]
@@ -31,7 +30,7 @@ class Stage:
     """`forward` runs this stage's layers on what `batch` holds. hidden_size: columns of what passes between stages."""
 
     def __init__(
-        self, batch: Batch, forward: Callable[[], torch.Tensor], mesh: Mesh | None = None, hidden_size: int = 0,
+        self, batch: Batch, forward: Callable[[], Array], mesh: Mesh | None = None, hidden_size: int = 0,
     ) -> None:  # fmt: skip
         self.batch, self.forward = batch, forward
         self.mesh = mesh or Mesh()
@@ -51,16 +50,15 @@ class Stage:
         while self._open:
             self.take_tokens(self._open[-1][0], last)
 
-    def run(self, num_tokens: int) -> Any:
-        """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others: an
-        array in main memory, a tensor on a device."""
+    def run(self, num_tokens: int) -> Array | None:
+        """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others."""
         pp = self.mesh.pp
         if pp.rank > 0:
             self._receive_hidden(num_tokens)
         out = self.forward()
         if pp.rank == pp.size - 1:
-            return out.numpy() if out.device.type == "cpu" else out
-        pp.send(out.to(pp.device).contiguous(), pp.rank + 1)
+            return out
+        self._send_hidden(out)
         return None
 
     def drew(self, turn: int, rows: list[int], tokens: list[int] | None) -> None:
@@ -71,37 +69,28 @@ class Stage:
             return
         tp, pp = self.mesh.tp, self.mesh.pp
         if pp.size > 1:
-            pp.send(_tensor(np.array(tokens, np.int32)), 0)
+            pp.send(np.array(tokens, np.int32), 0)
         elif tp.size > 1:
-            tp.broadcast(_tensor(np.array(tokens, np.int32)))
+            tp.broadcast(np.array(tokens, np.int32))
 
     def _receive_tokens(self, count: int) -> Tokens:
         tp, pp = self.mesh.tp, self.mesh.pp
         tokens = np.empty(count, np.int32)
         if pp.size > 1 and tp.rank == 0:
-            pp.receive(_tensor(tokens), pp.size - 1)
+            pp.receive(tokens, pp.size - 1)
         if tp.size > 1:
-            tp.broadcast(_tensor(tokens))
+            tp.broadcast(tokens)
         return tokens
+
+    def _send_hidden(self, hidden: Array) -> None:
+        self.mesh.pp.send(np.ascontiguousarray(hidden), self.mesh.pp.rank + 1)
 
     def _receive_hidden(self, num_tokens: int) -> None:
         pp = self.mesh.pp
-        if pp.device != "cpu":
-            import torch
-
-            self.batch.arrived = torch.empty(num_tokens, self.hidden_size, device=pp.device)
-            pp.receive(self.batch.arrived, pp.rank - 1)
-            return
         hidden = self.batch.make_hidden(self.hidden_size)[:num_tokens]
         if hidden.shape[1] == self.hidden_size:
-            pp.receive(_tensor(hidden), pp.rank - 1)
+            pp.receive(hidden, pp.rank - 1)
             return
         unpadded = np.empty((num_tokens, self.hidden_size), np.float32)
-        pp.receive(_tensor(unpadded), pp.rank - 1)
+        pp.receive(unpadded, pp.rank - 1)
         hidden[:, : self.hidden_size] = unpadded
-
-
-def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    import torch
-
-    return torch.from_numpy(array)

@@ -19,16 +19,20 @@ class TorchSampler(Sampler):
         super().__init__(max_rows, vocab_size, plain=True)
         self._copies = torch.empty(0, vocab_size)
 
+    @torch.inference_mode()
     def _edit(self, logits: Any, changes: dict[int, tuple[Any, ...]]) -> None:
         for i, change in changes.items():
             torch_sampling.edit(logits[i], *change)
 
+    @torch.inference_mode()
     def _choose(self, logits: Any, rows: list[int], states: list[Any]) -> tuple[list[int], dict[int, str]]:
         return torch_sampling.choose(logits, [state.params for state in states], random_bits(states))
 
+    @torch.inference_mode()
     def _logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:
         return torch_sampling.raw_logprobs(logits, targets, k)
 
+    @torch.inference_mode()
     def _copy(self, logits: Any, lines: list[int]) -> Any:
         if self._copies.shape[0] < len(lines) or self._copies.device != logits.device:
             self._copies = logits.new_empty((len(lines), self.vocab_size))

@@ -16,10 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from planaria.mesh.all2all import All2All
+from planaria.mesh.comm import Array
 
 if TYPE_CHECKING:
-    import torch
-
     from planaria.worker.streams import Streams
 
 
@@ -87,11 +86,11 @@ class InTurns:
     def count(self, counts: Sequence[int]) -> int:
         return self.exchange.count(counts)
 
-    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    def dispatch(self, parts: Sequence[Array], into: Sequence[Array]) -> None:
         with self._outside():
             self.exchange.dispatch(parts, into)
 
-    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def combine(self, y: Array, out: Array) -> None:
         with self._outside():
             self.exchange.combine(y, out)
 

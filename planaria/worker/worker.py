@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.env import visible_cuda_devices
 from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
 from planaria.mesh.mesh import Mesh
@@ -36,7 +35,7 @@ from planaria.protocol import (
 from planaria.topology.experts import Maps, Move
 from planaria.topology.layout import Layout
 from planaria.worker.classes import call, make
-from planaria.worker.device import available_bytes, make_ops, make_sampler, own_device
+from planaria.worker.device import available_bytes, make_ops, make_sampler, make_stage, take_thread
 from planaria.worker.groups import Groups
 from planaria.worker.guard import guard
 from planaria.worker.kv import RankKV
@@ -123,14 +122,11 @@ class Worker:
 
     def prepare(self) -> None:
         """As a spare: load every part that a rank of this layout may have."""
-        import torch
-
         self.take_thread()
-        with torch.inference_mode():
-            for part in dict.fromkeys(part_of(rank, self.layout) for rank in range(self.layout.size)):
-                ops = make_ops(self.config, self.boot.threads)
-                reads = of_any_lane(self.config, self.layout, part, sent=self.boot.experts_sent)
-                self.prepared[part] = ops, read_part(self.config, ops, part, reads, self.progress)
+        for part in dict.fromkeys(part_of(rank, self.layout) for rank in range(self.layout.size)):
+            ops = make_ops(self.config, self.boot.threads)
+            reads = of_any_lane(self.config, self.layout, part, sent=self.boot.experts_sent)
+            self.prepared[part] = ops, read_part(self.config, ops, part, reads, self.progress)
 
     @property
     def _own_part(self) -> Part:
@@ -189,13 +185,8 @@ class Worker:
             self.ops.use_threads(threads)
 
     def take_thread(self) -> None:
-        """Make the calling thread one that can carry out steps: torch keeps its number of threads and its device for
-        each thread."""
-        import torch
-
-        torch.set_num_threads(self.boot.threads)
-        if self.config.device.device == "cuda":
-            torch.cuda.set_device(own_device(self.boot.place.devices, visible_cuda_devices()))
+        """Make the calling thread one that can carry out steps."""
+        take_thread(self.config, self.boot.threads, self.boot.place.devices)
 
     def _leave_groups(self) -> None:
         self.runner = None  # what it waits for will not come
@@ -218,11 +209,7 @@ class Worker:
 
     def _load_part(self, part: Part, maps: Maps, moves: tuple[Move, ...]) -> None:
         since = time.perf_counter()
-        import torch
-
         self.take_thread()
-        self._timed("import torch", since)
-        since = time.perf_counter()
         self._unload()
         if part in self.prepared:
             self.ops, self.model = self.prepared.pop(part)
@@ -231,8 +218,7 @@ class Worker:
             self._timed("kernels", since)
             since = time.perf_counter()
             reads = to_read(maps, moves, self.mesh.experts.rank, self.mesh.experts.size)
-            with torch.inference_mode():
-                self.model = read_part(self.config, self.ops, part, reads, self.progress)
+            self.model = read_part(self.config, self.ops, part, reads, self.progress)
         self.prepared.clear()
         self._join_ops(self.ops)
         if maps:
@@ -288,7 +274,6 @@ class Worker:
         from planaria.worker.micro_batches import make_forward
         from planaria.worker.runner import Runner
         from planaria.worker.sampler import Follower
-        from planaria.worker.stage import Stage
 
         assert self.ops is not None
         since = time.perf_counter()
@@ -318,21 +303,18 @@ class Worker:
             self.sampler = make_sampler(self.config, self.boot.threads)
         else:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
-        stage = Stage(batch, forward, self.mesh, model.hidden_size)
+        stage = make_stage(self.config, batch, forward, self.mesh)
         self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges))
         self._timed("kv", since)
         return Ready(self.rank, self.seconds)
 
     def _step(self, plan: StepPlan) -> Reply:
-        import torch
-
         assert self.runner is not None
         since, own = time.perf_counter(), self.layout.coords(self.rank).dp
         if self.experts is not None:
             self.experts.check()
         try:
-            with torch.inference_mode():
-                lane = self.runner.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
+            lane = self.runner.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
         except Exception as e:
             self.mesh.abort(f"rank {self.rank} failed in step {plan.step}: {e}")  # the others wait for it
             raise

@@ -47,7 +47,7 @@ class Driver:
             self.lengths[sequence], at = end, at + len(tokens)
         b.counts[:3] = at, len(feed), len(samples)
         b.sample_index[: len(samples)] = samples
-        logits = self.run().clone().float().cpu()
+        logits = torch.as_tensor(self.run()).clone().float().cpu()
         sizes = [len(t) for s, t in feed.items() if wanted is None or s in wanted]
         named = [s for s in feed if wanted is None or s in wanted]
         return dict(zip(named, logits.split(sizes), strict=True)) if sizes else {-1: logits}

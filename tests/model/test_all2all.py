@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from planaria.config.all2all import EXCHANGES
 from planaria.mesh.all2all import All2All, make
-from planaria.mesh.comm import CollectiveAborted, Comm
+from planaria.mesh.comm import Array, CollectiveAborted, Comm
+from planaria.mesh.nccl import NcclComm
+from tests.model.tensors import array
 from tests.model.test_mesh import Group
 
 HIDDEN, CHOICES, MOST = 48, 2, 40
@@ -32,6 +35,11 @@ def made_of(rank: int, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Ten
     return hidden.float() * (rank + 1) + weights.sum(-1, keepdim=True) * 10.0**rank
 
 
+def of(comm: Comm, parts: list[torch.Tensor]) -> list[Array]:
+    """What a rank has of a group's kind: tensors only on a device."""
+    return list(parts) if isinstance(comm, NcclComm) else [array(part) for part in parts]
+
+
 def all_steps(exchange: All2All, comm: Comm, width: int, in_order: bool = True) -> None:
     lane = comm.rank // width
     for step, counts in enumerate(STEPS):
@@ -39,12 +47,12 @@ def all_steps(exchange: All2All, comm: Comm, width: int, in_order: bool = True) 
         for layer in range(3):
             mine = tokens(lane, step, layer, counts[lane])
             into = [part.new_empty(sum(counts), *part.shape[1:]) for part in mine]
-            exchange.dispatch(mine, into)
+            exchange.dispatch(of(comm, mine), of(comm, into))
             every = [torch.cat(both) for both in zip(*(tokens(i, step, layer, counts[i]) for i in (0, 1)), strict=True)]
             for found, expected in zip(into, every, strict=True):
                 assert torch.equal(found, expected)
             out = torch.full((counts[lane], HIDDEN), 7.0)
-            exchange.combine(made_of(comm.rank, into[0], into[2]), out)
+            exchange.combine(*of(comm, [made_of(comm.rank, into[0], into[2]), out]))
             expected = torch.zeros_like(out)
             for rank in range(comm.size):
                 expected = expected + made_of(rank, mine[0], mine[2])
@@ -75,7 +83,7 @@ class Heard:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.rows = rank, size, list[tuple[int, int]]()
 
-    def broadcast(self, x: torch.Tensor, source: int) -> None:
+    def broadcast(self, x: Array, source: int) -> None:
         self.rows.append((source, len(x)))
 
 
@@ -84,7 +92,7 @@ def test_each_token_is_told_once_by_the_tensor_ranks_that_share_them(dealt: bool
     heard = Heard(1, 4)
     exchange = make("naive", heard, 2, (MOST, 4 * HIDDEN), dealt=dealt)  # type: ignore[arg-type]
     assert exchange.count([5, 4]) == 9
-    exchange.dispatch([torch.ones(5, HIDDEN)], [torch.zeros(9, HIDDEN)])
+    exchange.dispatch([np.ones((5, HIDDEN))], [np.zeros((9, HIDDEN))])
     assert heard.rows == told
 
 
@@ -97,17 +105,18 @@ def test_a_wait_for_a_lane_that_is_gone_ends(kind: str, name: str, after: str) -
     def work(comm: Comm) -> Callable[[], Any] | None:
         exchange = make(name, comm, 1, (MOST, 4 * HIDDEN))
         exchange.begin(3)
-        into = [part.new_empty(6, *part.shape[1:]) for part in tokens(0, 0, 0, 3)]
+        mine = of(comm, tokens(comm.rank, 0, 0, 3))
+        into = [np.empty((6, *part.shape[1:]), part.dtype) for part in mine]
         if after == "dispatch":
-            exchange.dispatch(tokens(comm.rank, 0, 0, 3), into)
+            exchange.dispatch(mine, into)
         done.wait(60)  # what is sent may still be on its way, and an abort would end that
         if comm.rank == 1:
             comm.abort("it has failed")
             return None
         with pytest.raises(CollectiveAborted):
             if after == "begin":
-                exchange.dispatch(tokens(0, 0, 0, 3), into)
-            exchange.combine(torch.zeros(6, HIDDEN), torch.zeros(3, HIDDEN))
+                exchange.dispatch(mine, into)
+            exchange.combine(np.zeros((6, HIDDEN), np.float32), np.zeros((3, HIDDEN), np.float32))
             exchange.begin(3)
         return None
 

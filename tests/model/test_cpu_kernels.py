@@ -21,9 +21,9 @@ from planaria.kernels import objects
 from planaria.kernels.cpu import build
 from planaria.kernels.cpu.build import host_isa, target_for
 from planaria.kernels.cpu.compiler import Module
-from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.ops import Batch, Quantized
 from planaria.kernels.quant import dequantise
+from tests.model.tensors import CpuOps
 
 ISAS = ["avx512_bf16", "avx512", "generic"]
 FLAVOURS = [(dtype, isa) for dtype in ("bfloat16", "float32") for isa in ISAS]

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from planaria.kernels.cpu.build import host_isa
-from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.cpu.target import ISAS
 from planaria.kernels.ops import Batch, Quantized
 from planaria.kernels.quant import dequantise, quantise
-from planaria.kernels.reference import TorchOps
+from tests.model.tensors import CpuOps, TorchOps
 
 LEVELS = ISAS[ISAS.index(host_isa()) :]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}

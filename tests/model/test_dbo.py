@@ -25,11 +25,12 @@ from planaria.kernels.ops import Batch
 from planaria.kernels.reference import TorchOps
 from planaria.layers.build import build
 from planaria.mesh.all2all import make
-from planaria.mesh.comm import CollectiveAborted, Comm, Solo
+from planaria.mesh.comm import Array, CollectiveAborted, Comm, Solo
 from planaria.mesh.mesh import Mesh
 from planaria.models import model_config
 from planaria.models.deal import deal
 from planaria.worker.micro_batches import MicroBatches, cut
+from planaria.worker.streams import Streams
 from planaria.worker.turns import Rotation, TurnsOver
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint
 from tests.model.driver import Driver
@@ -203,15 +204,15 @@ class Gated:
     def count(self, counts: Sequence[int]) -> int:
         return sum(counts)
 
-    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    def dispatch(self, parts: Sequence[Array], into: Sequence[Array]) -> None:
         assert self.computed.wait(SOON), "nobody computed meanwhile"
         if self.error is not None:
             raise self.error
         for part, whole in zip(parts, into, strict=True):
-            whole.copy_(part)
+            whole[...] = part
 
-    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(y)
+    def combine(self, y: Array, out: Array) -> None:
+        out[...] = y
 
 
 def one_lane(
@@ -222,7 +223,14 @@ def one_lane(
     ops.join(Solo(), exchanges[0])
     driver = Driver(model, ops, block_size=16, num_blocks=16)
     parts = MicroBatches(
-        ops, model.forward, driver.batch, mesh, exchanges, lambda tokens, prefill: True, lambda: None, cuda=cuda
+        ops,
+        model.forward,
+        driver.batch,
+        mesh,
+        exchanges,
+        lambda tokens, prefill: True,
+        lambda: None,
+        Streams(len(exchanges)) if cuda else None,
     )
     driver.run = parts
     return driver, parts

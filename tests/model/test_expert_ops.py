@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from planaria.errors import ConfigError
-from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.ops import Batch, Slots
 from planaria.kernels.quant import dequantise, quantise
-from planaria.kernels.reference import TorchOps
 from planaria.models.config import MoEConfig
+from tests.model.tensors import CpuOps, TorchOps
 from tests.model.test_cpu_ops import batch_of, close, draw, run
 
 RULES = {

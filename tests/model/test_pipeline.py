@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 from benchmarks.pipeline_trace import overlap, traced
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core.engine import EngineCore
 from planaria.kernels.ops import Batch
-from planaria.mesh.comm import Solo
+from planaria.mesh.comm import Array, Solo
 from planaria.mesh.mesh import Mesh
 from planaria.protocol import LaneResult, StepPlan, StepResult
 from planaria.types import Request, SamplingParams
@@ -30,21 +29,21 @@ LIMIT = 30.0
 class Wire(Solo):
     """One axis over queues of this process."""
 
-    def __init__(self, rank: int, wires: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]]) -> None:
+    def __init__(self, rank: int, wires: dict[tuple[int, int], queue.SimpleQueue[Array]]) -> None:
         super().__init__(rank)
         self.rank, self.size, self.wires = rank, STAGES, wires
 
-    def send(self, x: torch.Tensor, to: int) -> None:
-        self.wires[self.rank, to].put(x.clone())
+    def send(self, x: Array, to: int) -> None:
+        self.wires[self.rank, to].put(x.copy())
 
-    def receive(self, x: torch.Tensor, source: int) -> None:
-        x.copy_(self.wires[source, self.rank].get(timeout=LIMIT))
+    def receive(self, x: Array, source: int) -> None:
+        x[...] = self.wires[source, self.rank].get(timeout=LIMIT)
 
 
 class Rank:
     """A stage: the first hands its tokens on as hidden states, the last draws each token's successor."""
 
-    def __init__(self, rank: int, wires: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]]) -> None:
+    def __init__(self, rank: int, wires: dict[tuple[int, int], queue.SimpleQueue[Array]]) -> None:
         self.rank = rank
         self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[LaneResult] = queue.SimpleQueue()
@@ -60,14 +59,14 @@ class Rank:
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Array:
         self.began.put(self.step)
         assert self.go.acquire(timeout=LIMIT)
         tokens, _, samples = self.batch.counts[:3].tolist()
         if self.rank < STAGES - 1:
-            return torch.from_numpy(self.batch.tokens[:tokens].astype(np.float32))[:, None]
+            return self.batch.tokens[:tokens].astype(np.float32)[:, None]
         hidden = self.batch.make_hidden(1)[:tokens, 0]
-        logits = torch.zeros(samples, VOCAB)
+        logits = np.zeros((samples, VOCAB), np.float32)
         for line, index in enumerate(self.batch.sample_index[:samples].tolist()):
             logits[line, (int(hidden[index]) + 1) % VOCAB] = 1.0
         return logits
@@ -86,7 +85,7 @@ def scheduling() -> SchedulerConfig:
 
 @contextmanager
 def pipeline() -> Iterator[list[Rank]]:
-    wires: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {
+    wires: dict[tuple[int, int], queue.SimpleQueue[Array]] = {
         (a, b): queue.SimpleQueue() for a in range(STAGES) for b in range(STAGES)
     }
     ranks = [Rank(rank, wires) for rank in range(STAGES)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 
-from planaria.kernels.cpu.ops import CpuOps
-from planaria.mesh.comm import Solo
+from planaria.mesh.comm import Array, Solo
+from tests.model.tensors import CpuOps
 from tests.model.test_cpu_ops import batch_of, draw
 
 
@@ -17,11 +18,11 @@ class Twin(Solo):
 
     size = 2
 
-    def all_reduce(self, x: torch.Tensor) -> None:
-        x.mul_(2)
+    def all_reduce(self, x: Array) -> None:
+        x *= 2
 
-    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
-        return torch.cat([x, x], 1)
+    def gather_columns(self, x: Array, columns: range, size: int) -> Array:
+        return np.concatenate([x, x], 1)
 
 
 def logits(threads: int, runs: int) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from planaria.kernels.ops import Batch
 from planaria.kernels.quant import dequantise, quantise
-from planaria.kernels.reference import TorchOps
+from tests.model.tensors import TorchOps
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 

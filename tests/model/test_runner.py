@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core.engine import EngineCore
@@ -22,11 +22,11 @@ class FakeModel:
     def __init__(self, batch: Batch, num_blocks: int) -> None:
         self.batch, self.cells = batch, np.full(num_blocks * SIZE, -1, np.int64)
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> npt.NDArray[np.float32]:
         b = self.batch
         tokens, sequences, samples, _ = b.counts.tolist()
         self.cells[b.slots[:tokens]] = b.tokens[:tokens]
-        logits = torch.zeros(samples, VOCAB)
+        logits = np.zeros((samples, VOCAB), np.float32)
         sequence_of = np.searchsorted(b.seq_start[: sequences + 1], b.sample_index[:samples], side="right") - 1
         for line, (seq, index) in enumerate(zip(sequence_of, b.sample_index[:samples], strict=True)):
             position = b.positions[index]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,6 @@ from planaria.kernels.cpu.recorder import Recorder, Vector
 from planaria.kernels.cpu.tape import Act, buffer
 from planaria.kernels.ops import Slots
 from planaria.models.config import MoEConfig
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class ExpertOps:
         every = recorder.new(layout.ROWS_ALL, x.columns, x.dtype)
         chosen = self._routing(layout.ROWS_ALL, routing.slots.columns)
 
-        def between(*views: torch.Tensor) -> None:
+        def between(*views: npt.NDArray[Any]) -> None:
             lanes.dispatch(list(views[:3]), list(views[3:]))
 
         recorder.cut(between, x, routing.slots, routing.weights, every, chosen.slots, chosen.weights)
@@ -143,7 +140,7 @@ class ExpertOps:
         assert lanes is not None
         recorder.expect(residual, "the residual of combine", "float32")
 
-        def between(whole: torch.Tensor, own: torch.Tensor, target: torch.Tensor) -> None:
+        def between(whole: npt.NDArray[Any], own: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
             lanes.combine(whole, own)
             target += own
 

@@ -122,8 +122,8 @@ class CpuOps:
             self._biases[size] = self._arena.take(size).view(np.float32)
         return blank(form, self._biases[size], self._arena)
 
-    def memory(self, weight: Packed) -> torch.Tensor:
-        return torch.from_numpy(weight.data)
+    def memory(self, weight: Packed) -> npt.NDArray[np.uint8]:
+        return weight.data
 
     def release(self, weight: Packed) -> None:
         self._arena.give_back(weight.data)
@@ -132,7 +132,7 @@ class CpuOps:
 
     def compile(
         self, forward: Callable[[Any], Act], batch: Batch, lanes: All2All | None = None
-    ) -> Callable[[], torch.Tensor]:  # fmt: skip
+    ) -> Callable[[], npt.NDArray[np.float32]]:  # fmt: skip
         """Record `forward`; a function that runs it on what `batch` then holds.
 
         Its result [rows, columns] is a view of the recording's own buffer: valid until the next run. Rows are the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ from planaria.kernels.cpu.target import Target
 from planaria.kernels.ops import Batch
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, NativeComm
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Addressed(Protocol):
@@ -140,7 +137,7 @@ class Recorder:
         """The sum of the ranks' parts, added to the target; where the part is the target, in its place."""
         if self.native_tp is None:
 
-            def between(parts: torch.Tensor, sums: torch.Tensor) -> None:
+            def between(parts: npt.NDArray[np.float32], sums: npt.NDArray[np.float32]) -> None:
                 self.tp.all_reduce(parts)
                 if part is not target:
                     sums += parts
@@ -170,8 +167,8 @@ class Recorder:
         """The whole, once all ranks have written their parts."""
         if self.native_tp is None:
 
-            def between(own: torch.Tensor, every: torch.Tensor) -> None:
-                columns = own[:, : part.columns].contiguous()
+            def between(own: npt.NDArray[np.float32], every: npt.NDArray[np.float32]) -> None:
+                columns = np.ascontiguousarray(own[:, : part.columns])
                 every[:, : whole.columns] = self.tp.gather_columns(columns, vocab, whole.columns)
 
             self.cut(between, part, whole)

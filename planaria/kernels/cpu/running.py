@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.fields import ROW_WORDS
@@ -18,7 +19,7 @@ from planaria.kernels.cpu.team import Team
 Piece = tuple[dict[int, int], Callable[[], None] | None]  # control words of a part of the tape, what follows it
 
 
-def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int) -> Callable[[], torch.Tensor]:
+def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int) -> Callable[[], npt.NDArray[Any]]:
     """See `Ops.compile`. team: those that run it when it is called. zeros: address of ZERO_BYTES of them."""
     tape, batch, lanes = recorder.tape, recorder.batch, recorder.lanes
     tape.fuse(result.buffer)
@@ -38,7 +39,7 @@ def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int
     owners = (memory, scratch, shared, tickets, rows, recorder.external, *recorder.owners)
     counts, native_tp = batch.counts, recorder.native_tp
 
-    def run() -> torch.Tensor:
+    def run() -> npt.NDArray[Any]:
         tokens, sequences, samples, _ = counts.tolist()
         if tokens > batch.max_tokens or sequences > batch.max_seqs or samples > batch.max_samples:
             raise ValueError(
@@ -58,17 +59,14 @@ def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int
     return run
 
 
-def _view(recorder: Recorder, memory: Region, act: Act) -> torch.Tensor:
-    """All rows that there can be, with their padding."""
-    kind, item = (np.float32, 4) if act.dtype == "float32" else (np.int16, 2)
+def _view(recorder: Recorder, memory: Region, act: Act) -> npt.NDArray[Any]:
+    """All rows that there can be, with their padding; bfloat16 as its bits."""
+    kind, item = (np.float32, 4) if act.dtype == "float32" else (np.uint16, 2)
     rows, buffer = recorder.rows(act.rows), act.buffer
     if buffer.address:
         flat = recorder.external[buffer.address].reshape(-1)[: rows * act.ld]
-        array = flat.view(kind).reshape(rows, act.ld // item)
-    else:
-        array = memory.array(buffer.offset, kind, (rows, act.ld // item))
-    values = torch.from_numpy(array)
-    return values.view(torch.bfloat16) if act.dtype == "bfloat16" else values
+        return flat.view(kind).reshape(rows, act.ld // item)
+    return memory.array(buffer.offset, kind, (rows, act.ld // item))
 
 
 def _pieces(recorder: Recorder, words: dict[int, int], memory: Region) -> list[Piece]:

@@ -14,7 +14,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,8 @@ from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.fields import CODE, ROW_WORDS, MeetOp, Operation, ReceiveOp, ReduceOp, SendOp
 from planaria.kernels.cpu.memory import Region
 from planaria.kernels.cpu.team import Team
-from planaria.mesh.comm import DEADLINE, CollectiveAborted, broadcast_by_messages, flat
+from planaria.mesh.comm import DEADLINE, Array, CollectiveAborted, broadcast_by_messages, flat
 from planaria.mesh.segment import FENCED
-
-if TYPE_CHECKING:
-    import torch
 
 SLOT = 256 << 10  # bytes of one exchange of one lane
 RING = 32  # slots from a rank to another: what `send` takes without the receiver
@@ -151,43 +148,40 @@ class SharedComm:
         """Wait for all ranks."""
         self._run(MeetOp)
 
-    def all_reduce(self, x: torch.Tensor) -> None:
-        count = x.numel()
+    def all_reduce(self, x: Array) -> None:
+        data = flat(x)
+        count = len(data)
         if count == 0:
             return
         if count % 16:
-            import torch
-
-            padded = torch.zeros(-(-count // 16) * 16)
-            padded[:count] = flat(x)
+            padded = np.zeros(-(-count // 16) * 16, np.float32)
+            padded[:count] = data
             self.all_reduce(padded)
-            flat(x).copy_(padded[:count])
+            data[:] = padded[:count]
             return
-        place = flat(x).data_ptr()
+        place = int(data.ctypes.data)
         self._run(ReduceOp, part=place, target=place, ld=4 * count, rows=layout.ROWS_TOKENS, add=0)
 
-    def gather_columns(self, x: torch.Tensor, columns: range, size: int) -> torch.Tensor:
-        import torch
-
-        rows = x.shape[0]
+    def gather_columns(self, x: Array, columns: range, size: int) -> Array:
+        rows = len(x)
         if rows == 0:
-            return torch.empty(0, size)
+            return np.empty((0, size), np.float32)
         memory = self.window(4 * rows * size)
         self.meet()  # rank 0 has read what an earlier gather left there
-        out = torch.from_numpy(memory[: 4 * rows * size].view(np.float32)).view(rows, size)
+        out = memory[: 4 * rows * size].view(np.float32).reshape(rows, size)
         out[:, columns.start : columns.stop] = x
         self.meet()
         return out
 
-    def send(self, x: torch.Tensor, to: int) -> None:
+    def send(self, x: Array, to: int) -> None:
         data = flat(x)
-        self._run(SendOp, peer=to, address=data.data_ptr(), size=data.numel() * data.element_size())
+        self._run(SendOp, peer=to, address=int(data.ctypes.data), size=data.nbytes)
 
-    def receive(self, x: torch.Tensor, source: int) -> None:
+    def receive(self, x: Array, source: int) -> None:
         data = flat(x)
-        self._run(ReceiveOp, peer=source, address=data.data_ptr(), size=data.numel() * data.element_size())
+        self._run(ReceiveOp, peer=source, address=int(data.ctypes.data), size=data.nbytes)
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, x: Array, source: int = 0) -> None:
         broadcast_by_messages(self, x, source)
 
     def abort(self, reason: str) -> None:

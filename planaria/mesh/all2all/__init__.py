@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from planaria.config.all2all import EXCHANGES
-from planaria.mesh.comm import Comm
-
-if TYPE_CHECKING:
-    import torch
+from planaria.mesh.comm import Array, Comm
 
 
 class All2All(Protocol):
@@ -40,12 +37,12 @@ class All2All(Protocol):
         """Each lane has so many tokens from now on, as all ranks know. Returns what `begin` does."""
         ...
 
-    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    def dispatch(self, parts: Sequence[Array], into: Sequence[Array]) -> None:
         """parts: [T, ...] each, contiguous: hidden values, then the slots and weights of the tokens' experts. into: of
         the same kinds, with the rows that `begin` told: tokens that this rank's experts may be asked for."""
         ...
 
-    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def combine(self, y: Array, out: Array) -> None:
         """y float32 [rows, H]: this rank's part of the tokens that `dispatch` brought. out float32 [T, H]: the sum of
         all ranks' parts of this lane's tokens."""
         ...

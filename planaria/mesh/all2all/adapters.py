@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.mesh.all2all.plain import raw, share, tell
+from planaria.mesh.all2all.plain import share, tell
 from planaria.mesh.comm import Comm
 
 if TYPE_CHECKING:
@@ -245,5 +245,5 @@ class FlashInfer(Library):
         every = mine.new_full((self.group.size, self.most, mine.shape[1]), nothing)
         every[self.group.rank, : len(mine)] = mine
         for rank in range(self.group.size):
-            self.group.broadcast(raw(every[rank]), rank)
+            self.group.broadcast(every[rank], rank)
         return every.flatten(0, 1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-import torch
+import numpy as np
 
-from planaria.mesh.comm import Comm
+from planaria.mesh.comm import Array, Comm
 
 
 class Lanes:
@@ -72,34 +72,34 @@ class Naive(ByMessages):
     """All ranks are told the tokens of each lane, by its first tensor rank or a part by each of them; what they made of
     them is added up everywhere."""
 
-    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    def dispatch(self, parts: Sequence[Array], into: Sequence[Array]) -> None:
         at = self.at
         tellers = range(0, self.group.size, 1 if at.dealt else at.width)
         for part, whole in zip(parts, into, strict=True):
-            cut(whole, at.own).copy_(part)
+            cut(whole, at.own)[...] = part
             for rank in tellers:
                 if rows := at.part(rank):
-                    self.group.broadcast(raw(cut(whole, rows)), rank)
+                    self.group.broadcast(cut(whole, rows), rank)
 
-    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
-        if y.numel():
+    def combine(self, y: Array, out: Array) -> None:
+        if len(y):
             self.group.all_reduce(y)
-            out.copy_(cut(y, self.at.own))
+            out[...] = cut(y, self.at.own)
 
 
 class AllGather(ByMessages):
     """Every rank gets the other lanes' tokens, and gives each lane its part of that lane's sum."""
 
-    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    def dispatch(self, parts: Sequence[Array], into: Sequence[Array]) -> None:
         at, rank = self.at, self.group.rank
         for part, whole in zip(parts, into, strict=True):
-            cut(whole, at.own).copy_(part)
+            cut(whole, at.own)[...] = part
 
-            def give(other: int, whole: torch.Tensor = whole) -> None:
+            def give(other: int, whole: Array = whole) -> None:
                 if self._tells(rank, other):
                     self._send(cut(whole, at.part(rank)), other)
 
-            def take(other: int, whole: torch.Tensor = whole) -> None:
+            def take(other: int, whole: Array = whole) -> None:
                 if self._tells(other, rank):
                     self._receive(cut(whole, at.part(other)), other)
 
@@ -110,10 +110,10 @@ class AllGather(ByMessages):
         width = self.at.width
         return rank // width != other // width and (self.at.dealt or rank % width == other % width)
 
-    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def combine(self, y: Array, out: Array) -> None:
         at, group = self.at, self.group
         mine = at.part(group.rank)
-        parts = torch.empty(group.size, len(mine), y.shape[1], device=y.device)
+        parts = room(y, (group.size, len(mine), y.shape[1]))
         parts[group.rank] = cut(y, mine)
         in_turns(
             group, lambda other: self._send(cut(y, at.part(other)), other),
@@ -123,25 +123,26 @@ class AllGather(ByMessages):
         if at.dealt:
             share(group, at.width, lambda rank: cut(out, at.within(rank)))
 
-    def _send(self, rows: torch.Tensor, to: int) -> None:
-        if rows.numel():
-            self.group.send(raw(rows), to)
+    def _send(self, rows: Array, to: int) -> None:
+        if len(rows):
+            self.group.send(rows, to)
 
-    def _receive(self, rows: torch.Tensor, source: int) -> None:
-        if rows.numel():
-            self.group.receive(raw(rows), source)
+    def _receive(self, rows: Array, source: int) -> None:
+        if len(rows):
+            self.group.receive(rows, source)
 
 
 def tell(group: Comm, value: int) -> list[int]:
     """A number of each rank, known to all."""
-    values = torch.zeros(group.size, dtype=torch.int64)
+    values = np.zeros(group.size, np.int64)
     values[group.rank] = value
-    own = values[group.rank : group.rank + 1].clone()
+    own = values[group.rank : group.rank + 1].copy()
     in_turns(
         group, lambda other: group.send(own, other),
         lambda other: group.receive(values[other : other + 1], other),
     )  # fmt: skip
-    return values.tolist()
+    numbers: list[int] = values.tolist()
+    return numbers
 
 
 def in_turns(group: Comm, give: Callable[[int], None], take: Callable[[int], None]) -> None:
@@ -155,35 +156,32 @@ def in_turns(group: Comm, give: Callable[[int], None], take: Callable[[int], Non
             give(other)
 
 
-def share(group: Comm, width: int, rows: Callable[[int], torch.Tensor]) -> None:
+def share(group: Comm, width: int, rows: Callable[[int], Array]) -> None:
     """Each tensor rank of a lane has its rows of something: all of the lane get all."""
     lane = group.rank // width
 
     def give(other: int) -> None:
-        if other // width == lane and rows(group.rank).numel():
-            group.send(raw(rows(group.rank)), other)
+        if other // width == lane and len(rows(group.rank)):
+            group.send(rows(group.rank), other)
 
     def take(other: int) -> None:
-        if other // width == lane and rows(other).numel():
-            group.receive(raw(rows(other)), other)
+        if other // width == lane and len(rows(other)):
+            group.receive(rows(other), other)
 
     in_turns(group, give, take)
 
 
-def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def add_up(parts: Sequence[Array], out: Array) -> None:
     """The sum of the parts in their order."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
+    out[...] = parts[0]
+    for part in parts[1:]:
         out += part
 
 
-def cut(x: torch.Tensor, rows: range) -> torch.Tensor:
+def cut(x: Array, rows: range) -> Array:
     return x[rows.start : rows.stop]
 
 
-def raw(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: groups carry some kinds of numbers only."""
-    return x.view(torch.uint8)
+def room(like: Array, shape: tuple[int, ...]) -> Array:
+    """For numbers of the same kind, where those are."""
+    return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)

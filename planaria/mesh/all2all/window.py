@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from planaria.mesh.all2all.plain import AllGather, ByMessages, add_up, cut
-from planaria.mesh.comm import Comm
+from planaria.mesh.comm import Array, Comm
 
 ALIGN = 4096
 OTHER_BYTES = 1024  # of a token: slots and weights of up to 64 experts
@@ -38,21 +37,21 @@ class Window(ByMessages):
         self._sums = self._tokens + _up(self._most * (row + OTHER_BYTES))
         self._part = _up(self._most * row)
         self._shared = self._sums + group.size * self._part
-        memory: npt.NDArray[np.uint8] = self.group.window(self._shared + _up(self._most * row))
-        self._memory = torch.from_numpy(memory)
-        self._numbers = self._view(0, torch.int64, (2, group.size))
+        self._memory: npt.NDArray[np.uint8] = self.group.window(self._shared + _up(self._most * row))
+        self._numbers = self._view(0, np.dtype(np.int64), (2, group.size))
         self._step = 0
 
-    def _view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    def _view(self, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        return self._memory[start : start + size].view(dtype).view(shape)
+        return self._memory[start : start + size].view(dtype).reshape(shape)
 
     def tell(self, number: int) -> list[int]:
         self._step += 1
         numbers = self._numbers[self._step % 2]  # a rank may read the last step's while another is in the next
         numbers[self.group.rank] = number
         self.group.meet()
-        return numbers[:: self.at.width].tolist()
+        of_lanes: list[int] = numbers[:: self.at.width].tolist()
+        return of_lanes
 
     def count(self, counts: Sequence[int]) -> int:
         total = super().count(counts)
@@ -60,34 +59,34 @@ class Window(ByMessages):
             raise ValueError(f"{total} tokens in a step of {self.lanes} lanes: there is room for {self._most}")
         return total
 
-    def dispatch(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    def dispatch(self, parts: Sequence[Array], into: Sequence[Array]) -> None:
         at, rank, start = self.at, self.group.rank, self._tokens
         mine = at.part(rank) if at.dealt or rank % at.width == 0 else range(0)
         places = []
         for part in parts:
             place = self._view(start, part.dtype, (at.starts[-1], *part.shape[1:]))
             places.append(place)
-            start += -(-place.numel() * place.element_size() // 64) * 64
+            start += -(-place.nbytes // 64) * 64
             if mine:
-                cut(place, mine).copy_(cut(part, at.within(rank)))
+                cut(place, mine)[...] = cut(part, at.within(rank))
         if start > self._sums:
             raise ValueError("more bytes of each token than there is room for")
         self.group.meet()
         for place, whole in zip(places, into, strict=True):
-            whole.copy_(place)
+            whole[...] = place
 
-    def combine(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def combine(self, y: Array, out: Array) -> None:
         at, rank, shape = self.at, self.group.rank, tuple(y.shape)
-        sums = [self._view(self._sums + r * self._part, torch.float32, shape) for r in range(self.group.size)]
-        sums[rank].copy_(y)
+        sums = [self._view(self._sums + r * self._part, np.dtype(np.float32), shape) for r in range(self.group.size)]
+        sums[rank][...] = y
         self.group.meet()
         if not at.dealt:
             add_up([cut(part, at.own) for part in sums], out)
             return
-        mine, whole = at.part(rank), self._view(self._shared, torch.float32, shape)
+        mine, whole = at.part(rank), self._view(self._shared, np.dtype(np.float32), shape)
         add_up([cut(part, mine) for part in sums], cut(whole, mine))
         self.group.meet()
-        out.copy_(cut(whole, at.own))
+        out[...] = cut(whole, at.own)
 
 
 def _up(size: int) -> int:
