@@ -28,7 +28,7 @@ from planaria.config.resolve import resolve
 from planaria.config.vllm_words import ours
 from planaria.errors import ConfigError, EngineDead, RequestError
 from planaria.prompts import Prompt, content_of, refuse, salt_of
-from planaria.server.inputs import child_seed, submissions
+from planaria.server.inputs import child_seed, grammar_check, submissions
 from planaria.server.metrics import of_engines
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import Tokenizer, load_tokenizer
@@ -172,6 +172,8 @@ class _Front:
             self.tokenizer = load_tokenizer(msgspec.convert(self.config.checkpoint, Checkpoint))
         self.facts: EngineFacts
         self.stats = EngineStats()
+        self._grammars = grammar_check(self.tokenizer, lambda: self.facts)
+        weakref.finalize(self, self._grammars.close)
         self._numbers, self._on_progress, self._to = itertools.count(), on_progress, deliver
         self._loop = build_loop(self.config, self._hear)
 
@@ -229,7 +231,7 @@ class _Front:
     def _stream(
         self, prompt: list[int], params: SamplingParams, priority: int = 0, salt: str = ""
     ) -> tuple[str, Choices, list[Submit]]:
-        params = msgspec.structs.replace(params)  # the caller may go on to change its own
+        params = self._grammars.spelled(msgspec.structs.replace(params))  # the caller may go on to change its own
         number = next(self._numbers)
         request_id = f"r{number}"
         seed = self.options.seed

@@ -51,6 +51,46 @@ class Within:
         )  # fmt: skip
 
 
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an output must be: exactly one of `FORMS`. Names are vLLM's.
+
+    json, structural_tag: as JSON, or what is read from it. whitespace_pattern: a regular expression of what may stand
+    between the parts of JSON, in place of `planaria.structured.spec.WHITESPACE`. disable_fallback: no effect, nothing
+    falls back.
+    """
+
+    json: str | dict[str, Any] | bool | None = None  # a JSON Schema
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None  # Lark, or EBNF in the form of GBNF
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    disable_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            self.choice = tuple(self.choice)
+
+    @property
+    def form(self) -> str:
+        """The one that is given. Raises RequestError."""
+        given = [name for name in FORMS if getattr(self, name) not in (None, ())]
+        given = [name for name in given if name != "json_object" or self.json_object]
+        if len(given) != 1:
+            found = ", ".join(given) or "none of them"
+            raise RequestError(
+                f"structured_outputs must have exactly one of {', '.join(FORMS)}; it has {found}",
+                param="structured_outputs", code="invalid_value",
+            )  # fmt: skip
+        return given[0]
+
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How to choose the next tokens of one request. Field meanings are those of the OpenAI API where it has them.
 
@@ -80,15 +120,25 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
     allowed_token_ids: tuple[int, ...] | None = None  # no other is drawn
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None  # its older name
+    grammar: str = ""  # filled in by the front end from structured_outputs
     # vLLM's, that ask for what isn't here: None
     best_of: Any = None
     extra_args: Any = None
-    guided_decoding: Any = None
     logits_processors: Any = None
-    structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
 
     def __post_init__(self) -> None:
+        if self.structured_outputs is None and self.guided_decoding is not None:
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if isinstance(self.structured_outputs, dict):
+            try:
+                self.structured_outputs = msgspec.convert(self.structured_outputs, StructuredOutputsParams)
+            except msgspec.ValidationError as e:
+                raise RequestError(
+                    f"structured_outputs: {e}", param="structured_outputs", code="invalid_value"
+                ) from None
         for name, default in _defaults():
             if getattr(self, name) is None:
                 setattr(self, name, default)
@@ -131,6 +181,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             known = all(t >= 0 and (vocab_size is None or t < vocab_size) for t in getattr(self, name) or ())
             need(known, name, f"token ids {of_vocabulary}")
         need(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
+        if self.structured_outputs is not None:
+            _ = self.structured_outputs.form
         for name in _ABSENT:
             if getattr(self, name):
                 refuse(name, f"{name} is not supported yet; leave it out")
@@ -141,8 +193,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 _TUPLES = ("stop", "bad_words", "stop_token_ids", "allowed_token_ids")
-_ABSENT = ("best_of", "extra_args", "guided_decoding", "logits_processors", "structured_outputs",
-           "truncate_prompt_tokens")  # fmt: skip
+_ABSENT = ("best_of", "extra_args", "logits_processors", "truncate_prompt_tokens")
 
 
 @functools.cache

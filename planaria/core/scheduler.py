@@ -287,7 +287,7 @@ class Lane:
             delta.num_cached, delta.queued = entry.num_cached, entry.queued
             delta.prompt_logprobs = entry.prompt_logprobs
         output.append(token)
-        if token in entry.stops and len(output) > request.params.min_tokens:
+        if token in entry.stops and (len(output) > request.params.min_tokens or request.params.grammar):
             delta.stop_reason = token
             return self._finish(entry, delta, FinishReason.STOP)
         if len(output) >= request.max_tokens:

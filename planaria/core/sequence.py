@@ -38,9 +38,9 @@ class SequenceState:
         self.queued = 0.0  # seconds before it first had a row
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         params = request.params
-        self.stops = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(request.eos_ids)
-        )
+        # One with a grammar has its end tokens only where they end it: see `structured.constraint`.
+        ends = request.eos_ids if params.grammar or not params.ignore_eos else ()
+        self.stops = frozenset(params.stop_token_ids) | frozenset(ends)
 
 
 class MicroStep:

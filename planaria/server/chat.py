@@ -24,7 +24,7 @@ from planaria.server.common import (
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import check_logprobs, submissions
 from planaria.server.messages import check_messages
-from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, TokenizeRequest, clip
+from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, TokenizeRequest
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
@@ -41,18 +41,13 @@ async def create_chat_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read(request, ChatCompletionRequest)
     facts = service.admit(body.model)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise RequestError(
-            f"response_format {clip(body.response_format.type)!r} is not supported; only 'text' is",
-            param="response_format", code="unsupported_parameter",
-        )  # fmt: skip
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
     tokenizer = service.need_tokenizer("messages")
-    params = await spelled(service, params, request)
+    params = await spelled(service, params, request, body)
     ids = await chat_prompt(
         service,
         request,

@@ -14,18 +14,20 @@ from planaria.errors import RequestError
 from planaria.server.detokenise import stop_strings
 from planaria.server.failure import error_body
 from planaria.server.inputs import spell_bad_words
-from planaria.server.schema import GenerationRequest, clip, parse
+from planaria.server.schema import GenerationRequest, ResponseFormat, clip, parse
 from planaria.server.service import Service
 from planaria.server.stream import Choices
 from planaria.server.tokenise import Tokenizer
-from planaria.types import SamplingParams, TokenLogprobs
+from planaria.types import SamplingParams, StructuredOutputsParams, TokenLogprobs
 
 LONG_WORDS = 200  # characters of stop strings and bad words from which they are worked on in a thread
 LONG_BODY = 1 << 16  # bytes from which a body is read in a thread
 LOWEST = -9999.0  # said for log-probabilities JSON has no number for
 
 _LISTS = ("bad_words", "stop_token_ids", "allowed_token_ids")
-_OWN = {"truncate_prompt_tokens", "max_tokens", "logprobs", "stop", "logit_bias", *_LISTS}  # in a form of the API's own
+# in a form of the API's own
+_OWN = {"truncate_prompt_tokens", "max_tokens", "logprobs", "stop", "logit_bias", "structured_outputs", *_LISTS}
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of response_format
 _SAME = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields.keys() - _OWN)
 
 M = TypeVar("M", bound=BaseModel)
@@ -79,11 +81,66 @@ def sampling_params(
     return msgspec.structs.replace(defaults, **values)
 
 
-async def spelled(service: Service, params: SamplingParams, request: Request) -> SamplingParams:
+def output_form(request: GenerationRequest) -> tuple[StructuredOutputsParams | None, str]:
+    """What a request wants its answers to be, and the field that says so. Raises RequestError."""
+    found: dict[str, StructuredOutputsParams] = {}
+    pattern = request.guided_whitespace_pattern
+    for name in ("json", "regex", "choice", "grammar"):
+        given: Any = getattr(request, f"guided_{name}")
+        if given is not None:
+            found[f"guided_{name}"] = StructuredOutputsParams(**{name: given}, whitespace_pattern=pattern)
+    if pattern is not None and "guided_json" not in found:
+        raise RequestError(
+            "guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern", code="invalid_value"
+        )
+    if (own := request.structured_outputs) is not None:
+        values = {field.alias or name: getattr(own, name) for name, field in type(own).model_fields.items()}
+        given = {name: value for name, value in values.items() if value is not None}
+        found["structured_outputs"] = StructuredOutputsParams(**given)
+    asked = _response_format(getattr(request, "response_format", None))
+    if asked is not None:
+        found["response_format"] = asked
+    if len(found) > 1:
+        names = " and ".join(found)
+        raise RequestError(f"{names} exclude each other", param=list(found)[-1], code="invalid_value")
+    return next(((form, place) for place, form in found.items()), (None, ""))
+
+
+def _response_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if given.type == "structural_tag":
+        tag = {"structures": given.structures, "triggers": given.triggers}
+        return StructuredOutputsParams(structural_tag=tag)
+    if given.type != "json_schema":
+        known = ", ".join(_FORMATS)
+        raise RequestError(
+            f"response_format.type {clip(given.type)!r} is none of {known}", param="response_format",
+            code="invalid_value",
+        )  # fmt: skip
+    schema = given.json_schema.json_schema if given.json_schema is not None else None
+    if schema is None:
+        raise RequestError(
+            "response_format.json_schema.schema is required", param="response_format",
+            code="missing_required_parameter",
+        )  # fmt: skip
+    return StructuredOutputsParams(json=schema)
+
+
+async def spelled(
+    service: Service, params: SamplingParams, request: Request, body: GenerationRequest
+) -> SamplingParams:
     """`params` ready for every prompt and choice of the request: what is dear about them is done once, and beside the
     event loop if it is long. Raises RequestError."""
+    form, place = output_form(body)
+    if form is not None:
+        params = msgspec.structs.replace(params, structured_outputs=form)
     facts = service.client.facts
     params.verify(facts.vocab_size if facts is not None else None)
+    if form is not None:
+        params = await service.constrained(params, place, request.receive)
 
     def work() -> SamplingParams:
         if params.stop:

@@ -54,7 +54,7 @@ async def create_completion(request: Request) -> Response:
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    params = await spelled(service, params, request)
+    params = await spelled(service, params, request, body)
     prompts = await _prompts(service, request, body, facts.max_model_len)
     if body.truncate_prompt_tokens is not None:
         kept = [truncated(own, body, max_tokens, facts.max_model_len) for own, _ in prompts]

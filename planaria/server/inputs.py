@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from planaria.errors import RequestError
+from planaria.structured.check import GrammarCheck, Vocabulary
 from planaria.types import SEED_LIMIT, SamplingParams
 from planaria.wire import EngineFacts, Submit
+
+if TYPE_CHECKING:
+    from planaria.server.tokenise import Tokenizer
 
 MAX_BAD_WORD_TOKENS = 64  # of each
 MAX_REPEATED = 1 << 20  # tokens of prompts in one answer
@@ -63,6 +67,26 @@ def spell_bad_words(params: SamplingParams, tokenizer: Encoder | None) -> Sampli
             if ids:
                 found[ids] = None
     return msgspec.structs.replace(params, bad_words=(), bad_words_ids=tuple(found))
+
+
+def grammar_check(tokenizer: Tokenizer | None, facts: Callable[[], EngineFacts | None]) -> GrammarCheck:
+    """Of a model's grammars; facts: known when the first one comes."""
+
+    def vocabulary() -> Vocabulary:
+        known = facts()
+        if tokenizer is None or known is None:
+            raise RequestError(
+                "structured outputs need a tokenizer, and this engine runs without one", param="structured_outputs",
+                code="unsupported_parameter",
+            )  # fmt: skip
+        if not tokenizer.eos_ids:
+            raise RequestError(
+                "structured outputs need a token that ends an output, and this model has none",
+                param="structured_outputs", code="unsupported_parameter",
+            )  # fmt: skip
+        return Vocabulary(tokenizer.backend.to_str(), known.vocab_size, tokenizer.eos_ids[0])
+
+    return GrammarCheck(vocabulary)
 
 
 def check_logprobs(prompts: Iterable[int], params: SamplingParams) -> None:
@@ -175,7 +199,7 @@ def submissions(
             params=other if index else first,
             seed=child_seed(base, index),
             max_tokens=max_tokens,
-            eos_ids=() if params.ignore_eos else eos_ids,
+            eos_ids=() if params.ignore_eos and not params.grammar else eos_ids,
             priority=priority,
             cache_salt=cache_salt,
         )

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from planaria.errors import RequestError
 from planaria.server.body import PIECE, all_are, decode
 from planaria.server.messages import MAX_MESSAGES, ROLES
+from planaria.structured.spec import MAX_CHOICES
 from planaria.types import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP, SamplingParams, bounds_of
 
 INT63 = 2**63
@@ -69,9 +70,35 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = Field(None, description="Accepted: events are not padded.")
 
 
+class JsonSchema(Strict):
+    """`strict` has no effect: an answer always follows its schema."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: JsonObject | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(Strict):
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
-    type: str = Field(description="Only `text` is supported.", json_schema_extra={"enum": ["text"]})
+    type: str = Field(json_schema_extra={"enum": ["text", "json_object", "json_schema", "structural_tag"]})
+    json_schema: JsonSchema | None = None
+    structures: list[JsonObject] | None = Field(None, description="Of a structural_tag: `begin`, `schema`, `end`.")
+    triggers: list[str] | None = Field(None, description="Of a structural_tag: what its structures begin with.")
+
+
+class StructuredOutputs(Strict):
+    """Exactly one of the first six."""
+
+    schema_: str | JsonObject | bool | None = Field(None, alias="json", description="A JSON Schema.")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="Lark, or EBNF as GBNF has it.")
+    json_object: bool | None = None
+    structural_tag: str | JsonObject | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = Field(None, description="Refused: say so in the schema.")
+    whitespace_pattern: str | None = None
+    disable_fallback: bool | None = None
 
 
 def sampled(name: str, **more: Any) -> Any:
@@ -129,6 +156,12 @@ class GenerationRequest(Strict):
         None, ge=-1, lt=2**31,
         description="Only so many last tokens of a prompt; -1: as many as leave room for max_tokens, or for one.",
     )  # fmt: skip
+    structured_outputs: StructuredOutputs | None = Field(None, description="What an answer must be.")
+    guided_json: str | JsonObject | bool | None = Field(None, description="As `json` of structured_outputs.")
+    guided_regex: str | None = Field(None, description="As `regex` of structured_outputs.")
+    guided_choice: list[str] | None = Field(None, description="As `choice` of structured_outputs.")
+    guided_grammar: str | None = Field(None, description="As `grammar` of structured_outputs.")
+    guided_whitespace_pattern: str | None = Field(None, description="As `whitespace_pattern` of structured_outputs.")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Part of the answer's id.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -427,7 +460,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],),  # before those that choose among them: the first cause is named
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "modalities": (["text"],),
     "response_format": ({"type": "text"},), "include_reasoning": (True,), "suffix": ("",), "best_of": (1,),
-    "length_penalty": (1, 1.0), "logits_processors": ([],), "documents": ([],),
+    "guided_decoding_backend": ("auto", "guidance"), "length_penalty": (1, 1.0), "logits_processors": ([],),
+    "documents": ([],),
     **dict.fromkeys((
         "parallel_tool_calls", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_options", "prompt_cache_retention", "prediction", "spaces_between_special_tokens",
@@ -438,8 +472,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), ({},)),
     **dict.fromkeys((
         "audio", "moderation", "web_search_options", "reasoning_effort", "verbosity", "thinking_token_budget",
-        "chat_template", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-        "guided_whitespace_pattern", "structural_tag", "structured_outputs", "prompt_embeds",
+        "chat_template", "structural_tag", "prompt_embeds",
     ), ()),
 }  # fmt: skip
 
@@ -505,7 +538,7 @@ def _check_sizes(value: JsonObject) -> None:
     many = type(prompt) is list and prompt and type(prompt[0]) is not int
     for name, limit in (("prompt", MAX_PROMPTS if many else None), ("logit_bias", MAX_LIST),
                         ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_BAD_WORDS),
-        ("allowed_token_ids", MAX_ALLOWED)):  # fmt: skip
+        ("allowed_token_ids", MAX_ALLOWED), ("guided_choice", MAX_CHOICES)):  # fmt: skip
         given = value.get(name)
         if limit is not None and isinstance(given, (list, dict)) and len(given) > limit:
             raise RequestError(f"{name} has {len(given)} entries; at most {limit}", param=name, code="invalid_value")

@@ -22,9 +22,10 @@ from planaria.server.config import ServerConfig
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.faults import FaultLog
 from planaria.server.history import History
-from planaria.server.inputs import child_seed
+from planaria.server.inputs import child_seed, grammar_check
 from planaria.server.metrics import Metrics
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
+from planaria.types import SamplingParams
 from planaria.wire import Dead, EngineFacts, Recovery
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ logger = logging.getLogger("planaria.server")
 
 TEXT_AT_ONCE = 1 << 16  # characters of several texts that are tokenised together
 MAX_TEXT = 1 << 20  # characters of a text that isn't bound by the model's length
+MAX_CHECKING = 256  # grammars that wait to be compiled; beyond that 503
 NORMALIZER_SLACK = 4  # how much shorter a normaliser may make a text
 
 T = TypeVar("T")
@@ -71,6 +73,9 @@ class Service:
         self._longest_token: int | None = None  # characters
         self._fingerprint: str | None = None
         self._texts = ThreadPoolExecutor(1, "planaria-text")
+        self.grammars = grammar_check(tokenizer, lambda: client.facts)
+        self._checks = ThreadPoolExecutor(1, "planaria-grammar")
+        self._checking = 0  # grammars that wait for it
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -186,13 +191,29 @@ class Service:
                 param=param, code="context_length_exceeded",
             )  # fmt: skip
 
-    async def in_thread(self, work: Callable[[], T], gone: Receive | None = None) -> T:
+    async def constrained(self, params: SamplingParams, place: str, gone: Receive) -> SamplingParams:
+        """`params` with the grammar of their structured outputs, which are in the request's field `place`. Raises
+        RequestError."""
+        if self._checking >= MAX_CHECKING:
+            raise RequestError(
+                f"{self._checking} grammars are waiting to be compiled", param=place, code="overloaded", status=503
+            )
+        self._checking += 1
+        try:
+            return await self.in_thread(lambda: self.grammars.spelled(params, place), gone, self._checks)
+        finally:
+            self._checking -= 1
+
+    async def in_thread(
+        self, work: Callable[[], T], gone: Receive | None = None, thread: ThreadPoolExecutor | None = None
+    ) -> T:
         """Run a long piece of text work beside the event loop.
 
-        One thread for all of it: it must not take the cores the engine computes with. `gone`: the request's `receive`,
-        once its body was read; work whose client leaves before it began isn't done, and RequestError is raised.
+        One thread for all of it: it must not take the cores the engine computes with; `thread`: another. `gone`: the
+        request's `receive`, once its body was read; work whose client leaves before it began isn't done, and
+        RequestError is raised.
         """
-        doing = asyncio.get_running_loop().run_in_executor(self._texts, work)
+        doing = asyncio.get_running_loop().run_in_executor(thread or self._texts, work)
         if gone is None:
             return await doing
         leaving = asyncio.ensure_future(client_left(gone))
@@ -257,7 +278,9 @@ class Service:
         """Let go of the threads."""
         if self.traces is not None:
             self.traces.close()
-        self._texts.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._texts, self._checks):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     def abort_all(self, message: str, status: int = 503, code: str = "aborted") -> int:
         """Answer everything open with an error; returns how many requests that were."""

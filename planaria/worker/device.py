@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 from planaria.config.options import EngineConfig
 from planaria.env import cache_dir, visible_cuda_devices
+from planaria.errors import ModelError
 from planaria.node import available_memory
 
 if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
     from planaria.kernels.ops import Array, Batch, Ops
     from planaria.mesh.comm import Comm
     from planaria.mesh.mesh import Mesh
+    from planaria.structured.constraint import Constraints
     from planaria.worker.sampler import Sampler
     from planaria.worker.stage import Stage
 
@@ -41,13 +45,30 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
 def make_sampler(config: EngineConfig, threads: int) -> Sampler:
     """What draws tokens of the configured device's logits."""
     rows, vocab_size = config.scheduler.max_num_seqs, config.model.vocab_size
+    constraints = make_constraints(config)
     if config.device.device == "cpu":
         from planaria.worker.sampler import Sampler
 
-        return Sampler(rows, vocab_size, cache_dir() / "numba", threads=threads)
+        return Sampler(rows, vocab_size, cache_dir() / "numba", threads=threads, constraints=constraints)
     from planaria.worker.torch_sampler import TorchSampler
 
-    return TorchSampler(rows, vocab_size)
+    return TorchSampler(rows, vocab_size, constraints)
+
+
+def make_constraints(config: EngineConfig) -> Constraints:
+    """What follows grammars. Nothing is loaded before the first one comes."""
+    from planaria.structured.constraint import Constraints
+
+    size, folder = config.model.vocab_size, config.checkpoint["tokenizer_dir"]
+
+    def vocabulary(eos_id: int) -> LLTokenizer:
+        from planaria.structured.vocabulary import vocabulary_of
+
+        if folder is None:
+            raise ModelError("the model has no tokenizer, which structured outputs need")
+        return vocabulary_of(folder, size, eos_id)
+
+    return Constraints(size, vocabulary)
 
 
 def make_stage(config: EngineConfig, batch: Batch, forward: Callable[[], Array], mesh: Mesh) -> Stage:

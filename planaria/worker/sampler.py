@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from planaria.kernels.sampling_library import BANNED, BROKEN, SamplingKernels, Scratch, load
 from planaria.protocol import Fresh
+from planaria.structured.constraint import Constraint, Constraints
 from planaria.types import TokenLogprobs
 from planaria.worker import sampling
 from planaria.worker.rng import draw_bits
@@ -89,8 +90,8 @@ class _Row:
     """One request's state. `edits`: its logits may be changed before the choice."""
 
     __slots__ = (
-        "bans", "bias", "bias_ids", "edits", "history", "last_ban", "params", "penalties", "seed", "seen", "stops",
-        "words",
+        "bans", "bias", "bias_ids", "constraint", "edits", "history", "last_ban", "params", "penalties", "seed", "seen",
+        "stops", "words",
     )  # fmt: skip
 
     def __init__(self, fresh: Fresh, vocab_size: int) -> None:
@@ -112,6 +113,7 @@ class _Row:
         self.penalties = tuple(
             np.array([params.repetition_penalty, params.frequency_penalty, params.presence_penalty], np.float32)
         )
+        self.constraint: Constraint | None = None
         self.seen: Seen | None = None
         if self.penalties != (1.0, 0.0, 0.0):
             if self.history and not (min(self.history) >= 0 and max(self.history) < vocab_size):
@@ -138,7 +140,7 @@ class Sampler:
     """Draws tokens for `max_rows` rows over `vocab_size` tokens.
 
     `cache_dir`: where compiled kernels are kept (default ~/.cache/planaria); `threads`: to use; `plain`: the
-    definition, and no kernels.
+    definition, and no kernels; `constraints`: what follows grammars.
     """
 
     def __init__(
@@ -149,7 +151,9 @@ class Sampler:
         *,
         threads: int = 1,
         plain: bool = False,
+        constraints: Constraints | None = None,
     ) -> None:
+        self.constraints = constraints
         self.max_rows, self.vocab_size, self.threads, self.plain = max_rows, vocab_size, threads, plain
         self._rows: dict[int, _Row] = {}
         self._cache_dir = cache_dir
@@ -187,6 +191,8 @@ class Sampler:
         """End the threads, if any, except one that still loads kernels: it ends by itself, and with the process."""
         if self._kernels is not None:
             self._kernels.close()
+        if self.constraints is not None:
+            self.constraints.close()
 
     def enter(self, row: int, fresh: Fresh) -> None:
         """A request (re)enters `row`, whoever was there before. ValueError when it can't."""
@@ -194,6 +200,11 @@ class Sampler:
             raise ValueError(f"row {row} of {self.max_rows}")
         params = fresh.params
         self._rows[row] = state = _Row(fresh, self.vocab_size)
+        if params.grammar:
+            if self.constraints is None:
+                raise ValueError("this sampler follows no grammars")
+            output = fresh.tokens[fresh.num_prompt :]
+            state.constraint = self.constraints.enter(params.grammar, fresh.eos_ids, output, goes_on=params.ignore_eos)
         self._scales[row] = 0.0 if params.greedy else sampling.LOG2E / params.temperature
         (self._drawing.discard if params.greedy else self._drawing.add)(row)
         self._top_k[row] = max(params.top_k, 0)
@@ -229,11 +240,15 @@ class Sampler:
         states = [self._rows[row] for row in rows]
         wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
         edited = [i for i, state in enumerate(states) if state.edits]
-        raw = logits if wanted and not edited and len(wanted) == len(rows) else None
+        bound = [(i, state.constraint) for i, state in enumerate(states) if state.constraint is not None]
+        raw = logits if wanted and not edited and not bound and len(wanted) == len(rows) else None
         if wanted and raw is None:
             raw = self._copy(logits, wanted)
         self._edit(logits, {i: states[i].changes() for i in edited})
+        refused = self._bind(logits, bound) if bound else {}
         tokens, failed = self._choose(logits, rows, states)
+        if bound:
+            self._take(bound, tokens, failed, refused)
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
             counts = [states[i].params.logprobs or 0 for i in wanted]
@@ -261,6 +276,16 @@ class Sampler:
             raise ValueError(f"token ids outside the vocabulary of {self.vocab_size}")
         return self._logprobs(logits, targets, min(k, self.vocab_size))
 
+    def _take(
+        self, bound: list[tuple[int, Constraint]], tokens: list[int], failed: dict[int, str], refused: dict[int, str]
+    ) -> None:
+        """Move the constraints of lines on by what was drawn. refused: by their constraints, which failed, too."""
+        assert self.constraints is not None
+        failed.update(refused)
+        for i in refused:
+            tokens[i] = 0
+        self.constraints.take([(constraint, tokens[i]) for i, constraint in bound if i not in failed])
+
     # What is done with logits, once they are checked. `TorchSampler` has other ways.
 
     def _edit(self, logits: Any, changes: dict[int, tuple[Any, ...]]) -> None:
@@ -271,6 +296,10 @@ class Sampler:
                 kernels.edit(logits, i, *change)
             else:
                 sampling.edit(logits[i], *change)
+
+    def _bind(self, logits: Any, bound: list[tuple[int, Constraint]]) -> dict[int, str]:
+        """Ban what grammars don't allow, in place. Returns errors by line."""
+        return {i: message for i, constraint in bound if (message := constraint.ban(logits[i]))}
 
     def _choose(self, logits: Any, rows: list[int], states: list[_Row]) -> tuple[list[int], dict[int, str]]:
         """Tokens and errors, both by line."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from planaria.structured.constraint import Constraint, Constraints
 from planaria.types import TokenLogprobs
 from planaria.worker import torch_sampling
 from planaria.worker.sampler import Sampler, random_bits
@@ -15,14 +16,18 @@ from planaria.worker.sampler import Sampler, random_bits
 class TorchSampler(Sampler):
     """Draws tokens for `max_rows` rows over `vocab_size` tokens. Logits are tensors; there are no kernels."""
 
-    def __init__(self, max_rows: int, vocab_size: int) -> None:
-        super().__init__(max_rows, vocab_size, plain=True)
+    def __init__(self, max_rows: int, vocab_size: int, constraints: Constraints | None = None) -> None:
+        super().__init__(max_rows, vocab_size, plain=True, constraints=constraints)
         self._copies = torch.empty(0, vocab_size)
 
     @torch.inference_mode()
     def _edit(self, logits: Any, changes: dict[int, tuple[Any, ...]]) -> None:
         for i, change in changes.items():
             torch_sampling.edit(logits[i], *change)
+
+    @torch.inference_mode()
+    def _bind(self, logits: Any, bound: list[tuple[int, Constraint]]) -> dict[int, str]:
+        return super()._bind(logits, bound)
 
     @torch.inference_mode()
     def _choose(self, logits: Any, rows: list[int], states: list[Any]) -> tuple[list[int], dict[int, str]]:

@@ -10,6 +10,9 @@ import pytest
 C, H = "/v1/completions", "/v1/chat/completions"
 BARE = {"prompt": [5, 6], "max_tokens": 3, "min_tokens": 3, "return_token_ids": True}
 USER = [{"role": "user", "content": "Hi"}]
+NESTED: dict = {}
+for _ in range(80):
+    NESTED = {"items": NESTED}
 
 
 def c(**fields):
@@ -105,7 +108,23 @@ TABLE = {
     "typo": (c(max_token=5), 400, "max_token", "did you mean max_tokens?"),
     "unknown": (c(frobnicate=True), 400, "frobnicate", "unknown"),
     "long unknown": (c(**{"x" * 5000: True}), 400, None, "unknown"),
-    "guided": (c(guided_json={}), 400, "guided_json", "not supported"),
+    "guided": (c(guided_json=5), 400, "guided_json", None),
+    "guided twice": (c(guided_json={}, guided_regex="a"), 400, "guided_regex", "exclude each other"),
+    "two forms": (c(structured_outputs={"json": {}, "regex": "a"}), 400, "structured_outputs", "exactly one"),
+    "no form": (c(structured_outputs={}), 400, "structured_outputs", "none of them"),
+    "an unknown form": (c(structured_outputs={"xml": "a"}), 400, "structured_outputs.xml", "unknown"),
+    "an empty choice": (c(guided_choice=["a", ""]), 400, "guided_choice", "none empty"),
+    "a schema that is no JSON": (c(structured_outputs={"json": "{"}), 400, "structured_outputs", "not valid JSON"),
+    "a deep schema": (c(guided_json=NESTED), 400, "guided_json", "guided_json.items.items"),
+    "a large grammar": (c(guided_grammar="x" * 140_000), 400, "guided_grammar", "140000 characters"),
+    "parentheses": (c(guided_regex="(" * 100 + ")" * 100), 400, "guided_regex", "100 levels"),
+    "whitespace of a regex": (
+        c(structured_outputs={"regex": "a", "disable_any_whitespace": True}), 400, "structured_outputs", "for JSON",
+    ),
+    "a tag that begins with no trigger": (
+        c(structured_outputs={"structural_tag": {"structures": [{"begin": "<a", "end": ">"}], "triggers": ["<b"]}}),
+        400, "structured_outputs", "structural_tag.structures.0.begin",
+    ),
     "beam search": (c(use_beam_search=True), 400, "use_beam_search", "not supported"),
     "priority": (c(priority=2**40), 400, "priority", None),
     "empty salt": (c(cache_salt=""), 400, "cache_salt", None),
@@ -127,11 +146,8 @@ TABLE = {
     "chat too long": (h(messages=[{"role": "user", "content": "word " * 3000}]), 400, "messages", "tokens"),
     "tools": (h(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", "not supported"),
     "tool_choice": (h(tool_choice="required"), 400, "tool_choice", "not supported"),
-    "json_schema": (
-        h(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
-        400, "response_format", "json_schema",
-    ),
-    "json_object": (h(response_format={"type": "json_object"}), 400, "response_format", "json_object"),
+    "json_schema": (h(response_format={"type": "json_schema"}), 400, "response_format", "schema is required"),
+    "a type of format": (h(response_format={"type": "xml"}), 400, "response_format", "'xml' is none of"),
     "top_logprobs alone": (h(top_logprobs=2), 400, "top_logprobs", "logprobs"),
     "logprobs a number": (h(logprobs=2), 400, "logprobs", None),
     "tools last": (

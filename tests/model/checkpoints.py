@@ -48,6 +48,34 @@ def write_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any)
     return folder
 
 
+END = "<|end|>"
+MERGES = ['{ "', '" :', '" ,', '" }', "t r", "tr u", "tru e", "n u", "nu l", "nul l", "a b", "ab c", "0 0", "Ġ Ġ"]
+
+
+def write_tokenizer(folder: Path) -> int:
+    """tokenizer.json of bytes and a few pairs of them, 256 + MERGES + an end token.
+    Returns how many."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate([*alphabet, *("".join(pair) for pair in pairs)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    return int(tokenizer.get_vocab_size())
+
+
+def write_talker(folder: Path) -> Path:
+    """A random model with that tokenizer, and two tokens more than it has."""
+    folder.mkdir(exist_ok=True)
+    size = write_tokenizer(folder)
+    return write_checkpoint(folder, "llama", vocab_size=size + 2, eos_token_id=size - 1, bos_token_id=None)
+
+
 def load_reference(folder: Path) -> Any:
     """Transformers' own model of the checkpoint, float32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -46,9 +46,10 @@ TRIES: tuple[Any, ...] = (
     [5],
     {"5": 1},
     {"type": "text"},
+    {"regex": "x"},
     [{"role": "user", "content": "x"}],
 )
-NOTES = {"response_format": "Others than `text` are refused."}
+NOTES = {"response_format": "`text`, `json_object`, `json_schema`, or vLLM's `structural_tag`."}
 
 
 def about(model: Any, name: str) -> str:

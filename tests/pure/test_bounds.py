@@ -10,6 +10,7 @@ from typing import Any
 from planaria import types
 from planaria.server import body, idempotency, inputs, messages, schema
 from planaria.server.config import ServerConfig
+from planaria.structured import spec, vocabulary
 
 PAGE = Path(__file__).parents[2] / "docs" / "bounds.md"
 ROWS = re.findall(r"^\| .* \| (\S+) \| `([\w.]+)` \|$", PAGE.read_text(), re.M)
@@ -29,7 +30,7 @@ def test_the_page_has_the_codes_numbers() -> None:
 
 def test_no_bound_is_missing() -> None:
     there = {path for _, path in ROWS}
-    for module in (types, body, idempotency, inputs, messages, schema):
+    for module in (types, body, idempotency, inputs, messages, schema, spec, vocabulary):
         assert module.__file__ is not None
         own = re.findall(r"^(MAX_\w+) = ", Path(module.__file__).read_text(), re.M)
         assert own and not {f"{module.__name__}.{name}" for name in own} - there

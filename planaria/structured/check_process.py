@@ -1,0 +1,159 @@
+"""The process in which grammars are compiled first: whatever they make of the library, it ends alone.
+
+A line of JSON on standard input for each, a line on standard output in answer. It ends with its standard input, with a
+grammar that takes too much of a processor or of memory, and with one that the library fails on.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from planaria.structured.check import CPU, MEMORY, Asked, Verdict, Vocabulary
+from planaria.structured.spec import OutputForm
+
+STACK = 16 << 20  # bytes: a quarter of what those have who follow a grammar
+LOOKING = 0.2  # seconds for the place of a mistake
+NESTED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects of schemas
+LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
+
+
+class Compiler:
+    """Of grammars over one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from planaria.structured.vocabulary import make_vocabulary
+
+        self.tokens = make_vocabulary(vocabulary.tokenizer, vocabulary.size, vocabulary.eos_id)
+
+    def verdict(self, source: OutputForm) -> Verdict:
+        try:
+            grammar = self.grammar(source)
+        except Exception as e:  # whatever the library's converters raise
+            return Verdict(error=f"can't be read: {_line(str(e) or type(e).__name__)}")
+        error = self.error(grammar)
+        if error and source.kind == "json":
+            return Verdict(error=error, place=self.place(source.body))
+        return Verdict(grammar="" if error else grammar, error=error)
+
+    def grammar(self, source: OutputForm) -> str:
+        """As the library takes it."""
+        from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        match source.kind:
+            case "json":
+                return json.dumps({"grammars": [{"json_schema": source.body}]}, ensure_ascii=False)
+            case "regex":
+                return LLMatcher.grammar_from_regex(source.body)
+            case "choice":
+                return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, source.body))
+            case "tags":
+                return self.tags(source.body)
+            case _:
+                return str(any_to_lark(source.body))
+
+    def tags(self, tags: list[list[Any]]) -> str:
+        """Free text, and what begins with a trigger is one of its structures."""
+        rules = [f"tag_{i}" for i in range(len(tags))]
+        lines = [f"start: ({' | '.join(rules)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/"]
+        for rule, (trigger, begin, schema, end) in zip(rules, tags, strict=True):
+            before, after = (json.dumps(text) if text else "" for text in (begin, end))
+            body = f"{before} %json {json.dumps(schema, ensure_ascii=False)} {after}"
+            if self.is_special(trigger):
+                lines.append(f"{rule}: TEXT {trigger} {body}")
+            else:
+                lines += [f"{rule}_trigger[lazy]: TEXT {json.dumps(trigger)}", f"{rule}: {rule}_trigger {body}"]
+        return "\n".join(lines)
+
+    def is_special(self, text: str) -> bool:
+        """Is it one token, of those that no text is made of?"""
+        ids = self.tokens.tokenize_str(text, parse_special=True)
+        return len(ids) == 1 and self.tokens.is_special_token(ids[0]) and text.startswith("<") and text.endswith(">")
+
+    def error(self, grammar: str) -> str:
+        """What is wrong with it, up to its first token; empty: nothing."""
+        from llguidance import LLMatcher
+
+        from planaria.structured.vocabulary import limits
+
+        matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=limits())
+        if not matcher.is_error():
+            mask = matcher.compute_bitmask()
+            if not matcher.is_error():
+                return "" if any(mask) else "allows no output"
+        return _line(matcher.get_error())
+
+    def place(self, schema: Any) -> str:
+        """The way to the smallest part of a schema that can't be compiled by itself."""
+        end = time.perf_counter() + LOOKING
+        way: list[str] = []
+        root = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        found = True
+        while found and isinstance(schema, dict):
+            found = False
+            for path, part in _parts(schema):
+                if time.perf_counter() > end:
+                    return ".".join(way)
+                whole = {**part, **{name: value for name, value in root.items() if path[0] not in root}}
+                if self.error(json.dumps({"grammars": [{"json_schema": whole}]})):
+                    way, schema, found = way + path, part, True
+                    break
+        return ".".join(way)
+
+
+def _parts(schema: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Schemas that are right within one, and the way to each."""
+    found: list[tuple[list[str], Any]] = []
+    for name in NESTED:
+        if isinstance(below := schema.get(name), dict):
+            found += [([name, key], value) for key, value in below.items()]
+    for name in LISTS:
+        if isinstance(below := schema.get(name), list):
+            found += [([name, str(i)], value) for i, value in enumerate(below)]
+    found += [([name], schema[name]) for name in SINGLE if name in schema]
+    return [(path, part) for path, part in found if isinstance(part, dict)]
+
+
+def _line(text: str) -> str:
+    """An error's text, without the grammar that the library may show in it."""
+    text = " ".join(text.replace("<non-verbose/>", "").split())
+    return text if len(text) <= 500 else text[:499] + "…"
+
+
+def serve() -> None:
+    hear, say = sys.stdin.buffer, sys.stdout.buffer
+    compiler = Compiler(msgspec.json.decode(hear.readline(), type=Vocabulary))
+    say.write(b"{}\n")
+    say.flush()
+    while line := hear.readline():
+        asked = msgspec.json.decode(line, type=Asked)
+        signal.setitimer(signal.ITIMER_PROF, CPU)  # nobody handles its signal, which ends the process
+        verdict = compiler.verdict(asked.source)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        say.write(msgspec.json.encode(verdict) + b"\n")
+        say.flush()
+
+
+def main() -> None:
+    from planaria.processes import leave_signals_to_parent
+
+    leave_signals_to_parent()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

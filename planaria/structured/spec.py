@@ -1,0 +1,165 @@
+"""What a request asks its output to be, as something a grammar can be made of. Pure.
+
+A refusal names the place: the path within the parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from planaria.errors import RequestError
+from planaria.types import StructuredOutputsParams
+
+MAX_GRAMMAR = 1 << 17  # characters of a schema, expression or grammar
+MAX_DEPTH = 64  # levels of a schema, and of parentheses in an expression or grammar
+MAX_CHOICES = 4096
+MAX_TAGS = 128  # structures of a structural tag, and triggers
+# Between the parts of JSON: a few blanks, or one line's end with its indentation. The library allows any number, which
+# a model may go on with for ever.
+WHITESPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,64}"
+
+
+class OutputForm(msgspec.Struct, frozen=True, array_like=True):
+    """What a grammar is made of. kind: json (of a schema), regex, grammar, choice or tags; body: a schema, a text, or
+    what `_tags` gives."""
+
+    kind: str
+    body: Any
+
+
+def place_of(params: StructuredOutputsParams, place: str) -> str:
+    """Of what is asked for, in a field that says it in its own way. Raises RequestError."""
+    if place == "response_format" and params.form == "json":
+        return f"{place}.json_schema.schema"
+    return f"{place}.{params.form}" if place == "structured_outputs" else place
+
+
+def form_of(params: StructuredOutputsParams, place: str) -> OutputForm:
+    """Raises RequestError; place: the field of a request that the parameters are in."""
+    form, own = params.form, place_of(params, place)
+    given: Any = getattr(params, form)
+    if params.disable_additional_properties:
+        raise _refusal(f"{place}.disable_additional_properties", "is not supported: say so in the schema")
+    if form == "json_object":
+        return _schema({"type": "object"}, params, own)
+    if form == "json":
+        return _schema(given, params, own)
+    if params.whitespace_pattern is not None or params.disable_any_whitespace:
+        raise _refusal(place, f"{'whitespace_pattern' if params.whitespace_pattern else 'disable_any_whitespace'} "
+                              f"is for JSON, and this is {form}")  # fmt: skip
+    if form == "choice":
+        length = sum(map(len, given))
+        if len(given) > MAX_CHOICES or length > MAX_GRAMMAR:
+            raise _refusal(
+                own, f"has {len(given)} strings of {length} characters; at most {MAX_CHOICES} of {MAX_GRAMMAR}"
+            )
+        if not all(isinstance(text, str) and text for text in given):
+            raise _refusal(own, "must be a list of strings, none empty")
+        return OutputForm("choice", list(dict.fromkeys(given)))
+    if form == "structural_tag":
+        return OutputForm("tags", _tags(_decoded(given, own), params, own))
+    if len(given) > MAX_GRAMMAR:
+        raise _refusal(own, f"has {len(given)} characters; at most {MAX_GRAMMAR}")
+    if (depth := _nesting(given)) > MAX_DEPTH:
+        raise _refusal(own, f"has {depth} levels of parentheses; at most {MAX_DEPTH}")
+    return OutputForm(form, given)
+
+
+def _refusal(place: str, what: str) -> RequestError:
+    return RequestError(f"{place} {what}", param=place.partition(".")[0], code="invalid_value")
+
+
+def _decoded(given: Any, place: str) -> Any:
+    """JSON, if it is a text."""
+    if not isinstance(given, str):
+        return given
+    if len(given) > MAX_GRAMMAR:
+        raise _refusal(place, f"has {len(given)} characters; at most {MAX_GRAMMAR}")
+    try:
+        return msgspec.json.decode(given)
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise _refusal(place, f"is not valid JSON: {e}") from None
+
+
+def _schema(given: Any, params: StructuredOutputsParams, place: str) -> OutputForm:
+    return OutputForm("json", _checked(_decoded(given, place), params, place))
+
+
+def _checked(schema: Any, params: StructuredOutputsParams, place: str) -> dict[str, Any]:
+    """A schema that is one by its size and its depth, with what may stand between its parts."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise _refusal(place, f"must be a JSON Schema, an object; it is {_kind(schema)}")
+    if (deep := _too_deep(schema)) is not None:
+        raise _refusal(".".join([place, *deep[:8], "…"]), f"is deeper than {MAX_DEPTH} levels")
+    try:
+        size = len(msgspec.json.encode(schema))
+    except (TypeError, ValueError, OverflowError) as e:
+        raise _refusal(place, f"is not JSON: {e}") from None
+    if size > MAX_GRAMMAR:
+        raise _refusal(place, f"has {size} bytes as JSON; at most {MAX_GRAMMAR}")
+    options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    if params.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
+    own = schema.get("x-guidance")
+    return {**schema, "x-guidance": {**options, **(own if isinstance(own, dict) else {})}}
+
+
+def _too_deep(value: Any) -> list[str] | None:
+    """The way to something at a level beyond the last. Not recursive."""
+    left: list[tuple[Any, list[str]]] = [(value, [])]
+    while left:
+        node, path = left.pop()
+        if len(path) > MAX_DEPTH:
+            return path
+        if isinstance(node, dict):
+            left += [(below, [*path, str(name)[:40]]) for name, below in node.items() if isinstance(below, dict | list)]
+        elif isinstance(node, list):
+            left += [(below, [*path, str(i)]) for i, below in enumerate(node) if isinstance(below, dict | list)]
+    return None
+
+
+def _nesting(text: str) -> int:
+    """Levels of parentheses, at most: those of literals count, too, but only what closes is taken away."""
+    depth = most = 0
+    for char in text:
+        if char in "([{":
+            depth += 1
+            most = max(most, depth)
+        elif char in ")]}":
+            depth = max(0, depth - 1)
+    return most
+
+
+def _tags(given: Any, params: StructuredOutputsParams, place: str) -> list[list[Any]]:
+    """[trigger, what follows it before the schema, the schema, what comes after it] for each structure: text is free
+    until a trigger comes, and from there on must be one of the structures that begin with it."""
+    if not isinstance(given, dict):
+        raise _refusal(place, f"must be an object; it is {_kind(given)}")
+    structures, triggers = given.get("structures"), given.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
+        raise _refusal(place, "must have lists `structures` and `triggers`, none empty")
+    if len(structures) > MAX_TAGS or len(triggers) > MAX_TAGS:
+        raise _refusal(place, f"has {len(structures)} structures and {len(triggers)} triggers; at most {MAX_TAGS}")
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise _refusal(f"{place}.triggers", "must be strings, none empty")
+    found = []
+    for i, structure in enumerate(structures):
+        at = f"{place}.structures.{i}"
+        begin, end = (structure.get(name) for name in ("begin", "end")) if isinstance(structure, dict) else (None, None)
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise _refusal(at, "must have strings `begin` and `end`, and a `schema`")
+        trigger = max((t for t in triggers if begin.startswith(t)), key=len, default=None)
+        if trigger is None:
+            raise _refusal(f"{at}.begin", "begins with no trigger")
+        schema = _checked(_decoded(structure.get("schema", {}), f"{at}.schema"), params, f"{at}.schema")
+        found.append([trigger, begin[len(trigger) :], schema, end])
+    return found
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,130 @@
+"""Outputs of a given form: whatever a random model would rather say, they have it; all others say what they would."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from planaria import LLM, SamplingParams, StructuredOutputsParams
+from planaria.errors import RequestError
+from tests.model import checkpoints
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog", None]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+PROMPT = "Say it."
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = checkpoints.write_talker(tmp_path_factory.mktemp("talker"))
+    with LLM(str(folder), max_model_len=256, kv_cache_memory="8MiB", threads=1, max_num_seqs=16) as llm:
+        yield llm
+
+
+def answers(llm: LLM, form: dict[str, Any] | None, **params: Any) -> list[Any]:
+    structured = StructuredOutputsParams(**form) if form is not None else None
+    given = {"max_tokens": 200, "seed": 5, **params}
+    return llm.generate([PROMPT], SamplingParams(structured_outputs=structured, **given))[0].outputs
+
+
+def is_valid(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+TAG = {"structures": [{"begin": "<f=", "schema": {"enum": [1, 2]}, "end": ">"}], "triggers": ["<f"]}
+FORMS: dict[str, tuple[dict[str, Any], Any]] = {
+    "json": ({"json": SCHEMA}, is_valid),
+    "json as text": ({"json": json.dumps(SCHEMA), "disable_any_whitespace": True}, lambda text: is_valid(text)),
+    "regex": ({"regex": r"\d{3}-[a-f]+;"}, re.compile(r"\d{3}-[a-f]+;").fullmatch),
+    "choice": ({"choice": ["red", 'gr"een', "blau"]}, ["red", 'gr"een', "blau"].__contains__),
+    "GBNF": ({"grammar": 'root ::= ("ab" | "cd"){2,5} "!"'}, re.compile("(ab|cd){2,5}!").fullmatch),
+    "Lark": ({"grammar": 'start: ("ab" | "cd"){2,5} "!"'}, re.compile("(ab|cd){2,5}!").fullmatch),
+    "tags": ({"structural_tag": TAG}, lambda text: not re.search("<f(?!=[12]>)", text)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_output_has_the_form_that_was_asked_for(llm: LLM, name: str) -> None:
+    form, holds = FORMS[name]
+    ended = [a for a in answers(llm, form, n=8) if a.finish_reason == "stop"]
+    assert len(ended) >= (6 if name != "tags" else 0)
+    for answer in ended:
+        assert holds(answer.text), answer.text
+    if name == "json":
+        assert len({answer.text for answer in ended}) == len(ended)
+
+
+def test_tags_bind_from_their_trigger_on(llm: LLM) -> None:
+    """The model is brought to say the trigger; what follows is the structure's."""
+    (begin,) = llm.get_tokenizer().encode("<", add_special_tokens=False)
+    (letter,) = llm.get_tokenizer().encode("f", add_special_tokens=False)
+    bias = {begin: 40.0, letter: 39.0}
+    texts = [a.text for a in answers(llm, {"structural_tag": TAG}, n=4, logit_bias=bias, max_tokens=40)]
+    assert all(re.search("<f=[12]>", text) and not re.search("<f(?!=[12]>|$|=$|=[12]$)", text) for text in texts), texts
+
+
+def test_others_say_what_they_say_alone(llm: LLM) -> None:
+    """Rows with grammars and without share steps; log-probabilities are the model's own, whatever was allowed."""
+    free = SamplingParams(max_tokens=40, seed=3, logprobs=2, ignore_eos=True)
+    bound = SamplingParams(max_tokens=200, seed=4, logprobs=2, structured_outputs={"json": SCHEMA})  # type: ignore[arg-type]
+    alone = [llm.generate([PROMPT], params)[0].outputs[0] for params in (free, bound)]
+    together = [output.outputs[0] for output in llm.generate([PROMPT] * 4, [free, bound, bound, free])]
+    for a, b in zip([alone[0], alone[1], alone[1], alone[0]], together, strict=True):
+        assert a.token_ids == b.token_ids and a.logprobs == b.logprobs
+    ranks = [position.rank for position in alone[1].logprobs]
+    assert max(ranks) > 1  # of all tokens, not of those allowed
+
+
+def test_an_output_ends_where_its_grammar_does(llm: LLM) -> None:
+    """Whether it should be longer or not; where it may go on, it does as long as it should."""
+    for params in ({"min_tokens": 50}, {"ignore_eos": True}, {"min_tokens": 50, "ignore_eos": True}):
+        (answer,) = answers(llm, {"regex": "ab[cd]"}, max_tokens=60, **params)
+        assert re.fullmatch("ab[cd]", answer.text) and answer.finish_reason == "stop"
+    (answer,) = answers(llm, {"regex": "[ab]*"}, max_tokens=60, min_tokens=20)
+    assert len(answer.text) >= 19
+    (answer,) = answers(llm, {"regex": "[ab]*"}, max_tokens=60, ignore_eos=True)
+    assert answer.finish_reason == "length" and len(answer.text) >= 60
+
+
+def test_what_nothing_can_follow_is_an_error_of_its_row(llm: LLM) -> None:
+    """A grammar that can't go on without what was banned."""
+    form: Any = {"regex": "axc"}
+    stuck = SamplingParams(max_tokens=60, bad_words=["x"], structured_outputs=form)
+    fine = SamplingParams(max_tokens=60, seed=1, structured_outputs=form)
+    first, second = (output.outputs[0] for output in llm.generate([PROMPT, PROMPT], [stuck, fine]))
+    assert (first.finish_reason, second.text, second.finish_reason) == ("error", "axc", "stop")
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"json": {"properties": {"a": {"items": {"uniqueItems": True}}}}}, r"json\.properties\.a\.items.*uniqueItems"),
+        ({"json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"json": {"$ref": "http://example.com"}}, "example.com"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": "root ::= nothing"}, "nothing"),
+        ({"json": {"type": "integer", "multipleOf": 9999991}}, "takes more than 1 s"),
+        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "Unsatisfiable"),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_is_none_is_refused_and_where(llm: LLM, form: dict[str, Any], says: str) -> None:
+    """One that ends whoever compiles it, too: that was a process of its own."""
+    with pytest.raises(RequestError, match=says) as error:
+        answers(llm, form)
+    assert error.value.param == "structured_outputs"
+    assert answers(llm, {"choice": ["yes"]})[0].text == "yes"
