@@ -53,7 +53,7 @@ class Compiler:
             case "json":
                 return json.dumps({"grammars": [{"json_schema": source.body}]}, ensure_ascii=False)
             case "regex":
-                return LLMatcher.grammar_from_regex(source.body)
+                return str(LLMatcher.grammar_from_regex(source.body))
             case "choice":
                 return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, source.body))
             case "tags":
