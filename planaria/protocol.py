@@ -58,12 +58,46 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 LanePlan = tuple[Row, ...]
 
 
+class KVLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Bring back what is stored under `keys[i]` into `blocks[i]`, from the first on up to the first that isn't there.
+    `number`: of the load, in this epoch."""
+
+    number: int
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+class KVWork(msgspec.Struct, frozen=True, array_like=True):
+    """What each rank of a lane does for its connector before it computes the step, in this order. `dropped`: loads that
+    nobody waits for any more, whose blocks are another's from this step on. `saves`: (key, block), of blocks that were
+    committed and are as they were until this step computes. `waits`: there is nothing to compute, so wait a moment for
+    news."""
+
+    dropped: tuple[int, ...] = ()
+    loads: tuple[KVLoad, ...] = ()
+    saves: tuple[tuple[bytes, int], ...] = ()
+    waits: bool = False
+
+
+class KVNews(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank's connector has done since it last said so. Every load that isn't dropped ends in `loaded` (number,
+    blocks from the first on that are there whole, seconds), every save in `stored` or in `refused`. `gone`: keys that
+    can't be brought back any more; `errors`: counted by kind; `why`: nothing is stored now, in words."""
+
+    loaded: tuple[tuple[int, int, float], ...] = ()
+    stored: tuple[bytes, ...] = ()
+    refused: tuple[bytes, ...] = ()
+    gone: tuple[bytes, ...] = ()
+    errors: dict[str, int] = {}
+    why: str = ""
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """One step of every lane, also of those that have nothing to do: the ranks of all lanes carry it out together, each
     its own lane's part. `freed_rows[lane]` are rows that stop before this step.
 
     `turn`: a row that draws in a step is of its turn, and goes on by itself in the later steps of that turn. Steps of
-    several turns are in flight in a pipeline.
+    several turns are in flight in a pipeline. `kv`: of each lane, or nothing at all.
     """
 
     epoch: int
@@ -71,6 +105,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     lanes: tuple[LanePlan, ...]
     freed_rows: tuple[tuple[int, ...], ...]
     turn: int = 0
+    kv: tuple[KVWork, ...] = ()
 
 
 class LaneResult(msgspec.Struct, frozen=True, array_like=True):
@@ -86,13 +121,15 @@ class LaneResult(msgspec.Struct, frozen=True, array_like=True):
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="step_result"):
     """`lanes`: of a rank, its own lane's part alone; for the core, the parts of all lanes. `prepared`: the last version
-    whose experts this rank has all received (see SendExperts), 0 in a new epoch."""
+    whose experts this rank has all received (see SendExperts), 0 in a new epoch. `kv`: of its connector, if there is
+    any."""
 
     epoch: int
     step: int
     lanes: tuple[LaneResult, ...]
     seconds: float = 0.0  # time the worker spent on it
     prepared: int = 0
+    kv: KVNews | None = None
 
 
 # Commands and replies. Every rank answers every command.

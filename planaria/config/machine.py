@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import re
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,17 @@ def look(backend: str | None) -> Machine:
         data_parallel=spmd_data_parallel(),
         launcher=launcher_facts(backend) if backend and "." in backend else None,
     )
+
+
+def own_folder(flag: str, folder: str) -> None:
+    """Make a folder, unless it is there, for this user alone. Raises ConfigError where it can't be, or where others may
+    write into it."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        found = os.stat(folder)
+    except OSError as e:
+        raise ConfigError(flag, folder, f"can't be made: {e.strerror}", "give a folder of yours") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            flag, folder, "is not a folder that only this user can write into", f"chmod 700 {folder}, or another"
+        )

@@ -296,6 +296,15 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         option("Share of a GPU's memory that may be used; default: 0.92.", least=TINY, most=1.0, hashed=False),
     ] = None
     enable_prefix_caching: Annotated[bool, option("Reuse what requests have in common.", hashed=True)] = True
+    kv_tier: Annotated[
+        str | None,
+        option(
+            "Folder for KV blocks that are wanted again, also after a restart, and the most it may have, e.g. "
+            "/var/kv,20GiB; default: 10GiB.",
+            hashed=False,
+            metavar="DIR[,SIZE]",
+        ),
+    ] = None
     async_scheduling: Annotated[bool | None, option("Plan a step while one runs.", hashed=True)] = None
     seed: Annotated[int | None, option("Of requests that bring none; default: drawn.", hashed=False)] = None
     generation_config: Annotated[
@@ -379,12 +388,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_logit_rows: int = 256  # positions of one step whose logits are wanted (prompt logprobs are chunked by it)
 
 
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder for KV blocks, of every node that has ranks. size: bytes of all that is in it."""
+
+    folder: str
+    size: int
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`memory`: bytes for KV, None: chosen from what the machine has."""
 
     block_size: int = 16
     memory: int | None = None
     enable_prefix_caching: bool = True
+    kv_tier: TierConfig | None = None
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import msgspec
 
@@ -11,7 +12,7 @@ from planaria.checkpoint.generation import generation_config, sampling_defaults
 from planaria.checkpoint.resolve import Hub, template_of, with_tokenizer
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_map, expert_shapes, resolve_experts
-from planaria.config.machine import check_module, cuda_available, look, usable_cores
+from planaria.config.machine import check_module, cuda_available, look, own_folder, usable_cores
 from planaria.config.options import (
     CacheConfig,
     DeviceConfig,
@@ -20,6 +21,7 @@ from planaria.config.options import (
     FaultConfig,
     ParallelConfig,
     SchedulerConfig,
+    TierConfig,
 )
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
 from planaria.config.secret import deployment_secret
@@ -35,6 +37,7 @@ logger = logging.getLogger("planaria.config")
 # A step's most tokens where nobody says: on a CPU the matrix rate is reached with few rows, and who streams waits for
 # the longest step; a GPU wants more.
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+TIER_SIZE = "10GiB"
 LOGIT_ROWS = 256  # beyond one per row: positions of prompt logprobs in one step
 
 
@@ -81,6 +84,29 @@ def _faults(options: EngineOptions, parallel: ParallelConfig) -> FaultConfig:
             "use --distributed-executor-backend mp, or leave it out: a lost rank is replaced all the same",
         )  # fmt: skip
     return FaultConfig(**picked(FaultConfig, options))
+
+
+def _tier(options: EngineOptions, device: str) -> TierConfig | None:
+    """Raises ConfigError."""
+    if options.kv_tier is None:
+        return None
+
+    def refuse(why: str, fix: str = "leave it out") -> ConfigError:
+        return ConfigError("--kv-tier", options.kv_tier, why, fix)
+
+    folder, _, size = options.kv_tier.partition(",")
+    if not folder:
+        raise refuse("names no folder", "write DIR or DIR,SIZE")
+    if not options.enable_prefix_caching:
+        raise refuse("is found by the prefix cache, which --no-enable-prefix-caching turns off")
+    if device != "cpu" or options.null_worker:
+        raise refuse("is for KV in the memory of a CPU")
+    if options.distributed_executor_backend == "external_launcher":
+        raise refuse("is for ranks that Planaria starts")
+    tier = TierConfig(folder=os.path.abspath(folder), size=parse_bytes(size or TIER_SIZE, "--kv-tier"))
+    if options.distributed_executor_backend != "ray":  # whose workers may be elsewhere
+        own_folder("--kv-tier", tier.folder)
+    return tier
 
 
 def step_tokens(options: EngineOptions, device: str) -> int:
@@ -158,7 +184,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             micro_steps=parallel.pipeline_parallel_size,
             max_logit_rows=options.max_num_seqs + LOGIT_ROWS,
         ),
-        cache=CacheConfig(memory=memory, **picked(CacheConfig, options)),
+        cache=CacheConfig(**{**picked(CacheConfig, options), "memory": memory, "kv_tier": _tier(options, device_name)}),
         device=device,
         parallel=parallel,
         faults=_faults(options, parallel),

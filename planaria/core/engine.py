@@ -7,17 +7,18 @@ and nowhere else; a result of another epoch is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
+from planaria.core.connector import LaneConnector, TierCounts
 from planaria.core.kv_cache import KeyScope
 from planaria.core.kv_index import LaneIndex, NoIndex, name_of
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.core.stats import EngineStats
-from planaria.protocol import StepPlan, StepResult
+from planaria.protocol import KVNews, KVWork, LanePlan, StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request
 
 # A request that comes with tokens has been running elsewhere, and somebody waits for its next one: it goes before all
@@ -46,6 +47,24 @@ class EngineCore:
         self.order = 0  # of the next request
         self.generation_tokens = self.replayed_tokens = 0
         self.quarantine = Quarantine()
+        self.tier = TierCounts()
+        self.lane_ranks = 1
+        self.sizes: dict[int, int] = {}  # tokens of steps in flight, where rates are measured
+
+    def connect(self, stored: Mapping[int, bytes], block_bytes: int) -> None:
+        """Ranks can keep blocks outside of memory. stored: the keys that each has, one behind the other; block_bytes:
+        of a rank's part of a block."""
+        self.tier.block_bytes, self.lane_ranks = max(1, block_bytes), len(stored) // len(self.lanes)
+        for number, lane in enumerate(self.lanes):
+            ranks = range(number * self.lane_ranks, (number + 1) * self.lane_ranks)
+            lane.connector = LaneConnector(lane, [stored[rank] for rank in ranks], self.tier)
+
+    def hear(self, news: Mapping[int, KVNews]) -> None:
+        """What ranks' connectors say with a step of this epoch."""
+        for rank, said in news.items():
+            connector = self.lanes[rank // self.lane_ranks].connector
+            if connector is not None:
+                connector.hear(rank % self.lane_ranks, said)
 
     def limit_steps(self, tokens: int) -> None:
         """At most so many tokens in a step from now on, in the bounds of what is configured."""
@@ -93,6 +112,8 @@ class EngineCore:
         """No request to come finds anything in the prefix cache that was computed until now."""
         for lane in self.lanes:
             lane.pool.forget()
+            if lane.connector is not None:
+                lane.connector.forget()
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute (now, or before a commit).
@@ -112,14 +133,31 @@ class EngineCore:
                 continue
             for lane in self.lanes:
                 lane.now = now
+                if lane.connector is not None:
+                    lane.connector.look()
             parts = [lane.plan(step, turn) for lane in self.lanes]
-            if any(rows for rows, _ in parts) or any(lane.turns[turn].num_rows for lane in self.lanes):
+            computes = any(rows for rows, _ in parts) or any(lane.turns[turn].num_rows for lane in self.lanes)
+            work = self._work(step, parts, computes=computes) if self.lanes[0].connector is not None else ()
+            if computes or work:
                 self.planned, self.turn = step, (turn + 1) % turns
                 rows, freed = zip(*parts, strict=True)
-                return StepPlan(self.epoch, step, rows, freed, turn)
+                return StepPlan(self.epoch, step, rows, freed, turn, work)
             for lane, (_, freed) in zip(self.lanes, parts, strict=True):
                 lane.unplan(step, turn, last_step, freed)
         return None
+
+    def _work(
+        self, step: int, parts: Sequence[tuple[LanePlan, tuple[int, ...]]], *, computes: bool
+    ) -> tuple[KVWork, ...]:
+        """What connectors have to do in a step with these rows; where there is nothing to compute and nothing to begin
+        with, news of what is on its way may be waited for."""
+        connectors = [lane.connector for lane in self.lanes if lane.connector is not None]
+        work = [connector.work(computes=computes) for connector in connectors]
+        if computes:
+            self.sizes[step] = sum(row.count for rows, _ in parts for row in rows)
+        elif not any(work) and not self.in_flight:
+            work = [connector.wait() for connector in connectors]
+        return tuple(each or KVWork() for each in work) if any(work) else ()
 
     def _drop_unclaimed(self, now: float) -> None:
         """Whoever goes on after another engine's death comes soon."""
@@ -137,6 +175,8 @@ class EngineCore:
         if result.step != self.committed + 1 or result.step > self.planned:
             raise AssertionError(f"step {result.step} committed after {self.committed}, planned {self.planned}")
         self.committed = result.step
+        if self.sizes:
+            self.tier.rates.computed(self.sizes.pop(result.step, 0), result.seconds)
         deltas: list[Delta] = []
         for lane, part in zip(self.lanes, result.lanes, strict=True):
             deltas += lane.commit(result.step, part)
@@ -189,6 +229,7 @@ class EngineCore:
         indexes = [*indexes, *unknown]
         self.micro_steps = micro_steps or self.micro_steps
         self.planned = self.committed = self.turn = 0
+        self.sizes.clear()
         deltas: list[Delta] = []
         for lane in self.lanes:
             before = sum(entry.request.computed for entry in lane.entries.values())
@@ -254,6 +295,10 @@ class EngineCore:
         entries = [entry for lane in self.lanes for entry in lane.entries.values()]
         return [entry.request for entry in sorted(entries, key=lambda e: e.key)]
 
+    def transfers(self) -> bool:
+        """Is there anything to fetch or to save?"""
+        return any(lane.connector is not None and lane.connector.busy for lane in self.lanes)
+
     def has_requests(self) -> bool:
         return bool(self.lane_of)
 
@@ -271,4 +316,5 @@ class EngineCore:
             prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
             generation_tokens=self.generation_tokens,
             replayed_tokens=self.replayed_tokens,
+            tier=self.tier.stats(found) if (found := [lane.connector for lane in lanes if lane.connector]) else None,
         )

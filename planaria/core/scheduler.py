@@ -24,6 +24,7 @@ from collections import deque
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
+from planaria.core.connector import LaneConnector
 from planaria.core.kv_cache import BlockKey, BlockPool, KeyScope, chain
 from planaria.core.kv_index import HeldBlocks, LaneIndex, NoIndex
 from planaria.core.policy import POLICIES, Key
@@ -54,6 +55,7 @@ class Lane:
         self.only: str | None = None  # no other request may enter (quarantine)
         self.index: LaneIndex = index or NoIndex(scheduler.max_num_seqs)
         self.held: dict[bytes, HeldBlocks] = {}  # of requests that may come, by name
+        self.connector: LaneConnector | None = None  # to what is kept outside of memory
         self.reset(0)
 
     def reset(self, step: int, pool: BlockPool | None = None) -> None:
@@ -128,6 +130,9 @@ class Lane:
         """The worker's state is gone: every open request waits again, in its old order, with its tokens. kept: but not
         its KV, which holds what was committed."""
         self.micro_steps = micro_steps
+        if self.connector is not None:
+            self.connector.close()
+            self.connector = None
         if kept:
             holding.hold_all(self)
         for entry in self.entries.values():
@@ -160,6 +165,8 @@ class Lane:
     def has_work(self) -> bool:
         """Would a plan compute anything now? (Requests that wait for a commit don't count.)"""
         if self.prefilling or any(turn.num_rows for turn in self.turns):
+            return True
+        if self.connector is not None and self.connector.busy:
             return True
         return any(entry.last_step <= self.committed for _, entry in self.waiting)
 
@@ -195,6 +202,8 @@ class Lane:
 
     def _quit(self, entry: SequenceState) -> None:
         """The request ended, wherever it is."""
+        if self.connector is not None:
+            self.connector.ended(entry)
         if entry.row is None:
             self.pool.release(entry.blocks)
             entry.blocks = []
@@ -228,7 +237,7 @@ class Lane:
         entry.request.computed = entry.planned = 0
         entry.row = None
         entry.auto = entry.leaving = False
-        entry.blocks, entry.owned, entry.remembered = [], [], 0
+        entry.blocks, entry.owned, entry.remembered, entry.fetched = [], [], 0, False
         entry.end_tick = entry.next_event = NEVER
 
     def _collect(self) -> None:
@@ -310,6 +319,8 @@ class Lane:
             self.pool.remember(entry.blocks[index], key)
             if self.computing.get(key) is entry:
                 del self.computing[key]
+        if request.persist and self.connector is not None:
+            self.connector.want(entry.keys[entry.remembered : full], entry.blocks[entry.remembered : full])
         entry.remembered = full
 
     def _finish(self, entry: SequenceState, delta: Delta, reason: FinishReason) -> Delta:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from planaria.core.kv_cache import BlockKey
 from planaria.core.policy import Key
 from planaria.types import Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    from planaria.core.connector import Fetch
 
 NEVER = 1 << 62
 
@@ -13,9 +18,9 @@ class SequenceState:
     """A request as its lane sees it. `row` is None while it waits; `last_step` is the last step planned with it."""
 
     __slots__ = (
-        "auto", "auto_from", "auto_start", "blocks", "end_tick", "key", "keys", "last_step", "leaving", "next_event",
-        "num_cached", "open", "owned", "planned", "prompt_logprobs", "queued", "remembered", "request", "row", "stops",
-        "target", "turn",
+        "auto", "auto_from", "auto_start", "blocks", "end_tick", "fetch", "fetched", "key", "keys", "last_step",
+        "leaving", "next_event", "num_cached", "open", "owned", "planned", "prompt_logprobs", "queued", "remembered",
+        "request", "row", "stops", "target", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: Key) -> None:
@@ -34,6 +39,8 @@ class SequenceState:
         self.last_step = 0
         self.open = True  # no final delta yet
         self.leaving = False  # all its steps are planned; row and blocks are in `deferred`
+        self.fetch: Fetch | None = None  # that it waits for
+        self.fetched = False  # or it has waited for one
         self.num_cached = 0
         self.queued = 0.0  # seconds before it first had a row
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -14,6 +14,20 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
     rearranged_at: float = 0.0  # when the last one had ended, in seconds since 1970; 0: none has
 
 
+class TierStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of KV blocks on disk. Counters count from the engine's start."""
+
+    stored: int = 0  # blocks that all ranks could bring back now
+    queries: int = 0  # tokens of prompts that were not in memory, looked up
+    hits: int = 0  # of them brought back
+    saved: int = 0  # blocks written, by all ranks
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
+    given_up: int = 0  # loads that took too long, so that their tokens were computed
+    errors: dict[str, int] = {}  # by kind
+    why: str = ""  # nothing is written now; empty: all is well
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     """A snapshot, sent with every step's deltas. Counters count from the engine's start."""
 
@@ -29,3 +43,4 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     generation_tokens: int = 0
     replayed_tokens: int = 0  # computed again after a loss
     experts: ExpertStats | None = None  # None: they are not balanced
+    tier: TierStats | None = None  # None: there is none

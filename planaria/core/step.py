@@ -158,6 +158,9 @@ class StepBuilder:
                 if len(hits) < usable and entry.keys[len(hits)] in lane.computing:
                     passed.append(item)
                     continue
+                if lane.connector is not None and lane.connector.fetching(entry, hits, usable):
+                    passed.append(item)
+                    continue
             need = -(-len(history) // lane.block_size) - len(hits)
             if need > lane.pool.num_free - lane.pool.num_idle(hits):
                 holders = [item, *passed, *lane.waiting]

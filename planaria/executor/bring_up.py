@@ -132,6 +132,7 @@ class BringUp:
         self.seconds: dict[str, float] = {}
         self.failure: Failed | None = None
         self.placing = placing
+        self.stored: dict[int, bytes] = {}  # keys of KV blocks that each rank has outside of memory
         self.received: dict[int, int] = {}  # bytes of experts that each rank has from others, and that lie aside
         self.lay_aside: dict[int, int] = {}  # of these, before any were sent in this epoch
         self._placed: ExpertsPlaced | None = None
@@ -150,6 +151,8 @@ class BringUp:
             if isinstance(reply, Ready):
                 for part, seconds in reply.seconds.items():
                     self.seconds[part] = max(seconds, self.seconds.get(part, 0.0))
+                if "stored" in reply.facts:
+                    self.stored[reply.rank] = reply.facts["stored"]
                 received = max(reply.facts.get("received", 0), self.received.get(reply.rank, 0))
                 self.received[reply.rank] = received
                 if self.state == "loading":

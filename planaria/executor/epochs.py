@@ -104,6 +104,7 @@ class Epochs:
         # the epoch is news, also with no request
         layout = gang.layout
         lost = core.lost(gang.epoch, gang.num_blocks, layout.pp, layout.dp, kept=gang.kv.kept, indexes=gang.kv.indexes)
+        self.connect(core)
         self.tell(lost, stepped=True)
         seconds["total"] = self.clock() - began
         first = Transition(change.first, change.present)
@@ -118,6 +119,11 @@ class Epochs:
             self.replay = Replay(done, going, self.clock())
         else:
             gang.stand_by()
+
+    def connect(self, core: EngineCore) -> None:
+        """What ranks have kept outside of memory can be used, if all have a connector."""
+        if self.gang.kv.stored:
+            core.connect(self.gang.kv.stored, self.gang.kv.block_bytes)
 
     def watch(self, deltas: list[Delta]) -> bool:
         """Tell when all sequences go on that a fault had interrupted. Is that so now?"""

@@ -198,6 +198,8 @@ class Gang:
         self.members, self.num_blocks, self.weight_bytes = bring_up.members, bring_up.num_blocks, bring_up.weight_bytes
         self.seconds = bring_up.seconds | phases.seconds
         self.kv.formed(CommittedKV(self.layout, bring_up.kv_number, self.num_blocks), kept=bring_up.keeps_kv)
+        self.kv.block_bytes = bring_up.kv_bytes // max(1, self.num_blocks)
+        self.kv.stored = bring_up.stored if len(bring_up.stored) == self.layout.size else {}
         self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None
         self.came_up = True
 

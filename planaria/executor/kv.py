@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from planaria.checkpoint.identity import weights_version
+from planaria.checkpoint.identity import weights_digest, weights_version
 from planaria.config.digest import compute_hash
 from planaria.config.options import EngineConfig
 from planaria.core import kv_index
@@ -50,11 +50,17 @@ class GangKV:
         self.there, self.kept = CommittedKV(config.parallel.layout), False
         self.indexes: Sequence[LaneIndex | None] = ()
         self.scope = KeyScope()
+        self.block_bytes = 1  # of a rank's part of a block
+        self.stored: dict[int, bytes] = {}  # by rank: keys of blocks that it has outside of memory
 
     def find(self) -> None:
         """What another engine has left. Raises CapacityError: its ranks are still there."""
         files = self.config.checkpoint.get("files", ())
-        self.scope = KeyScope(weights_version(files), self.config.device.dtype)
+        version = weights_version if self.config.cache.kv_tier is None else weights_digest
+        try:
+            self.scope = KeyScope(version(files), self.config.device.dtype)
+        except OSError as e:
+            raise CapacityError(f"--kv-tier needs to read the weights where the engine is: {e}") from None
         if self.memory is None:
             return
         if not self.memory.settle(SETTLE):

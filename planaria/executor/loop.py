@@ -101,6 +101,7 @@ class EngineLoop:
         self.core.epoch = gang.epoch
         if layout != gang.asked:
             self.core.lost(gang.epoch, gang.num_blocks, layout.pp, kept=kv.kept, indexes=kv.indexes)
+        self.epochs.connect(self.core)
         self._limit_steps()
         gang.seconds["engine"] = self.clock() - began
         self.balancing.formed()
@@ -235,7 +236,8 @@ class EngineLoop:
 
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""
-        return self.core is not None and bool(self._has_work() or self.reports.open or self.layout_change.departure)
+        core, departure = self.core, self.layout_change.departure
+        return core is not None and bool(self._has_work() or self.reports.open or departure or core.transfers())
 
     def step(self) -> bool:
         """One round; True if something was computed. Lost ranks are replaced; open requests are always answered."""
@@ -306,6 +308,9 @@ class EngineLoop:
         if ticket.failed is not None:
             raise self.gang.loss_of(self.gang.root_cause(ticket.failed))
         if isinstance(ticket.command, StepPlan):
+            if self.config.cache.kv_tier is not None:
+                said = {rank: reply.kv for rank, reply in ticket.replies.items() if isinstance(reply, StepResult)}
+                self.core.hear({rank: news for rank, news in said.items() if news is not None})
             drawn = [ticket.replies[rank] for rank in self.gang.layout.drawing]
             self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
         if self.layout_change.answered(ticket):

@@ -47,6 +47,9 @@ class SlotKV:
     values: Tensor
     block_size: int
 
+    def blocks(self) -> list[npt.NDArray[np.uint8]]:
+        return [_rows(cache, self.block_size) for cache in (self.keys, self.values)]
+
 
 @dataclass
 class SlotLatents:
@@ -54,6 +57,15 @@ class SlotLatents:
 
     rows: Tensor
     block_size: int
+
+    def blocks(self) -> list[npt.NDArray[np.uint8]]:
+        return [_rows(self.rows, self.block_size)]
+
+
+def _rows(cache: Tensor, block_size: int) -> npt.NDArray[np.uint8]:
+    blocks = len(cache) // block_size
+    rows: npt.NDArray[np.uint8] = cache.view(blocks, -1).view(torch.uint8).numpy()
+    return rows
 
 
 @dataclass

@@ -145,6 +145,10 @@ class Model:
         for layer in self.layers:
             layer.attention.make_kv(self._ops, num_blocks, block_size)
 
+    def kv_blocks(self, block_size: int) -> list[npt.NDArray[np.uint8]]:
+        """The caches' memory on a CPU: of each one [blocks, bytes]."""
+        return [cache for layer in self.layers for cache in layer.attention.kv.blocks()]
+
     def drop_kv(self) -> None:
         """Let the caches' memory go; there is no step until `make_kv`."""
         for layer in self.layers:

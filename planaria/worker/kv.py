@@ -1,13 +1,26 @@
-"""A rank's KV: in memory that outlives it where its boot names some, else in its own."""
+"""A rank's KV: in memory that outlives it where its boot names some, else in its own; and what keeps blocks of it
+outside of memory, where there is anything.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import platform
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from planaria.checkpoint.identity import weights_digest
+from planaria.config.digest import compared
+from planaria.config.options import EngineConfig
+from planaria.errors import ConfigError
 from planaria.executor.boot import RankBoot
 from planaria.hosts.memory import KVMemory
 from planaria.node import ProcessGone
+from planaria.protocol import KVNews, StepPlan
+from planaria.topology.layout import Layout
+from planaria.worker.connector import RankConnector
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
@@ -23,10 +36,12 @@ class RankKV:
     def __init__(self, boot: RankBoot) -> None:
         self.memory: KVMemory | None = None
         self.made: tuple[int, int] | None = None
+        self.connector: RankConnector | None = None  # of this epoch
         self.enter(boot)
 
     def enter(self, boot: RankBoot) -> None:
         """For another epoch."""
+        self.disconnect()
         self.rank = boot.rank
         if self.memory is not None and self.memory.origin == boot.memory:
             return
@@ -47,6 +62,7 @@ class RankKV:
 
     def forget(self, model: Any) -> None:
         """It counts for nothing, and its memory is given back."""
+        self.disconnect()
         self.made = None
         if model is not None:
             model.drop_kv()
@@ -69,3 +85,56 @@ class RankKV:
         self.made = self.rank, number
         if self.memory is not None:
             self.memory.made(self.rank, number)
+
+    # -- what is kept outside of memory
+
+    def connect(self, config: EngineConfig, layout: Layout, model: Any, ops: Ops) -> dict[str, Any]:
+        """Open this rank's part of what is configured. Facts: `stored`, keys, where it could be."""
+        self.disconnect()
+        tier = config.cache.kv_tier
+        if tier is None:
+            return {}
+        from planaria.config.machine import own_folder
+        from planaria.worker.kv_store import BlockStore
+        from planaria.worker.kv_tier import DiskTier
+
+        try:
+            own_folder("--kv-tier", tier.folder)
+            weights = weights_digest(config.checkpoint.get("files", ()))
+            blocks = model.kv_blocks(config.cache.block_size)
+            size = sum(part.shape[1] for part in blocks)
+            identity = identity_of(config, layout, self.rank, f"{getattr(ops, 'target', '')} {size}", weights)
+            self.connector = DiskTier(BlockStore(tier.folder, identity, size, tier.size), blocks)
+        except (OSError, ConfigError) as e:
+            logger.warning("rank %d keeps no KV blocks: %s", self.rank, e)
+            return {}
+        return {"stored": self.connector.stored()}
+
+    def disconnect(self, *, last: bool = False) -> None:
+        """Nothing is written into a block any more. last: the process ends."""
+        if self.connector is not None:
+            self.connector.close(last=last)
+            self.connector = None
+
+    def begin(self, plan: StepPlan, lane: int) -> None:
+        """What comes before a step's computation."""
+        if plan.kv and self.connector is not None:
+            self.connector.begin(plan.kv[lane])
+
+    def finished(self, plan: StepPlan, lane: int) -> KVNews | None:
+        """What came of it, and of that of steps before."""
+        if self.connector is None:
+            return None
+        return self.connector.finished(waits=bool(plan.kv) and plan.kv[lane].waits)
+
+
+def identity_of(config: EngineConfig, layout: Layout, rank: int, kernels: str, weights: str) -> bytes:
+    """Of all that the bytes of a rank's blocks depend on but their keys. 16 bytes."""
+    at, device, parallel = layout.coords(rank), config.device, config.parallel
+    model = msgspec.json.encode(config.model).decode()
+    parts = [
+        "planaria KV 1", compared(config)["planaria"], weights, model, device.device, device.dtype,
+        device.quantization, device.kernels, device.batch_invariant, kernels, platform.machine(),
+        config.cache.block_size, layout.tp, layout.pp, at.tp, at.pp, parallel.pp_layer_partition,
+    ]  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(parts)).digest()[:16]

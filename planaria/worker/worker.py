@@ -149,12 +149,7 @@ class Worker:
             return ()
         if self.experts is not None and part == self.part:
             return self.experts.held()
-        return self._experts_of(*self.prepared[part]).held()
-
-    def _experts_of(self, ops: Ops, model: Any) -> Experts:
-        from planaria.worker.experts import Experts
-
-        return Experts(ops, model, self.take_thread)
+        return _experts_of(*self.prepared[part], self.take_thread).held()
 
     def _regroup(self, command: Regroup) -> Reply:
         since = time.perf_counter()
@@ -222,7 +217,7 @@ class Worker:
         self.prepared.clear()
         self._join_ops(self.ops)
         if maps:
-            self.experts = self._experts_of(self.ops, self.model)
+            self.experts = _experts_of(self.ops, self.model, self.take_thread)
             self.experts.enter(self.mesh.experts)
         self.part = part
         self._timed("weights", since)
@@ -305,21 +300,24 @@ class Worker:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
         stage = make_stage(self.config, batch, forward, self.mesh)
         self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges))
+        facts = self.kv.connect(self.config, self.layout, self.model, self.ops)
         self._timed("kv", since)
-        return Ready(self.rank, self.seconds)
+        return Ready(self.rank, self.seconds, facts)
 
     def _step(self, plan: StepPlan) -> Reply:
         assert self.runner is not None
         since, own = time.perf_counter(), self.layout.coords(self.rank).dp
         if self.experts is not None:
             self.experts.check()
+        self.kv.begin(plan, own)
         try:
             lane = self.runner.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
         except Exception as e:
             self.mesh.abort(f"rank {self.rank} failed in step {plan.step}: {e}")  # the others wait for it
             raise
         prepared = self.experts.prepared if self.experts is not None else 0
-        return StepResult(plan.epoch, plan.step, (lane,), time.perf_counter() - since, prepared)
+        seconds = time.perf_counter() - since
+        return StepResult(plan.epoch, plan.step, (lane,), seconds, prepared, self.kv.finished(plan, own))
 
     def expert_load(self) -> bytes:
         """Tokens of this lane that chose each expert since the last time: [layers of this stage, experts], int64. Where
@@ -331,9 +329,16 @@ class Worker:
         return resident_bytes(os.getpid())
 
     def _exit(self) -> Reply:
+        self.kv.disconnect(last=True)
         self._leave_groups()
         self._unload()
         return Done(self.rank)
+
+
+def _experts_of(ops: Ops, model: Any, take_thread: Callable[[], None]) -> Experts:
+    from planaria.worker.experts import Experts
+
+    return Experts(ops, model, take_thread)
 
 
 def make_rank(boot: RankBoot, progress: Progress | None = None) -> Any:

@@ -507,7 +507,10 @@ def test_a_field_that_shapes_the_computation_changes_the_hash(name: str) -> None
 
 
 def test_what_is_not_hashed_exists() -> None:
-    parts = {"parallel": ParallelConfig, "device": DeviceConfig, "checkpoint": Checkpoint, "faults": FaultConfig}
+    parts = {
+        "parallel": ParallelConfig, "device": DeviceConfig, "checkpoint": Checkpoint, "faults": FaultConfig,
+        "cache": CacheConfig,
+    }  # fmt: skip
     for name in NOT_HASHED - {"served_model_name"}:
         part, field = name.split(".")
         assert field in parts[part].__struct_fields__

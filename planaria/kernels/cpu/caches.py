@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from planaria.errors import CapacityError, ConfigError
 from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.memory import MappedRegion, Region
@@ -26,6 +29,9 @@ class PagedKV:
     head_dim: int
     block_bytes: int
 
+    def blocks(self) -> list[npt.NDArray[np.uint8]]:
+        return [_rows(self.memory, self.block_bytes)]
+
     def check(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         """Raises ValueError for an attention of other heads."""
         if (self.num_kv_heads, self.head_dim) != (num_kv_heads, head_dim) or num_heads % num_kv_heads:
@@ -45,6 +51,14 @@ class PagedLatents:
     block_size: int
     width: int
     block_bytes: int
+
+    def blocks(self) -> list[npt.NDArray[np.uint8]]:
+        return [_rows(self.memory, self.block_bytes)]
+
+
+def _rows(memory: Region, size: int) -> npt.NDArray[np.uint8]:
+    count = len(memory.bytes) // size
+    return memory.bytes[: count * size].reshape(count, size)
 
 
 def paged(num_blocks: int, size: int, part: CacheMemory | None = None) -> Region:

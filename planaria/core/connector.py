@@ -1,0 +1,318 @@
+"""KV that is kept outside of memory: which blocks of a request are fetched, which are saved. The core's side of a
+connector; what a rank does is planaria.worker.connector, and between them are `StepPlan.kv` and `StepResult.kv`.
+
+Rules it keeps
+- A key is usable only where every rank of the lane has said that it has its part. A block counts as loaded only when
+  every rank (a set of ranks, not a count) has confirmed it; else what it would have held is computed.
+- A fetch owns its blocks, and the blocks of memory before them, until it ends. Who drops it says so to the ranks in the
+  same plan in which the blocks are free again, and ranks heed that before anything else of the step.
+- Only a block that has a key is saved: it was committed. Ranks take its bytes before the step computes, so nothing has
+  to be held for it.
+- A fetch is begun only when it is expected to take less time than computing, by what was measured; one that takes as
+  long as computing would have is given up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from planaria.core.kv_cache import KEY, BlockKey
+from planaria.core.sequence import SequenceState
+from planaria.core.stats import TierStats
+from planaria.protocol import KVLoad, KVNews, KVWork
+
+if TYPE_CHECKING:
+    from planaria.core.scheduler import Lane
+
+LEAST = 2  # blocks worth a fetch
+LONG = 512  # tokens of a history that is saved at its end
+STAGED = 64 << 20  # bytes of blocks on a rank that are taken and not yet written
+BUSY_BYTES, IDLE_BYTES = 2 << 20, 16 << 20  # that a rank copies in a step which computes, or doesn't
+QUEUE = 1 << 14  # blocks that wait to be saved
+AHEAD = 32  # idle blocks that are looked at in a step, the next to be evicted first
+MEASURED = 64  # tokens of a step from which its rate is taken
+AGAIN = 30.0  # seconds after which something slow is tried again
+PATIENCE, UNKNOWN = 0.25, 10.0  # seconds for a fetch at least; where the rate of computing isn't known
+SILENT = 400  # waits without news, after which nobody waits for a disk that writes
+SMOOTH = 0.3
+
+
+class Rates:
+    """Seconds for a token that is computed and for a block that is fetched, as measured; None: not yet."""
+
+    def __init__(self) -> None:
+        self.token: float | None = None
+        self.block: float | None = None
+        self.fetched = 0.0  # when the last fetch ended
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        if tokens >= MEASURED and seconds > 0:
+            self.token = _mean(self.token, seconds / tokens)
+
+    def loaded(self, blocks: int, seconds: float, now: float) -> None:
+        self.block, self.fetched = _mean(self.block, seconds / blocks), now
+
+    def slow(self, blocks: int, seconds: float, now: float) -> None:
+        """So many took longer than that."""
+        self.block, self.fetched = max(self.block or 0.0, seconds / blocks), now
+
+    def worth(self, blocks: int, queued: int, tokens: int, now: float) -> bool:
+        """Is it faster to fetch them, behind those that are queued, than to compute their tokens?"""
+        if self.token is None or self.block is None or now - self.fetched > AGAIN:
+            return True
+        return (queued + blocks) * self.block < tokens * self.token
+
+
+def _mean(before: float | None, new: float) -> float:
+    return new if before is None else before + SMOOTH * (new - before)
+
+
+class Fetch:
+    """Blocks of a request on their way. hits: of memory, before them; missing: ranks that haven't answered (bits);
+    usable: blocks from the first on that all who have answered have."""
+
+    __slots__ = ("began", "blocks", "entry", "hits", "keys", "missing", "number", "seconds", "until", "usable")
+
+    def __init__(
+        self, number: int, entry: SequenceState, hits: list[int], keys: list[BlockKey], blocks: list[int], ranks: int,
+    ) -> None:  # fmt: skip
+        self.number, self.entry, self.hits, self.keys, self.blocks = number, entry, hits, keys, blocks
+        self.missing, self.usable, self.seconds = ranks, len(blocks), 0.0
+        self.began = self.until = 0.0
+
+
+class TierCounts:
+    """Of an engine, whatever becomes of its lanes. block_bytes: of one rank's part of a block."""
+
+    def __init__(self) -> None:
+        self.block_bytes = 1
+        self.queries = self.hits = self.saved = self.given_up = 0
+        self.saved_bytes = self.loaded_bytes = 0
+        self.errors: Counter[str] = Counter()
+        self.rates = Rates()
+
+    def stats(self, lanes: Iterable[LaneConnector]) -> TierStats:
+        lanes = list(lanes)
+        why = next((why for lane in lanes for why in lane.why.values() if why), "")
+        return TierStats(
+            max((lane.num_stored for lane in lanes), default=0), self.queries, self.hits, self.saved, self.saved_bytes,
+            self.loaded_bytes, self.given_up, dict(self.errors), why,
+        )  # fmt: skip
+
+
+class LaneConnector:
+    """Of one lane in one epoch. stored: of each of its ranks, the keys that it has, one behind the other."""
+
+    def __init__(self, lane: Lane, stored: Sequence[bytes], counts: TierCounts) -> None:
+        self.lane, self.counts, self.rates = lane, counts, counts.rates
+        self.all = (1 << len(stored)) - 1
+        self.ranks_of: dict[BlockKey, int] = {}  # ranks that have a key, as bits
+        self.num_stored = 0  # keys that all have
+        for rank, keys in enumerate(stored):
+            for at in range(0, len(keys), KEY):
+                self._has(rank, keys[at : at + KEY])
+        self.fetches: dict[int, Fetch] = {}
+        self.numbers = 0
+        self.loads: list[KVLoad] = []  # to be told
+        self.dropped: list[int] = []
+        self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # to be saved: the block of each
+        self.saving: dict[BlockKey, int] = {}  # ranks that haven't answered, as bits
+        self.why: dict[int, str] = {}
+        self.waits = 0  # without news of a save
+        self.most = min(256, max(4, STAGED // counts.block_bytes))
+
+    # -- what ranks say
+
+    def _has(self, rank: int, key: BlockKey) -> None:
+        before = self.ranks_of.get(key, 0)
+        self.ranks_of[key] = after = before | 1 << rank
+        self.num_stored += after == self.all and before != self.all
+
+    def _lacks(self, rank: int, key: BlockKey) -> None:
+        before = self.ranks_of.get(key, 0)
+        self.num_stored -= before == self.all
+        if after := before & ~(1 << rank):
+            self.ranks_of[key] = after
+        else:
+            self.ranks_of.pop(key, None)
+
+    def hear(self, rank: int, news: KVNews) -> None:
+        """rank: counted in the lane."""
+        self.waits = 0
+        self.why[rank] = news.why
+        self.counts.errors.update(news.errors)
+        for key in news.gone:
+            self._lacks(rank, key)
+        for key in news.stored:
+            self._has(rank, key)
+            self._answered(rank, key)
+        for key in news.refused:
+            self._answered(rank, key)
+        for number, count, seconds in news.loaded:
+            self._loaded(rank, number, count, seconds)
+
+    def _answered(self, rank: int, key: BlockKey) -> None:
+        missing = self.saving.get(key)
+        if missing is None:
+            return
+        if missing := missing & ~(1 << rank):
+            self.saving[key] = missing
+            return
+        del self.saving[key]
+        if self.ranks_of.get(key) == self.all:
+            self.counts.saved += 1
+            self.counts.saved_bytes += self.counts.block_bytes * self.all.bit_count()
+
+    def _loaded(self, rank: int, number: int, count: int, seconds: float) -> None:
+        fetch = self.fetches.get(number)
+        if fetch is None:  # dropped
+            return
+        fetch.missing &= ~(1 << rank)
+        fetch.usable, fetch.seconds = min(fetch.usable, count), max(fetch.seconds, seconds)
+        if not fetch.missing:
+            self._done(fetch)
+
+    # -- fetching
+
+    def fetching(self, entry: SequenceState, hits: list[int], usable: int) -> bool:
+        """Does it wait for blocks behind `hits`, of the first `usable` of its history? It asks for them if it's worth
+        it."""
+        if entry.fetched:
+            return entry.fetch is not None
+        lane, first = self.lane, len(hits)
+        keys = entry.keys[first:usable]
+        count = next((i for i, key in enumerate(keys) if self.ranks_of.get(key) != self.all), len(keys))
+        queued = sum(len(fetch.blocks) for fetch in self.fetches.values())
+        tokens = count * lane.block_size
+        free = lane.pool.num_free - lane.pool.num_idle(hits)
+        if count < LEAST or count > free or not self.rates.worth(count, queued, tokens, lane.now):
+            return False
+        self.counts.queries += usable * lane.block_size - first * lane.block_size
+        lane.pool.share(hits)
+        self.numbers += 1
+        fetch = Fetch(self.numbers, entry, list(hits), keys[:count], lane.pool.take(count), self.all)
+        patience = UNKNOWN if self.rates.token is None else tokens * self.rates.token
+        fetch.began, fetch.until = lane.now, lane.now + max(PATIENCE, patience)
+        self.fetches[fetch.number] = fetch
+        entry.fetch, entry.fetched = fetch, True
+        entry.owned = [key for key in fetch.keys if key not in lane.computing]
+        for key in entry.owned:
+            lane.computing[key] = entry
+        self.loads.append(KVLoad(fetch.number, tuple(fetch.keys), tuple(fetch.blocks)))
+        return True
+
+    def _done(self, fetch: Fetch) -> None:
+        """All ranks have what is usable of it, and their checksums fit: the request waits with it."""
+        lane, entry, usable = self.lane, fetch.entry, fetch.usable
+        self._end(fetch)
+        for key, block in zip(fetch.keys[:usable], fetch.blocks, strict=False):
+            lane.pool.remember(block, key)
+        lane.pool.release(fetch.blocks[usable:])
+        if usable:
+            self.rates.loaded(usable, fetch.seconds, lane.now)
+        if usable < len(fetch.blocks):
+            self.counts.errors["missing"] += 1
+        tokens = usable * lane.block_size
+        self.counts.hits += tokens
+        self.counts.loaded_bytes += usable * self.counts.block_bytes * self.all.bit_count()
+        request = entry.request
+        entry.blocks = fetch.hits + fetch.blocks[:usable]
+        entry.remembered = len(entry.blocks)
+        request.computed = entry.remembered * lane.block_size
+        lane.prefix_queries += request.num_tokens
+        lane.prefix_hits += request.computed
+        if not request.output:
+            entry.num_cached, entry.queued = request.computed, max(0.0, lane.now - request.arrival)
+
+    def _end(self, fetch: Fetch) -> None:
+        del self.fetches[fetch.number]
+        fetch.entry.fetch = None
+        for key in fetch.entry.owned:
+            self.lane.computing.pop(key, None)
+        fetch.entry.owned = []
+
+    def drop(self, fetch: Fetch) -> None:
+        """Nobody waits for it any more."""
+        self._end(fetch)
+        self.loads = [load for load in self.loads if load.number != fetch.number]
+        self.dropped.append(fetch.number)
+        self.lane.pool.release(fetch.hits + fetch.blocks)
+
+    def forget(self) -> None:
+        """Bring nothing back of what is stored by now, in this epoch."""
+        self.ranks_of.clear()
+        self.queue.clear()
+        self.num_stored = 0
+
+    def close(self) -> None:
+        """The epoch is over: no rank writes anything into a block any more."""
+        for fetch in list(self.fetches.values()):
+            self.drop(fetch)
+
+    # -- saving
+
+    def want(self, keys: Iterable[BlockKey], blocks: Iterable[int]) -> None:
+        """Save these blocks, which are committed."""
+        if any(self.why.values()):
+            return
+        for key, block in zip(keys, blocks, strict=False):
+            known = self.ranks_of.get(key) == self.all or key in self.saving or key in self.queue
+            if not known and len(self.queue) < QUEUE:
+                self.queue[key] = block
+
+    def ended(self, entry: SequenceState) -> None:
+        """A request ends, wherever it is: what is long, began with what others had computed, or is to persist, will be
+        wanted again."""
+        request = entry.request
+        if entry.fetch is not None:
+            self.drop(entry.fetch)
+        if request.persist or entry.num_cached or request.num_tokens >= LONG:
+            self.want(entry.keys[: entry.remembered], entry.blocks)
+
+    def _ahead(self) -> None:
+        """Memory gets short: blocks that nobody uses fall out of it soon."""
+        pool = self.lane.pool
+        if len(pool.empty) < pool.num_blocks // 8 and len(self.queue) < AHEAD:
+            idle = list(islice(pool.idle, AHEAD))
+            self.want([pool.key_of[block] for block in idle], idle)
+
+    # -- steps
+
+    @property
+    def busy(self) -> bool:
+        """Is there anything to do without a row?"""
+        room = bool(self.queue) and len(self.saving) < self.most
+        return bool(self.fetches or self.loads or self.dropped or room or (self.saving and self.waits < SILENT))
+
+    def wait(self) -> KVWork | None:
+        """For a step without anything else."""
+        if not self.busy:
+            return None
+        self.waits += 1
+        return KVWork(waits=True)
+
+    def look(self) -> None:
+        """Give up what takes too long."""
+        for fetch in [fetch for fetch in self.fetches.values() if self.lane.now >= fetch.until]:
+            self.counts.given_up += 1
+            self.rates.slow(len(fetch.blocks), self.lane.now - fetch.began, self.lane.now)
+            self.drop(fetch)
+
+    def work(self, *, computes: bool) -> KVWork | None:
+        """For the step that is planned, after its rows. computes: some lane has any."""
+        self._ahead()
+        saves: list[tuple[BlockKey, int]] = []
+        room = max(1, (BUSY_BYTES if computes else IDLE_BYTES) // self.counts.block_bytes)
+        while self.queue and len(saves) < room and len(self.saving) < self.most:
+            key, block = self.queue.popitem(last=False)
+            if self.lane.pool.key_of.get(block) == key:  # else it has fallen out of memory
+                saves.append((key, block))
+                self.saving[key] = self.all
+        if not (saves or self.loads or self.dropped):
+            return None
+        work = KVWork(tuple(self.dropped), tuple(self.loads), tuple(saves), not computes)
+        self.dropped, self.loads = [], []
+        return work

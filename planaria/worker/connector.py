@@ -1,0 +1,33 @@
+"""A rank's side of a connector: what it does for `StepPlan.kv`, and what it says in `StepResult.kv`.
+
+`begin` is called before a step computes and never waits for what is outside; what came of it `finished` says after
+that step or a later one. Bytes come into a block only while its load isn't dropped, and only once they are known to be
+the right ones. planaria.worker.kv_tier is one, for files; the core's side is planaria.core.connector.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from planaria.protocol import KVNews, KVWork
+
+
+class RankConnector(Protocol):
+    """Of one rank in one epoch."""
+
+    def stored(self) -> bytes:
+        """The keys that this rank could bring back, one behind the other."""
+        ...
+
+    def begin(self, work: KVWork) -> None:
+        """Heed what is dropped, begin with loads, take the bytes of blocks that are to be saved."""
+        ...
+
+    def finished(self, *, waits: bool) -> KVNews | None:
+        """What has been done since the last time; waits: a moment, until there is something."""
+        ...
+
+    def close(self, *, last: bool) -> None:
+        """Write into no block any more. last: the process ends, so what was taken is saved now, as far as that takes no
+        long time."""
+        ...

@@ -1,0 +1,366 @@
+"""KV blocks on disk: what comes back, after what, and what anybody may do to the folder meanwhile. A file that isn't
+what it was costs its computation, and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planaria.checkpoint import identity
+from planaria.checkpoint.identity import weights_digest
+from planaria.config.machine import own_folder
+from planaria.config.options import EngineOptions
+from planaria.config.resolve import resolve
+from planaria.core.stats import TierStats
+from planaria.errors import ConfigError
+from planaria.protocol import KVLoad, KVNews, KVWork
+from planaria.worker import kv_store, kv_tier
+from planaria.worker.kv_store import HEAD, PART, BlockStore, StoreError
+from planaria.worker.kv_tier import DiskTier
+from tests.model.checkpoints import write_checkpoint
+from tests.model.engines import Engine, texts
+from tests.proc.servers import wait_until
+
+SIZE = 4096
+KEYS = [bytes([i]) * 16 for i in range(40)]
+ASKED = texts(100, [(600, 8), (90, 8)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(
+        write_checkpoint(tmp_path_factory.mktemp("tier"), "llama", num_hidden_layers=2, max_position_embeddings=1024)
+    )
+
+
+def store(folder: Path, *, name: bytes = b"i" * 16, most: int = 1 << 30) -> BlockStore:
+    own_folder("--kv-tier", str(folder))
+    return BlockStore(str(folder), name, SIZE, most)
+
+
+def payload(number: int) -> bytearray:
+    return bytearray(np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).tobytes())
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+
+
+def engine(model: str, folder: Path, *, tp: int = 1) -> Engine:
+    backend = "mp" if tp > 1 else "uni"
+    return Engine(
+        model, kv_tier=f"{folder},1GiB", distributed_executor_backend=backend, tensor_parallel_size=tp, threads=1,
+        max_model_len=1024, max_num_batched_tokens=128,
+    )  # fmt: skip
+
+
+def settle(engine: Engine) -> TierStats:
+    """When all is saved that is to be."""
+    while engine.loop.busy():
+        engine.loop.step()
+    return tier_of(engine)
+
+
+def tier_of(engine: Engine) -> TierStats:
+    assert engine.loop.core is not None
+    stats = engine.loop.core.stats().tier
+    assert stats is not None
+    return stats
+
+
+# -- an engine that comes back
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_prefix_comes_back_after_a_restart(model: str, tmp_path: Path, tp: int) -> None:
+    with engine(model, tmp_path / "kv", tp=tp) as first:
+        tokens = first.run(ASKED)
+        assert settle(first).saved == 37  # the full blocks of the long one; the short one isn't wanted again
+    assert len(files(tmp_path / "kv")) == 37 * tp
+    with engine(model, tmp_path / "kv", tp=tp) as second:
+        assert second.run(ASKED) == tokens
+        found = tier_of(second)
+        assert (found.hits, found.stored, found.errors) == (37 * 16, 37, {})
+    files(tmp_path / "kv")[0].unlink()  # what one rank lacks is of use to none
+    with engine(model, tmp_path / "kv", tp=tp) as third:
+        assert third.run(ASKED) == tokens
+        assert tier_of(third).stored == 36 and tier_of(third).hits < 37 * 16
+
+
+def test_nothing_of_other_weights_comes_back(model: str, tmp_path: Path) -> None:
+    with engine(model, tmp_path / "kv") as first:
+        first.run(ASKED)
+        settle(first)
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 1024}
+    other = str(write_checkpoint(tmp_path / "other", "llama", seed=1, **sizes))
+    with engine(other, tmp_path / "kv") as second:
+        second.run(ASKED)
+        assert tier_of(second).stored == 0
+    with engine(model, tmp_path / "kv") as third:
+        third.run(ASKED)
+        assert tier_of(third).hits == 37 * 16
+
+
+def test_what_was_done_to_the_files_costs_their_computation_and_nothing_else(model: str, tmp_path: Path) -> None:
+    with engine(model, tmp_path / "kv") as first:
+        tokens = first.run(ASKED)
+        settle(first)
+    for number, path in enumerate(files(tmp_path / "kv")):
+        HARMS[number % len(HARMS)](path)
+    with engine(model, tmp_path / "kv") as second:
+        assert second.run(ASKED) == tokens
+        assert sum(tier_of(second).errors.values()) > 0
+
+
+# -- a rank's files
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def swap(path: Path) -> None:
+    """For another block's."""
+    others = sorted(other for other in path.parents[1].rglob("*") if other.is_file() and other != path)
+    if others:
+        path.write_bytes(others[0].read_bytes())
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+HARMS: list[Callable[[Path], None]] = [flip, cut, lengthen, empty, swap, fifo, link, folder]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_file_that_is_not_what_it_was_is_none(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    kept, into = store(tmp_path / "kv"), bytearray(SIZE)
+    for number in (1, 2):
+        kept.write(KEYS[number], payload(number))
+    kept.read(KEYS[1], memoryview(into))
+    assert into == payload(1) and len(kept.keys()) == 32
+    harm(kept._path(KEYS[1]))
+    with pytest.raises(StoreError):
+        kept.read(KEYS[1], memoryview(bytearray(SIZE)))
+    kept.read(KEYS[2], memoryview(into))
+    assert into == payload(2)
+
+
+def test_a_file_of_another_identity_is_none(tmp_path: Path) -> None:
+    mine, yours = store(tmp_path / "kv"), store(tmp_path / "kv", name=b"j" * 16)
+    for each in (mine, yours):
+        each.write(KEYS[1], payload(1))
+    mine._path(KEYS[1]).write_bytes(yours._path(KEYS[1]).read_bytes())
+    with pytest.raises(StoreError, match="checksum"):
+        mine.read(KEYS[1], memoryview(bytearray(SIZE)))
+
+
+def test_files_are_this_users_alone(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        store(tmp_path / "kv").write(KEYS[1], payload(1))
+    finally:
+        os.umask(old)
+    modes = {path.stat().st_mode & 0o777 for path in files(tmp_path / "kv")}
+    folders = {
+        path.stat().st_mode & 0o777 for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")] if path.is_dir()
+    }
+    assert modes == {0o600} and folders == {0o700}
+    (tmp_path / "open").mkdir(mode=0o700)
+    (tmp_path / "open").chmod(0o770)
+    with pytest.raises(ConfigError, match="only this user"):
+        own_folder("--kv-tier", str(tmp_path / "open"))
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    kept = store(tmp_path / "kv", most=10 * (SIZE + HEAD.size))
+    gone = []
+    for number, key in enumerate(KEYS):
+        gone += kept.write(key, payload(number))
+        os.utime(kept._path(key), (number, number))
+        kept.read(KEYS[0], memoryview(bytearray(SIZE)))  # used all the time
+    left = {path.name for path in files(tmp_path / "kv")}
+    assert KEYS[0].hex() in left and KEYS[-1].hex() in left and len(left) <= 11
+    assert {key.hex() for key in gone} == {key.hex() for key in KEYS} - left
+
+
+def test_files_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_FILES", 8)
+    kept = store(tmp_path / "kv", most=PART * (SIZE + HEAD.size))
+    for number, key in enumerate(KEYS):
+        kept.write(key, payload(number))
+    assert len(files(tmp_path / "kv")) <= 9 and len(kept.keys()) <= 8 * 16
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept = store(tmp_path / "kv")
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(StoreError) as error:
+        kept.write(KEYS[1], payload(1))
+    assert error.value.kind == "full" and kept.keys() == b"" and os.listdir(tmp_path / "kv") == [".lock", kept.own.name]
+
+
+# -- a rank's threads
+
+
+class Slow(BlockStore):
+    """Reads and writes when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        own_folder("--kv-tier", str(folder))
+        super().__init__(str(folder), b"i" * 16, SIZE, 1 << 30)
+        self.may, self.reads = threading.Event(), threading.Event()
+
+    def read(self, key: bytes, into: memoryview) -> None:
+        self.reads.set()
+        assert self.may.wait(30)
+        super().read(key, into)
+
+    def write(self, key: bytes, payload: bytearray) -> list[bytes]:
+        assert self.may.wait(30)
+        return super().write(key, payload)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[tuple[DiskTier, Slow]]:
+    kept = Slow(tmp_path / "kv")
+    tier = DiskTier(kept, [np.zeros((8, SIZE // 2), np.uint8), np.zeros((8, SIZE // 2), np.uint8)])
+    yield tier, kept
+    kept.may.set()
+    tier.close(last=True)
+
+
+def news_of(tier: DiskTier) -> KVNews:
+    found: list[KVNews] = []
+    wait_until("there is news", lambda: found.extend(filter(None, [tier.finished(waits=True)])) or found)
+    return found[0]
+
+
+def fill(tier: DiskTier, block: int, number: int) -> None:
+    both = np.frombuffer(payload(number), np.uint8).reshape(2, -1)
+    for part, half in zip(tier.blocks, both, strict=True):
+        part[block] = half
+
+
+def test_blocks_go_out_and_come_in(slow: tuple[DiskTier, Slow]) -> None:
+    tier, kept = slow
+    kept.may.set()
+    fill(tier, 3, 1)
+    tier.begin(KVWork(saves=((KEYS[1], 3),)))
+    fill(tier, 3, 2)  # the step computes: what was to be saved was taken before
+    assert news_of(tier).stored == (KEYS[1],)
+    tier.begin(KVWork(loads=(KVLoad(7, (KEYS[1], KEYS[2]), (5, 6)),)))
+    news = news_of(tier)
+    assert [load[:2] for load in news.loaded] == [(7, 1)] and news.gone == (KEYS[2],) and news.errors == {"gone": 1}
+    assert b"".join(part[5].tobytes() for part in tier.blocks) == payload(1)
+    assert not any(part[6].any() for part in tier.blocks)
+
+
+def test_a_slow_disk_writes_into_no_block_of_another(slow: tuple[DiskTier, Slow]) -> None:
+    tier, kept = slow
+    BlockStore.write(kept, KEYS[1], payload(1))
+    tier.begin(KVWork(loads=(KVLoad(1, (KEYS[1],), (5,)),)))
+    assert kept.reads.wait(30) and tier.finished(waits=True) is None
+    tier.begin(KVWork(dropped=(1,)))
+    kept.may.set()
+    tier.begin(KVWork(loads=(KVLoad(2, (KEYS[1],), (6,)),)))
+    assert [load[:2] for load in news_of(tier).loaded] == [(2, 1)]
+    assert not tier.blocks[0][5].any() and tier.blocks[0][6].any()
+
+
+def test_what_waits_to_be_written_is_bounded(slow: tuple[DiskTier, Slow], monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, kept = slow
+    monkeypatch.setattr(kv_tier, "STAGED", 3 * SIZE)
+    tier.begin(KVWork(saves=tuple((key, 0) for key in KEYS[:5])))
+    assert news_of(tier).refused == tuple(KEYS[3:5])
+    kept.may.set()
+    wait_until("three are written", lambda: len(kept.keys()) == 3 * 16)
+
+
+def test_a_disk_that_refuses_is_let_be_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, tries = [100.0], []
+
+    def refuse(self: BlockStore, key: bytes, payload: bytearray) -> list[bytes]:
+        tries.append(key)
+        raise StoreError("write", "Read-only file system")
+
+    monkeypatch.setattr(BlockStore, "write", refuse)
+    monkeypatch.setattr(kv_tier, "RATE", 1 << 60)
+    tier = DiskTier(store(tmp_path / "kv"), [np.zeros((8, SIZE), np.uint8)], clock=lambda: now[0])
+    tier.begin(KVWork(saves=((KEYS[1], 0),)))
+    news = news_of(tier)
+    assert news.refused == (KEYS[1],) and news.errors == {"write": 1} and "Read-only" in news.why
+    tier.begin(KVWork(saves=((KEYS[2], 0),)))
+    assert news_of(tier).refused == (KEYS[2],) and tries == [KEYS[1]]
+    now[0] += kv_tier.PAUSE
+    assert news_of(tier).why == ""
+    tier.begin(KVWork(saves=((KEYS[3], 0),)))
+    assert news_of(tier).refused == (KEYS[3],) and tries == [KEYS[1], KEYS[3]]
+    tier.close(last=True)
+
+
+# -- at the door
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"kv_tier": ",1GiB"}, "names no folder"), ({"kv_tier": "x,much"}, "not a size"),
+        ({"kv_tier": "x", "enable_prefix_caching": False}, "prefix cache"),
+        ({"kv_tier": "x", "null_worker": True}, "CPU"), ({"kv_tier": "/proc/nothing/kv"}, "can't be made"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_is_refused_at_the_door(model: str, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        resolve(EngineOptions(model=model, device="cpu", **given))
+
+
+def test_weights_are_known_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "CHUNK", 1000)
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_bytes(payload(1))
+    two.write_bytes(payload(1))
+    os.utime(two, (5, 5))
+    first = weights_digest([str(one)])
+    assert first == weights_digest([str(two)]) != weights_digest([str(one), str(two)])
+    time = one.stat().st_mtime_ns
+    flip(one)
+    os.utime(one, ns=(time, time))  # as large and as old as before
+    assert weights_digest([str(one)]) != first
