@@ -1,0 +1,5 @@
+"""What a model wrote, taken apart: reasoning, content, calls of tools. Pure.
+
+A format is a generator that reads text from a `TextReader` and tells a `Findings` what it found; it asks for more text
+by yielding. So streams and whole answers are read by the same lines, however the text was cut into pieces.
+"""
