@@ -22,6 +22,7 @@ from planaria.beam import BeamSearchOutput, BeamSearchParams, beam_search
 from planaria.build import build_loop
 from planaria.checkpoint import Checkpoint
 from planaria.checkpoint.generation import sampling_defaults
+from planaria.config.declared import picked
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.parallel import refuse_outer_launcher, refuse_several_engines
 from planaria.config.resolve import resolve
@@ -32,6 +33,17 @@ from planaria.server.inputs import child_seed, grammar_check, submissions
 from planaria.server.metrics import of_engines
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import Tokenizer, load_tokenizer
+from planaria.server.tools import (
+    CalledTool,
+    Parsers,
+    Reading,
+    about,
+    check_tools,
+    gathered,
+    reading_of,
+    refuse_forced,
+    shown_marks,
+)
 from planaria.tokenizer_words import TokenizerWords
 from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
 from planaria.wire import (
@@ -111,8 +123,14 @@ class Counter(Gauge):
     """One that only grows."""
 
 
+@dataclass
 class Completion(StreamOutput):
-    """One of the n continuations, whole."""
+    """One of the n continuations, whole. Of an answer of `chat` that was read (it had tools, or the model writes its
+    reasoning apart): its content, reasoning and calls; else content is None."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[CalledTool] = field(default_factory=list)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -136,6 +154,12 @@ class RequestOutput:
     def text(self) -> str:
         """Of the first choice."""
         return self.outputs[0].text
+
+    def take_apart(self, reading: Reading) -> None:
+        """Fill in what the texts say."""
+        for output in self.outputs:
+            told = gathered(reading.events(output.text))
+            output.content, output.reasoning, output.tool_calls = told.content, told.reasoning or None, told.calls
 
 
 def make_options(model: str, options: dict[str, Any]) -> EngineOptions:
@@ -229,7 +253,12 @@ class _Front:
         return self.tokenizer.apply_chat_template(messages, **template)
 
     def _stream(
-        self, prompt: list[int], params: SamplingParams, priority: int = 0, salt: str = ""
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        salt: str = "",
+        reading: Reading | None = None,
     ) -> tuple[str, Choices, list[Submit]]:
         params = self._grammars.spelled(msgspec.structs.replace(params))  # the caller may go on to change its own
         number = next(self._numbers)
@@ -241,6 +270,8 @@ class _Front:
             cache_salt=salt,
         )  # fmt: skip
         tokenizer = self.tokenizer if params.detokenize else None
+        if reading is not None and tokenizer is not None:
+            tokenizer = tokenizer.showing(shown_marks(reading))
         return request_id, Choices(prompt, submits, tokenizer), submits
 
 
@@ -292,12 +323,21 @@ class LLM(_Front):
         """
         refuse(lora_request=lora_request)
         batch = _listed(prompts)
-        params = sampling_params or self.get_default_sampling_params()
-        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(batch):
-            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="sampling_params")
+        each = _each(sampling_params or self.get_default_sampling_params(), len(batch))
         ranks = list(priority) if priority is not None else [0] * len(batch)
         opened = [self._stream(self._encode(p), s, r, salt_of(p)) for p, s, r in zip(batch, each, ranks, strict=True)]
+        self._run(opened, use_tqdm, on_tokens)
+        texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in batch]
+        return [
+            self._output(stream, id, text if isinstance(text, str) else None)
+            for (id, stream, _), text in zip(opened, texts, strict=True)
+        ]
+
+    def _run(
+        self, opened: list[tuple[str, Choices, list[Submit]]], use_tqdm: bool | Callable[..., Any],
+        on_tokens: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Until all of them have ended."""
         bar = None if on_tokens is not None else _bar(use_tqdm, len(opened))
         try:
             for _, stream, submits in opened:
@@ -325,11 +365,6 @@ class LLM(_Front):
         finally:
             if bar is not None:
                 bar.close()
-        texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in batch]
-        return [
-            self._output(stream, id, text if isinstance(text, str) else None)
-            for (id, stream, _), text in zip(opened, texts, strict=True)
-        ]
 
     def _output(self, stream: Choices, request_id: str, prompt: str | None) -> RequestOutput:
         """What a finished stream came to."""
@@ -359,29 +394,45 @@ class LLM(_Front):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
     ) -> list[RequestOutput]:
         """Answer a conversation (messages of {"role", "content"}) or each of several: always a list, in their order.
 
         Without `sampling_params` the model's own defaults hold, with as many tokens as there is room for. Raises
-        RequestError as `generate` does, and for messages that are none. tools: for the template; an answer's calls are
-        its text. chat_template_content_format: content is text, whatever is said here.
+        RequestError as `generate` does, and for messages that are none. tools: an answer's calls are its `tool_calls`,
+        where the format in which the model writes them is known, else its text. chat_template_content_format: content
+        is text, whatever is said here.
         """
         refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         many = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         conversations: list[Any] = messages if many else [messages]
+        declared = check_tools(tools, tool_choice, parallel_tool_calls)
+        refuse_forced(declared)
         texts = [
             self.chat_prompt(
-                conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tools=tools,
-                continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
+                conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+                tools=declared.shown, continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
             )
             for conversation in conversations
         ]  # fmt: skip
-        prompts: list[Prompt] = [self._encode(text, add_special_tokens=False) for text in texts]
+        parsers = picked(Parsers, self.options)
+        template = chat_template or (self.tokenizer.chat_template if self.tokenizer is not None else None) or ""
+        read = declared.shown and (parsers["tool_call_parser"] is not None or about(template)[0])
+        opened, readings = [], []
         if sampling_params is None:
             sampling_params = msgspec.structs.replace(self.get_default_sampling_params(), max_tokens=None)
-        outputs = self.generate(prompts, sampling_params, use_tqdm)
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
+        for text, params in zip(texts, _each(sampling_params, len(texts)), strict=True):
+            ids, reading = self._encode(text, add_special_tokens=False), None
+            if self.tokenizer is not None and params.detokenize:
+                reading = reading_of(declared if read else None, Parsers(**parsers), template, self.tokenizer, ids)
+            readings.append(reading)
+            opened.append(self._stream(ids, params, reading=reading))
+        self._run(opened, use_tqdm)
+        outputs = [self._output(stream, id, text) for (id, stream, _), text in zip(opened, texts, strict=True)]
+        for output, reading in zip(outputs, readings, strict=True):
+            if reading is not None:
+                output.take_apart(reading)
         return outputs
 
     def beam_search(
@@ -440,6 +491,14 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | dict) or not isinstance(prompts, Iterable) or is_ids:
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """One for each of `count` prompts. Raises RequestError."""
+    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(each) != count:
+        raise RequestError(f"{count} prompts but {len(each)} sampling parameters", param="sampling_params")
+    return each
 
 
 def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

@@ -23,6 +23,7 @@ from planaria.logs import setup_logging
 from planaria.server.batch_file import VERSION, Answers, Header, Item, already_there, model_of, num_failed, read_input
 from planaria.server.config import ServerConfig
 from planaria.server.inputs import draw_seed
+from planaria.server.tools import Parsers
 
 
 def run(
@@ -54,6 +55,7 @@ def run(
                 served_model_names=tuple(served_model_name or [name]), model=name,
                 eos_ids=config.model.eos_ids,
         sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
+        parsers=Parsers(**{name: engine[name] for name in Parsers.__struct_fields__}),
             )  # fmt: skip
             asyncio.run(_answer(config, settings, left, len(items), answers, began))
         from planaria.server.batch import line_of

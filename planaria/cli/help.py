@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 # Of an option's field; the first that fits.
 TOPICS = (
     ("Model", r"dtype|quantization|revision|tokenizer\w*|download_dir|chat_template|generation_config"
-     r"|skip_tokenizer_init"),
+     r"|skip_tokenizer_init|\w+_parser|enable_auto_tool_choice"),
     ("Speed and memory", r"device|threads|kernels|max_(model|num)_\w+|policy|block_size|\w*memory\w*|seed"
      r"|enable_prefix_caching|async_scheduling|batch_invariant|null_worker"),
     ("When parts die", r"spare_workers|recovery_\w+|step_timeout|heartbeat_timeout"),

@@ -29,6 +29,7 @@ from planaria.logs import as_json, setup_logging
 from planaria.processes import set_title
 from planaria.server.config import ServerConfig
 from planaria.server.connections import raise_descriptor_limit
+from planaria.server.tools import Parsers
 
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet, Hosts
@@ -58,6 +59,7 @@ def run(
         model=model,
         eos_ids=config.model.eos_ids,
         sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
+        parsers=Parsers(**{name: engine[name] for name in Parsers.__struct_fields__}),
         seed=engine["seed"],
         **server,
     )

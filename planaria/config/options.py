@@ -10,6 +10,7 @@ from planaria.config.all2all import DEFAULT, EXCHANGES
 from planaria.config.declared import UNHASHED, option
 from planaria.config.engine_nodes import EngineNodes
 from planaria.models.config import ModelConfig
+from planaria.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from planaria.topology.cluster import LaneGroup
 from planaria.topology.experts import STRATEGIES as EXPERT_STRATEGIES
 from planaria.topology.layout import Layout
@@ -268,6 +269,28 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         str | None,
         option(
             "A file with a chat template, or the template itself; default: the model's.", hashed=False, metavar="FILE"
+        ),
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool | None,
+        option("Let models choose among tools; default: where the format of their calls is known.", hashed=False),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        option(
+            f"How the model writes calls of tools: {', '.join(TOOL_CALL_PARSERS)}; default: chosen from its chat "
+            "template.",
+            choices=TOOL_CALL_PARSERS,
+            hashed=False,
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        option(
+            f"How the model writes its reasoning, which is then told apart: {', '.join(REASONING_PARSERS)}; default: "
+            "it is content.",
+            choices=REASONING_PARSERS,
+            hashed=False,
         ),
     ] = None
     max_model_len: Annotated[

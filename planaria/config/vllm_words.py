@@ -14,6 +14,7 @@ RENAMED = {
 }  # fmt: skip
 VALUES: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "bfloat16", "float16": "bfloat16", "float": "float32"}, "quantization": {"gguf": "auto"},
+    "tool_call_parser": {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "deepseek_v31": "deepseek_v3"},
 }  # fmt: skip
 # In both tables `!` marks a switch, which takes no value.
 # No answer depends on these: they have no effect. By why.
@@ -39,7 +40,8 @@ WITHOUT_EFFECT = {
     "it is always so": """enable_prompt_tokens_details! enable_request_id_headers! enable_tokenizer_info_endpoint!
         enable_server_load_tracking! disable_frontend_multiprocessing! language_model_only! tokenizer_pool_size
         tokenizer_pool_type tokenizer_pool_extra_config fail_on_environ_validation! distributed_timeout_seconds
-        enable_offline_docs! exclude_tools_when_tool_choice_none! h11_max_incomplete_event_size h11_max_header_count""",
+        enable_offline_docs! exclude_tools_when_tool_choice_none! enable_reasoning!
+        h11_max_incomplete_event_size h11_max_header_count""",
     "there are texts only": """limit_mm_per_prompt mm_processor_kwargs media_io_kwargs mm_processor_cache_gb
         mm_processor_cache_type mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache! mm_encoder_tp_mode
         mm_encoder_attn_backend skip_mm_profiling! interleave_mm_strings! allowed_local_media_path
@@ -53,8 +55,7 @@ ABSENT = {
         fully_sharded_loras! enable_lora_bias! default_mm_loras enable_prompt_adapter! prompt_adapters""",
     "speculative decoding": """speculative_config speculative_model num_speculative_tokens
         ngram_prompt_lookup_max ngram_prompt_lookup_min""",
-    "tool calls": "enable_auto_tool_choice! tool_call_parser tool_parser_plugin tool_server",
-    "reasoning parsers": "reasoning_parser reasoning_parser_plugin enable_reasoning!",
+    "parsers of the user's own, and servers of tools": "tool_parser_plugin tool_server reasoning_parser_plugin",
     "structured outputs": """structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback!
         guided_decoding_disable_any_whitespace! guided_decoding_disable_additional_properties!""",
     "models that embed or classify": """task runner convert pooler_config override_pooler_config
@@ -86,7 +87,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_role": ("assistant",), "guided_decoding_backend": ("auto",), "lora_modules": ([],), "middleware": ([],),
     "logprobs_mode": ("raw_logprobs",), "max_logprobs": (*range(21), *map(str, range(21))),
     "fingerprint_mode": ("full", "hash"), "tool_parser_plugin": ("",), "reasoning_parser_plugin": ("",),
-    "reasoning_parser": ("",), "additional_config": ({}, "{}"), "structured_outputs_config": ({}, "{}"),
+    "additional_config": ({}, "{}"), "structured_outputs_config": ({}, "{}"),
 }  # fmt: skip
 
 

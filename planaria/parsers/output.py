@@ -43,7 +43,6 @@ CALL_FORMATS = {
         (("<｜tool▁call▁begin｜>",), ("<｜tool▁calls▁begin｜>",)),
     ),
 }  # fmt: skip
-REASONING_FORMATS = ("qwen3", "deepseek_r1")
 
 
 def formats_of(template: str) -> tuple[str, ...]:

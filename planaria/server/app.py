@@ -47,7 +47,7 @@ _IDEMPOTENCY_KEY = {
 
 _ABOUT = """The OpenAI API over a Planaria engine.
 
-- A field that would change the answer and isn't supported (tools, response formats other than text, suffix, ...) is
+- A field that would change the answer and isn't supported (response formats other than text, suffix, ...) is
   refused by name, unless its value means "off"; so is a name nobody knows. `null` always means the default.
 - A stream has one event for each step of a choice, also where its text is empty because the bytes of a character or
   the beginning of a stop string are held back. The last one of a choice carries `finish_reason`.
@@ -178,7 +178,7 @@ def _routes(app: FastAPI) -> None:
 
 
 _MODELS: tuple[type[BaseModel], ...] = (
-    schema.Message,
+    schema.Message, schema.FunctionTool,
     schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
     schema.TokenizerInfo,

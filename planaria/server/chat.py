@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from planaria.errors import RequestError
 from planaria.server.common import (
+    LONG_BODY,
     Envelope,
     encode_json,
     event_of,
@@ -28,6 +29,7 @@ from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, TokenizeRe
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
+from planaria.server.tools import Tools, check_tools, reading_of, refuse_forced, shown_marks
 from planaria.types import TokenLogprobs
 
 # Names of apply_chat_template's own arguments, and those that would bring in code or fields refused elsewhere.
@@ -48,13 +50,19 @@ async def create_chat_completion(request: Request) -> Response:
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
     tokenizer = service.need_tokenizer("messages")
     params = await spelled(service, params, request, body)
+    tools = await _tools(service, request, body)
+    variables = _variables(body, trusted=service.config.trust_request_chat_template)
+    if tools is not None and tools.shown is not None:
+        variables["tools"] = tools.shown
     ids = await chat_prompt(
         service,
         request,
         body,
-        variables=_variables(body, trusted=service.config.trust_request_chat_template),
+        variables=variables,
         limit=facts.max_model_len if body.truncate_prompt_tokens is None else None,
     )
+    template = body.chat_template or tokenizer.chat_template
+    reading = reading_of(tools, service.config.parsers, template, tokenizer, ids)
     ids = truncated(ids, body, max_tokens, facts.max_model_len)
     check_logprobs([len(ids)], params)
     info = request.scope["planaria"]
@@ -63,10 +71,29 @@ async def create_chat_completion(request: Request) -> Response:
         eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, seed=service.next_seed(),
         priority=body.priority or 0, cache_salt=body.cache_salt or "", param="messages",
     )  # fmt: skip
-    stream = Choices(ids, submits, tokenizer)
+    stream = Choices(ids, submits, tokenizer if reading is None else tokenizer.showing(shown_marks(reading)))
     generation = Generation(service, info, [stream], stream=bool(body.stream))
-    generation.writer = ChatWriter(service, info.uid, body, stream)
+    if reading is None:
+        generation.writer = ChatWriter(service, info.uid, body, stream)
+    else:
+        from planaria.server.chat_calls import ReadChatWriter
+
+        generation.writer = ReadChatWriter(service, info.uid, body, stream, reading)
     return Answer(generation)
+
+
+async def _tools(service: Service, request: Request, body: ChatCompletionRequest) -> Tools | None:
+    """What a request says of tools, checked; None: nothing. Raises RequestError."""
+    if body.tools is None and body.tool_choice is None:
+        return None
+
+    def work() -> Tools:
+        return check_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+
+    short = len(await request.body()) <= LONG_BODY
+    tools = work() if short else await service.in_thread(work, request.receive)
+    refuse_forced(tools)
+    return tools
 
 
 def _variables(body: ChatCompletionRequest, *, trusted: bool) -> dict[str, Any]:
@@ -143,15 +170,26 @@ class ChatWriter:
         self.tail, self.failed = envelope.tail, envelope.failed
         self.openings = [envelope.opening(i, b'"delta":{"content":') for i in range(len(stream.sequences))]
         self.closing, self.plain = b"}" + envelope.closing, envelope.plain
-        self.heavy = self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def heavy(self) -> bool:
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
     def event(self, piece: Piece) -> bytes | Callable[[], bytes]:
+        if self.is_long(piece):
+            self.envelope.started[0] = True
+            return lambda: self._role(0) + self._event(piece, b"")
+        return self.event_now(piece)
+
+    def is_long(self, piece: Piece) -> bool:
+        """It brings the prompt's log-probabilities."""
+        return piece.choice == 0 and self.prompt_logprobs is not None and not self.envelope.started[0]
+
+    def event_now(self, piece: Piece) -> bytes:
         index = piece.choice
         opening = b""
         if not self.envelope.started[index]:
             self.envelope.started[index] = True
-            if index == 0 and self.prompt_logprobs is not None:
-                return lambda: self._role(0) + self._event(piece, b"")
             opening = self._role(index)
         return self._event(piece, opening)
 
@@ -159,7 +197,11 @@ class ChatWriter:
         index = piece.choice
         if self.plain and piece.finish is None and piece.logprobs is None:
             return opening + self.openings[index] + encode_json(piece.text) + self.closing
-        choice: dict[str, Any] = {"index": index, "delta": {"content": piece.text}, "logprobs": None}
+        return opening + event_of(self.envelope.value([self._choice(piece, {"content": piece.text})]))
+
+    def _choice(self, piece: Piece, delta: dict[str, Any]) -> dict[str, Any]:
+        """Of an event, with all that a piece has besides its text."""
+        choice: dict[str, Any] = {"index": piece.choice, "delta": delta, "logprobs": None}
         if piece.logprobs is not None:
             choice["logprobs"] = self._logprobs(piece.logprobs)
         choice["finish_reason"] = piece.finish
@@ -167,7 +209,7 @@ class ChatWriter:
             choice["stop_reason"] = piece.stop_reason
         if self.envelope.token_ids:
             choice["token_ids"] = piece.tokens
-        return opening + event_of(self.envelope.value([choice]))
+        return choice
 
     def _role(self, index: int) -> bytes:
         choice = {
@@ -190,11 +232,12 @@ class ChatWriter:
     def whole(self) -> bytes:
         choices = []
         for sequence in self.stream.sequences:
+            message, finish = self.message(sequence.choice, sequence.text)
             choice: dict[str, Any] = {
                 "index": sequence.choice,
-                "message": {"role": "assistant", "content": self.echo + sequence.text, "refusal": None},
+                "message": message,
                 "logprobs": self._logprobs(sequence.logprobs) if sequence.logprobs is not None else None,
-                "finish_reason": sequence.finish,
+                "finish_reason": finish,
                 "stop_reason": sequence.stop_reason,
             }
             if self.envelope.token_ids:
@@ -203,6 +246,11 @@ class ChatWriter:
         value = self.envelope.whole(choices)
         self._prompt_part(value)
         return encode_json(value)
+
+    def message(self, index: int, text: str) -> tuple[dict[str, Any], str | None]:
+        """A choice's message, and why it ended."""
+        said = {"role": "assistant", "content": self.echo + text, "refusal": None}
+        return said, self.stream.sequences[index].finish
 
     def _logprobs(self, positions: list[TokenLogprobs]) -> dict[str, Any]:
         tokenizer, names = self.tokenizer, self.names

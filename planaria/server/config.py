@@ -10,6 +10,7 @@ import msgspec
 
 from planaria.config.declared import check, option
 from planaria.errors import ConfigError
+from planaria.server.tools import Parsers
 from planaria.types import SamplingParams
 
 MIB = 1 << 20
@@ -30,6 +31,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()  # for a server without a tokenizer; else the tokenizer's count
     seed: int | None = None  # from which requests that bring none get theirs, in the order they come; None: drawn
     sampling_defaults: SamplingParams = msgspec.field(default_factory=SamplingParams)  # of requests that say nothing
+    parsers: Parsers = Parsers()  # of what the model writes
     model: str = ""  # as typed: a name it may be called by, and maybe a path of this disk, which is told to nobody
     trust_request_chat_template: Annotated[
         bool, option("Run chat templates that requests bring; they may take long.")

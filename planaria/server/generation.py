@@ -39,7 +39,8 @@ _STREAM_HEADERS = [
 class Writer(Protocol):
     """The shape of an endpoint's answer. heavy: `whole` takes long, and belongs into a thread."""
 
-    heavy: bool
+    @property
+    def heavy(self) -> bool: ...
 
     def event(self, piece: Piece) -> bytes | Callable[[], bytes]:
         """Server-sent events for a piece: one, and before a choice's first whatever introduces it. What takes long to

@@ -56,9 +56,12 @@ def _message(message: object, place: str) -> dict[str, Any]:
         if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
             raise _wrong(f"{place}.tool_calls", "must be a list of objects")
         out["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    for name, older in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if name in out:
+            out.setdefault(older, out[name])
     for name, value in out.items():
         if isinstance(value, (list, tuple, Mapping)):
-            _check_depth(value, f"{place}.{name[:80]}")
+            check_depth(value, f"{place}.{name[:80]}")
     return out
 
 
@@ -97,7 +100,8 @@ def _call(call: Mapping[str, Any], place: str) -> Mapping[str, Any]:
         raise _wrong(f"{place}.function.arguments", "is nested too deeply", "invalid_value") from None
 
 
-def _check_depth(value: object, place: str) -> None:
+def check_depth(value: object, place: str) -> None:
+    """Raise RequestError for more than `MAX_DEPTH` levels of lists and objects."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from planaria.errors import RequestError
 from planaria.server.body import PIECE, all_are, decode
 from planaria.server.messages import MAX_MESSAGES, ROLES
+from planaria.server.tools import MAX_TOOL_NAME, MAX_TOOLS
 from planaria.structured.spec import MAX_CHOICES
 from planaria.types import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP, SamplingParams, bounds_of
 
@@ -203,6 +204,62 @@ Messages = Annotated[
 ]  # fmt: skip
 
 
+# Checked in tools.py, for the server and for `LLM.chat` alike.
+class FunctionTool(BaseModel):
+    class Declaration(BaseModel):
+        model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
+        name: str = Field(max_length=MAX_TOOL_NAME, pattern="^[a-zA-Z0-9_.-]+$")
+        description: str | None = None
+        parameters: JsonObject | None = Field(None, description="A JSON schema of an object.")
+        strict: bool | None = None
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
+    type: Literal["function"]
+    function: Declaration
+
+
+Declared = Annotated[
+    Any,
+    WithJsonSchema({
+        "anyOf": [
+            {"type": "array", "items": {"$ref": "#/components/schemas/FunctionTool"}, "maxItems": MAX_TOOLS},
+            {"type": "null"},
+        ]
+    }),
+]  # fmt: skip
+Chosen = Annotated[
+    Any,
+    WithJsonSchema({
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            {
+                "type": "object", "required": ["type", "function"],
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object", "required": ["name"], "properties": {"name": {"type": "string"}},
+                    },
+                },
+            },
+            {
+                "type": "object", "required": ["type", "allowed_tools"],
+                "properties": {
+                    "type": {"const": "allowed_tools"},
+                    "allowed_tools": {
+                        "type": "object", "required": ["mode", "tools"],
+                        "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array"}},
+                    },
+                },
+            },
+            {"type": "null"},
+        ]
+    }),
+]  # fmt: skip
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
 class ChatCompletionRequest(GenerationRequest):
     messages: Messages
     max_completion_tokens: Size | None = Field(None, description="The newer name of max_tokens.")
@@ -217,6 +274,15 @@ class ChatCompletionRequest(GenerationRequest):
         None, description="In place of the model's; needs a server with --trust-request-chat-template."
     )
     chat_template_kwargs: JsonObject | None = Field(None, description="Further variables of the chat template.")
+    tools: Declared = Field(None, description="Functions that the model may call.")
+    tool_choice: Chosen = Field(None, description="none, auto, required, or one function; auto if there are tools.")
+    parallel_tool_calls: bool | None = Field(None, description="false: the first call alone is told.")
+    include_reasoning: bool | None = Field(None, description="false: reasoning that is told apart is left out.")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="Accepted: there is one tier."
+    )
+    store: bool | None = Field(None, description="Accepted: nothing is stored.")
+    metadata: Metadata | None = Field(None, description="Accepted: up to 16 texts, not stored.")
     reasoning_effort: str | None = Field(None, description="A variable of the chat template, for those that read it.")
     verbosity: str | None = Field(None, description="As reasoning_effort.")
 
@@ -314,17 +380,31 @@ class ChatLogprobs(Strict):
     content: list[TokenLogprob]
 
 
+class CalledFunction(Strict):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it; cut off where its answer was.")
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(Strict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | None = Field(None, description="With --reasoning-parser.")
+    reasoning_content: str | None = Field(None, description="The older name of reasoning.")
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Strict):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

@@ -6,6 +6,7 @@ none. What a token is as bytes comes from one table, so that whole and increment
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,20 @@ class Tokenizer:
             (Pieces(self, False), Pieces(self, True)) if self._decoder != "other" else None
         )
         self._template: ChatTemplate | None = None
+        self._showing: dict[tuple[str, ...], Tokenizer] = {}
+
+    def showing(self, marks: tuple[str, ...]) -> Tokenizer:
+        """The same tokenizer, to which those of `marks` that are special tokens are ordinary ones: they are text, also
+        where special tokens are skipped."""
+        hidden = self.special_ids.intersection(map(self.backend.token_to_id, marks))
+        if not hidden:
+            return self
+        if marks not in self._showing:
+            shown = self._showing[marks] = copy.copy(self)
+            shown.special_ids = self.special_ids - hidden
+            if self.pieces is not None:
+                shown.pieces = (self.pieces[False], Pieces(shown, True))
+        return self._showing[marks]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with `add_special_tokens`, what the model's post-processor adds (often a BOS)."""
@@ -84,7 +99,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Bytes that aren't UTF-8 become U+FFFD."""
         if self.pieces is None:
-            text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if skip_special_tokens:
+                ids = [id for id in ids if id not in self.special_ids]
+            text: str = self.backend.decode(list(ids), skip_special_tokens=False)
             return text
         pieces = self.pieces[skip_special_tokens]
         text = b"".join([pieces[i] for i in ids]).decode("utf-8", "replace")
@@ -140,6 +157,8 @@ class Tokenizer:
             )  # fmt: skip
         if self._template is None or self._template.source != source:
             self._template = ChatTemplate(source)
+        if "developer" not in source:  # templates that don't know the role leave its messages out, or refuse them
+            checked = [{**m, "role": "system"} if m["role"] == "developer" else m for m in checked]
         begun = add_generation_prompt and not continue_final_message
         values = {**self.special_tokens, **kwargs, "add_generation_prompt": begun, "tools": tools or None}
         text = self._template.render(checked, values)

@@ -23,6 +23,14 @@ def h(**fields):
     return H, {"model": "smollm2", "messages": USER, **fields}
 
 
+def tool(name, **fields):
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+DEEP: dict = {}
+for _ in range(100):
+    DEEP = {"properties": DEEP}
+
 # name -> (path, body), status, param (None: not looked at), words of the message
 TABLE = {
     "unknown model": (c(model="gpt-4"), 404, "model", "gpt-4"),
@@ -144,15 +152,40 @@ TABLE = {
         h(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, "messages[0].content[0]", "text",
     ),
     "chat too long": (h(messages=[{"role": "user", "content": "word " * 3000}]), 400, "messages", "tokens"),
-    "tools": (h(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", "not supported"),
-    "tool_choice": (h(tool_choice="required"), 400, "tool_choice", "not supported"),
+    "tools that the model can't be told": (h(tools=[tool("f")]), 400, "tools", "no place for tools"),
+    "tools a string": (h(tools="f"), 400, "tools", "list of tools"),
+    "tool a string": (h(tools=["f"]), 400, "tools[0]", "object"),
+    "tool of another kind": (h(tools=[{"type": "custom"}]), 400, "tools[0].type", "'custom'"),
+    "tool without a function": (h(tools=[{"type": "function"}]), 400, "tools[0].function", "name"),
+    "tool's name": (h(tools=[tool("f"), tool("a b")]), 400, "tools[1].function.name", "'a b'"),
+    "tool's long name": (h(tools=[tool("f" * 129)]), 400, "tools[0].function.name", "128"),
+    "tool's schema": (h(tools=[tool("f", parameters=["x"])]), 400, "tools[0].function.parameters", "schema"),
+    "tool's type": (
+        h(tools=[tool("f", parameters={"type": "array"})]), 400, "tools[0].function.parameters.type", "names",
+    ),
+    "tool's depth": (h(tools=[tool("f", parameters=DEEP)]), 400, "tools[0]", "nested"),
+    "tool's description": (h(tools=[tool("f", description=5)]), 400, "tools[0].function.description", "string"),
+    "tool twice": (h(tools=[tool("f"), tool("f")]), 400, "tools[1].function.name", "twice"),
+    "many tools": (h(tools=[tool("f")] * 513), 400, "tools", "512"),
+    "large tools": (h(tools=[tool("f", description="x" * 270_000)]), 400, "tools", "262144"),
+    "tool_choice": (h(tool_choice="required"), 400, "tool_choice", "needs tools"),
+    "tool_choice a number": (h(tools=[tool("f")], tool_choice=5), 400, "tool_choice", "none, auto"),
+    "tool_choice of nobody": (
+        h(tools=[tool("f")], tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice", "'g'",
+    ),
+    "tool_choice without a name": (
+        h(tools=[tool("f")], tool_choice={"type": "function"}), 400, "tool_choice.function.name", "required",
+    ),
+    "tool_choice among nobody": (
+        h(tools=[tool("f")], tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
+        400, "tool_choice.allowed_tools.tools", "1 to 512",
+    ),
+    "metadata": (h(metadata={f"a{i}": "b" for i in range(17)}), 400, "metadata", None),
+    "service_tier": (h(service_tier="best"), 400, "service_tier", None),
     "json_schema": (h(response_format={"type": "json_schema"}), 400, "response_format", "schema is required"),
     "a type of format": (h(response_format={"type": "xml"}), 400, "response_format", "'xml' is none of"),
     "top_logprobs alone": (h(top_logprobs=2), 400, "top_logprobs", "logprobs"),
     "logprobs a number": (h(logprobs=2), 400, "logprobs", None),
-    "tools last": (
-        h(tool_choice="required", tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", "supported",
-    ),
     "no truncation": (c(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens", "at least 1"),
     "request_id": (c(request_id="a b"), 400, "request_id", None),
     "allowed_token_ids": (c(allowed_token_ids=[]), 400, "allowed_token_ids", None),

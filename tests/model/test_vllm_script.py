@@ -90,9 +90,9 @@ def test_defaults_of_a_model_apply_only_where_nothing_is_said(monkeypatch: pytes
         asked: list[SamplingParams] = []
         stream = llm._stream
 
-        def look(prompt: Any, params: Any, *more: Any) -> Any:
+        def look(prompt: Any, params: Any, *more: Any, **named: Any) -> Any:
             asked.append(params)
-            return stream(prompt, params, *more)
+            return stream(prompt, params, *more, **named)
 
         monkeypatch.setattr(llm, "_stream", look)
         llm.generate("a")

@@ -47,6 +47,8 @@ TRIES: tuple[Any, ...] = (
     {"5": 1},
     {"type": "text"},
     {"regex": "x"},
+    "auto",
+    {"a": "b"},
     [{"role": "user", "content": "x"}],
 )
 NOTES = {"response_format": "`text`, `json_object`, `json_schema`, or vLLM's `structural_tag`."}
@@ -150,7 +152,7 @@ def test_null_asks_for_nothing_whatever_its_name_is() -> None:
 
 def test_the_first_cause_is_named() -> None:
     with pytest.raises(RequestError) as error:
-        parsed(ChatCompletionRequest, tool_choice="required", parallel_tool_calls=True, tools=[{}])
+        parsed(CompletionRequest, tool_choice="required", parallel_tool_calls=True, tools=[{}])
     assert error.value.param == "tools"
 
 

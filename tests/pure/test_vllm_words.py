@@ -71,6 +71,7 @@ _SAME = """
     eplb_config all2all_backend enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
     disable_nccl_for_dp_synchronization worker_cls worker_extension_cls disable_custom_all_reduce
     max_parallel_loading_workers ray_workers_use_nsight scheduling_policy shutdown_timeout device
+    enable_auto_tool_choice tool_call_parser reasoning_parser
 """
 SAME = _SAME.split()
 

@@ -1,0 +1,292 @@
+"""Tools of a request: what may be said of them, and how its answer's texts are read. Used by `LLM` and the server.
+
+A model's format of calls is an option, or chosen from its chat template. Where a request has no tools to look for and
+no reasoning is taken apart, there is no `Reading`, and nothing here costs anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from planaria.errors import RequestError
+from planaria.server.messages import check_depth
+
+if TYPE_CHECKING:
+    from planaria.parsers.found import OutputEvent
+    from planaria.parsers.output import OutputParser
+    from planaria.server.tokenise import Tokenizer
+
+MAX_TOOLS = 512
+MAX_TOOLS_SIZE = 256 << 10  # bytes of all of them, as JSON
+MAX_TOOL_NAME = 128  # characters
+PROMPT_END = 8  # tokens of the prompt that may begin, or end, its answer's reasoning
+_NAME = re.compile(r"[a-zA-Z0-9_.-]+\Z")
+_READS_TOOLS = re.compile(r"\btools\b")
+_MODES = ("none", "auto", "required")
+
+
+class Parsers(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the same names. None: of a server that says nothing of it."""
+
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool | None = None
+    reasoning_parser: str | None = None
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """Of one request. given: for the chat template; schemas: by name, of those that may be called; mode: none, auto,
+    required or named (`schemas` has that one)."""
+
+    given: list[dict[str, Any]]
+    schemas: dict[str, dict[str, Any]]
+    mode: str
+    parallel: bool = True
+
+    @property
+    def shown(self) -> list[dict[str, Any]] | None:
+        """To the chat template."""
+        return self.given if self.given and self.mode != "none" else None
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """How a text is read: see OutputParser."""
+
+    calls: str | None
+    tools: dict[str, dict[str, Any]]
+    reasoning: str | None
+    prompt: str
+    single: bool
+
+    def events(self, text: str) -> list[OutputEvent]:
+        """Of a whole text."""
+        parser = self.parser()
+        return [*parser.push(text), *parser.finish()]
+
+    def parser(self) -> OutputParser:
+        from planaria.parsers.output import OutputParser
+
+        return OutputParser(
+            calls=self.calls, tools=self.tools, reasoning=self.reasoning, prompt=self.prompt, single=self.single
+        )
+
+
+def check_tools(
+    tools: object, choice: object = None, parallel: bool | None = None, place: str = "tools",
+    choice_place: str = "tool_choice",
+) -> Tools:  # fmt: skip
+    """Tools and what is said of them, in OpenAI's shape. Raises RequestError, whose `param` is the place of what is
+    wrong, which begins with `place` or `choice_place`."""
+    given, names = _declared(tools, place)
+    mode, only = _choice(choice, choice_place)
+    if mode is None:
+        mode = "auto" if given else "none"
+    elif mode not in ("none", "auto") and not given:
+        raise _wrong(choice_place, f"needs tools to choose from, and {place} has none")
+    for name in only or ():
+        if name not in names:
+            known = ", ".join(names)[:200]
+            raise _wrong(choice_place, f"names {name[:MAX_TOOL_NAME]!r}, which is not declared; there is: {known}")
+    schemas = names if only is None else {name: names[name] for name in only}
+    return Tools(given, schemas if mode != "none" else {}, mode, parallel is not False)
+
+
+def _declared(tools: object, place: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    if tools is None:
+        return [], {}
+    if not isinstance(tools, (list, tuple)):
+        raise _wrong(place, "must be a list of tools", "invalid_type")
+    if len(tools) > MAX_TOOLS:
+        raise _wrong(place, f"has {len(tools)} entries; at most {MAX_TOOLS}")
+    names: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        name, schema = _tool(tool, f"{place}[{i}]")
+        if name in names:
+            raise _wrong(f"{place}[{i}].function.name", f"{name!r} is declared twice")
+        names[name] = schema
+    given = [_plain(tool, f"{place}[{i}]") for i, tool in enumerate(tools)]
+    try:
+        size = len(msgspec.json.encode(given))
+    except (TypeError, ValueError) as e:
+        raise _wrong(place, f"can't be written as JSON: {e}") from None
+    if size > MAX_TOOLS_SIZE:
+        raise _wrong(place, f"is {size} bytes of JSON; at most {MAX_TOOLS_SIZE}")
+    return given, names
+
+
+def _tool(tool: object, place: str) -> tuple[str, dict[str, Any]]:
+    """A tool's name and the schema of its arguments."""
+    if not isinstance(tool, Mapping):
+        raise _wrong(place, "must be an object with type and function", "invalid_type")
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise _wrong(f"{place}.type", f"must be 'function' (no other is supported), got {_said(kind)}")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise _wrong(f"{place}.function", "must be an object with a name", "invalid_type")
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or len(name) > MAX_TOOL_NAME or not _NAME.match(name):
+        raise _wrong(
+            f"{place}.function.name",
+            f"must be 1 to {MAX_TOOL_NAME} letters, digits, '_', '-' and '.', got {_said(name)}",
+        )
+    if not isinstance(function.get("description", ""), str | None):
+        raise _wrong(f"{place}.function.description", "must be a string", "invalid_type")
+    if not isinstance(schema, Mapping | None):
+        raise _wrong(f"{place}.function.parameters", "must be an object, a JSON schema", "invalid_type")
+    if schema is not None and schema.get("type", "object") != "object":
+        raise _wrong(f"{place}.function.parameters.type", "must be 'object': arguments have names")
+    return name, dict(schema or {})
+
+
+def _plain(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """As templates read it: what is null is left out."""
+    check_depth(tool, place)
+    function = {key: value for key, value in tool["function"].items() if value is not None}
+    return {**tool, "type": "function", "function": function}
+
+
+def _choice(choice: object, place: str) -> tuple[str | None, list[str] | None]:
+    """Its mode, and the names it is limited to."""
+    if choice is None or (isinstance(choice, str) and choice in _MODES):
+        return choice, None
+    if isinstance(choice, Mapping):
+        kind = choice.get("type")
+        if kind == "function":
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(name, str):
+                return "named", [name]
+            raise _wrong(f"{place}.function.name", "is required", "missing_required_parameter")
+        allowed = choice.get("allowed_tools")
+        if kind == "allowed_tools" and isinstance(allowed, Mapping):
+            return _allowed(allowed, f"{place}.allowed_tools")
+    rule = "must be none, auto, required, or an object with type 'function' or 'allowed_tools'"
+    raise _wrong(place, f"{rule}, got {_said(choice)}")
+
+
+def _allowed(allowed: Mapping[str, Any], place: str) -> tuple[str, list[str]]:
+    mode, tools = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise _wrong(f"{place}.mode", "must be auto or required")
+    if not isinstance(tools, (list, tuple)) or not tools or len(tools) > MAX_TOOLS:
+        raise _wrong(f"{place}.tools", f"must be a list of 1 to {MAX_TOOLS} tools")
+    functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
+    named = [function.get("name") if isinstance(function, Mapping) else None for function in functions]
+    names = [name for name in named if isinstance(name, str)]
+    if len(names) < len(tools):
+        raise _wrong(f"{place}.tools", "must be objects with type 'function' and a function's name")
+    return mode, list(dict.fromkeys(names))
+
+
+def reading_of(
+    tools: Tools | None, parsers: Parsers, template: str | None, tokenizer: Tokenizer, prompt: Sequence[int], *,
+    place: str = "tools", choice_place: str = "tool_choice",
+) -> Reading | None:  # fmt: skip
+    """How answers of a request are read; None: as they are. template: the chat template that made `prompt`. Raises
+    RequestError where calls could not be made or not be found."""
+    calls = None
+    if tools is not None and tools.shown is not None:
+        calls = _format_of(tools, parsers, template or "", place, choice_place)
+    if calls is None and parsers.reasoning_parser is None:
+        return None
+    end = tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False) if parsers.reasoning_parser else ""
+    schemas = tools.schemas if tools is not None and calls is not None else {}
+    return Reading(calls, schemas, parsers.reasoning_parser, end, tools is not None and not tools.parallel)
+
+
+def _format_of(tools: Tools, parsers: Parsers, template: str, place: str, choice_place: str) -> str:
+    formats, reads_tools = about(template)
+    if not reads_tools:
+        raise _wrong(
+            place, "can't be told to this model: its chat template has no place for tools; give --chat-template one "
+            "that has", "unsupported_parameter",
+        )  # fmt: skip
+    name = parsers.tool_call_parser
+    if name is None:
+        if not formats:
+            raise _wrong(
+                place, "can't be used: how this model writes calls can't be seen in its chat template; start the "
+                "server with --tool-call-parser", "unsupported_parameter",
+            )  # fmt: skip
+        name = formats[0]
+    elif formats and name not in formats:
+        raise _wrong(
+            place, f"can't be used: this server reads calls as --tool-call-parser {name} says, and its chat template "
+            f"is one of {formats[0]}", "unsupported_parameter",
+        )  # fmt: skip
+    if tools.mode == "auto" and parsers.enable_auto_tool_choice is False:
+        raise _wrong(
+            choice_place, "'auto' is off on this server (--no-enable-auto-tool-choice)", "unsupported_parameter"
+        )
+    return name
+
+
+@lru_cache(maxsize=8)
+def about(template: str) -> tuple[tuple[str, ...], bool]:
+    """The formats of calls that a chat template is one of, and whether it reads tools at all."""
+    from planaria.parsers.output import formats_of
+
+    return formats_of(template), _READS_TOOLS.search(template) is not None
+
+
+@dataclass
+class CalledTool:
+    """A call in an answer. arguments: JSON, as the model wrote it; complete: it is not cut off."""
+
+    name: str
+    arguments: str = ""
+    complete: bool = False
+
+
+@dataclass
+class Told:
+    """A whole text, taken apart. content, reasoning: "" for none."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CalledTool] = field(default_factory=list)
+
+
+def gathered(events: Iterable[OutputEvent]) -> Told:
+    """What the events of a whole text come to."""
+    told, parts = Told(), defaultdict[tuple[str, int], list[str]](list)
+    for event in events:
+        if event.kind == "call":
+            told.calls.append(CalledTool(event.text))
+        elif event.kind == "end":
+            told.calls[event.index].complete = True
+        else:
+            parts[event.kind, event.index].append(event.text)
+    told.content, told.reasoning = ("".join(parts[kind, -1]) for kind in ("content", "reasoning"))
+    for index, call in enumerate(told.calls):
+        call.arguments = "".join(parts["arguments", index])
+    return told
+
+
+def shown_marks(reading: Reading) -> tuple[str, ...]:
+    """Special tokens that must be seen to read so."""
+    from planaria.parsers.output import CALL_FORMATS, CLOSE, OPEN
+
+    marks = CALL_FORMATS[reading.calls].marks if reading.calls is not None else ()
+    return (*marks, OPEN, CLOSE) if reading.reasoning is not None else marks
+
+
+def refuse_forced(tools: Tools, place: str = "tool_choice") -> None:
+    """Raise RequestError where a call is to be forced."""
+    if tools.mode in ("required", "named"):
+        raise _wrong(place, "is not supported unless it is none or auto", "unsupported_parameter")
+
+
+def _said(value: object) -> str:
+    return repr(value[:80]) if isinstance(value, str) else "null" if value is None else type(value).__name__
+
+
+def _wrong(place: str, rule: str, code: str = "invalid_value") -> RequestError:
+    return RequestError(f"{place} {rule}", param=place, code=code)
