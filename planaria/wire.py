@@ -9,6 +9,7 @@ import msgspec
 
 from planaria.core.stats import EngineStats as EngineStats
 from planaria.core.stats import ExpertStats as ExpertStats
+from planaria.core.stats import TierStats as TierStats
 from planaria.topology import LaneGroup, Layout
 from planaria.topology.table import CameUp
 from planaria.types import Delta, SamplingParams

@@ -54,6 +54,7 @@ logger = logging.getLogger("planaria.engine")
 Emit = Callable[[FromEngine], None]
 
 STEP_TOKENS = 128  # of a step, for each thread of a CPU
+LAST_SAVES = 2.0  # seconds for KV blocks to be written when the engine ends
 SPARES_AFTER = 15.0  # seconds that a replay has the node's cores to itself, before another spare is started
 
 __all__ = ["Emit", "EngineLoop", "Launcher", "Link"]
@@ -133,8 +134,17 @@ class EngineLoop:
         """Answer what is open, end the ranks. Idempotent."""
         if self.core is not None:
             self._abort_all(FinishReason.ABORT, None)
+            self._save()
         self.gang.close()
         self.core = None
+
+    def _save(self) -> None:
+        """What is still to be written to disk, as far as that takes no long time."""
+        until = self.clock() + LAST_SAVES
+        while self.core is not None and self.dead is None and not self.gang.broken and self.core.transfers():
+            if self.clock() >= until or self.gang.link is None:
+                return
+            self.step()
 
     # -- faults
 

@@ -42,6 +42,7 @@ def health_of(service: Service) -> dict[str, object]:
             {
                 "engine": engine.index, "state": engine.shown,
                 "epoch": engine.stats.epoch, "running": engine.stats.running, "waiting": engine.stats.waiting,
+                "kv_tier": None if (tier := engine.stats.tier) is None else tier.why or "ok",
             }
             for engine in client.engines()
         ],

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from planaria.server.faults import FaultLog
 from planaria.types import FinishReason
-from planaria.wire import EngineState, ExpertStats
+from planaria.wire import EngineState, ExpertStats, TierStats
 
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -61,6 +61,19 @@ _EXPERTS: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, C
 )  # fmt: skip
 
 
+# Of engines that keep KV blocks on disk.
+_TIER: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[TierStats], float]], ...] = (
+    (GaugeMetricFamily, "blocks", "KV blocks on disk that all ranks can bring back.", lambda tier: tier.stored),
+    (GaugeMetricFamily, "writable", "1 while blocks are written.", lambda tier: not tier.why),
+    (CounterMetricFamily, "queries", "Tokens for whose KV the disk was asked.", lambda tier: tier.queries),
+    (CounterMetricFamily, "hits", "Tokens whose KV came from disk.", lambda tier: tier.hits),
+    (CounterMetricFamily, "saved_blocks", "KV blocks written.", lambda tier: tier.saved),
+    (CounterMetricFamily, "saved_bytes", "Of all ranks.", lambda tier: tier.saved_bytes),
+    (CounterMetricFamily, "loaded_bytes", "Of all ranks.", lambda tier: tier.loaded_bytes),
+    (CounterMetricFamily, "given_up", "Times that computing was faster than the disk.", lambda tier: tier.given_up),
+)
+
+
 def imbalance(engines: Iterable[EngineState]) -> float:
     """The highest load over the mean, of the engines that get new work; 1 is even, and 1 too when nothing is open."""
     loads = [engine.load for engine in engines if engine.state == "ready" and not engine.leaving]
@@ -75,6 +88,24 @@ def of_engines(engines: Iterable[EngineState], model: str) -> Iterator[Metric]:
             for engine in engines:
                 family.add_metric([model, str(engine.index)], number(engine))
             yield family
+    yield from _of_tiers([engine for engine in engines if engine.stats.tier is not None], model)
+
+
+def _of_tiers(engines: Iterable[EngineState], model: str) -> Iterator[Metric]:
+    for kind, name, text, number in _TIER:
+        family = kind(f"planaria:kv_tier_{name}", text, labels=["model_name", "engine"])
+        for engine in engines:
+            if engine.stats.tier is not None:
+                family.add_metric([model, str(engine.index)], number(engine.stats.tier))
+        yield family
+    errors = CounterMetricFamily(
+        "planaria:kv_tier_errors", "Blocks that could not be written or brought back.",
+        labels=["model_name", "engine", "kind"],
+    )  # fmt: skip
+    for engine in engines:
+        for name, count in (engine.stats.tier.errors if engine.stats.tier is not None else {}).items():
+            errors.add_metric([model, str(engine.index), name], count)
+    yield errors
 
 
 class Histogram:

@@ -484,6 +484,7 @@ class EngineHealth(Strict):
     epoch: int
     running: int
     waiting: int
+    kv_tier: str | None  # "ok", or why no KV blocks are written to disk now; null: there is no such tier
 
 
 class LayoutChange(Strict):

@@ -16,7 +16,8 @@ C = "/v1/completions"
 GAUGES = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "planaria:recovering",
     "planaria:epoch", "planaria:engine_ready", "planaria:engine_load_tokens", "planaria:fleet_imbalance",
-    "planaria:expert_balancedness", "planaria:expert_rearrangement_age_seconds",
+    "planaria:expert_balancedness", "planaria:expert_rearrangement_age_seconds", "planaria:kv_tier_blocks",
+    "planaria:kv_tier_writable",
 }  # fmt: skip
 COUNTERS = {
     "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
@@ -24,7 +25,9 @@ COUNTERS = {
     "planaria:replayed_tokens", "planaria:recovery_seconds", "planaria:recovery_part_seconds",
     "planaria:layout_changes", "planaria:requests_taken",
     "planaria:expert_rearrangements", "planaria:expert_moved_bytes", "planaria:recovery_expert_moved_bytes",
-    "planaria:recovery_expert_needed_bytes", "planaria:recovery_experts_read",
+    "planaria:recovery_expert_needed_bytes", "planaria:recovery_experts_read", "planaria:kv_tier_queries",
+    "planaria:kv_tier_hits", "planaria:kv_tier_saved_blocks", "planaria:kv_tier_saved_bytes",
+    "planaria:kv_tier_loaded_bytes", "planaria:kv_tier_given_up", "planaria:kv_tier_errors",
 }  # fmt: skip
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",

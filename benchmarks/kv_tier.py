@@ -1,0 +1,133 @@
+"""How long a prompt's first token takes when its prefix comes from disk after a restart of the server, against
+computing it, and from memory.
+
+    python -m benchmarks.kv_tier [--model smollm2] [--tokens 4096] [--rounds 3] [--folder DIR] [--cold]
+
+Each round has a prompt of its own. A server with an empty folder computes the prompt, gives it from memory when it is
+asked again, and is ended with SIGKILL, all its processes with it, when /metrics says that its blocks are on disk.
+Another one is started, and is asked for a short prompt, which warms it up, then for the same long one. What the page
+cache holds of the folder stays there, as after any restart of a process; `--cold` drops it from there first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import proc, report
+from benchmarks.deployment import Server, patient_client
+
+OUT = Path(__file__).resolve().parent / "out"
+VOCAB, SHORT, TOKENS = 40_000, 64, 4
+GOAL = 8.0
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(100, VOCAB) for _ in range(tokens)]
+
+
+async def first_token(server: Server, ids: list[int]) -> tuple[float, list[int]]:
+    """Seconds until it came, and all tokens."""
+    async with patient_client() as client:
+        began, first, tokens = time.perf_counter(), 0.0, []
+        async for choice in server.stream(client, server.body(ids, TOKENS)):
+            first = first or time.perf_counter() - began
+            tokens += choice["token_ids"]
+    return first, tokens
+
+
+def metric(server: Server, name: str) -> float:
+    lines = server.http.get(server.url + "/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def saved(server: Server, blocks: int) -> None:
+    end = time.monotonic() + 120
+    while metric(server, "planaria:kv_tier_saved_blocks_total") < blocks:
+        if time.monotonic() > end:
+            raise RuntimeError(f"not all of {blocks} blocks are on disk after 120 s")
+        time.sleep(0.05)
+
+
+def drop_cached(folder: str) -> None:
+    """Have the system read these files from the disk again."""
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def one_round(model: str, tokens: int, number: int, folder: str, *, cold: bool) -> dict[str, float]:
+    arguments = [
+        "--kv-tier", folder, "--max-model-len", str(tokens + 64), "--max-num-seqs", "4", "--log-level", "warning",
+    ]  # fmt: skip
+    ids, blocks = prompt(number, tokens), (tokens - 1) // 16
+    with Server(model, *arguments) as server:
+        asyncio.run(first_token(server, prompt(-1, SHORT)))
+        computed, expected = asyncio.run(first_token(server, ids))
+        memory, again = asyncio.run(first_token(server, ids))
+        saved(server, blocks)
+        for pid in reversed(proc.tree(server.process.pid)):
+            proc.kill(pid)
+    if cold:
+        drop_cached(folder)
+    with Server(model, *arguments) as server:
+        asyncio.run(first_token(server, prompt(-1, SHORT)))
+        disk, back = asyncio.run(first_token(server, ids))
+        hits = metric(server, "planaria:kv_tier_hits_total")
+    if not expected == again == back or hits < 16 * blocks:
+        raise RuntimeError(f"{expected}, {again} and {back} with {hits:.0f} tokens from disk, of {16 * blocks}")
+    return {"computed": computed, "disk": disk, "memory": memory}
+
+
+def table(rounds: list[dict[str, float]], tokens: int) -> report.Table:
+    def told(name: str) -> str:
+        found = [each[name] for each in rounds]
+        return f"{statistics.median(found):.3f} ({min(found):.3f}-{max(found):.3f})"
+
+    def faster(name: str) -> str:
+        return f"{statistics.median(each['computed'] / each[name] for each in rounds):.1f}x"
+
+    return report.Table(
+        f"First token of a prompt of {tokens} tokens, seconds",
+        ["its prefix", "first token", "faster than computing", "goal"],
+        [
+            ["is computed", told("computed"), "", ""],
+            ["is on disk, after a restart", told("disk"), faster("disk"), f"{GOAL:g}x"],
+            ["is in memory", told("memory"), faster("memory"), ""],
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", help="on the disk that is meant; default: a temporary one")
+    parser.add_argument("--cold", action="store_true", help="files are read from the disk, not from the page cache")
+    options = parser.parse_args()
+    rounds = []
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            rounds.append(one_round(options.model, options.tokens, number, folder, cold=options.cold))
+    result: dict[str, Any] = {"tokens": options.tokens, "cold": options.cold, "rounds": rounds}
+    OUT.mkdir(exist_ok=True)
+    (OUT / "kv_tier.json").write_text(json.dumps(result, indent=1))
+    note = f"{time.strftime('%Y-%m-%d %H:%M')}; {options.model}; median of {options.rounds} rounds (low-high)."
+    print(report.as_text([table(rounds, options.tokens)], [note]))
+
+
+if __name__ == "__main__":
+    main()
