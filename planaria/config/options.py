@@ -198,6 +198,14 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "package.module.Class whose methods join the worker's, for collective_rpc.", hashed=False, metavar="CLASS"
         ),
     ] = ""
+    sd_worker_cls: Annotated[
+        str,
+        option(
+            "package.module.Class that drafts tokens on a rank, with --speculative-config; auto: by its method.",
+            hashed=False,
+            metavar="CLASS",
+        ),
+    ] = "auto"
     link_chunk_bytes: Annotated[
         int | None,
         option(
@@ -329,6 +337,15 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         ),
     ] = None
     async_scheduling: Annotated[bool | None, option("Plan a step while one runs.", hashed=True)] = None
+    speculative_config: Annotated[
+        str | dict[str, Any] | None,
+        option(
+            "Draft tokens, and check several in a step: as JSON, with vLLM's names, e.g. "
+            """'{"method": "ngram", "num_speculative_tokens": 8}'; methods: ngram, suffix.""",
+            hashed=True,
+            metavar="JSON",
+        ),
+    ] = None
     seed: Annotated[int | None, option("Of requests that bring none; default: drawn.", hashed=False)] = None
     generation_config: Annotated[
         str,
@@ -454,6 +471,20 @@ class EPLBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     policy: str = "default"
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a rank that draws tokens guesses ahead. Of `num_speculative_tokens` a row gets as many as pay. Names are
+    vLLM's; `suffix_*` are of the method suffix, `prompt_lookup_*` of ngram."""
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 0  # at most, of a row in one step; 0: by the method
+    prompt_lookup_max: int = 0  # tokens that are looked for, the longest first; 0: 5, or what the least is
+    prompt_lookup_min: int = 0  # 0: 2, or what the most is
+    suffix_decoding_max_tree_depth: int = 24  # tokens that are looked for at most
+    suffix_decoding_max_cached_requests: int = 10_000  # outputs that are remembered
+    suffix_decoding_max_spec_factor: float = 2.0  # drafts for each token that was found again
+    suffix_decoding_min_token_prob: float = 0.1  # of a draft, by how often it came
+
+
 class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     """What was asked for; what is in force travels in placements and `Regroup`.
 
@@ -574,6 +605,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig
     faults: FaultConfig = FaultConfig()
     null_worker: bool = False
+    speculative: SpeculativeConfig | None = None
 
     def with_layout(self, layout: Layout) -> EngineConfig:
         """The same engine, asked for in another layout. A partition of layers stays where it has as many stages."""

@@ -137,6 +137,7 @@ def _numbers(options: EngineOptions) -> None:
         raise ConfigError("--master-addr", "''", "is empty", "give the address of the node with --node-rank 0")
     _class_path("--worker-cls", options.worker_cls, "auto")
     _class_path("--worker-extension-cls", options.worker_extension_cls, "")
+    _class_path("--sd-worker-cls", options.sd_worker_cls, "auto")
 
 
 def _list(option: str, given: str | tuple[int, ...] | None, fix: str) -> tuple[int, ...] | None:

@@ -26,6 +26,7 @@ from planaria.config.options import (
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import AUTO, parse_bytes, parse_tokens
+from planaria.config.speculative import speculative_config
 from planaria.config.vllm_words import variables
 from planaria.env import environment
 from planaria.errors import ConfigError
@@ -126,6 +127,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             f"must be at least --max-num-seqs ({options.max_num_seqs}): each running request may add a token to a step",
             "raise it, or lower --max-num-seqs",
         )  # fmt: skip
+    speculative = speculative_config(options.speculative_config)
     device_name = _device_name(options.device, options.data_parallel_size_local != 0)
     if line := variables(environment()):
         logger.warning(line)
@@ -138,6 +140,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
             check_module("--worker-cls", parallel.worker_cls)
         if parallel.worker_extension_cls:
             check_module("--worker-extension-cls", parallel.worker_extension_cls)
+        if parallel.sd_worker_cls != "auto":
+            check_module("--sd-worker-cls", parallel.sd_worker_cls)
     if parallel.over_nodes:
         deployment_secret(parallel)
     memory = None
@@ -182,6 +186,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             policy=options.policy,
             depth=steps_in_flight(parallel, options.async_scheduling, device_name),
             micro_steps=parallel.pipeline_parallel_size,
+            max_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
             max_logit_rows=options.max_num_seqs + LOGIT_ROWS,
         ),
         cache=CacheConfig(**{**picked(CacheConfig, options), "memory": memory, "kv_tier": _tier(options, device_name)}),
@@ -189,4 +194,5 @@ def resolve(options: EngineOptions) -> EngineConfig:
         parallel=parallel,
         faults=_faults(options, parallel),
         null_worker=options.null_worker,
+        speculative=speculative,
     )

@@ -53,7 +53,7 @@ INSTEAD = {"num_gpu_blocks_override": "kv_cache_memory", "hf_token": "$HF_TOKEN"
 ABSENT = {
     "LoRA adapters": """enable_lora! lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size
         fully_sharded_loras! enable_lora_bias! default_mm_loras enable_prompt_adapter! prompt_adapters""",
-    "speculative decoding": """speculative_config speculative_model num_speculative_tokens
+    "speculative decoding by this option": """speculative_model num_speculative_tokens
         ngram_prompt_lookup_max ngram_prompt_lookup_min""",
     "parsers of the user's own, and servers of tools": "tool_parser_plugin tool_server reasoning_parser_plugin",
     "structured outputs": """structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback!

@@ -8,6 +8,7 @@ and nowhere else; a result of another epoch is ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import cast
 
 from planaria.config.options import CacheConfig, SchedulerConfig
@@ -17,7 +18,7 @@ from planaria.core.kv_cache import KeyScope
 from planaria.core.kv_index import LaneIndex, NoIndex, name_of
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
-from planaria.core.stats import EngineStats
+from planaria.core.stats import DraftStats, EngineStats
 from planaria.protocol import KVNews, KVWork, LanePlan, StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request
 
@@ -261,6 +262,7 @@ class EngineCore:
             first.prefix_hits += lane.prefix_hits
             first.preemptions += lane.preemptions
             first.prompt_tokens += lane.prompt_tokens
+            first.drafts = first.drafts.added(lane.drafts)
         entries = sorted((entry for lane in old for entry in lane.entries.values()), key=lambda entry: entry.key)
         for lane in self.lanes:
             lane.entries.clear()
@@ -317,4 +319,5 @@ class EngineCore:
             generation_tokens=self.generation_tokens,
             replayed_tokens=self.replayed_tokens,
             tier=self.tier.stats(found) if (found := [lane.connector for lane in lanes if lane.connector]) else None,
+            drafts=reduce(DraftStats.added, (lane.drafts for lane in lanes)) if self.config.max_drafts else None,
         )

@@ -29,6 +29,7 @@ from planaria.core.kv_cache import BlockKey, BlockPool, KeyScope, chain
 from planaria.core.kv_index import HeldBlocks, LaneIndex, NoIndex
 from planaria.core.policy import POLICIES, Key
 from planaria.core.sequence import NEVER, MicroStep, SequenceState
+from planaria.core.stats import DraftStats
 from planaria.core.step import StepBuilder
 from planaria.protocol import LanePlan, LaneResult
 from planaria.types import Delta, FinishReason, Request, TokenLogprobs
@@ -48,6 +49,7 @@ class Lane:
         self.num_blocks, self.micro_steps = num_blocks, scheduler.micro_steps
         self.step_tokens = scheduler.max_num_batched_tokens  # at most, in one step
         self.prefix_queries = self.prefix_hits = self.preemptions = self.prompt_tokens = 0
+        self.drafts = DraftStats()
         self.now = 0.0
         self.waiting: list[tuple[Key, SequenceState]] = []  # a heap
         self.entries: dict[str, SequenceState] = {}  # every open request
@@ -272,6 +274,8 @@ class Lane:
             if at is None or not at.open:
                 continue
             deltas.append(self.token(at, token, result.logprobs.get(row)))
+        if result.drafted:
+            self.drafts = self.drafts.checked(result.drafted, result.more)
         if result.more:
             further(self, deltas, result.more)
         for row, message in result.errors.items():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
 import msgspec
 
 
@@ -28,6 +31,29 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     why: str = ""  # nothing is written now; empty: all is well
 
 
+class DraftStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of tokens that workers guessed and steps checked. accepted: how many were right, by their place behind a row's
+    last token. Counters count from the engine's start."""
+
+    checks: int = 0  # of a row's drafts in a step
+    drafted: int = 0
+    accepted: tuple[int, ...] = ()
+
+    def checked(self, drafted: Mapping[int, int], more: Mapping[int, Sequence[int]]) -> DraftStats:
+        """And those of a step, by row. more: the tokens that rows drew after their first."""
+        accepted = [0] * max(drafted.values())
+        for row in drafted:
+            for place in range(len(more.get(row, ()))):
+                accepted[place] += 1
+        return self.added(DraftStats(len(drafted), sum(drafted.values()), tuple(accepted)))
+
+    def added(self, other: DraftStats) -> DraftStats:
+        both = zip_longest(self.accepted, other.accepted, fillvalue=0)
+        return DraftStats(
+            self.checks + other.checks, self.drafted + other.drafted, tuple(one + two for one, two in both)
+        )
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     """A snapshot, sent with every step's deltas. Counters count from the engine's start."""
 
@@ -44,3 +70,4 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     replayed_tokens: int = 0  # computed again after a loss
     experts: ExpertStats | None = None  # None: they are not balanced
     tier: TierStats | None = None  # None: there is none
+    drafts: DraftStats | None = None  # None: no row drafts

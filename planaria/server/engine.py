@@ -325,7 +325,8 @@ def added(before: EngineStats, now: EngineStats) -> EngineStats:
     if not before.step:
         return now
     sums = {name: getattr(before, name) + getattr(now, name) for name in _COUNTERS}
-    return msgspec.structs.replace(now, **sums, experts=_experts_added(before.experts, now.experts))
+    drafts = before.drafts.added(now.drafts) if before.drafts and now.drafts else now.drafts or before.drafts
+    return msgspec.structs.replace(now, **sums, experts=_experts_added(before.experts, now.experts), drafts=drafts)
 
 
 def _experts_added(before: ExpertStats | None, now: ExpertStats | None) -> ExpertStats | None:

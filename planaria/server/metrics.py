@@ -16,6 +16,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
+from planaria.core.stats import DraftStats
 from planaria.server.faults import FaultLog
 from planaria.types import FinishReason
 from planaria.wire import EngineState, ExpertStats, TierStats
@@ -186,7 +187,31 @@ class Metrics(Collector):
             family.add_metric(value, histogram.buckets(), histogram.total)
             yield family
 
+        yield from self._drafts(value[0])
         yield from self._recovery(value[0])
+
+    def _drafts(self, model: str) -> Iterable[Metric]:
+        """Of engines whose rows draft."""
+        engines = [(str(e.index), e.stats.drafts) for e in self._engines() if e.stats.drafts is not None]
+        numbers: tuple[tuple[str, str, Callable[[DraftStats], float]], ...] = (
+            ("drafts", "Times that a step checked drafts of a sequence.", lambda drafts: drafts.checks),
+            ("draft_tokens", "Tokens that were drafted, and checked.", lambda drafts: drafts.drafted),
+            ("accepted_tokens", "Drafts that were right.", lambda drafts: sum(drafts.accepted)),
+        )
+        for name, text, number in numbers if engines else ():
+            family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", text, labels=["model_name", "engine"])
+            for engine, drafts in engines:
+                family.add_metric([model, engine], number(drafts))
+            yield family
+        if engines:
+            places = CounterMetricFamily(
+                "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that were right, by their place.",
+                labels=["model_name", "engine", "position"],
+            )  # fmt: skip
+            for engine, drafts in engines:
+                for place, count in enumerate(drafts.accepted):
+                    places.add_metric([model, engine, str(place)], count)
+            yield places
 
     def _experts(self, model: str) -> Iterable[Metric]:
         engines = [(str(e.index), e.stats.experts) for e in self._engines()]

@@ -71,15 +71,15 @@ def make_constraints(config: EngineConfig) -> Constraints:
     return Constraints(size, vocabulary)
 
 
-def make_stage(config: EngineConfig, batch: Batch, forward: Callable[[], Array], mesh: Mesh) -> Stage:
-    """This rank's place in a step."""
+def make_stage(config: EngineConfig, batch: Batch, forward: Callable[[], Array], mesh: Mesh, width: int) -> Stage:
+    """This rank's place in a step. width: see Stage."""
     if config.device.device == "cpu":
         from planaria.worker.stage import Stage
 
-        return Stage(batch, forward, mesh, config.model.hidden_size)
+        return Stage(batch, forward, mesh, config.model.hidden_size, width)
     from planaria.worker.torch_stage import TorchStage
 
-    return TorchStage(batch, forward, mesh, config.model.hidden_size)
+    return TorchStage(batch, forward, mesh, config.model.hidden_size, width)
 
 
 def take_thread(config: EngineConfig, threads: int, devices: Sequence[int]) -> None:

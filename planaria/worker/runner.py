@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from planaria.config.options import SchedulerConfig
 from planaria.kernels.ops import Array, Batch
 from planaria.protocol import LanePlan, LaneResult, Row
 from planaria.types import TokenLogprobs
 from planaria.worker.sampler import Follower, Sampler
+from planaria.worker.speculation import Speculation
 from planaria.worker.stage import Stage
 
 
@@ -29,8 +32,9 @@ class Runner:
     def __init__(
         self, batch: Batch, forward: Callable[[], Array], sampler: Sampler | Follower,
         scheduler: SchedulerConfig, block_size: int, stage: Stage | None = None, *, meets: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:  # fmt: skip
-        self.batch, self.sampler, self.meets = batch, sampler, meets
+        self.batch, self.sampler, self.meets, self.speculation = batch, sampler, meets, speculation
         self.stage = stage or Stage(batch, forward)
         self.block_size = block_size
         rows = scheduler.max_num_seqs
@@ -39,7 +43,6 @@ class Runner:
         self.last = np.zeros(rows, np.int32)
         self.turn = np.full(rows, -1, np.int32)  # in whose steps a row goes on by itself; -1: none
         self.num_blocks = np.zeros(rows, np.int32)
-        self.drafting = False  # may rows go on by several tokens?
         self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
@@ -53,15 +56,18 @@ class Runner:
             self._leave(row)
         chunks = [change for change in plan if self._enter(change)]
         refused = {change.row: self.refused[change.row] for change in plan if change.row in self.refused}
-        self.stage.take_tokens(turn, self.last)
+        self.stage.take_tokens(turn, self._hear)
         rows = np.flatnonzero(self.turn == turn)
-        if self.drafting:  # none is drafted here yet; a row whose blocks are full waits all the same
-            rows = rows[self.cursor[rows] < self.num_blocks[rows] * self.block_size]
+        taken = None  # of each row's drafts
+        if self.speculation is not None:
+            room = self.num_blocks[rows] * self.block_size - self.cursor[rows]
+            rows, room = rows[room > 0], room[room > 0]  # one whose blocks are full does nothing
+            taken = self.speculation.taken(rows, room - 1, alone=not chunks)
         samples: list[int] = rows.tolist()
-        num_samples = self._fill_auto(rows)
+        lines = self._fill_auto(rows, taken)  # logits rows to draw from
         prompt_parts: list[tuple[Row, int]] = []  # (chunk, first of its logits rows)
-        num_seqs, num_tokens = len(samples), len(samples)
-        lines = list(range(num_samples))  # logits rows to draw from
+        num_seqs = len(samples)
+        num_samples = num_tokens = num_seqs if taken is None else num_seqs + int(taken.sum())
         for chunk in chunks:
             first = num_tokens
             num_tokens = self._fill_chunk(chunk, num_seqs, num_tokens)
@@ -97,16 +103,50 @@ class Runner:
         if logits is None or sampler is None:
             self.stage.drew(turn, samples, None)
             return LaneResult([], [], errors=refused)
+        if self.speculation is not None and taken is not None:
+            drawn = self._draw_further(sampler, logits, samples, lines, taken.tolist(), turn, alone=not chunks)
+            return msgspec.structs.replace(drawn, prompt_logprobs=prompt_logprobs, errors={**refused, **drawn.errors})
         if prompt_parts:
             logits = logits[lines]
         tokens, logprobs, errors = sampler.sample(logits, samples)
         self.last[samples] = tokens
-        self.stage.drew(turn, samples, tokens)
+        self.stage.drew(turn, samples, np.array(tokens, np.int32)[:, None])
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
         each = {row: [entry] for row, entry in logprobs.items()}
         return LaneResult(samples, tokens, each, prompt_logprobs, {**refused, **errors})
+
+    def _draw_further(
+        self, sampler: Sampler, logits: Array, samples: list[int], lines: list[int], taken: list[int], turn: int, *,
+        alone: bool,
+    ) -> LaneResult:  # fmt: skip
+        """Where rows draft. taken: of the rows that go on by themselves, the first of `samples`."""
+        assert self.speculation is not None
+        taken += [0] * (len(samples) - len(taken))
+        drawn, logprobs, errors = self.speculation.draw(sampler, logits, samples, lines, taken)
+        told = self.speculation.go_on(samples, drawn, taken, alone=alone)
+        self._hear(samples, told)
+        self.stage.drew(turn, samples, told)
+        each = {row: tokens for row, tokens in zip(samples, drawn, strict=True) if tokens}
+        drafted = {row: count for row, count in zip(samples, taken, strict=True) if count and row in each}
+        more = {row: tokens[1:] for row, tokens in each.items() if len(tokens) > 1}
+        return LaneResult(
+            list(each), [tokens[0] for tokens in each.values()], logprobs, errors=errors, more=more, drafted=drafted
+        )
+
+    def drain(self) -> None:
+        """Take in what is still on its way, before another runner uses the same mesh."""
+        self.stage.drain(self._hear)
+
+    def _hear(self, rows: list[int], told: npt.NDArray[np.int32]) -> None:
+        """What these rows go on with."""
+        if self.speculation is None:
+            self.last[rows] = told[:, 0]
+            return
+        self.cursor[rows] += told[:, 0] - 1
+        self.last[rows] = told[:, 1]
+        self.speculation.hear(rows, told)
 
     def _leave(self, row: int) -> None:
         self.turn[row] = -1
@@ -114,6 +154,8 @@ class Runner:
         self.logprobs_wanted.pop(row, None)
         self.refused.pop(row, None)
         self.sampler.leave(row)
+        if self.speculation is not None:
+            self.speculation.leave(row)
 
     def _enter(self, change: Row) -> bool:
         """Take in a row's change. True when its tokens are a chunk of its history (not the row's own next token)."""
@@ -123,13 +165,14 @@ class Runner:
         if fresh is not None:
             self.turn[row] = -1
             self.num_blocks[row] = 0
-            self.drafting = fresh.drafts > 0
             self.prompts[row] = fresh.tokens
             if fresh.params.prompt_logprobs is not None:
                 self.logprobs_wanted[row] = fresh.params.prompt_logprobs
             self.refused.pop(row, None)
             try:
                 self.sampler.enter(row, fresh)
+                if self.speculation is not None:
+                    self.speculation.enter(row, fresh)
             except Exception as e:  # this request's mistake; the others go on
                 self.refused[row] = f"the request can't be run: {e}"
                 return False
@@ -143,19 +186,32 @@ class Runner:
             raise ValueError(f"row {row} is at {self.cursor[row]}, the plan says {change.start}")
         return False
 
-    def _fill_auto(self, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
-        """One token of each row that goes on by itself, first in the batch."""
+    def _fill_auto(self, rows: npt.NDArray[np.int64], taken: npt.NDArray[np.int32] | None) -> list[int]:
+        """Of each row that goes on by itself its next token, and the drafts taken, first in the batch. Returns the
+        logits row of each one's token."""
         batch, n, size = self.batch, len(rows), self.block_size
         positions = self.cursor[rows]
-        batch.tokens[:n] = self.last[rows]
-        batch.positions[:n] = positions
-        batch.slots[:n] = batch.block_table[rows, positions // size].astype(np.int64) * size + positions % size
-        batch.seq_start[: n + 1] = batch.counting[: n + 1]
-        batch.sample_index[:n] = batch.counting[:n]
-        batch.seq_len[:n] = positions + 1
+        if taken is None or not taken.any():
+            of, of_positions, starts = rows, positions, batch.counting[:n].astype(np.int64)
+            batch.tokens[:n] = self.last[rows]
+            batch.seq_len[:n] = positions + 1
+        else:
+            assert self.speculation is not None
+            of, within, starts = self.speculation.spread(rows, taken)
+            of_positions = self.cursor[of] + within
+            guessed = self.speculation.drafts[of, np.maximum(within - 1, 0)]
+            batch.tokens[: len(of)] = np.where(within == 0, self.last[of], guessed)
+            batch.seq_len[:n] = positions + 1 + taken
+        total = len(of)
+        batch.positions[:total] = of_positions
+        batch.slots[:total] = batch.block_table[of, of_positions // size].astype(np.int64) * size + of_positions % size
+        batch.seq_start[:n] = starts
+        batch.seq_start[n] = total
+        batch.sample_index[:total] = batch.counting[:total]
         batch.seq_row[:n] = rows
         self.cursor[rows] = positions + 1
-        return n
+        lines: list[int] = starts.tolist()
+        return lines
 
     def _fill_chunk(self, chunk: Row, seq: int, first: int) -> int:
         """A part of a history, at token `first`. Returns the number of tokens so far."""

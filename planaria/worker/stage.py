@@ -5,7 +5,8 @@ steps on every rank. So a stage that has its plans runs ahead of the next one by
 steps take turns, and a row's token is asked for when the row's turn comes again, not before.
 
 Tokens go from the rank that draws them to the tensor ranks of the first stage: along the pipeline to tensor rank 0,
-from there along the tensor axis. Every rank knows from the plan which rows draw in a step, so tokens go alone.
+from there along the tensor axis. Every rank knows from the plan which rows draw in a step, so tokens go alone. Where
+rows draft, how many tokens one drew and what it drafts goes with them, and to all ranks.
 """
 
 from __future__ import annotations
@@ -24,31 +25,34 @@ if TYPE_CHECKING:
     from planaria.kernels.ops import Batch
 
 Tokens = npt.NDArray[np.int32]
+Hear = Callable[[list[int], Tokens], None]
 
 
 class Stage:
-    """`forward` runs this stage's layers on what `batch` holds. hidden_size: columns of what passes between stages."""
+    """`forward` runs this stage's layers on what `batch` holds. hidden_size: columns of what passes between stages.
+    width: numbers that are told of a row that drew; 1: its token."""
 
     def __init__(
         self, batch: Batch, forward: Callable[[], Array], mesh: Mesh | None = None, hidden_size: int = 0,
+        width: int = 1,
     ) -> None:  # fmt: skip
         self.batch, self.forward = batch, forward
         self.mesh = mesh or Mesh()
-        self.hidden_size = hidden_size
+        self.hidden_size, self.width = hidden_size, width
         self.samples = self.mesh.samples
-        self._waits = self.mesh.reads_tokens and not self.samples
+        self._waits = (self.mesh.reads_tokens or width > 1) and not self.samples
         self._open: deque[tuple[int, list[int]]] = deque()  # steps whose tokens have not come: (turn, rows)
 
-    def take_tokens(self, turn: int, last: Tokens) -> None:
-        """Put the tokens that rows of this turn go on with into `last`."""
+    def take_tokens(self, turn: int, hear: Hear) -> None:
+        """Have `hear` take what rows of this turn go on with, [rows, width]."""
         while any(own == turn for own, _ in self._open):
             _, rows = self._open.popleft()
-            last[rows] = self._receive_tokens(len(rows))
+            hear(rows, self._receive_tokens(len(rows)))
 
-    def drain(self, last: Tokens) -> None:
+    def drain(self, hear: Hear) -> None:
         """Take in what is still on its way, before another stage uses the same mesh."""
         while self._open:
-            self.take_tokens(self._open[-1][0], last)
+            self.take_tokens(self._open[-1][0], hear)
 
     def run(self, num_tokens: int) -> Array | None:
         """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others."""
@@ -61,26 +65,26 @@ class Stage:
         self._send_hidden(out)
         return None
 
-    def drew(self, turn: int, rows: list[int], tokens: list[int] | None) -> None:
-        """The rows that draw in a step of this turn, in order; the tokens where this rank drew them."""
-        if tokens is None:
+    def drew(self, turn: int, rows: list[int], told: Tokens | None) -> None:
+        """The rows that draw in a step of this turn, in order; where this rank drew them, what is told of them."""
+        if told is None:
             if self._waits:
                 self._open.append((turn, rows))
             return
         tp, pp = self.mesh.tp, self.mesh.pp
-        if pp.size > 1:
-            pp.send(np.array(tokens, np.int32), 0)
-        elif tp.size > 1:
-            tp.broadcast(np.array(tokens, np.int32))
+        for stage in range(pp.size - 1 if self.width > 1 else min(1, pp.size - 1)):
+            pp.send(told, stage)
+        if tp.size > 1 and (pp.size == 1 or self.width > 1):
+            tp.broadcast(told)
 
     def _receive_tokens(self, count: int) -> Tokens:
         tp, pp = self.mesh.tp, self.mesh.pp
-        tokens = np.empty(count, np.int32)
-        if pp.size > 1 and tp.rank == 0:
-            pp.receive(tokens, pp.size - 1)
+        told = np.empty((count, self.width), np.int32)
+        if pp.rank < pp.size - 1 and tp.rank == 0:
+            pp.receive(told, pp.size - 1)
         if tp.size > 1:
-            tp.broadcast(tokens)
-        return tokens
+            tp.broadcast(told)
+        return told
 
     def _send_hidden(self, hidden: Array) -> None:
         self.mesh.pp.send(np.ascontiguousarray(hidden), self.mesh.pp.rank + 1)

@@ -269,11 +269,12 @@ class Worker:
         from planaria.worker.micro_batches import make_forward
         from planaria.worker.runner import Runner
         from planaria.worker.sampler import Follower
+        from planaria.worker.speculation import make_speculation
 
         assert self.ops is not None
         since = time.perf_counter()
         if self.runner is not None:
-            self.runner.stage.drain(self.runner.last)
+            self.runner.drain()
         scheduler, size = self.config.scheduler, self.config.cache.block_size
         try:
             self.kv.make(self.model, self.ops, command.num_blocks, size, command.number)
@@ -298,8 +299,11 @@ class Worker:
             self.sampler = make_sampler(self.config, self.boot.threads)
         else:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
-        stage = make_stage(self.config, batch, forward, self.mesh)
-        self.runner = Runner(batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges))
+        guesses = make_speculation(self.config, batch, draws=self.mesh.samples)
+        stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
+        self.runner = Runner(
+            batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges), speculation=guesses
+        )
         facts = self.kv.connect(self.config, self.layout, self.model, self.ops)
         self._timed("kv", since)
         return Ready(self.rank, self.seconds, facts)

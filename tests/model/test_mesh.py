@@ -429,16 +429,16 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
         stage = TorchStage(batch, lambda: values(3, (5, 12)), Mesh(comm.rank, pp=comm), 12)
         out = stage.run(5)
         if comm.rank == 1:
-            stage.drew(0, [1], [77])
+            stage.drew(0, [1], np.array([[77]], np.int32))
             assert batch.hidden is None
             return StepTensors(batch, torch.device("cpu")).hidden
         stage.drew(0, [1], None)
-        last = np.zeros(2, np.int32)
-        stage.take_tokens(0, last)
-        return out, last.tolist()
+        heard = []
+        stage.take_tokens(0, lambda rows, told: heard.append((rows, told.tolist())))
+        return out, heard
 
     first, second = group.run(work)
-    assert first == (None, [0, 77]) and torch.equal(second, values(3, (5, 12)))
+    assert first == (None, [([1], [[77]])]) and torch.equal(second, values(3, (5, 12)))
     group.close()
 
 

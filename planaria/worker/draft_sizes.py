@@ -1,0 +1,124 @@
+"""How many drafts each row gets in a step: as many as make the step's tokens come sooner, down to none.
+
+Two things are measured: how long a step of so many tokens takes, and how often a row's drafts were right. What a row's
+next draft is expected to bring, the chance that all before it and it are right, is weighed against what one more token
+costs a step. No clock and no randomness of its own: who runs steps tells the times.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from itertools import pairwise
+
+FIRST_GUESS = 0.15  # of a step of one token: what another costs, before it was seen
+MEMORY = 0.9  # of an average: the weight of what was before
+CHANCE = 0.6  # that a draft is right, of a row of which nothing is known
+STEADY = 4.0  # drafts that this counts as
+LOOK_AGAIN = 32  # steps without drafts, after which a row gets one
+MOST_TOKENS = 1 << 10
+
+
+class StepTimes:
+    """Seconds of a step by its number of tokens, from those that were seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, float] = {}
+        self._table: list[float] = []
+
+    def saw(self, tokens: int, seconds: float) -> None:
+        if tokens > MOST_TOKENS:
+            return
+        before = self._seen.get(tokens)
+        # one slow step, when something else had the processor, counts as no more than twice the usual
+        self._seen[tokens] = seconds if before is None else MEMORY * before + (1 - MEMORY) * min(seconds, 2 * before)
+        self._table = []
+
+    def expected(self, tokens: int) -> float:
+        """Never less for more tokens; 0.0: nothing was seen."""
+        if tokens >= len(self._table):
+            self._table = self._made(tokens)
+        return self._table[tokens]
+
+    def _made(self, most: int) -> list[float]:
+        """By number of tokens: lines between those that were seen, and beyond them what a token cost so far."""
+        if not self._seen:
+            return [0.0] * (most + 1)
+        known = sorted(self._seen.items())
+        (first, start), (last, end) = known[0], known[-1]
+        one = start / (1 + FIRST_GUESS * (first - 1))
+        slope = max(0.0, end - start) / (last - first) if last > first else FIRST_GUESS * one
+        table = [max(one, start - slope * (first - n)) for n in range(first)]
+        for (left, low), (right, high) in pairwise(known):
+            table += [low + (high - low) * (n - left) / (right - left) for n in range(left, right)]
+        table += [end + slope * (n - last) for n in range(last, max(last, most) + 1)]
+        for n in range(1, len(table)):
+            table[n] = max(table[n], table[n - 1])
+        return table
+
+
+class DraftSizes:
+    """Of one rank that draws tokens. Rows by number."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self._right: dict[int, tuple[float, float]] = {}  # row -> drafts that were right, that counted, lately
+        self._idle: dict[int, int] = {}  # row -> steps without drafts
+
+    def enter(self, row: int) -> None:
+        self._right[row] = CHANCE * STEADY, STEADY
+        self._idle[row] = 0
+
+    def leave(self, row: int) -> None:
+        self._right.pop(row, None)
+        self._idle.pop(row, None)
+
+    def checked(self, row: int, drafted: int, right: int) -> None:
+        """Of so many drafts so many were right; those after the first wrong one tell nothing."""
+        if not drafted:
+            return
+        good, counted = self._right[row]
+        tried = right + (right < drafted)
+        keep = MEMORY**tried
+        self._right[row] = good * keep + right, counted * keep + tried
+        self._idle[row] = 0
+
+    def chance(self, row: int) -> float:
+        good, counted = self._right[row]
+        return good / counted
+
+    def worth(self, row: int) -> bool:
+        """Is it worth guessing for this row at all, now? Where one draft does not pay, now and then to see anew."""
+        one = self.times.expected(1)
+        if not one or self.chance(row) >= (self.times.expected(2) - one) / one:
+            return True
+        self._idle[row] += 1
+        return self._idle[row] % LOOK_AGAIN == 0
+
+    def dealt(self, offered: Mapping[int, int], rows: int, room: int) -> dict[int, int]:
+        """By row, how many of the drafts offered go into a step of so many rows, in which there is room for so many
+        more tokens."""
+        chances = {row: self.chance(row) for row in offered}
+        heap = [(-chance, row, 1) for row, chance in chances.items() if offered[row] > 0]
+        heapq.heapify(heap)
+        taken: list[int] = []  # rows, in the order in which they get one more
+        tokens, best, best_rate = float(rows), 0, 0.0
+        if time := self.times.expected(rows):
+            best_rate = rows / time
+        while heap and len(taken) < room:
+            gain, row, number = heapq.heappop(heap)
+            taken.append(row)
+            tokens -= gain
+            if number < offered[row]:
+                heapq.heappush(heap, (gain * chances[row], row, number + 1))
+            time = self.times.expected(rows + len(taken))
+            rate = tokens / time if time else tokens
+            if rate > best_rate:
+                best, best_rate = len(taken), rate
+        sizes = dict.fromkeys(offered, 0)
+        for row in taken[:best]:
+            sizes[row] += 1
+        for row in taken[best:]:  # a look, where it is time for one
+            if sizes[row] == 0 and self._idle[row] and self._idle[row] % LOOK_AGAIN == 0:
+                sizes[row] = 1
+        return sizes

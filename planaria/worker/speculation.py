@@ -1,0 +1,149 @@
+"""Rows that go on by several tokens: which drafts they check in a step, and what came of it.
+
+All ranks of a lane put the same drafts into the same step. So the one that draws tells the others, with each row's
+token, how many tokens the row drew and what it has as drafts now; what of those goes into a step follows from that
+and from the plan, on each rank by itself. Each position is drawn by the sampler as if it were alone, after all before
+it: so tokens are what they would be without drafts, whatever the request asks for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from planaria.config.options import EngineConfig
+from planaria.kernels.ops import Batch
+from planaria.protocol import Fresh
+from planaria.types import TokenLogprobs
+from planaria.worker.draft_sizes import DraftSizes
+from planaria.worker.drafting import Drafter, make_drafter
+from planaria.worker.sampler import Sampler
+
+Rows = npt.NDArray[np.int64]
+Told = npt.NDArray[np.int32]  # [rows, HEAD + most]: tokens that a row drew, the last of them, how many drafts, drafts
+HEAD = 3
+Drawn = list[list[int]]
+
+
+class Speculation:
+    """Of a rank with `rows` rows of up to `most` drafts. drafter: where this rank draws tokens."""
+
+    def __init__(self, rows: int, most: int, batch: Batch, drafter: Drafter | None) -> None:
+        self.most, self.batch, self.drafter = most, batch, drafter
+        self.sizes = DraftSizes()
+        self.counts: npt.NDArray[np.int32] = np.zeros(rows, np.int32)  # of drafts
+        self.drafts: npt.NDArray[np.int32] = np.zeros((rows, most), np.int32)
+        self._since = 0.0
+
+    @property
+    def width(self) -> int:
+        """Numbers that are told of a row."""
+        return HEAD + self.most
+
+    def enter(self, row: int, fresh: Fresh) -> None:
+        self.counts[row] = 0
+        if self.drafter is not None:
+            self.drafter.enter(row, fresh.tokens, fresh.num_prompt)
+            self.sizes.enter(row)
+
+    def leave(self, row: int) -> None:
+        self.counts[row] = 0
+        if self.drafter is not None:
+            self.drafter.leave(row)
+            self.sizes.leave(row)
+
+    def hear(self, rows: Sequence[int], told: Told) -> None:
+        """What the rank that draws says of these rows."""
+        self.counts[rows] = told[:, 2]
+        self.drafts[rows] = told[:, HEAD:]
+
+    def taken(self, rows: Rows, room: npt.NDArray[np.int32], *, alone: bool) -> npt.NDArray[np.int32]:
+        """How many drafts of each row go into a step. room: positions of its blocks behind its next token. alone: is
+        nothing else in the step?"""
+        taken = np.minimum(self.counts[rows], room)
+        if not alone or len(rows) + int(taken.sum()) > self._limit:
+            taken[:] = 0
+        self._since = time.perf_counter()
+        return taken
+
+    @property
+    def _limit(self) -> int:
+        return min(self.batch.max_tokens, self.batch.max_samples)
+
+    def spread(self, rows: Rows, taken: npt.NDArray[np.int32]) -> tuple[Rows, npt.NDArray[np.int32], Rows]:
+        """Of each token of these rows in a step: its row, which of the row's it is, and of each row its first."""
+        num = 1 + taken
+        starts = np.cumsum(num) - num
+        of = np.repeat(rows, num)
+        return of, (np.arange(len(of)) - np.repeat(starts, num)).astype(np.int32), starts
+
+    def draw(
+        self, sampler: Sampler, logits: Any, rows: list[int], lines: list[int], taken: Sequence[int]
+    ) -> tuple[Drawn, dict[int, list[TokenLogprobs]], dict[int, str]]:
+        """Tokens, log-probabilities and errors of rows; one with an error has the tokens before it. lines: of each the
+        first of its logits; taken: its drafts, of which the logits follow."""
+        drawn: Drawn = [[] for _ in rows]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        errors: dict[int, str] = {}
+        going, number = list(range(len(rows))), 0
+        while going:
+            some = [rows[i] for i in going]
+            tokens, entries, wrong = sampler.sample(_lines(logits, [lines[i] + number for i in going]), some)
+            errors.update(wrong)
+            right = []
+            for i, row, token in zip(going, some, tokens, strict=True):
+                if row in wrong:
+                    continue
+                drawn[i].append(token)
+                if row in entries:
+                    logprobs.setdefault(row, []).append(entries[row])
+                if number < taken[i] and token == self.drafts[row, number]:
+                    right.append(i)
+            going, number = right, number + 1
+        return drawn, logprobs, errors
+
+    def go_on(self, rows: list[int], drawn: Drawn, taken: Sequence[int], *, alone: bool) -> Told:
+        """Draft for the next step. Returns what the other ranks are told."""
+        assert self.drafter is not None
+        sizes = self.sizes
+        if alone:
+            sizes.times.saw(len(rows) + sum(taken), time.perf_counter() - self._since)
+        offered: dict[int, Sequence[int]] = {}
+        for row, tokens, count in zip(rows, drawn, taken, strict=True):
+            if not tokens:  # it has ended with an error
+                continue
+            self.drafter.extend(row, tokens)
+            sizes.checked(row, count, len(tokens) - 1)
+            if sizes.worth(row) and (drafts := self.drafter.draft(row, self.most)):
+                offered[row] = drafts
+        dealt: dict[int, int] = {}
+        if offered:
+            counts = {row: len(drafts) for row, drafts in offered.items()}
+            dealt = sizes.dealt(counts, len(rows), self._limit - len(rows))
+        told: Told = np.zeros((len(rows), self.width), np.int32)
+        for i, (row, tokens) in enumerate(zip(rows, drawn, strict=True)):
+            count = dealt.get(row, 0)
+            told[i, :HEAD] = max(1, len(tokens)), tokens[-1] if tokens else 0, count
+            told[i, HEAD : HEAD + count] = offered[row][:count] if count else ()
+        self.hear(rows, told)
+        return told
+
+    def close(self) -> None:
+        if self.drafter is not None:
+            self.drafter.close()
+
+
+def make_speculation(config: EngineConfig, batch: Batch, *, draws: bool) -> Speculation | None:
+    """None: rows don't draft. draws: does this rank draw tokens? Raises ConfigError."""
+    if config.speculative is None:
+        return None
+    drafter = make_drafter(config) if draws else None
+    return Speculation(config.scheduler.max_num_seqs, config.scheduler.max_drafts, batch, drafter)
+
+
+def _lines(logits: Any, lines: list[int]) -> Any:
+    return logits if lines == list(range(len(logits))) else logits[lines]

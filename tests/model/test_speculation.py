@@ -1,0 +1,119 @@
+"""Drafts change how many steps tokens take, and nothing else: the same tokens, log-probabilities and ends, whatever the
+requests ask for and however the model is spread, also when a rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria import LLM, SamplingParams
+from planaria.errors import ConfigError, UserError
+from tests.model import checkpoints
+from tests.model.drafters import BOOK
+
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "skip_tokenizer_init": True, "threads": 1, "dtype": "float32"}
+DRAFTS: dict[str, Any] = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 6},
+    "sd_worker_cls": "tests.model.drafters.Book",
+}
+PROMPTS = [[5, 9, 2, 7, 11], [3] * 20, list(range(4, 60)), [8, 1], [100, 20, 30] * 12]
+ASKED: list[tuple[list[int], dict[str, Any]]] = [
+    (PROMPTS[0], {"temperature": 0}),
+    (PROMPTS[1], {"seed": 1, "temperature": 1.3, "top_p": 0.9, "top_k": 20}),
+    (PROMPTS[2], {"seed": 2, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7}),
+    (PROMPTS[3], {"seed": 3, "n": 3, "logprobs": 3}),
+    (PROMPTS[4], {"seed": 4, "min_tokens": 20, "stop_token_ids": list(range(40, 60)), "logprobs": 0}),
+    (PROMPTS[0], {"temperature": 0, "logit_bias": {17: 3.0, 18: -5.0}, "max_tokens": 7}),
+    (PROMPTS[1], {"seed": 6, "allowed_token_ids": list(range(30, 90)), "prompt_logprobs": 2}),
+    (PROMPTS[2][:30], {"temperature": 0, "bad_words_ids": ((33,), (44, 45)), "stop_token_ids": [50, 51]}),
+    (PROMPTS[3], {"seed": 8, "max_tokens": 1}),
+]
+
+
+def answers(llm: LLM, on_tokens: Any = None) -> list[Any]:
+    """All that a user sees of them."""
+    asked = [SamplingParams(**{"ignore_eos": True, "max_tokens": 60, **given}) for _, given in ASKED]
+    found = []
+    for output in llm.generate([prompt for prompt, _ in ASKED], asked, on_tokens=on_tokens, use_tqdm=False):
+        assert [choice.error for choice in output.outputs if choice.error] == []
+        found.append(
+            [(c.token_ids, c.logprobs, c.finish_reason, c.stop_reason) for c in output.outputs]
+            + [output.prompt_logprobs]
+        )
+    return found
+
+
+def tokens(answers: list[Any]) -> list[Any]:
+    """And why they ended."""
+    return [[(ids, finish, stop) for ids, _, finish, stop in given[:-1]] for given in answers]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> tuple[str, list[Any]]:  # type: ignore[no-untyped-def]
+    """A tiny model, and its answers without drafts; a book of them lies beside it."""
+    folder = checkpoints.write_checkpoint(tmp_path_factory.mktemp("drafts"), "llama")
+    with LLM(str(folder), kv_cache_memory="8MiB", **OPTIONS) as llm:
+        plain = answers(llm)
+    book = [prompt + choice[0] for (prompt, _), told in zip(ASKED, plain, strict=True) for choice in told[:-1]]
+    (Path(folder) / BOOK).write_text(json.dumps(book))
+    return str(folder), plain
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one rank": {"kv_cache_memory": "8MiB"},
+    "planned ahead, little memory": {
+        "kv_cache_memory": "160KiB", "async_scheduling": True, "max_num_batched_tokens": 24, "max_num_seqs": 8,
+    },
+    "tensor ranks": {"kv_cache_memory": "8MiB", "tensor_parallel_size": 2},
+    "stages": {"kv_cache_memory": "8MiB", "pipeline_parallel_size": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_answers_in_fewer_steps(told: tuple[str, list[Any]], case: str) -> None:
+    folder, plain = told
+    with LLM(folder, **OPTIONS, **DRAFTS, **CASES[case]) as llm:
+        found = answers(llm)
+        if "size" in str(CASES[case]):  # other sums, so other log-probabilities in their last bits
+            found, plain = tokens(found), tokens(plain)
+        assert found == plain
+        drafts = llm.stats.drafts
+        assert drafts is not None and sum(drafts.accepted) > 30, drafts
+        if case == "tensor ranks":  # and once more, with a rank that dies meanwhile
+            harmed: list[int] = []
+
+            def harm(done: int, tokens: int) -> None:
+                if not harmed and llm.stats.generation_tokens > drafts.drafted and tokens:
+                    harmed.append(llm._loop.gang.members[-1].pid)
+                    os.kill(harmed[0], signal.SIGKILL)
+
+            assert tokens(answers(llm, harm)) == plain and harmed and llm._loop.gang.epoch == 1
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_methods_find_what_was_there_before(told: tuple[str, list[Any]], method: str) -> None:
+    """Of two tokens, so that every few have been there."""
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, allowed_token_ids=[40, 41])
+
+    def answer(**options: Any) -> tuple[list[int], Any]:
+        with LLM(told[0], kv_cache_memory="8MiB", **options, **OPTIONS) as llm:
+            (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+            return output.outputs[0].token_ids, llm.stats
+
+    plain, before = answer()
+    drafted, after = answer(speculative_config=json.dumps({"method": method}))
+    assert drafted == plain and before.drafts is None
+    assert sum(after.drafts.accepted) > 0 and after.step < before.step
+
+
+def test_a_class_that_cannot_draft(told: tuple[str, list[Any]]) -> None:
+    options = {**OPTIONS, "kv_cache_memory": "8MiB", "speculative_config": {"method": "ngram"}}
+    with pytest.raises(UserError, match="Silent: has no enter, extend, leave, close"):
+        LLM(told[0], sd_worker_cls="tests.model.drafters.Silent", **options)
+    with pytest.raises(ConfigError, match="--sd-worker-cls"):
+        LLM(told[0], sd_worker_cls="nowhere.at_all.Class", **options)

@@ -1,0 +1,154 @@
+"""What is drafted, and how many drafts a row gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.config.speculative import speculative_config
+from planaria.core.stats import DraftStats
+from planaria.errors import ConfigError
+from planaria.worker.draft_sizes import LOOK_AGAIN, DraftSizes, StepTimes
+from planaria.worker.drafting import KEPT, PromptLookup, SuffixLookup
+
+
+def lookup(tokens: list[int], most: int = 4, **said: Any) -> list[int]:
+    config = speculative_config({"method": "ngram", **said})
+    assert config is not None
+    drafter = PromptLookup(config)
+    drafter.enter(0, tokens, len(tokens))
+    return list(drafter.draft(0, most))
+
+
+def suffixes(**said: Any) -> SuffixLookup:
+    config = speculative_config({"method": "suffix", **said})
+    assert config is not None
+    return SuffixLookup(config)
+
+
+def test_what_came_after_the_same_tokens() -> None:
+    assert lookup([1, 2, 3, 4, 5, 6, 1, 2]) == [3, 4, 5, 6]
+    assert lookup([1, 2, 7, 7, 1, 2, 8, 8, 1, 2]) == [8, 8, 1, 2]  # the last time
+    assert lookup([0, 1, 2, 7, 7, 9, 1, 2, 8, 8, 0, 1, 2]) == [7, 7, 9, 1]  # the longest counts more
+    assert lookup([0, 1, 2, 7, 7, 9, 1, 2, 8, 8, 0, 1, 2], prompt_lookup_max=2) == [8, 8, 0, 1]
+    assert lookup([5, 1, 9, 9, 1]) == []  # one token is less than two
+    assert lookup([5, 1, 9, 8, 1], prompt_lookup_min=1) == [9, 8, 1, 9]
+    assert lookup([1, 2, 3]) == lookup([1]) == []
+    assert lookup([4, 1, 2, 1, 2, 1, 2], most=5) == [1, 2, 1, 2, 1]  # round and round
+
+
+def test_tokens_come_one_after_the_other() -> None:
+    config = speculative_config({"method": "ngram"})
+    assert config is not None
+    drafter = PromptLookup(config)
+    drafter.enter(3, [1, 2, 3], 3)
+    for token in [4, 5] * 400:  # more than there was room for at first
+        drafter.extend(3, [token])
+    assert list(drafter.draft(3, 3)) == [4, 5, 4]
+    drafter.leave(3)
+    drafter.leave(3)
+    drafter.enter(3, [1, 2, 1, 2], 4)
+    assert list(drafter.draft(3, 1)) == [1]
+
+
+def test_suffixes_vote_and_stop_where_nothing_is_likely() -> None:
+    drafter = suffixes(suffix_decoding_max_spec_factor=8)
+    drafter.enter(0, [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 3, 7, 1, 2], 14)
+    assert list(drafter.draft(0, 2))[:1] == [3]  # twice, and 4 once
+    drafter = suffixes(suffix_decoding_max_spec_factor=8, suffix_decoding_min_token_prob=0.6)
+    drafter.enter(0, [1, 2, 3, 7, 1, 2, 4, 8, 1, 2], 10)
+    assert list(drafter.draft(0, 2)) == []  # each half as likely
+    drafter = suffixes(suffix_decoding_max_spec_factor=1)
+    drafter.enter(0, [1, 2, 3, 4, 5, 9, 1, 2], 8)
+    assert list(drafter.draft(0, 8)) == [3, 4]  # as many as were found again
+    drafter.enter(0, [1, 2, 3], 3)
+    assert list(drafter.draft(0, 8)) == []
+
+
+def test_suffixes_of_outputs_that_have_ended() -> None:
+    drafter = suffixes(suffix_decoding_max_cached_requests=2)
+    for row, output in enumerate([[50, 51, 52, 53], [60, 61, 62], [70, 71]]):
+        drafter.enter(row, [1, 2, 3], 3)
+        drafter.extend(row, output)
+        drafter.leave(row)
+    drafter.enter(0, [60], 1)
+    assert list(drafter.draft(0, 8)) == [61, 62]  # and not on into the next
+    drafter.enter(0, [50], 1)
+    assert list(drafter.draft(0, 8)) == []  # of three the first is forgotten
+    drafter.enter(0, [1, 2], 2)
+    assert list(drafter.draft(0, 8)) == []  # prompts are nobody else's
+    drafter = suffixes()
+    for _ in range(4):
+        drafter.enter(0, [1], 1)
+        drafter.extend(0, list(range(KEPT // 2)))
+        drafter.leave(0)
+    assert len(drafter._others) <= KEPT
+
+
+@given(st.lists(st.tuples(st.integers(1, 600), st.floats(1e-4, 1.0)), max_size=30), st.integers(1, 700))
+def test_more_tokens_never_seem_to_take_less(seen: list[tuple[int, float]], tokens: int) -> None:
+    times = StepTimes()
+    for number, seconds in seen:
+        times.saw(number, seconds)
+    assert 0 <= times.expected(1) <= times.expected(tokens) <= times.expected(tokens + 1)
+
+
+def sizes(cost: float, right: int, drafted: int, rows: int = 1) -> DraftSizes:
+    """One token takes 1 s, each further one `cost`; so many drafts of each row were right."""
+    made = DraftSizes()
+    for tokens in (1, 2, 4, 8, 16, 64):
+        made.times.saw(tokens, 1 + cost * (tokens - 1))
+    for row in range(rows):
+        made.enter(row)
+        for _ in range(20):
+            made.checked(row, drafted, right)
+    return made
+
+
+def test_as_many_as_pay() -> None:
+    assert sizes(0.0, 8, 8).dealt({0: 8}, 1, 100) == {0: 8}  # free, and right
+    assert sizes(1.0, 4, 8).dealt({0: 8}, 1, 100) == {0: 0}  # each takes as long as a step
+    assert 0 < sizes(0.15, 1, 2).dealt({0: 8}, 1, 100)[0] < 8  # the first ones pay
+    assert sizes(0.3, 8, 8).dealt({0: 8}, 1, 3) == {0: 3}  # no more than there is room for
+    assert sizes(0.3, 8, 8).dealt({0: 0}, 1, 3) == {0: 0}
+    made = sizes(0.1, 8, 8, rows=2)
+    for _ in range(20):
+        made.checked(1, 8, 0)
+    assert made.dealt({0: 8, 1: 8}, 2, 100) == {0: 8, 1: 0}  # by what each row's are worth
+
+
+def test_a_row_that_got_none_is_tried_again() -> None:
+    made = sizes(0.5, 0, 8)
+    looks = [made.worth(0) for _ in range(2 * LOOK_AGAIN)]
+    assert looks.count(True) == 2
+    assert made.dealt({0: 8}, 1, 100) == {0: 1}
+    made.checked(0, 1, 1)
+    made.leave(0)
+    made.enter(0)
+    assert made.worth(0)  # another request
+
+
+def test_counted() -> None:
+    first = DraftStats().checked({3: 4, 5: 2}, {3: [7, 8], 9: [1]})
+    assert first == DraftStats(2, 6, (1, 1, 0, 0))
+    assert first.added(DraftStats().checked({1: 1}, {1: [2]})) == DraftStats(3, 7, (2, 1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("{", "can't be read"), ('{"method": "psychic"}', "is unknown; choose one of ngram, suffix"),
+        ({"method": "eagle"}, "is not here yet"), ({"tokens": 3}, "unknown field `tokens`"),
+        ({"num_speculative_tokens": 65}, "must be from 1 to 64"), ({"num_speculative_tokens": -1}, "must be from 1"),
+        ({"prompt_lookup_min": 9, "prompt_lookup_max": 3}, "prompt_lookup_min 9: must be from 1 to 3"),
+        ({"num_speculative_tokens": "3"}, "can't be read"), ([1], "can't be read"),
+        ({"suffix_decoding_min_token_prob": float("nan")}, "must be from 0 to 1"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(given: Any, why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        speculative_config(given)
+    assert "--speculative-config" in str(error.value) and why in str(error.value)
