@@ -303,8 +303,8 @@ class Deployment:
 
         choose = fleet.dispatcher.router.choose
 
-        def chosen(tokens: Sequence[int], max_tokens: int) -> EngineId | None:
-            found = choose(tokens, max_tokens)
+        def chosen(tokens: Sequence[int], max_tokens: int, salt: str = "") -> EngineId | None:
+            found = choose(tokens, max_tokens, salt)
             if found is not None:
                 self.rules.chosen(found)
             return found
