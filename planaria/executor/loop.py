@@ -31,7 +31,7 @@ from planaria.executor.status import Reports, facts_of
 from planaria.executor.transition import Transition, Wish
 from planaria.executor.watch import System
 from planaria.hosts.host import Place
-from planaria.protocol import Call, Command, Failed, StepPlan, StepResult
+from planaria.protocol import Call, Command, Failed, KVNews, StepPlan, StepResult
 from planaria.topology import Layout
 from planaria.types import Delta, FinishReason, Request
 from planaria.wire import (
@@ -134,17 +134,9 @@ class EngineLoop:
         """Answer what is open, end the ranks. Idempotent."""
         if self.core is not None:
             self._abort_all(FinishReason.ABORT, None)
-            self._save()
+            save_last(self)
         self.gang.close()
         self.core = None
-
-    def _save(self) -> None:
-        """What is still to be written to disk, as far as that takes no long time."""
-        until = self.clock() + LAST_SAVES
-        while self.core is not None and self.dead is None and not self.gang.broken and self.core.transfers():
-            if self.clock() >= until or self.gang.link is None:
-                return
-            self.step()
 
     # -- faults
 
@@ -319,8 +311,7 @@ class EngineLoop:
             raise self.gang.loss_of(self.gang.root_cause(ticket.failed))
         if isinstance(ticket.command, StepPlan):
             if self.config.cache.kv_tier is not None:
-                said = {rank: reply.kv for rank, reply in ticket.replies.items() if isinstance(reply, StepResult)}
-                self.core.hear({rank: news for rank, news in said.items() if news is not None})
+                self.core.hear(news_of(ticket))
             drawn = [ticket.replies[rank] for rank in self.gang.layout.drawing]
             self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
         if self.layout_change.answered(ticket):
@@ -368,3 +359,18 @@ class EngineLoop:
         self.stopping = True
         self.emit(self.dead)  # first: there may be another engine for what is open
         self._abort_all(FinishReason.ERROR, str(error))
+
+
+def news_of(ticket: Ticket) -> dict[int, KVNews]:
+    """What ranks' connectors said with a step, by rank."""
+    said = {rank: reply.kv for rank, reply in ticket.replies.items() if isinstance(reply, StepResult)}
+    return {rank: news for rank, news in said.items() if news is not None}
+
+
+def save_last(loop: EngineLoop) -> None:
+    """What is still to be written outside of memory when an engine ends, as far as that takes no long time."""
+    until = loop.clock() + LAST_SAVES
+    while loop.core is not None and loop.dead is None and not loop.gang.broken and loop.core.transfers():
+        if loop.clock() >= until or loop.gang.link is None:
+            return
+        loop.step()
