@@ -1,8 +1,9 @@
 """The grammars of the rows that tokens are drawn for.
 
 The rule: which tokens a row may have is a function of its grammar and its output, so a row that enters with a history
-is where it was. Work is done ahead, in threads that run while the model does: a grammar is compiled from the moment its
-row enters, and the tokens after one are looked for from the moment that one is drawn. Whoever draws waits for them.
+is where it was. A grammar is compiled from the moment its row enters, in a thread that runs while the model does. What
+may follow a token is looked for when the next one is about to be drawn, by all threads that compute, or, where these
+have nothing to do meanwhile, from the moment that token is drawn.
 
 Whatever goes wrong with a grammar is an error of its row alone, at its next token: rows of ranks that draw nothing,
 which have no grammars, stay the same as those of the rank that does.
@@ -11,6 +12,7 @@ which have no grammars, stay the same as those of the rank that does.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,86 +26,115 @@ if TYPE_CHECKING:
 
 STACK = 64 << 20  # bytes of the threads that compile and follow grammars: more than where they were checked
 COMPILED = 32  # grammars that are kept
-FEW = 512  # tokens that are put back one by one
+FEW = 512  # tokens that are named one by one
+WORTH_A_THREAD = 8  # rows: handing work to a thread costs as much as a few
+EACH = 0.005  # seconds of a processor that a row's tokens may take, each
+AT_FIRST = 0.5  # and so many more, in all
 
 DEAD_END = "the grammar of structured_outputs allows no token here"
 
 Vocabulary = Callable[[int], "llguidance.LLTokenizer"]  # by the token that stands for the end
 Bools = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 
 class Constraint:
-    """What one row may draw next, once `ready` is done: `few` tokens or all but `banned`; or its `error`.
+    """What one row may draw next, once it is settled: `few` tokens, or all but the tokens (or the mask) `banned`; or
+    its `error`.
 
-    eos_ids: end the output. goes_on: not while anything else is allowed. `over`: the output has ended, and what is
-    still drawn is nobody's.
+    eos_ids: end the output. goes_on: not while anything else is allowed. `drawn`: the last token, that hasn't been
+    looked at. `over`: the output has ended, and what is still drawn is nobody's. `spent`: seconds of a processor.
     """
 
-    __slots__ = ("banned", "eos_ids", "error", "few", "goes_on", "matcher", "over", "ready", "size")
+    __slots__ = (
+        "banned", "bits", "drawn", "ends", "eos_ids", "error", "few", "goes_on", "looks", "mask_bytes", "matcher",
+        "over", "ready", "size", "spent",
+    )  # fmt: skip
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int], *, goes_on: bool) -> None:
         self.size, self.goes_on = vocab_size, goes_on
+        self.bits, self.mask_bytes = np.zeros(0, np.uint64), 0
         self.eos_ids = np.array([token for token in eos_ids if 0 <= token < vocab_size], np.int64)
+        self.ends = frozenset(self.eos_ids.tolist())
         self.matcher: llguidance.LLMatcher | None = None
-        self.ready: Future[None]
+        self.ready: Future[None] | None = None
         self.error = ""
         self.over = False
+        self.drawn: int | None = None
         self.few: Ids | None = None
-        self.banned: Bools | None = None
+        self.banned: Ids | Bools | None = None
+        self.looks, self.spent = 0, 0.0
 
-    def begin(self, matcher: llguidance.LLMatcher, output: Sequence[int]) -> None:
-        """With what came out already."""
+    def begin(self, matcher: llguidance.LLMatcher, tokens: int, output: Sequence[int]) -> None:
+        """With what came out already. tokens: of the matcher's vocabulary."""
         self.matcher = matcher
-        ends = self.eos_ids.tolist()
-        for at, token in enumerate(output):
-            if token in ends:
-                self.over = True
-                return
-            self._take(token, at)
+        self.mask_bytes = (tokens + 31) // 32 * 4
+        self.bits = np.zeros(-(-max(self.size, self.mask_bytes * 8) // 64), np.uint64)
+        for token in output:
+            self._take(token)
         self._look()
 
-    def take(self, token: int) -> None:
-        """`token` was drawn."""
-        if self.over or self.error:
+    def settle(self) -> None:
+        """Take in what was drawn."""
+        token, self.drawn = self.drawn, None
+        if token is None or self.error:
             return
-        if token in self.eos_ids.tolist():
-            self.over = True
-            return
-        self._take(token, -1)
-        self._look()
+        try:
+            since = time.thread_time()
+            self._take(token)
+            self._look()
+            self.looks += 1
+            self.spent += time.thread_time() - since
+        except Exception as e:
+            self.error = f"the grammar of structured_outputs failed: {type(e).__name__}: {e}"
+        if self.spent > AT_FIRST + EACH * self.looks:
+            each = 1e3 * self.spent / self.looks
+            self.error = f"the grammar of structured_outputs takes {each:.1f} ms a token; at most {1e3 * EACH:g}"
 
-    def _take(self, token: int, at: int) -> None:
+    def _take(self, token: int) -> None:
         assert self.matcher is not None
-        if not self.error and not self.matcher.consume_token(token):
-            where = f"token {token} of the output" if at < 0 else f"token {token} at {at} of the output"
-            self.error = f"{where} does not follow the grammar of structured_outputs: {self.matcher.get_error()}"
+        self.over = self.over or token in self.ends
+        if not self.over and not self.error and not self.matcher.consume_token(token):
+            self.error = f"token {token} does not follow the grammar of structured_outputs: {self.matcher.get_error()}"
 
     def _look(self) -> None:
         """For what may come next."""
-        matcher, size = self.matcher, self.size
+        matcher = self.matcher
         assert matcher is not None
         self.few = self.banned = None
-        if self.error:
+        if self.error or self.over:
             return
         if matcher.is_stopped() and not matcher.is_error():
             self.few = self.eos_ids
             return
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        bits = self.bits
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, self.mask_bytes)
         if matcher.is_error():
             self.error = f"the grammar of structured_outputs is too complex: {matcher.get_error().splitlines()[0]}"
             return
-        allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
-        if matcher.is_accepting():
-            allowed[self.eos_ids] = not self.goes_on
-        count = np.count_nonzero(allowed)
+        self._allow(bits, accepting=matcher.is_accepting())
+
+    def _allow(self, bits: Words, *, accepting: bool) -> None:
+        """Those of a bit for each token, but for the ends, which are allowed where the grammar may end here."""
+        if last := self.size & 63:
+            bits[self.size >> 6] &= np.uint64((1 << last) - 1)
+        bits[(self.size + 63) >> 6 :] = 0
+        if accepting:
+            octets = bits.view(np.uint8)
+            for token in self.ends:
+                octets[token >> 3] |= 1 << (token & 7)
+                octets[token >> 3] ^= self.goes_on << (token & 7)
+        count = int(np.bitwise_count(bits).sum())
         if not count:
-            self.few = self.eos_ids if matcher.is_accepting() else None
-            self.error = "" if matcher.is_accepting() else DEAD_END
+            self.few = self.eos_ids if accepting else None
+            self.error = "" if accepting else DEAD_END
         elif count <= FEW:
-            self.few = np.flatnonzero(allowed)
+            self.few = _places(bits)
+        elif count >= self.size - FEW:
+            self.banned = _places(~bits)[: self.size - count]
         else:
-            self.banned = np.logical_not(allowed, out=allowed)
+            self.banned = np.unpackbits((~bits).view(np.uint8), count=self.size, bitorder="little").view(np.bool_)
 
     @property
     def must_end(self) -> bool:
@@ -113,7 +144,6 @@ class Constraint:
     def ban(self, line: Any) -> str:
         """Set what is not allowed to -inf, in a line of logits (an array, or a tensor on any device). Returns the row's
         error, "": none. A row that must end does, whatever else was banned."""
-        self.ready.result()
         if self.error or self.over:
             return self.error
         if self.few is not None:
@@ -125,6 +155,14 @@ class Constraint:
         return ""
 
 
+def _places(bits: Words) -> Ids:
+    """Of a few that are set."""
+    at = np.flatnonzero(bits)
+    found: Ids = np.flatnonzero(np.unpackbits(bits[at].view(np.uint8), bitorder="little").view(np.bool_))
+    places: Ids = at[found >> 6] * 64 + (found & 63)
+    return places
+
+
 def _like(line: Any, array: Any) -> Any:
     import torch
 
@@ -132,10 +170,11 @@ def _like(line: Any, array: Any) -> Any:
 
 
 class Constraints:
-    """Makes the rows' constraints and moves them on. vocabulary: as grammars need it, made when first asked for."""
+    """Makes the rows' constraints and moves them on. vocabulary: as grammars need it, made when first asked for;
+    threads: that compute; ahead: they have nothing to do while the model computes."""
 
-    def __init__(self, vocab_size: int, vocabulary: Vocabulary) -> None:
-        self.size, self._vocabulary = vocab_size, vocabulary
+    def __init__(self, vocab_size: int, vocabulary: Vocabulary, threads: int = 1, *, ahead: bool = False) -> None:
+        self.size, self.threads, self.ahead, self._vocabulary = vocab_size, threads, ahead, vocabulary
         self._compiled: OrderedDict[tuple[str, int], llguidance.LLMatcher] = OrderedDict()
         self._compiling: ThreadPoolExecutor | None = None
         self._following: ThreadPoolExecutor | None = None
@@ -148,24 +187,50 @@ class Constraints:
 
     def take(self, drawn: Sequence[tuple[Constraint, int]]) -> None:
         """These tokens were drawn."""
+        for constraint, token in drawn:
+            constraint.drawn = token
+        if self.ahead:
+            self._split([constraint for constraint, _ in drawn], 1)
 
-        def work() -> None:
-            for constraint, token in drawn:
-                try:
-                    constraint.take(token)
-                except Exception as e:
-                    constraint.error = f"the grammar of structured_outputs failed: {type(e).__name__}: {e}"
+    def settle(self, constraints: Sequence[Constraint]) -> None:
+        """All of them know what may come next."""
+        for constraint in constraints:
+            if constraint.ready is not None:
+                constraint.ready.result()
+                constraint.ready = None
+        todo = [constraint for constraint in constraints if constraint.drawn is not None]
+        own = self._split(todo, min(self.threads, len(todo) // WORTH_A_THREAD) - 1)
+        for constraint in own:
+            constraint.settle()
+        for constraint in todo:
+            if constraint.ready is not None:
+                constraint.ready.result()
+                constraint.ready = None
 
-        ready = self._threads()[1].submit(work)
-        for constraint, _ in drawn:
-            constraint.ready = ready
+    def _split(self, constraints: list[Constraint], others: int) -> list[Constraint]:
+        """Hand them to so many other threads, each its part; returns what is left."""
+        if others < 1:
+            return constraints
+        parts = others if self.ahead else others + 1
+
+        def work(part: list[Constraint]) -> None:
+            for constraint in part:
+                constraint.settle()
+
+        for i in range(others):
+            part = constraints[i::parts]
+            ready = self._threads()[1].submit(work, part)
+            for constraint in part:
+                constraint.ready = ready
+        return constraints[others::parts] if not self.ahead else []
 
     def _begin(self, constraint: Constraint, grammar: str, output: Sequence[int]) -> None:
         try:
             if not len(constraint.eos_ids):
                 constraint.error = "structured_outputs need a token that ends an output, and this model has none"
                 return
-            constraint.begin(self._matcher(grammar, int(constraint.eos_ids[0])), output)
+            eos_id = int(constraint.eos_ids[0])
+            constraint.begin(self._matcher(grammar, eos_id), self._vocabulary(eos_id).vocab_size, output)
         except Exception as e:
             constraint.error = f"the grammar of structured_outputs can't be used: {type(e).__name__}: {e}"
 
@@ -187,13 +252,16 @@ class Constraints:
         return made.deep_copy()
 
     def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-        """That compiles, and that follows."""
+        """That compiles, and those that follow."""
         if self._compiling is None:
-            before = threading.stack_size(STACK)
+            before, others = threading.stack_size(STACK), max(1, self.threads - 1)
             try:
-                self._compiling, self._following = ThreadPoolExecutor(1, "grammars"), ThreadPoolExecutor(1, "masks")
-                for pool in (self._compiling, self._following):
-                    pool.submit(int).result()  # its thread is there now
+                self._compiling, self._following = ThreadPoolExecutor(1, "grammar"), ThreadPoolExecutor(others, "mask")
+                started = threading.Barrier(others + 2)
+                for pool, threads in ((self._compiling, 1), (self._following, others)):
+                    for _ in range(threads):
+                        pool.submit(started.wait)
+                started.wait()  # all are there now, with their stacks
             finally:
                 threading.stack_size(before)
         assert self._following is not None

@@ -45,7 +45,7 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
 def make_sampler(config: EngineConfig, threads: int) -> Sampler:
     """What draws tokens of the configured device's logits."""
     rows, vocab_size = config.scheduler.max_num_seqs, config.model.vocab_size
-    constraints = make_constraints(config)
+    constraints = make_constraints(config, threads)
     if config.device.device == "cpu":
         from planaria.worker.sampler import Sampler
 
@@ -55,7 +55,7 @@ def make_sampler(config: EngineConfig, threads: int) -> Sampler:
     return TorchSampler(rows, vocab_size, constraints)
 
 
-def make_constraints(config: EngineConfig) -> Constraints:
+def make_constraints(config: EngineConfig, threads: int) -> Constraints:
     """What follows grammars. Nothing is loaded before the first one comes."""
     from planaria.structured.constraint import Constraints
 
@@ -68,7 +68,7 @@ def make_constraints(config: EngineConfig) -> Constraints:
             raise ModelError("the model has no tokenizer, which structured outputs need")
         return vocabulary_of(folder, size, eos_id)
 
-    return Constraints(size, vocabulary)
+    return Constraints(size, vocabulary, threads, ahead=config.device.device != "cpu")
 
 
 def make_stage(config: EngineConfig, batch: Batch, forward: Callable[[], Array], mesh: Mesh, width: int) -> Stage:

@@ -299,6 +299,8 @@ class Sampler:
 
     def _bind(self, logits: Any, bound: list[tuple[int, Constraint]]) -> dict[int, str]:
         """Ban what grammars don't allow, in place. Returns errors by line."""
+        assert self.constraints is not None
+        self.constraints.settle([constraint for _, constraint in bound])
         return {i: message for i, constraint in bound if (message := constraint.ban(logits[i]))}
 
     def _choose(self, logits: Any, rows: list[int], states: list[_Row]) -> tuple[list[int], dict[int, str]]:

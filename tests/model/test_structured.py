@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import RequestError
+from planaria.structured import constraint
+from planaria.structured.constraint import Constraint, Constraints
+from planaria.structured.vocabulary import make_vocabulary
 from tests.model import checkpoints
 
 SCHEMA: dict[str, Any] = {
@@ -128,3 +136,51 @@ def test_a_grammar_that_is_none_is_refused_and_where(llm: LLM, form: dict[str, A
         answers(llm, form)
     assert error.value.param == "structured_outputs"
     assert answers(llm, {"choice": ["yes"]})[0].text == "yes"
+
+
+@pytest.mark.parametrize("size", [271, 288, 300])
+@pytest.mark.parametrize("kind", ["ahead", "alone", "together"])
+def test_what_a_row_may_draw_is_what_the_grammar_allows(tmp_path: Path, size: int, kind: str) -> None:
+    """At every token, whoever looks and however many rows there are; and the same from the midst of an output."""
+    last = checkpoints.write_tokenizer(tmp_path) - 1
+    tokens = make_vocabulary((tmp_path / "tokenizer.json").read_text(), size, last)
+    grammar = LLMatcher.grammar_from_regex(r"[^x]{2,5}(ab|cd)*")
+    constraints = Constraints(size, lambda eos_id: tokens, threads=2, ahead=kind == "ahead")
+    matcher, output = LLMatcher(tokens, grammar), array("i")
+    draw = random.Random(size)
+
+    def enter(goes_on: bool) -> Constraint:
+        return constraints.enter(grammar, (last,), output, goes_on=goes_on)
+
+    rows = [enter(i % 2 == 1) for i in range(20 if kind == "together" else 2)]
+    for _ in range(9):
+        allowed = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[:size] > 0
+        resumed = [enter(False), enter(True)]
+        constraints.settle([*rows, *resumed])
+        for i, row in enumerate([*rows, *resumed]):
+            line = np.zeros(size, np.float32)
+            assert row.ban(line) == ""
+            expected = allowed.copy()
+            expected[last] &= not i % 2
+            assert ((line == 0) == expected).all()
+        allowed[last] = False
+        token = int(draw.choice(np.flatnonzero(allowed)))
+        assert matcher.consume_token(token)
+        output.append(token)
+        constraints.take([(row, token) for row in rows])
+    constraints.take([(row, last) for row in rows])
+    constraints.settle(rows)
+    line = np.zeros(size, np.float32)
+    assert rows[0].ban(line) == "" and not line.any()  # it has ended: what is still drawn is nobody's
+    constraints.close()
+
+
+def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    monkeypatch.setattr(constraint, "EACH", 0.0)
+    monkeypatch.setattr(constraint, "AT_FIRST", 0.0)
+    bound = SamplingParams(max_tokens=9, structured_outputs={"regex": "[ab]*"})  # type: ignore[arg-type]
+    first, second = (
+        o.outputs[0] for o in llm.generate([PROMPT] * 2, [bound, SamplingParams(max_tokens=3, ignore_eos=True)])
+    )
+    assert (first.finish_reason, second.finish_reason) == ("error", "length")
+    assert "ms a token" in str(first.error)
