@@ -91,7 +91,7 @@ def ours(folder: Path, dtype: str, x: torch.Tensor, quantization: str) -> tuple[
     checkpoint, ops = resolve_checkpoint(str(folder)), CpuOps(dtype, THREADS)
     model = build(model_config(checkpoint.config), WeightSource(checkpoint), ops, quantization=quantization)
     moe: Any = model.layers[0].mlp
-    norm = ops.vector(torch.ones(x.shape[1]))
+    norm = ops.vector(np.ones(x.shape[1], np.float32))
     batch = Batch(len(x), 1, 1, 1)
     batch.make_hidden(x.shape[1])[:, : x.shape[1]] = x.float().numpy()
     batch.positions[:] = np.arange(len(x))

@@ -52,7 +52,7 @@ def quantised(kind: str, n: int, k: int, generator: torch.Generator) -> Quantize
     scale = torch.rand(n, k // 32, generator=generator) * (0.06 / span) + 0.01 / span
     heads = [scale] if head == 2 else [scale, -7.5 * scale]
     data[..., :head] = torch.stack(heads, -1).half().view(torch.uint8)
-    return Quantized(kind, data.view(n, -1), (n, k))
+    return Quantized(kind, data.view(n, -1).numpy(), (n, k))
 
 
 def build(ops: Any, layers: str, head: str, blocks: int, tokens: int = 2048) -> Callable[[Any], Any]:
@@ -60,22 +60,22 @@ def build(ops: Any, layers: str, head: str, blocks: int, tokens: int = 2048) -> 
 
     def weight(kind: str, n: int, k: int) -> Any:
         if kind in ("bf16", "f32"):
-            return ops.pack(torch.randn(n, k, generator=g) * 0.04)
+            return ops.pack((torch.randn(n, k, generator=g) * 0.04).numpy())
         return ops.pack(quantised(kind, n, k, g))
 
     angle = torch.arange(tokens)[:, None] * torch.logspace(0, -4, DIM // 2)
-    rope = ops.rope_table(torch.cos(angle), torch.sin(angle))
+    rope = ops.rope_table(torch.cos(angle).numpy(), torch.sin(angle).numpy())
     table = weight(head, VOCAB, HIDDEN)
     stack = [
         (
             [weight(layers, n, k) for n, k in SHAPES],
-            ops.vector(torch.ones(HIDDEN)),
-            ops.vector(torch.ones(HIDDEN)),
+            ops.vector(np.ones(HIDDEN, np.float32)),
+            ops.vector(np.ones(HIDDEN, np.float32)),
             ops.kv_layer(blocks, 16, KV_HEADS, DIM),
         )
         for _ in range(LAYERS)
     ]
-    last = ops.vector(torch.ones(HIDDEN))
+    last = ops.vector(np.ones(HIDDEN, np.float32))
 
     def forward(o: Any) -> Any:
         x = o.embed(table)

@@ -20,8 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    import torch
-
     from planaria.mesh.all2all import All2All
     from planaria.mesh.comm import Comm
     from planaria.models.config import MoEConfig
@@ -43,7 +41,7 @@ class Quantized:
     """
 
     kind: str
-    data: torch.Tensor
+    data: npt.NDArray[np.uint8]
     shape: tuple[int, int]
 
 
@@ -230,16 +228,17 @@ class Ops(Protocol):
         """Share the work with these tensor ranks from now on, and experts with the ranks of other lanes; what was
         compiled before is of no more use."""
 
-    def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Weight:
+    def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Weight:
         """A weight [N, K] (and bias [N]) in the layout its kernels read. The argument may be freed afterwards.
 
-        A float tensor is stored in the activation dtype; a `Quantized` stays packed.
+        A float array (bfloat16 as its bits, see numbers.py) is stored in the activation dtype; a `Quantized` stays
+        packed.
         """
 
-    def vector(self, values: torch.Tensor) -> Any:
+    def vector(self, values: npt.NDArray[Any]) -> Any:
         """A norm's weight [K], kept in float32."""
 
-    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> RopeTable:
+    def rope_table(self, cos: npt.NDArray[np.float32], sin: npt.NDArray[np.float32]) -> RopeTable:
         """cos, sin float32 [max_position, rotary_dim / 2]; halves convention (x1, x2) -> (x1 c - x2 s, x2 c + x1 s)."""
 
     def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer:

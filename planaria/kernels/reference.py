@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from planaria.kernels import reference_experts as mixture
 from planaria.kernels import triton_experts
+from planaria.kernels.numbers import BFLOAT16
 from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Slots
 from planaria.kernels.quant import dequantise
 from planaria.mesh.all2all import All2All
@@ -165,14 +167,14 @@ class TorchOps:
 
     # Loading
 
-    def pack(self, weight: Tensor | Quantized, bias: Tensor | None = None) -> Linear:
+    def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Linear:
         values = dequantise(weight) if isinstance(weight, Quantized) else weight
         return Linear(self._keep(values, self.dtype), None if bias is None else self._keep(bias, self.dtype))
 
-    def vector(self, values: Tensor) -> Tensor:
+    def vector(self, values: npt.NDArray[Any]) -> Tensor:
         return self._keep(values, torch.float32)
 
-    def rope_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_table(self, cos: npt.NDArray[np.float32], sin: npt.NDArray[np.float32]) -> tuple[Tensor, Tensor]:
         return self._keep(cos, torch.float32), self._keep(sin, torch.float32)
 
     def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> SlotKV:
@@ -195,8 +197,13 @@ class TorchOps:
         size = math.prod(shape) * self.dtype.itemsize
         return torch.frombuffer(self.kv_part.take(size), dtype=self.dtype).view(shape)
 
-    def _keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return values.to(device=self.device, dtype=dtype).contiguous()
+    def _keep(self, values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has no read-only tensors and warns of it
+            found = torch.from_numpy(values)
+        if values.dtype == BFLOAT16:
+            found = found.view(torch.bfloat16)
+        return found.to(device=self.device, dtype=dtype).contiguous()
 
     def _shared(self, x: Tensor) -> Array:
         """The same numbers for who has no torch: in main memory a NumPy array of the same memory, bfloat16 as its bits;

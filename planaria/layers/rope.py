@@ -9,6 +9,9 @@ leaves the cached keys rotated the old way. Here there is one table for the long
 tokens; "longrope" has its short factors if `length` fits the original context, else its long ones. So for a
 text of `length` tokens the result is that of Transformers, and a sequence's keys agree with each other at
 any length.
+
+Powers, cosines and sines are the exact ones, rounded to float32: whatever machine a rank is on, it has the same table.
+Torch's own are one unit in the last place away here and there, and not the same on every processor.
 """
 
 from __future__ import annotations
@@ -16,23 +19,55 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from planaria.models.config import RopeConfig
 
+Floats = npt.NDArray[np.float32]
+# pi / 2 in three parts; the product of the first two with whole numbers below 2^27 is exact
+_QUARTER = (1.5707963109016418, 1.5893254712295857e-08, 6.123233995736766e-17)
+_SERIES = [(-1) ** (n // 2) / math.factorial(n) for n in range(16)]  # of the sine (odd) and the cosine
+_CHUNK = 1 << 13  # angles at a time: temporaries stay in a core's caches
 
-def rope_tables(rope: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
+
+def rope_tables(rope: RopeConfig, head_dim: int, length: int) -> tuple[Floats, Floats]:
     """cos, sin float32 [length, rotated dimensions / 2], the scaling's attention factor multiplied in."""
     frequencies, factor = inverse_frequencies(rope, head_dim, length)
-    angles = torch.arange(length).float()[:, None] * frequencies
-    return angles.cos() * factor, angles.sin() * factor
+    cos, sin = np.empty((length, len(frequencies)), np.float32), np.empty((length, len(frequencies)), np.float32)
+    step = max(1, _CHUNK // max(len(frequencies), 1))
+    for first in range(0, length, step):
+        positions = np.arange(first, min(first + step, length), dtype=np.float32)
+        part = slice(first, first + len(positions))
+        cos[part], sin[part] = _turns(positions[:, None] * frequencies)
+    return cos * np.float32(factor), sin * np.float32(factor)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, float]:
+def _turns(angles: Floats) -> tuple[Floats, Floats]:
+    """cos, sin of radians below 2^27, rounded from float64. Only sums and products, which are alike everywhere."""
+    x = angles.astype(np.float64)
+    quarters = np.rint(x * (2 / math.pi))
+    for part in _QUARTER:
+        x -= quarters * part
+    square = x * x
+    sin, cos = np.full_like(x, _SERIES[15]), np.full_like(x, _SERIES[14])
+    for n in range(13, 0, -2):
+        sin *= square
+        sin += _SERIES[n]
+        cos *= square
+        cos += _SERIES[n - 1]
+    sin *= x
+    turn = quarters.astype(np.int32)
+    swapped = (turn & 1).astype(np.bool_)
+    up = np.where(swapped, cos, sin) * (1 - (turn & 2))
+    right = np.where(swapped, sin, cos) * (1 - (turn + 1 & 2))
+    return right.astype(np.float32), up.astype(np.float32)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int) -> tuple[Floats, float]:
     """float32 [rotated dimensions / 2] radians per position, and the factor on cos and sin."""
     dim, base, p = rope.dim or head_dim, rope.theta, rope.params
-    exponents = torch.arange(0, dim, 2).float() / dim
+    exponents = np.arange(0, dim, 2).astype(np.float32) / np.float32(dim)
     match rope.kind:
         case "linear":
             return _plain(base, exponents) / p["factor"], 1.0
@@ -50,20 +85,31 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int) -> tuple[T
     return _plain(base, exponents), 1.0
 
 
-def _plain(base: float, exponents: Tensor) -> Tensor:
-    return 1.0 / (base**exponents)
+def _plain(base: float, exponents: Floats) -> Floats:
+    return _over(1, _powers(base, exponents))
 
 
-def _llama3(plain: Tensor, p: dict[str, Any]) -> Tensor:
+def _powers(base: float, exponents: Floats) -> Floats:
+    """Of the base as float32."""
+    exact = np.power(float(np.float32(base)), exponents.astype(np.float64))
+    return np.asarray(exact, np.float32)
+
+
+def _over(value: float, values: Floats) -> Floats:
+    """value / values, as torch has it: times the reciprocal."""
+    return np.asarray((1 / values) * np.float32(value), np.float32)
+
+
+def _llama3(plain: Floats, p: dict[str, Any]) -> Floats:
     """Long wavelengths are slowed by the factor, short ones kept, those between mixed."""
     factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
     context = p["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / plain
+    wavelength = _over(2 * math.pi, plain)
     slow = wavelength > context / low
     between = ~(wavelength < context / high) & ~slow
-    smooth = (context / wavelength - low) / (high - low)
+    smooth = (_over(context, wavelength) - low) / (high - low)
     mixed = (1 - smooth) * plain / factor + smooth * plain
-    return torch.where(between, mixed, torch.where(slow, plain / factor, plain))
+    return np.where(between, mixed, np.where(slow, plain / factor, plain))
 
 
 def _yarn_factor(p: dict[str, Any]) -> float:
@@ -71,7 +117,7 @@ def _yarn_factor(p: dict[str, Any]) -> float:
     return float(p["max_position_embeddings"] / p["original_max_position_embeddings"] if factor is None else factor)
 
 
-def _yarn(base: float, exponents: Tensor, dim: int, p: dict[str, Any]) -> Tensor:
+def _yarn(base: float, exponents: Floats, dim: int, p: dict[str, Any]) -> Floats:
     """A ramp over the dimensions: kept with many turns within the original context, slowed with under one."""
     context = p["original_max_position_embeddings"]
 
@@ -84,10 +130,10 @@ def _yarn(base: float, exponents: Tensor, dim: int, p: dict[str, Any]) -> Tensor
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    ramp = torch.clamp((torch.arange(dim // 2).float() - low) / (high - low), 0, 1)
-    periods = base**exponents
+    ramp = ((np.arange(dim // 2).astype(np.float32) - low) / (high - low)).clip(0, 1)
+    periods = _powers(base, exponents)
     kept = 1 - ramp
-    return 1.0 / (_yarn_factor(p) * periods) * (1 - kept) + 1.0 / periods * kept
+    return np.asarray(1.0 / (_yarn_factor(p) * periods) * (1 - kept) + 1.0 / periods * kept, np.float32)
 
 
 def _yarn_scale(p: dict[str, Any], mscale: float) -> float:
@@ -112,11 +158,11 @@ def softmax_factor(rope: RopeConfig) -> float:
     return 1.0
 
 
-def _longrope(base: float, exponents: Tensor, length: int, p: dict[str, Any]) -> tuple[Tensor, float]:
+def _longrope(base: float, exponents: Floats, length: int, p: dict[str, Any]) -> tuple[Floats, float]:
     context = p["original_max_position_embeddings"]
-    factors = torch.tensor(p["long_factor"] if length > context else p["short_factor"], dtype=torch.float32)
+    factors = np.array(p["long_factor"] if length > context else p["short_factor"], np.float32)
     attention = p.get("attention_factor")
     if attention is None:
         factor = _yarn_factor(p)
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
-    return 1.0 / (factors * base**exponents), float(attention)
+    return 1.0 / (factors * _powers(base, exponents)), float(attention)

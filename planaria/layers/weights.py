@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
+from planaria.kernels.numbers import to_float32
 from planaria.kernels.ops import Ops, Quantized, Weight
 from planaria.kernels.quant import BLOCK, PACKED_KINDS, dequantise, quantise
 
 Progress = Callable[[int, int], None]  # (weights read, weights in all)
+Array = npt.NDArray[Any]
 QUANTIZATIONS = ("keep", "none", "q8_0", "q4_1")
 
 
@@ -29,7 +31,7 @@ class Source(Protocol):
 
     def get(
         self, name: str, *, dequantise: bool = False, rows: slice | None = None, cols: slice | None = None
-    ) -> Tensor | Quantized: ...
+    ) -> Array | Quantized: ...
 
     def forget(self, name: str) -> None: ...
 
@@ -73,6 +75,7 @@ class WeightLoader:
         self.used: set[str] = set()
         self.num_weights = 0  # checked or read so far
         self.num_bytes = 0  # of what was packed: plain weights in the activation dtype, norms in float32
+        self._threads = int(getattr(ops, "threads", 1))
         self._itemsize = 4 if str(getattr(ops, "dtype", "")).endswith("float32") else 2
 
     def vector(self, name: str, size: int, part: range | None = None) -> Any:
@@ -102,7 +105,7 @@ class WeightLoader:
             ordered(self._float(f"{part.name}.bias", cut(part.rows, part.size)), part.order) for part in parts if bias
         ]
         names = [f"{part.name}.weight" for part in parts]
-        return self._pack(names, weight, torch.cat(biases) if biases else None)
+        return self._pack(names, weight, np.concatenate(biases) if biases else None)
 
     def plain(self, name: str, rows: int, columns: int) -> Weight:
         """All of a matrix that is kept in the activation dtype, whatever the others are packed to."""
@@ -128,8 +131,8 @@ class WeightLoader:
         if self._ops is None:
             return None, None
         rows = range(heads.start * (key + value), heads.stop * (key + value))
-        both = self._float(f"{name}.weight", cut(rows, size)).view(len(heads), key + value, rank)
-        keys, values = both[:, :key].transpose(1, 2).reshape(-1, key), both[:, key:].reshape(-1, rank)
+        both = self._float(f"{name}.weight", cut(rows, size)).reshape(len(heads), key + value, rank)
+        keys, values = both[:, :key].transpose(0, 2, 1).reshape(-1, key), both[:, key:].reshape(-1, rank)
         return self._pack([], keys), self._pack([f"{name}.weight"], values)
 
     def unused(self, ignored: Callable[[str], bool]) -> list[str]:
@@ -141,11 +144,11 @@ class WeightLoader:
         self.used.add(name)
         self.num_weights += wanted
 
-    def _pack(self, names: Sequence[str], weight: Tensor | Quantized, bias: Tensor | None = None) -> Weight:
+    def _pack(self, names: Sequence[str], weight: Array | Quantized, bias: Array | None = None) -> Weight:
         assert self._ops is not None
         packed = self._ops.pack(weight, bias)
-        size = weight.data.numel() if isinstance(weight, Quantized) else weight.numel() * self._itemsize
-        self.num_bytes += size + (0 if bias is None else bias.numel() * self._itemsize)
+        size = weight.data.size if isinstance(weight, Quantized) else weight.size * self._itemsize
+        self.num_bytes += size + (0 if bias is None else bias.size * self._itemsize)
         self._finish(names)
         return packed
 
@@ -155,42 +158,46 @@ class WeightLoader:
         if self._progress is not None:
             self._progress(self.num_weights, self._total)
 
-    def _float(self, name: str, rows: slice | None) -> Tensor:
+    def _float(self, name: str, rows: slice | None) -> Array:
         values = self._source.get(name, rows=rows, dequantise=True)
-        assert isinstance(values, Tensor)
+        assert isinstance(values, np.ndarray)
         return values
 
-    def _matrix(self, part: TensorPart, columns: range, size: int, kind: str) -> Tensor | Quantized:
+    def _matrix(self, part: TensorPart, columns: range, size: int, kind: str) -> Array | Quantized:
         """One tensor's part as `kind` wants it; one whose K is no multiple of a block stays plain."""
         weight = self._columns(part, columns, size, kind)
         if isinstance(weight, Quantized):
             return Quantized(weight.kind, ordered(weight.data, part.order), weight.shape)
         return ordered(weight, part.order)
 
-    def _columns(self, part: TensorPart, columns: range, size: int, kind: str) -> Tensor | Quantized:
+    def _columns(self, part: TensorPart, columns: range, size: int, kind: str) -> Array | Quantized:
         blocks = range(columns.start // BLOCK * BLOCK, min(size, -(-columns.stop // BLOCK) * BLOCK))
         weight = self._source.get(f"{part.name}.weight", rows=cut(part.rows, part.size), cols=cut(blocks, size))
         if blocks != columns:  # heads of a size that cuts through a block of a packed weight
-            plain = dequantise(weight) if isinstance(weight, Quantized) else weight
+            plain = dequantise(weight, self._threads) if isinstance(weight, Quantized) else weight
             weight = plain[:, columns.start - blocks.start : columns.stop - blocks.start]
         if isinstance(weight, Quantized):
             if kind in ("keep", weight.kind) or (self._quantization == "q4_1" and weight.kind.startswith("q4")):
                 return weight
-            weight = dequantise(weight)
-        return quantise(weight, kind) if kind in PACKED_KINDS and weight.shape[1] % BLOCK == 0 else weight
+            weight = dequantise(weight, self._threads)
+        packs = kind in PACKED_KINDS and weight.shape[1] % BLOCK == 0
+        return quantise(weight, kind, self._threads) if packs else weight
 
 
-def ordered(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
+def ordered(rows: Array, order: tuple[int, ...] | None) -> Array:
     """The rows in this order."""
     return rows if order is None else rows[list(order)]
 
 
-def stack(weights: Sequence[Tensor | Quantized]) -> Tensor | Quantized:
+def stack(weights: Sequence[Array | Quantized]) -> Array | Quantized:
     """One weight of several, one below the other: packed if all are packed alike, plain otherwise."""
     if len(weights) == 1:
         return weights[0]
     packed = [w for w in weights if isinstance(w, Quantized)]
     if len(packed) == len(weights) and len({w.kind for w in packed}) == 1:
         shape = (sum(w.shape[0] for w in packed), packed[0].shape[1])
-        return Quantized(packed[0].kind, torch.cat([w.data for w in packed]), shape)
-    return torch.cat([dequantise(w) if isinstance(w, Quantized) else w for w in weights])
+        return Quantized(packed[0].kind, np.concatenate([w.data for w in packed]), shape)
+    plain = [dequantise(w) if isinstance(w, Quantized) else w for w in weights]
+    if len({w.dtype for w in plain}) > 1:
+        plain = [to_float32(w) for w in plain]
+    return np.concatenate(plain)

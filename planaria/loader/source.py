@@ -1,37 +1,42 @@
 """The weights of a checkpoint, by their Hugging Face names, straight from the mapped files.
 
-Nothing is copied before it is used: tensors are read-only views of the mapping wherever the file's layout allows
-(writing into one would crash the process, so don't). A rank that asks for a slice reads only its pages.
+Nothing is copied before it is used: arrays are read-only views of the mapping wherever the file's layout allows. A rank
+that asks for a slice reads only its pages.
 """
 
 from __future__ import annotations
 
 import mmap
-import warnings
+from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from planaria.checkpoint.gguf_file import NEEDS_GGUF
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
 from planaria.kernels import quant
+from planaria.kernels.numbers import BFLOAT16, float8_values, to_float32
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import BLOCK, PACKED_KINDS
 
-DTYPES = {
-    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
-    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
-    "bool": torch.bool, "f8_e4m3": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2,
+DTYPES: dict[str, Any] = {
+    "f64": np.float64, "f32": np.float32, "f16": np.float16, "bf16": BFLOAT16,
+    "i64": np.int64, "i32": np.int32, "i16": np.int16, "i8": np.int8, "u8": np.uint8, "bool": np.bool_,
+    "f8_e4m3": np.uint8, "f8_e5m2": np.uint8,
 }  # fmt: skip
 
 
+Array = npt.NDArray[Any]
+
+
 class WeightSource:
-    """Weights of one checkpoint. Files are mapped when first used and let go with the last tensor that views them."""
+    """Weights of one checkpoint. Files are mapped when first used and let go with the last array that views them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._infos = {t.name: t for t in checkpoint.tensors}
-        self._maps: dict[int, tuple[mmap.mmap, torch.Tensor]] = {}
+        self._maps: dict[int, tuple[mmap.mmap, npt.NDArray[np.uint8]]] = {}
 
     def names(self) -> list[str]:
         return list(self._infos)
@@ -52,11 +57,12 @@ class WeightSource:
         dequantise: bool = False,
         rows: slice | None = None,
         cols: slice | None = None,
-    ) -> torch.Tensor | Quantized:
+    ) -> Array | Quantized:
         """A tensor, or its rows (dimension 0) and columns (dimension 1) in the given ranges (step 1).
 
-        Float kinds come as stored (read-only views); q4_0, q4_1 and q8_0 come as `Quantized`, and so their columns
-        are cut at multiples of 32; other packed kinds come as float32. With `dequantise` all come as float32.
+        Float kinds come as stored (read-only views, bfloat16 as its bits), but those of 8 bits as float32; q4_0, q4_1
+        and q8_0 come as `Quantized`, and so their columns are cut at multiples of 32; other packed kinds come as
+        float32. With `dequantise` all come as float32.
         Raises ModelError for a missing tensor, ValueError for a range that can't be cut.
         """
         info = self._info(name)
@@ -64,11 +70,13 @@ class WeightSource:
         raw = self._rows(info, row_range)
         if info.kind in DTYPES:
             values = raw if raw.ndim < 2 else raw[:, col_range.start : col_range.stop]
-            return values.to(torch.float32) if dequantise else values
+            if info.kind.startswith("f8"):
+                return float8_values(info.kind)[values]
+            return to_float32(values) if dequantise else values
         packed = info.kind in PACKED_KINDS
         num_rows, num_columns = len(row_range), info.shape[1]
         if not packed:
-            whole = _dequantise_with_gguf(raw, info.kind, name) if num_rows else torch.empty(0, num_columns)
+            whole = _dequantise_with_gguf(raw, info.kind, name) if num_rows else np.empty((0, num_columns), np.float32)
             return whole[:, col_range.start : col_range.stop]
         per_block = raw.shape[1] * BLOCK // num_columns
         data = raw[:, col_range.start // BLOCK * per_block : col_range.stop // BLOCK * per_block]
@@ -88,7 +96,7 @@ class WeightSource:
             mapped[0].madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def close(self) -> None:
-        """Let the mappings go; each ends with the last tensor that views it. Idempotent."""
+        """Let the mappings go; each ends with the last array that views it. Idempotent."""
         self._maps.clear()
 
     def __enter__(self) -> WeightSource:
@@ -105,24 +113,24 @@ class WeightSource:
                 f"{self.checkpoint.path}: tensor {name} is missing; the checkpoint is incomplete or of another model"
             ) from None
 
-    def _bytes(self, info: TensorInfo) -> torch.Tensor:
+    def _bytes(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
         if info.file not in self._maps:
             self._maps[info.file] = _map(self.checkpoint.files[info.file])
         whole = self._maps[info.file][1]
-        if info.offset + info.nbytes > whole.numel():
+        if info.offset + info.nbytes > len(whole):
             raise ModelError(f"{self.checkpoint.files[info.file]}: became shorter since it was opened; get it again")
-        return whole.narrow(0, info.offset, info.nbytes)
+        return whole[info.offset : info.offset + info.nbytes]
 
-    def _rows(self, info: TensorInfo, row_range: range) -> torch.Tensor:
+    def _rows(self, info: TensorInfo, row_range: range) -> Array:
         """Rows in Hugging Face's order: values [n, ...] of float kinds, bytes [n, bytes per row] of packed ones."""
         data = self._bytes(info)
         if info.kind in DTYPES:
-            dtype = DTYPES[info.kind]
+            dtype = np.dtype(DTYPES[info.kind])
             if info.offset % dtype.itemsize:
-                data = data.clone()
-            table = data.view(dtype).view(info.shape)
+                data = data.copy()
+            table: Array = data.view(dtype).reshape(info.shape)
         else:
-            table = data.view(info.shape[0], -1)
+            table = data.reshape(info.shape[0], -1)
         if info.rotated_heads:
             return table[_unrotate(row_range, info.shape[0], info.rotated_heads)]
         return (
@@ -130,7 +138,7 @@ class WeightSource:
         )
 
 
-def _dequantise_with_gguf(data: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+def _dequantise_with_gguf(data: Array, kind: str, name: str) -> npt.NDArray[np.float32]:
     """Rows of bytes [N, bytes per row] of a GGUF kind that no kernel reads packed -> float32 [N, K]."""
     try:
         from gguf import GGMLQuantizationType
@@ -138,22 +146,21 @@ def _dequantise_with_gguf(data: torch.Tensor, kind: str, name: str) -> torch.Ten
     except ImportError:
         raise ModelError(f"tensor {name}: element type {kind} {NEEDS_GGUF}") from None
     try:
-        return torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[kind.upper()]))
+        found: npt.NDArray[np.float32] = dequantize(data, GGMLQuantizationType[kind.upper()])
+        return found
     except (KeyError, NotImplementedError):
         raise ModelError(
             f"tensor {name}: element type {kind} is not supported; use a file of another quantization, such as Q4_K_M"
         ) from None
 
 
-def _map(path: str) -> tuple[mmap.mmap, torch.Tensor]:
+def _map(path: str) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
     try:
         with open(path, "rb") as f:
             mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as e:
         raise ModelError(f"{path}: can't be mapped: {e}") from None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has no read-only tensors and warns of it
-        return mapped, torch.frombuffer(mapped, dtype=torch.uint8)
+    return mapped, np.frombuffer(mapped, np.uint8)
 
 
 def _ranges(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[range, range]:
@@ -174,9 +181,9 @@ def _ranges(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[r
     return row_range, col_range
 
 
-def _unrotate(row_range: range, num_rows: int, heads: int) -> torch.Tensor:
+def _unrotate(row_range: range, num_rows: int, heads: int) -> npt.NDArray[np.int64]:
     """Stored row of each wanted row: within a head of size d, row (half, i) is stored as (i, half)."""
     dim = num_rows // heads
-    row = torch.arange(row_range.start, row_range.stop)
+    row = np.arange(row_range.start, row_range.stop)
     head, within = row // dim, row % dim
     return head * dim + (within % (dim // 2)) * 2 + within // (dim // 2)

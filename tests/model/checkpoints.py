@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planaria.errors import ModelError
@@ -95,9 +95,9 @@ def cut(weight: Quantized, rows: slice | None, cols: slice | None) -> Quantized:
 
 
 class DictSource:
-    """A source over tensors in memory."""
+    """A source over arrays in memory."""
 
-    def __init__(self, tensors: dict[str, Tensor | Quantized]) -> None:
+    def __init__(self, tensors: dict[str, npt.NDArray[Any] | Quantized]) -> None:
         self.tensors = tensors
 
     @classmethod
@@ -118,7 +118,7 @@ class DictSource:
 
     def get(
         self, name: str, *, dequantise: bool = False, rows: Any = None, cols: Any = None
-    ) -> Tensor | Quantized:  # fmt: skip
+    ) -> npt.NDArray[Any] | Quantized:  # fmt: skip
         tensor = self.tensors[name]
         if isinstance(tensor, Quantized):
             tensor = unpack(tensor) if dequantise else cut(tensor, rows, cols)

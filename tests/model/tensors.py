@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from planaria.kernels import reference
+from planaria.kernels import quant, reference
 from planaria.kernels.cpu import ops
+from planaria.kernels.ops import Quantized
 
 
 def tensor(array: npt.NDArray[Any]) -> Tensor:
@@ -26,8 +27,29 @@ def array(x: Tensor) -> npt.NDArray[Any]:
     return found
 
 
+def quantise(values: Tensor, kind: str) -> Quantized:
+    return quant.quantise(array(values), kind)
+
+
+def dequantise(weight: Quantized) -> Tensor:
+    return tensor(quant.dequantise(weight))
+
+
+def given(x: Any) -> Any:
+    return array(x.detach()) if isinstance(x, Tensor) else x
+
+
 class Tensors:
-    """A back end's results as tensors."""
+    """A back end whose weights and results are tensors."""
+
+    def pack(self, weight: Tensor | Quantized, bias: Tensor | None = None) -> Any:
+        return super().pack(given(weight), given(bias))  # type: ignore[misc]
+
+    def vector(self, values: Tensor) -> Any:
+        return super().vector(given(values))  # type: ignore[misc]
+
+    def rope_table(self, cos: Tensor, sin: Tensor) -> Any:
+        return super().rope_table(given(cos), given(sin))  # type: ignore[misc]
 
     def compile(self, forward: Callable[[Any], Any], *args: Any) -> Callable[[], Tensor]:
         run = super().compile(forward, *args)  # type: ignore[misc]
@@ -38,5 +60,5 @@ class CpuOps(Tensors, ops.CpuOps):  # type: ignore[misc]
     pass
 
 
-class TorchOps(Tensors, reference.TorchOps):
+class TorchOps(Tensors, reference.TorchOps):  # type: ignore[misc]
     pass

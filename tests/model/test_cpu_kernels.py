@@ -22,8 +22,7 @@ from planaria.kernels.cpu import build
 from planaria.kernels.cpu.build import host_isa, target_for
 from planaria.kernels.cpu.compiler import Module
 from planaria.kernels.ops import Batch, Quantized
-from planaria.kernels.quant import dequantise
-from tests.model.tensors import CpuOps
+from tests.model.tensors import CpuOps, dequantise
 
 ISAS = ["avx512_bf16", "avx512", "generic"]
 FLAVOURS = [(dtype, isa) for dtype in ("bfloat16", "float32") for isa in ISAS]
@@ -79,7 +78,7 @@ def quantised(kind: str, n: int, k: int, seed: int = 0) -> Quantized:
     data[..., :2] = scale.half().unsqueeze(-1).view(torch.uint8)
     if head == 4:
         data[..., 2:4] = (-7.3 * scale).half().unsqueeze(-1).view(torch.uint8)
-    return Quantized(kind, data.view(n, -1), (n, k))
+    return Quantized(kind, data.view(n, -1).numpy(), (n, k))
 
 
 class Rows:
@@ -500,11 +499,11 @@ def test_refusals(cache: Path) -> None:
     with pytest.raises(ValueError, match="isa"):
         CpuOps("float32", 1, cache, isa="mmx")
     with pytest.raises(ValueError, match="multiple of 32"):
-        ops.pack(Quantized("q4_0", torch.zeros(4, 18, dtype=torch.uint8), (4, 40)))
+        ops.pack(Quantized("q4_0", np.zeros((4, 18), np.uint8), (4, 40)))
     with pytest.raises(ValueError, match="expected"):
-        ops.pack(Quantized("q4_0", torch.zeros(4, 19, dtype=torch.uint8), (4, 32)))
+        ops.pack(Quantized("q4_0", np.zeros((4, 19), np.uint8), (4, 32)))
     with pytest.raises(ValueError, match="kind 'q2_k'"):
-        ops.pack(Quantized("q2_k", torch.zeros(4, 19, dtype=torch.uint8), (4, 32)))
+        ops.pack(Quantized("q2_k", np.zeros((4, 19), np.uint8), (4, 32)))
     kept: list[Any] = []
     with pytest.raises(IndexError):
         ops.compile(lambda o: kept.append(o) or [][0], Batch(4, 4, 4, 4))

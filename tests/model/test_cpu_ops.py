@@ -17,8 +17,7 @@ import torch
 from planaria.kernels.cpu.build import host_isa
 from planaria.kernels.cpu.target import ISAS
 from planaria.kernels.ops import Batch, Quantized
-from planaria.kernels.quant import dequantise, quantise
-from tests.model.tensors import CpuOps, TorchOps
+from tests.model.tensors import CpuOps, TorchOps, dequantise, quantise
 
 LEVELS = ISAS[ISAS.index(host_isa()) :]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -57,7 +56,7 @@ def q4_0(n: int, k: int) -> Quantized:
     """Blocks of a float16 scale and 16 bytes of codes."""
     codes = torch.randint(0, 256, (n, k // 32, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     scales = (torch.rand(n, k // 32, 1) * 0.02 + 0.01).half().view(torch.uint8)
-    return Quantized("q4_0", torch.cat([scales, codes], -1).reshape(n, -1), (n, k))
+    return Quantized("q4_0", torch.cat([scales, codes], -1).reshape(n, -1).numpy(), (n, k))
 
 
 @pytest.mark.parametrize("isa", LEVELS)

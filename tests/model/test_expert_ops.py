@@ -11,9 +11,8 @@ import torch
 
 from planaria.errors import ConfigError
 from planaria.kernels.ops import Batch, Slots
-from planaria.kernels.quant import dequantise, quantise
 from planaria.models.config import MoEConfig
-from tests.model.tensors import CpuOps, TorchOps
+from tests.model.tensors import CpuOps, TorchOps, dequantise, quantise
 from tests.model.test_cpu_ops import batch_of, close, draw, run
 
 RULES = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
@@ -17,10 +18,14 @@ from safetensors.torch import save_file
 from planaria.checkpoint import Checkpoint, TensorInfo, resolve_checkpoint
 from planaria.checkpoint.gguf_convert import hf_name
 from planaria.errors import ModelError
+from planaria.kernels.numbers import to_bfloat16, to_float32
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import dequantise, quantise
 from planaria.loader import WeightSource
 from tests.model.gguf_files import write_gguf
+from tests.model.tensors import tensor
+
+Array = npt.NDArray[Any]
 
 SLICES = [
     (None, None), (slice(0, 16), None), (slice(48, None), None), (slice(16, 48), slice(32, 64)), (None, slice(0, 32)),
@@ -33,30 +38,30 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PLANARIA_CACHE", str(tmp_path_factory.getbasetemp() / "loader-cache"))
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def random(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def folder(path: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+def folder(path: Path, tensors: dict[str, Array]) -> Checkpoint:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text("{}")
-    save_file(tensors, path / "model.safetensors")
+    save_file({name: tensor(value) for name, value in tensors.items()}, path / "model.safetensors")
     return resolve_checkpoint(str(path))
 
 
-def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def rotated(weight: Array, heads: int) -> Array:
     """Rows as a converter stores q and k of Llama: halves (i, i + d/2) become neighbours."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def gguf_of(path: Path, tensors: dict[str, torch.Tensor], kind: str, arch: str = "llama") -> WeightSource:
+def gguf_of(path: Path, tensors: dict[str, Array], kind: str, arch: str = "llama") -> WeightSource:
     """A file whose matrices are of a kind; 4 heads of 16, 2 KV heads."""
     stored: dict[str, Any] = {"token_embd.weight": np.zeros((8, 64), np.float32)}
     for name, value in tensors.items():
         if value.ndim == 1 or kind == "F32":
-            stored[name] = value.numpy()
+            stored[name] = value
         else:
-            stored[name] = (quantize(value.numpy(), GGMLQuantizationType[kind]), GGMLQuantizationType[kind])
+            stored[name] = (quantize(value, GGMLQuantizationType[kind]), GGMLQuantizationType[kind])
     return WeightSource(resolve_checkpoint(str(write_gguf(path, arch, tensors=stored))))
 
 
@@ -71,32 +76,32 @@ def test_smollm2_is_what_the_gguf_package_reads() -> None:
         seen.add(name)
         if t.name.startswith("blk.") and t.name.split(".")[1] not in ("0", "13", "29"):
             continue  # of the layers three
-        wanted = torch.from_numpy(dequantize(t.data, t.tensor_type).copy())
+        wanted = dequantize(t.data, t.tensor_type)
         if "attn_q." in t.name or "attn_k." in t.name:
             heads = 9 if "attn_q" in t.name else 3
             wanted = wanted.reshape(heads, 32, 2, 576).swapaxes(1, 2).reshape(wanted.shape)
-        assert torch.equal(weights.get(name, dequantise=True), wanted), name  # type: ignore[arg-type]
+        assert np.array_equal(weights.get(name, dequantise=True), wanted), name
     assert seen == set(weights.names())
 
 
 def test_a_folder_gives_views_of_the_file(tmp_path: Path) -> None:
     tensors = {
-        "a": random(6, 64), "b": random(6, 4).to(torch.bfloat16), "c": random(5).to(torch.float16),
-        "d": torch.arange(6), "e": torch.tensor(3.0), "f": random(2, 3, 4),
+        "a": random(6, 64), "b": to_bfloat16(random(6, 4)), "c": random(5).astype(np.float16),
+        "d": np.arange(6), "e": np.array(3, np.float32), "f": random(2, 3, 4),
     }  # fmt: skip
     checkpoint = folder(tmp_path / "m", tensors)
     weights = WeightSource(checkpoint)
     for name, wanted in tensors.items():
         got = weights.get(name)
-        assert isinstance(got, torch.Tensor) and got.dtype == wanted.dtype
-        assert torch.equal(got, wanted) and weights.expect(name, tuple(wanted.shape)) is None
-        assert torch.equal(weights.get(name, dequantise=True), wanted.to(torch.float32))  # type: ignore[arg-type]
+        assert isinstance(got, np.ndarray) and got.dtype == wanted.dtype
+        assert np.array_equal(got, wanted) and weights.expect(name, tuple(wanted.shape)) is None
+        assert np.array_equal(weights.get(name, dequantise=True), to_float32(wanted))
         again = weights.get(name)
-        assert isinstance(again, torch.Tensor) and again.data_ptr() == got.data_ptr()
+        assert isinstance(again, np.ndarray) and again.ctypes.data == got.ctypes.data
     where = {t.name: t.offset for t in checkpoint.tensors}
     a, b = weights.get("a"), weights.get("b")
-    assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    assert b.data_ptr() - a.data_ptr() == where["b"] - where["a"]
+    assert isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+    assert b.ctypes.data - a.ctypes.data == where["b"] - where["a"]
 
 
 def test_unaligned_tensors(tmp_path: Path) -> None:
@@ -107,9 +112,9 @@ def test_unaligned_tensors(tmp_path: Path) -> None:
         path = tmp_path / "m"
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text("{}")
-        raw = len(header).to_bytes(8, "little") + header.encode() + values.numpy().tobytes()
+        raw = len(header).to_bytes(8, "little") + header.encode() + values.tobytes()
         (path / "model.safetensors").write_bytes(raw)
-        assert torch.equal(WeightSource(resolve_checkpoint(str(path))).get("a"), values)  # type: ignore[arg-type]
+        assert np.array_equal(WeightSource(resolve_checkpoint(str(path))).get("a"), values)
 
 
 @pytest.mark.parametrize(("rows", "cols"), SLICES)
@@ -119,14 +124,14 @@ def test_slices_are_slices_of_the_whole(tmp_path: Path, kind: str, rows: slice |
     weights = gguf_of(tmp_path / "m.gguf", tensors, kind)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"):
         whole = weights.get(name, dequantise=True)
-        assert isinstance(whole, torch.Tensor)
+        assert isinstance(whole, np.ndarray)
         wanted = whole[rows or slice(None)][:, cols or slice(None)]
         part = weights.get(name, rows=rows, cols=cols)
         if isinstance(part, Quantized):
             assert kind in ("Q8_0", "Q4_0", "Q4_1") and part.shape == tuple(wanted.shape)
             part = dequantise(part)
-        assert torch.equal(part, wanted)
-        assert torch.equal(weights.get(name, dequantise=True, rows=rows, cols=cols), wanted)  # type: ignore[arg-type]
+        assert np.array_equal(part, wanted)
+        assert np.array_equal(weights.get(name, dequantise=True, rows=rows, cols=cols), wanted)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
@@ -141,17 +146,17 @@ def test_rotary_rows_come_back_in_order(tmp_path: Path, arch: str) -> None:
         }  # fmt: skip
     weights = gguf_of(tmp_path / "m.gguf", stored, "F32", arch)
     prefix = "model.layers.0.self_attn."
-    assert torch.equal(weights.get(prefix + "q_proj.weight"), q)
-    assert torch.equal(weights.get(prefix + "k_proj.weight"), k)
-    assert torch.equal(weights.get(prefix + "q_proj.bias"), bias)
-    assert torch.equal(weights.get(prefix + "k_proj.weight", rows=slice(7, 30)), k[7:30])
+    assert np.array_equal(weights.get(prefix + "q_proj.weight"), q)
+    assert np.array_equal(weights.get(prefix + "k_proj.weight"), k)
+    assert np.array_equal(weights.get(prefix + "q_proj.bias"), bias)
+    assert np.array_equal(weights.get(prefix + "k_proj.weight", rows=slice(7, 30)), k[7:30])
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "BF16"])
 def test_other_kinds_come_as_numbers(tmp_path: Path, kind: str) -> None:
     qtype = GGMLQuantizationType[kind]
     if kind == "BF16":
-        raw = quantize(random(16, 256).numpy(), qtype)
+        raw = quantize(random(16, 256), qtype)
     else:
         from gguf.constants import GGML_QUANT_SIZES
 
@@ -159,23 +164,23 @@ def test_other_kinds_come_as_numbers(tmp_path: Path, kind: str) -> None:
     tensors = {"token_embd.weight": np.zeros((8, 64), np.float32), "blk.0.ffn_up.weight": (raw, qtype)}
     weights = WeightSource(resolve_checkpoint(str(write_gguf(tmp_path / "m.gguf", tensors=tensors))))
     got = weights.get("model.layers.0.mlp.up_proj.weight", dequantise=True)
-    assert isinstance(got, torch.Tensor) and got.dtype == torch.float32
-    assert torch.equal(got, torch.from_numpy(dequantize(raw, qtype).copy()))
+    assert isinstance(got, np.ndarray) and got.dtype == np.float32
+    assert np.array_equal(got, dequantize(raw, qtype))
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_1"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantise_is_the_reference_to_the_bit(kind: str, dtype: torch.dtype) -> None:
-    values = random(67, 96) * torch.logspace(-6, 3, 67)[:, None]
+@pytest.mark.parametrize("stored", [to_float32, to_bfloat16])
+def test_quantise_is_the_reference_to_the_bit(kind: str, stored: Callable[[Array], Array]) -> None:
+    values = random(67, 96) * np.logspace(-6, 3, 67, dtype=np.float32)[:, None]
     values[3] = 0
     values[4, :32] = 0.25
-    values = values.to(dtype)
+    values = stored(values)
     packed = quantise(values, kind)
-    wanted = quantize(values.to(torch.float32).numpy(), GGMLQuantizationType[kind.upper()])
+    wanted = quantize(to_float32(values), GGMLQuantizationType[kind.upper()])
     assert packed.kind == kind and packed.shape == (67, 96)
-    assert torch.equal(packed.data, torch.from_numpy(wanted))
+    assert np.array_equal(packed.data, wanted)
     back = dequantise(packed)
-    assert torch.equal(back, torch.from_numpy(dequantize(wanted, GGMLQuantizationType[kind.upper()]).copy()))
+    assert np.array_equal(back, dequantize(wanted, GGMLQuantizationType[kind.upper()]))
 
 
 def test_quantise_of_a_large_matrix_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +189,8 @@ def test_quantise_of_a_large_matrix_goes_in_chunks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("planaria.kernels.quant._CHUNK", 64 * 7)
     for kind, wanted in whole.items():
         packed = quantise(values, kind)
-        assert torch.equal(packed.data, wanted.data)
-        assert torch.equal(dequantise(packed), dequantise(wanted))
+        assert np.array_equal(packed.data, wanted.data)
+        assert np.array_equal(dequantise(packed), dequantise(wanted))
 
 
 def test_quantise_refuses(tmp_path: Path) -> None:
@@ -230,7 +235,7 @@ def test_tensors_outlive_their_source(tmp_path: Path) -> None:
         got = weights.get("a")
         weights.forget("a")
     weights.close()
-    assert torch.equal(got, values)  # type: ignore[arg-type]
+    assert np.array_equal(got, values)
 
 
 def test_the_mapping_ends_with_the_last_view(tmp_path: Path) -> None:
@@ -252,14 +257,14 @@ def test_forget_gives_memory_back(tmp_path: Path) -> None:
     values = random(1 << 20, 8)  # 32 MiB
     weights = WeightSource(folder(tmp_path / "m", {"a": values}))
     got = weights.get("a")
-    assert isinstance(got, torch.Tensor)
+    assert isinstance(got, np.ndarray)
     before = resident_of_files()
-    assert torch.isfinite(got.sum())
+    assert np.isfinite(got.sum())
     read = resident_of_files()
     assert read - before > 30 << 20
     weights.forget("a")
     assert resident_of_files() - before < 4 << 20
-    assert torch.equal(got, values)
+    assert np.array_equal(got, values)
 
 
 def resident_of_files() -> int:

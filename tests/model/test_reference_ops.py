@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from planaria.kernels.ops import Batch
-from planaria.kernels.quant import dequantise, quantise
-from tests.model.tensors import TorchOps
+from tests.model.tensors import TorchOps, dequantise, quantise
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 

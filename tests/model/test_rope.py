@@ -1,15 +1,16 @@
-"""Rotary tables against Transformers' own, bit for bit, up to positions where one rounding would show."""
+"""Rotary tables against Transformers' own, up to positions where one rounding of a frequency would show."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from planaria.layers.rope import rope_tables
+from planaria.layers.rope import _turns, inverse_frequencies, rope_tables
 from planaria.models.common import rotary
 from planaria.models.config import RopeConfig
 
@@ -52,9 +53,21 @@ def test_tables_equal_those_of_transformers(kind: str, params: dict[str, Any], l
     }
     theirs = LlamaRotaryEmbedding(LlamaConfig(**{**hf, "rope_parameters": dict(parameters)}))
     cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])
-    ours = rope_tables(rotary(hf, 64)[0], 64, length)
-    assert torch.equal(ours[0], cos[0, :, :32])
-    assert torch.equal(ours[1], sin[0, :, :32])
+    rope = rotary(hf, 64)[0]
+    ours, frequencies = rope_tables(rope, 64, length), theirs.inv_freq.numpy()
+    apart = inverse_frequencies(rope, 64, length)[0] != frequencies
+    np.testing.assert_array_max_ulp(inverse_frequencies(rope, 64, length)[0], frequencies, 2)
+    assert apart.sum() <= 4, "torch's powers are the exact ones but for a few"
+    reach = np.where(apart, 2 * length * frequencies, 1)  # what two units in a last place become
+    for found, wanted in zip(ours, (cos, sin), strict=True):
+        assert (np.abs(found - wanted[0, :, :32].numpy()) <= 2**-23 * np.maximum(reach, found.max())).all()
+
+
+def test_turns_are_exact() -> None:
+    """Rounded once, from all quarters, far out."""
+    angles = np.concatenate([np.linspace(0, 8, 5000), np.logspace(-6, 6, 5000)]).astype(np.float32)
+    for found, wanted in zip(_turns(angles), (np.cos, np.sin), strict=True):
+        assert np.array_equal(found, wanted(angles.astype(np.float64)).astype(np.float32))
 
 
 def test_only_the_first_dimensions_may_be_rotated() -> None:
@@ -62,7 +75,7 @@ def test_only_the_first_dimensions_may_be_rotated() -> None:
     assert config.dim == 16
     part, whole = rope_tables(config, 64, 10), rope_tables(RopeConfig(), 16, 10)
     assert part[0].shape == (10, 8)
-    assert torch.equal(part[0], whole[0]) and torch.equal(part[1], whole[1])
+    assert np.array_equal(part[0], whole[0]) and np.array_equal(part[1], whole[1])
 
 
 @pytest.mark.parametrize(

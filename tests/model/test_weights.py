@@ -8,11 +8,13 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from torch import Tensor
 
 from planaria.errors import ModelError
+from planaria.kernels.numbers import to_bfloat16
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import dequantise, quantise
 from planaria.kernels.reference import TorchOps
@@ -22,6 +24,8 @@ from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
 from tests.model.checkpoints import DictSource
 from tests.model.driver import Driver
+
+Array = npt.NDArray[Any]
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -41,30 +45,30 @@ def config(**fields: Any) -> ModelConfig:
     return model_config({**CONFIG, **fields})
 
 
-def tensors() -> dict[str, Tensor | Quantized]:
-    torch.manual_seed(0)
+def tensors() -> dict[str, Array | Quantized]:
+    draw = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (50, 64), "lm_head": (50, 64)}
     for i in range(2):
         attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
         shapes |= {f"{attention}{name}": (size, 64) for name, size in (("q_proj", 64), ("o_proj", 64))}
         shapes |= {f"{attention}{name}": (32, 64) for name in ("k_proj", "v_proj")}
         shapes |= {f"{mlp}gate_proj": (128, 64), f"{mlp}up_proj": (128, 64), f"{mlp}down_proj": (64, 128)}
-    made: dict[str, Tensor | Quantized] = {}
+    made: dict[str, Array | Quantized] = {}
     for name, shape in shapes.items():
-        made[f"{name}.weight"] = torch.randn(shape) / 8
+        made[f"{name}.weight"] = draw.normal(size=shape).astype(np.float32) / 8
         if name.endswith(("q_proj", "k_proj", "v_proj")):
-            made[f"{name}.bias"] = torch.randn(shape[0])
+            made[f"{name}.bias"] = draw.normal(size=shape[0]).astype(np.float32)
     for i in range(2):
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            made[f"model.layers.{i}.{norm}.weight"] = torch.rand(64) + 0.5
-    made["model.norm.weight"] = torch.rand(64) + 0.5
+            made[f"model.layers.{i}.{norm}.weight"] = draw.random(64, np.float32) + 0.5
+    made["model.norm.weight"] = draw.random(64, np.float32) + 0.5
     return made
 
 
-def packed(kind: str = "q8_0", *, but: Iterable[str] = ()) -> dict[str, Tensor | Quantized]:
+def packed(kind: str = "q8_0", *, but: Iterable[str] = ()) -> dict[str, Array | Quantized]:
     """The tensors with every matrix packed, except those whose name holds one of `but`."""
     return {
-        name: quantise(t, kind) if isinstance(t, Tensor) and t.ndim == 2 and not any(b in name for b in but) else t
+        name: quantise(t, kind) if isinstance(t, np.ndarray) and t.ndim == 2 and not any(b in name for b in but) else t
         for name, t in tensors().items()
     }
 
@@ -74,9 +78,9 @@ class Recorder(TorchOps):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[tuple[Tensor | Quantized, Tensor | None]] = []
+        self.given: list[tuple[Array | Quantized, Array | None]] = []
 
-    def pack(self, weight: Tensor | Quantized, bias: Tensor | None = None) -> Any:
+    def pack(self, weight: Array | Quantized, bias: Array | None = None) -> Any:
         self.given.append((weight, bias))
         return super().pack(weight, bias)
 
@@ -85,7 +89,7 @@ class Recorder(TorchOps):
         return [w.kind if isinstance(w, Quantized) else "plain" for w, _ in self.given]
 
 
-def load(values: dict[str, Tensor | Quantized], quantization: str, **options: Any) -> Recorder:
+def load(values: dict[str, Array | Quantized], quantization: str, **options: Any) -> Recorder:
     ops = Recorder()
     build(config(), DictSource(values), ops, quantization=quantization, **options)
     return ops
@@ -96,9 +100,9 @@ def test_projections_that_are_read_together_are_one_weight() -> None:
     ops = load(values, "keep")
     qkv, bias = ops.given[1]
     names = [f"model.layers.0.self_attn.{p}_proj." for p in "qkv"]
-    assert isinstance(qkv, Tensor) and isinstance(bias, Tensor)
-    assert torch.equal(qkv, torch.cat([values[f"{n}weight"] for n in names]))  # type: ignore[misc]
-    assert torch.equal(bias, torch.cat([values[f"{n}bias"] for n in names]))  # type: ignore[misc]
+    assert isinstance(qkv, np.ndarray) and isinstance(bias, np.ndarray)
+    assert np.array_equal(qkv, np.concatenate([values[f"{n}weight"] for n in names]))  # type: ignore[misc]
+    assert np.array_equal(bias, np.concatenate([values[f"{n}bias"] for n in names]))  # type: ignore[misc]
     assert ops.given[2][1] is None  # Qwen2 has no bias there
     assert [tuple(w.shape) for w, _ in ops.given] == [
         (50, 64), *[(128, 64), (64, 64), (256, 64), (64, 128)] * 2, (50, 64),
@@ -112,17 +116,17 @@ def test_keep_leaves_packed_weights_packed() -> None:
     qkv = ops.given[1][0]
     assert isinstance(qkv, Quantized)
     parts = [values[f"model.layers.0.self_attn.{p}_proj.weight"] for p in "qkv"]
-    assert torch.equal(dequantise(qkv), torch.cat([dequantise(p) for p in parts if isinstance(p, Quantized)]))
+    assert np.array_equal(dequantise(qkv), np.concatenate([dequantise(p) for p in parts if isinstance(p, Quantized)]))
 
 
 def test_weights_packed_differently_are_fused_plain() -> None:
     values = packed("q8_0", but=["layers.0.self_attn.v_proj"])
-    values["model.layers.1.mlp.up_proj.weight"] = quantise(torch.randn(128, 64), "q4_1")
+    values["model.layers.1.mlp.up_proj.weight"] = quantise(np.random.default_rng(1).normal(size=(128, 64)), "q4_1")
     ops = load(values, "keep")
     assert ops.kinds() == ["q8_0", "plain", "q8_0", "q8_0", "q8_0", "q8_0", "q8_0", "plain", "q8_0", "q8_0"]
     found, up = ops.given[7][0], values["model.layers.1.mlp.up_proj.weight"]
-    assert isinstance(found, Tensor) and isinstance(up, Quantized)
-    assert torch.equal(found[128:], dequantise(up))
+    assert isinstance(found, np.ndarray) and isinstance(up, Quantized)
+    assert np.array_equal(found[128:], dequantise(up))
 
 
 def test_none_unpacks_everything() -> None:
@@ -132,7 +136,7 @@ def test_none_unpacks_everything() -> None:
 def test_packing_at_load_keeps_the_tables_at_eight_bits() -> None:
     assert load(tensors(), "q8_0").kinds() == ["q8_0"] * 10
     assert load(tensors(), "q4_1").kinds() == ["q8_0", *["q4_1"] * 8, "q8_0"]
-    half = {n: t.bfloat16() if isinstance(t, Tensor) else t for n, t in tensors().items()}
+    half = {n: to_bfloat16(t) if isinstance(t, np.ndarray) else t for n, t in tensors().items()}
     assert load(half, "q4_1").kinds() == ["q8_0", *["q4_1"] * 8, "q8_0"]
 
 
@@ -146,8 +150,8 @@ def test_a_width_that_no_block_fits_stays_plain() -> None:
     values = tensors()
     for i in range(2):
         mlp = f"model.layers.{i}.mlp."
-        values |= {f"{mlp}{p}_proj.weight": torch.randn(120, 64) for p in ("gate", "up")}
-        values[f"{mlp}down_proj.weight"] = torch.randn(64, 120)
+        values |= {f"{mlp}{p}_proj.weight": np.ones((120, 64), np.float32) for p in ("gate", "up")}
+        values[f"{mlp}down_proj.weight"] = np.ones((64, 120), np.float32)
     ops = Recorder()
     build(config(intermediate_size=120), DictSource(values), ops, quantization="q8_0")
     assert ops.kinds() == ["q8_0", *["q8_0", "q8_0", "q8_0", "plain"] * 2, "q8_0"]
@@ -182,7 +186,7 @@ def test_damage_is_one_line_before_anything_is_read(name: str, damage: str) -> N
     if damage == "missing":
         del values[name]
     else:
-        values[name] = torch.zeros(7, 3)
+        values[name] = np.zeros((7, 3), np.float32)
     source, ops = DictSource(values), Recorder()
     read: list[str] = []
     source.get = lambda n, **_: read.append(n)  # type: ignore[method-assign, assignment, return-value]
@@ -195,11 +199,11 @@ def test_damage_is_one_line_before_anything_is_read(name: str, damage: str) -> N
 
 def test_tensors_of_no_use_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     values = tensors()
-    values["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    values["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
     with caplog.at_level(logging.WARNING):
         load(values, "keep")
     assert caplog.records == []
-    values["visual.patch_embed.weight"] = torch.zeros(8)
+    values["visual.patch_embed.weight"] = np.zeros(8, np.float32)
     with caplog.at_level(logging.WARNING):
         load(values, "keep")
     assert [r.getMessage().count("visual.patch_embed.weight") for r in caplog.records] == [1]
@@ -243,7 +247,7 @@ def test_shards_hold_their_heads_and_columns(pack: bool) -> None:
         assert (model.layers[0].attention.num_heads, model.layers[0].attention.num_kv_heads) == (2, 1)
         found.append(ops.given)
 
-    def plain(weight: Tensor | Quantized) -> Tensor:
+    def plain(weight: Array | Quantized) -> Array:
         return dequantise(weight) if isinstance(weight, Quantized) else weight
 
     full = [plain(w) for w, _ in whole.given]
@@ -251,11 +255,11 @@ def test_shards_hold_their_heads_and_columns(pack: bool) -> None:
     q = slice(0, 32), slice(32, 64)
     for part, head in ((first, 0), (second, 1)):
         k, v = (slice(at + 16 * head, at + 16 * head + 16) for at in (64, 96))
-        assert torch.equal(part[1], torch.cat([full[1][q[head]], full[1][k], full[1][v]]))
-        assert torch.equal(part[2], full[2][:, q[head]])
-    assert torch.equal(second[3], torch.cat([full[3][32:128], full[3][160:256]]))
-    assert torch.equal(torch.cat([first[4], second[4]], 1), full[4])
-    assert torch.equal(torch.cat([first[0], second[0]]), full[0])
+        assert np.array_equal(part[1], np.concatenate([full[1][q[head]], full[1][k], full[1][v]]))
+        assert np.array_equal(part[2], full[2][:, q[head]])
+    assert np.array_equal(second[3], np.concatenate([full[3][32:128], full[3][160:256]]))
+    assert np.array_equal(np.concatenate([first[4], second[4]], 1), full[4])
+    assert np.array_equal(np.concatenate([first[0], second[0]]), full[0])
     bias = whole.given[1][1]
     assert bias is not None and found[1][1][1] is not None
-    assert torch.equal(found[1][1][1], torch.cat([bias[32:64], bias[80:96], bias[112:128]]))
+    assert np.array_equal(found[1][1][1], np.concatenate([bias[32:64], bias[80:96], bias[112:128]]))

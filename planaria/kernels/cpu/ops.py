@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from planaria.config.machine import usable_cores
 from planaria.errors import ConfigError
@@ -26,6 +25,7 @@ from planaria.kernels.cpu.recorder import Recorder, Rope, Vector
 from planaria.kernels.cpu.running import runner
 from planaria.kernels.cpu.tape import Act
 from planaria.kernels.cpu.team import Team
+from planaria.kernels.numbers import to_float32
 from planaria.kernels.ops import Batch, CacheMemory, Quantized
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, NativeComm, Solo
@@ -75,21 +75,20 @@ class CpuOps:
 
     # Loading
 
-    def pack(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> Packed:
+    def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Packed:
         """A weight [N, K] and bias [N] as the kernels read it; a `Quantized` keeps its codes and float16 scales."""
-        return pack(weight, bias, self.target, self._arena)
+        return pack(weight, bias, self.target, self._arena, self.threads)
 
-    def vector(self, values: torch.Tensor) -> Vector:
+    def vector(self, values: npt.NDArray[Any]) -> Vector:
         """A norm's weight [K], in float32."""
-        length = values.numel()
+        length = values.size
         out = self._arena.take(up(length, 16) * 4).view(np.float32)
-        out[:length] = values.detach().to(torch.float32).cpu().numpy()
+        out[:length] = to_float32(values)
         return Vector(out, length)
 
-    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
-        """cos, sin [max_position, rotary_dim / 2], in float32."""
-        both = [np.ascontiguousarray(t.detach().to(torch.float32).cpu().numpy()) for t in (cos, sin)]
-        return Rope(*both)
+    def rope_table(self, cos: npt.NDArray[np.float32], sin: npt.NDArray[np.float32]) -> Rope:
+        """cos, sin [max_position, rotary_dim / 2]."""
+        return Rope(np.ascontiguousarray(cos), np.ascontiguousarray(sin))
 
     def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> caches.PagedKV:
         """One layer's paged cache. block_size: a multiple of 16; head_dim: a multiple of 16 up to 256."""

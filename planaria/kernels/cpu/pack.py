@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from planaria.kernels.cpu.memory import Arena
 from planaria.kernels.cpu.micro import DENSE, Q4_0, Q4_1, Q8_0
 from planaria.kernels.cpu.target import Target
+from planaria.kernels.numbers import WORTH_THREADS, in_parts, to_bfloat16, to_float32
 from planaria.kernels.ops import Quantized
 
 KINDS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1}
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
-PART = 1 << 22  # elements taken at a time, to bound temporary memory
+PART = 1 << 20  # elements taken at a time, to bound temporary memory
+Array = npt.NDArray[Any]
 
 
 @dataclass
@@ -54,7 +54,9 @@ def up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def pack(weight: torch.Tensor | Quantized, bias: torch.Tensor | None, target: Target, arena: Arena) -> Packed:
+def pack(
+    weight: Array | Quantized, bias: Array | None, target: Target, arena: Arena, threads: int = 1
+) -> Packed:  # fmt: skip
     """Weight [N, K] and bias [N] or None in the layout above. Raises ValueError for a shape or kind it can't take."""
     rows, columns = weight.shape
     panels = up(rows, 16) // 16
@@ -62,24 +64,25 @@ def pack(weight: torch.Tensor | Quantized, bias: torch.Tensor | None, target: Ta
     if bias is not None:
         if bias.shape != (rows,):
             raise ValueError(f"bias of shape {tuple(bias.shape)} for a weight of {rows} rows; expected ({rows},)")
-        shift[:rows] = bias.detach().to(torch.float32).cpu().numpy()
+        shift[:rows] = to_float32(bias)
     if isinstance(weight, Quantized):
-        return _pack_blocks(weight, shift, panels, arena)
+        return _pack_blocks(weight, shift, panels, arena, threads)
     steps = up(columns, 16) // target.pair
     data = arena.take(panels * steps * 64)
-    dtype = torch.bfloat16 if target.item == 2 else torch.float32
+    stored, width = (to_bfloat16 if target.item == 2 else to_float32), steps * target.pair
     # the pair of neighbours along K moves as one 32-bit word
-    out = torch.from_numpy(data.view(np.int32)).view(panels, steps, 16)
-    part = max(1, PART // (16 * columns))
-    for first in range(0, panels, part):
-        last = min(panels, first + part)
-        piece = weight.detach()[first * 16 : last * 16].to(dtype)
-        if piece.shape != ((last - first) * 16, steps * target.pair):
-            padded = torch.zeros((last - first) * 16, steps * target.pair, dtype=dtype)
-            padded[: piece.shape[0], :columns] = piece
+    out = data.view(np.int32).reshape(panels, steps, 16)
+
+    def some(first: int, last: int) -> None:
+        piece = stored(weight[first * 16 : last * 16])
+        if piece.shape != ((last - first) * 16, width):
+            padded = np.zeros(((last - first) * 16, width), piece.dtype)
+            padded[: len(piece), :columns] = piece
             piece = padded
-        words = piece.contiguous().view(torch.int32).view(last - first, 16, steps)
-        out[first:last].copy_(words.transpose(1, 2))
+        words = np.ascontiguousarray(piece).view(np.int32).reshape(last - first, 16, steps)
+        out[first:last] = words.transpose(0, 2, 1)
+
+    in_parts(panels, PART // (16 * columns), threads if rows * columns >= WORTH_THREADS else 1, some)
     return Packed(DENSE, rows, columns, panels, steps, steps * 64, 0, data, shift)
 
 
@@ -94,7 +97,7 @@ def blank(numbers: Sequence[int], bias: npt.NDArray[Any], arena: Arena) -> Packe
     return Packed(kind, rows, columns, panels, length, stride, scales, arena.take(panels * stride), bias)
 
 
-def _pack_blocks(weight: Quantized, shift: npt.NDArray[Any], panels: int, arena: Arena) -> Packed:
+def _pack_blocks(weight: Quantized, shift: Array, panels: int, arena: Arena, threads: int) -> Packed:
     kind = KINDS.get(weight.kind)
     if kind is None:
         raise ValueError(f"packed weight of kind {weight.kind!r}: kernels take {', '.join(KINDS)}")
@@ -113,26 +116,33 @@ def _pack_blocks(weight: Quantized, shift: npt.NDArray[Any], panels: int, arena:
     stride = up(code_bytes + scale_bytes, 64)
     data = arena.take(panels * stride)
     lines = data.reshape(panels, stride)
-    part = max(1, PART // (16 * columns))
-    for first in range(0, panels, part):
-        last = min(panels, first + part)
-        raw = weight.data[first * 16 : last * 16].cpu()
-        if raw.shape[0] < (last - first) * 16:
-            raw = torch.cat([raw, torch.zeros((last - first) * 16 - raw.shape[0], raw.shape[1], dtype=torch.uint8)])
-        file = raw.contiguous().view(last - first, 16, blocks, size)
-        head = 4 if kind == Q4_1 else 2
-        scale = file[..., :head].reshape(last - first, 16, blocks, head // 2, 2)
-        codes = torch.from_numpy(lines[first:last, :code_bytes])
+    head = 4 if kind == Q4_1 else 2
+
+    def some(first: int, last: int) -> None:
+        count = last - first
+        raw = weight.data[first * 16 : last * 16]
+        if len(raw) < count * 16:
+            raw = np.concatenate([raw, np.zeros((count * 16 - len(raw), raw.shape[1]), np.uint8)])
+        file = raw.reshape(count, 16, blocks, size)
+        codes = lines[first:last, :code_bytes]
         if kind == Q8_0:
-            codes.view(last - first, blocks, 32, 16).copy_(file[..., head:].permute(0, 2, 3, 1))
+            codes.reshape(count, blocks, 32, 16)[...] = file[..., head:].transpose(0, 2, 3, 1)
         else:
-            # bytes hold elements e and e + 16; wanted are words of 8 neighbours, two nibbles a byte
-            low, high = file[..., head:] & 15, file[..., head:] >> 4
-            flat = torch.cat([low, high], dim=-1).view(last - first, 16, blocks, 4, 8)
-            pairs = torch.stack(
-                [flat[..., NIBBLES[2 * i]] | (flat[..., NIBBLES[2 * i + 1]] << 4) for i in range(4)], dim=-1
-            )
-            codes.view(last - first, blocks, 4, 16, 4).copy_(pairs.permute(0, 2, 3, 1, 4))
-        place = torch.from_numpy(lines[first:last, code_bytes : code_bytes + scale_bytes])
-        place.view(last - first, blocks, head // 2, 16, 2).copy_(scale.permute(0, 2, 3, 1, 4))
+            words = codes.view(np.uint32).reshape(count, blocks, 4, 16)
+            bytes = np.ascontiguousarray(file[..., head:]).view(np.uint64)  # elements e and e + 16 in each byte
+            words[:, :, :2] = _neighbours(bytes).transpose(0, 2, 3, 1)
+            words[:, :, 2:] = _neighbours(bytes >> np.uint64(4)).transpose(0, 2, 3, 1)
+        scale = np.ascontiguousarray(file[..., :head]).view(np.uint16)
+        place = lines[first:last, code_bytes : code_bytes + scale_bytes].view(np.uint16)
+        place.reshape(count, blocks, head // 2, 16)[...] = scale.transpose(0, 2, 3, 1)
+
+    in_parts(panels, PART // (16 * columns), threads if rows * columns >= WORTH_THREADS else 1, some)
     return Packed(kind, rows, columns, panels, blocks, stride, code_bytes, data, shift)
+
+
+def _neighbours(bytes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    """The low nibbles k of 8 bytes as the nibbles 0,2,4,6,1,3,5,7 of a word. A product brings every other one to its
+    place among the uppermost 16 bits, and nothing else there."""
+    together, others = np.uint64(0x1001001001000), np.uint64(0x000F000F000F000F)
+    even, odd = bytes & others, bytes >> np.uint64(8) & others
+    return (even * together >> np.uint64(48) | odd * together >> np.uint64(48) << np.uint64(16)).astype(np.uint32)
