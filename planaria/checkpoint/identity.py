@@ -29,6 +29,8 @@ def weights_version(files: Sequence[str]) -> str:
 def weights_digest(files: Sequence[str]) -> str:
     """Of the files' bytes, in order: the same on every node. They are read once, and again when one has changed by what
     the system says of it. Raises OSError."""
+    if not files:  # nothing is computed with them
+        return ""
     looks = [_look(file) for file in files]
     seen = hashlib.sha256(repr([(os.path.realpath(f), look) for f, look in zip(files, looks, strict=True)]).encode())
     kept = cache_dir() / "digests" / seen.hexdigest()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LEAST = 2  # blocks worth a fetch
 LONG = 512  # tokens of a history that is saved at its end
 STAGED = 64 << 20  # bytes of blocks on a rank that are taken and not yet written
-BUSY_BYTES, IDLE_BYTES = 2 << 20, 16 << 20  # that a rank copies in a step which computes, or doesn't
+BUSY_BYTES, IDLE_BYTES = 2 << 20, 16 << 20
 QUEUE = 1 << 14  # blocks that wait to be saved
 AHEAD = 32  # idle blocks that are looked at in a step, the next to be evicted first
 MEASURED = 64  # tokens of a step from which its rate is taken
@@ -85,10 +85,11 @@ class Fetch:
 
 
 class TierCounts:
-    """Of an engine, whatever becomes of its lanes. block_bytes: of one rank's part of a block."""
+    """Of an engine, whatever becomes of its lanes. block_bytes: of one rank's part of a block; busy_bytes, idle_bytes:
+    that a rank copies in a step which computes, or doesn't."""
 
     def __init__(self) -> None:
-        self.block_bytes = 1
+        self.block_bytes, self.busy_bytes, self.idle_bytes = 1, BUSY_BYTES, IDLE_BYTES
         self.queries = self.hits = self.saved = self.given_up = 0
         self.saved_bytes = self.loaded_bytes = 0
         self.errors: Counter[str] = Counter()
@@ -305,7 +306,7 @@ class LaneConnector:
         """For the step that is planned, after its rows. computes: some lane has any."""
         self._ahead()
         saves: list[tuple[BlockKey, int]] = []
-        room = max(1, (BUSY_BYTES if computes else IDLE_BYTES) // self.counts.block_bytes)
+        room = max(1, (self.counts.busy_bytes if computes else self.counts.idle_bytes) // self.counts.block_bytes)
         while self.queue and len(saves) < room and len(self.saving) < self.most:
             key, block = self.queue.popitem(last=False)
             if self.lane.pool.key_of.get(block) == key:  # else it has fallen out of memory

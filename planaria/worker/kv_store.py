@@ -44,6 +44,18 @@ class StoreError(Exception):
         self.kind = kind
 
 
+def head_of(identity: bytes, key: bytes, payload: bytearray | memoryview) -> bytes:
+    """Of a file with this payload."""
+    seal = hashlib.sha256(identity + key)
+    seal.update(payload)
+    return HEAD.pack(MAGIC, key, len(payload), seal.digest())
+
+
+def is_whole(head: bytes, identity: bytes, key: bytes, payload: bytearray | memoryview) -> bool:
+    """Is this the payload that was kept under this key, by a rank with this identity?"""
+    return head == head_of(identity, key, payload)
+
+
 class BlockStore:
     """identity: of what is in this rank's part; size: of its payload; most: bytes of the whole folder."""
 
@@ -79,7 +91,7 @@ class BlockStore:
             at = 0
             while at < self.size and (count := os.preadv(fd, [into[at:]], HEAD.size + at)):
                 at += count
-            if head != self._head(key, into) or at < self.size:
+            if at < self.size or not is_whole(head, self.identity, key, into):
                 raise StoreError("damaged", f"{path} is not what its checksum says")
             if time.time() - found.st_mtime > USED:
                 with contextlib.suppress(OSError):  # of a folder that can only be read
@@ -102,7 +114,7 @@ class BlockStore:
                 folder.mkdir(mode=0o700, exist_ok=True)
             fd = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                _write(fd, self._head(key, payload), payload)
+                _write(fd, head_of(self.identity, key, payload), payload)
             finally:
                 os.close(fd)
             os.rename(work, path)
@@ -174,11 +186,6 @@ class BlockStore:
     def _path(self, key: bytes) -> Path:
         name = key.hex()
         return self.own / name[:2] / name
-
-    def _head(self, key: bytes, payload: bytearray | memoryview) -> bytes:
-        seal = hashlib.sha256(self.identity + key)
-        seal.update(payload)
-        return HEAD.pack(MAGIC, key, self.size, seal.digest())
 
 
 def _write(fd: int, head: bytes, payload: bytearray) -> None:

@@ -59,6 +59,15 @@ from tests.sim.memory_mutations import (
 )
 from tests.sim.process import SimWorker
 from tests.sim.scenario import VOCAB
+from tests.sim.tier_mutations import (
+    believe_the_first_rank,
+    leave_the_part_out,
+    leave_the_version_out,
+    read_no_checksum,
+    save_before_the_commit,
+    save_what_is_there_now,
+    tell_nobody_what_is_dropped,
+)
 
 
 @dataclass(frozen=True)
@@ -223,8 +232,9 @@ def leak_a_block() -> Iterator[None]:
         yield
 
 
-WRONG_TOKENS = frozenset({"tokens", "index", "ranks agree", "plan"})
+WRONG_TOKENS = frozenset({"tokens", "index", "ranks agree", "plan", "only committed"})
 MISPLACED = frozenset({"held", "same maps"})
+TIER = WRONG_TOKENS | {"same bytes"}
 STUCK = frozenset({"ends", "verdict", "health"})
 MUTATIONS = [
     Mutation("replay only the prompt", replay_only_the_prompt, WRONG_TOKENS),
@@ -274,5 +284,12 @@ MUTATIONS = [
     Mutation("adopt the token in flight", adopt_the_token_in_flight, WRONG_TOKENS),
     Mutation("write down what is planned", write_down_what_is_planned, WRONG_TOKENS),
     Mutation("keep blocks of who has ended", keep_blocks_of_who_has_ended, frozenset({"leaks", "ends"})),
+    Mutation("read no checksum", read_no_checksum, TIER, soon=100),
+    Mutation("leave the version out of the key", leave_the_version_out, TIER),
+    Mutation("leave the part out of the identity", leave_the_part_out, TIER),
+    Mutation("believe the first rank", believe_the_first_rank, TIER),
+    Mutation("save before the commit", save_before_the_commit, TIER),
+    Mutation("save what is there now", save_what_is_there_now, TIER),
+    Mutation("tell nobody what is dropped", tell_nobody_what_is_dropped, TIER | {"plan"}, soon=100),
     Mutation("count bytes when they are prepared", count_bytes_when_they_are_prepared, frozenset({"bytes"})),
 ]

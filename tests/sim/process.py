@@ -36,6 +36,7 @@ from planaria.topology import Layout
 from tests.reference_worker import HashWorker, RowState
 from tests.sim.experts import Experts
 from tests.sim.scenario import VOCAB
+from tests.sim.tier import WAIT, SimTier
 
 if TYPE_CHECKING:
     from tests.sim.launcher import Device
@@ -79,6 +80,7 @@ class Process:
         self.inbox: deque[tuple[int, Command]] = deque()
         self.busy = False
         self.worker: SimWorker | None = None
+        self.tier: SimTier | None = None
         self.experts = Experts(self)
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._life = 0  # changes when what it was doing is over
@@ -153,7 +155,7 @@ class Process:
     def leave(self) -> None:
         """The epoch is over: what it waits for does not come."""
         self.sim.memory.scribble(self)
-        self.worker = None
+        self.worker = self.tier = None
         self._life += 1
         self._held = [item for item in self._held if item[0] == self._boot]
         self.link, self.busy = None, False
@@ -243,6 +245,8 @@ class Process:
     def _cost(self, command: Command) -> float:
         match command:
             case StepPlan():
+                if any(work.waits for work in command.kv):
+                    return WAIT
                 return 0.01 + 0.0005 * sum(row.count for lane in command.lanes for row in lane)
             case Load():
                 return 1.0 if self._reads(command) and not self._is_prepared else 0.001
@@ -338,6 +342,9 @@ class Process:
             case Allocate():
                 self.worker = self.sim.new_worker(self, command.num_blocks)
                 self.sim.memory.allocate(self, command, self.worker)
+                if self.sim.disk is not None:
+                    self.tier = SimTier(self, self.sim.disk)
+                    return Ready(self.rank, facts={"stored": self.tier.stored()})
             case Call("expert_load"):
                 return Done(self.rank, self.experts.load_counts())
             case Call():
@@ -368,6 +375,8 @@ class Process:
         self.experts.steps += 1
         self.world.require(plan.epoch == self.epoch, "epoch", f"a plan of {plan.epoch} in epoch {self.epoch}")
         own = self.layout.coords(self.rank).dp
+        if plan.kv and self.tier is not None:
+            self.tier.begin(plan.kv[own])
         try:
             lane = self.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
         except (Died, Poisoned) as e:
@@ -383,7 +392,8 @@ class Process:
         self.link.agree(plan.step, own, lane)
         if self.rank not in self.layout.drawing:  # only the first of the last stage has tokens
             lane = LaneResult([], [])
-        return StepResult(plan.epoch, plan.step, (lane,), seconds, self.experts.prepared)
+        news = self.tier.finished() if self.tier is not None else None
+        return StepResult(plan.epoch, plan.step, (lane,), seconds, self.experts.prepared, news)
 
 
 _PHASE: dict[type[Any], str] = {

@@ -18,6 +18,7 @@ from planaria.config.options import (
     FaultConfig,
     ParallelConfig,
     SchedulerConfig,
+    TierConfig,
 )
 from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
 from planaria.types import SamplingParams
@@ -113,6 +114,23 @@ def draw(seed: int, *, keyed: bool = True) -> Scenario:
     )  # fmt: skip
     if chance.random() < 0.15:
         scenario.poisons = draw_poisons(chance, asked)
+    return with_tier(scenario)
+
+
+def with_tier(scenario: Scenario) -> Scenario:
+    """Some keep KV blocks on disk; then there are requests with a salt, and some whose blocks are to persist."""
+    chance, config = random.Random(f"tier of {scenario.seed}"), scenario.config
+    if not config.cache.enable_prefix_caching or chance.random() < 0.25:
+        return scenario
+    cache = msgspec.structs.replace(config.cache, kv_tier=TierConfig(folder="simulated", size=1 << 20))
+    scenario.config = msgspec.structs.replace(config, cache=cache)
+    salted = chance.random() < 0.3
+    for i, (when, message) in enumerate(scenario.messages):
+        if isinstance(message, Submit):
+            salt, persist = chance.choice(["", "x"]) if salted else "", chance.random() < 0.6
+            submit = msgspec.structs.replace(message, cache_salt=salt, persist=persist)
+            scenario.messages[i] = when, submit
+            scenario.asked[message.id].submit = submit
     return scenario
 
 

@@ -14,6 +14,7 @@ Rules that must hold, by name
   another one only if somebody asked; what can't be had changes nothing
 - deadlock: nobody waits for what can't come
 - same maps, held, prepared, weights, bytes: of experts, see experts.py
+- only committed, same bytes: of KV on disk, see tier.py
 - detect: harm is noticed within its bound; ends: everything is over soon after the last fault
 - gives up: the engine ends only after its limit, and then; weights: what a process loaded it keeps
 - leaks: no block, row, process or link is left; crash: nothing raises what nobody catches
@@ -55,6 +56,7 @@ from tests.sim.memory import SimMemory
 from tests.sim.process import Process, SimWorker
 from tests.sim.rules import Rules, Wish
 from tests.sim.scenario import BLOCK_BYTES, ERRORS, Scenario
+from tests.sim.tier import SimDisk
 from tests.sim.travel import Travel
 from tests.sim.world import World
 
@@ -84,6 +86,7 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.rules, self.faults, self.lanes = Rules(self), Faults(self), Lanes(self)
         self.client, self.travel = Client(self.world, scenario.asked), Travel(self)
+        self.disk = SimDisk(self) if scenario.config.cache.kv_tier is not None else None
         config = scenario.config
         self.counts["several lanes"] += config.parallel.lanes > 1
         self.launcher = SimLauncher(self, scenario.nodes, config.parallel.layout, config.faults.spare_workers)
@@ -199,6 +202,8 @@ class Simulation:
             self.rules.gave_up(Dead("error", str(e)))
         else:
             self.began = True
+            if self.disk is not None and loop.core is not None:
+                self.disk.began(loop.core)
             self._serve()
             loop.close()
         self._check()
@@ -229,6 +234,7 @@ class Simulation:
             assert core is not None
             world.require(not core.has_requests() and self.reports == 0, "once", "something was never answered")
             self._check_core()
+            self.counts["loads given up"] += core.tier.given_up
 
     def _turn(self) -> None:
         if not self.loop.step():

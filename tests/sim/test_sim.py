@@ -90,6 +90,7 @@ def test_no_fault_loses_repeats_or_changes_anything(seeds: int) -> None:
         "steps with a lane that only reads", "steps prepared", "steps prepared aside", "steps committed",
         "rearrangements", "experts moved", "departures", "lost between prepare and commit", "lost in a commit",
         "KV kept", "KV adopted",
+        "blocks saved", "blocks brought back", "blocks found damaged", "loads given up", "disk: slow",
     )  # fmt: skip
     for kind in kinds:
         assert counts[kind] > seeds // 500, f"there was next to no {kind}"
