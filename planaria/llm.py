@@ -39,9 +39,10 @@ from planaria.server.tools import (
     Reading,
     about,
     check_tools,
+    forced_form,
     gathered,
     reading_of,
-    refuse_forced,
+    refuse_both,
     shown_marks,
 )
 from planaria.tokenizer_words import TokenizerWords
@@ -408,7 +409,6 @@ class LLM(_Front):
         many = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         conversations: list[Any] = messages if many else [messages]
         declared = check_tools(tools, tool_choice, parallel_tool_calls)
-        refuse_forced(declared)
         texts = [
             self.chat_prompt(
                 conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
@@ -418,14 +418,19 @@ class LLM(_Front):
         ]  # fmt: skip
         parsers = picked(Parsers, self.options)
         template = chat_template or (self.tokenizer.chat_template if self.tokenizer is not None else None) or ""
-        read = declared.shown and (parsers["tool_call_parser"] is not None or about(template)[0])
+        known = parsers["tool_call_parser"] is not None or about(template)[0] if declared.shown else False
+        read = declared.forced or known
         opened, readings = [], []
         if sampling_params is None:
             sampling_params = msgspec.structs.replace(self.get_default_sampling_params(), max_tokens=None)
         for text, params in zip(texts, _each(sampling_params, len(texts)), strict=True):
             ids, reading = self._encode(text, add_special_tokens=False), None
-            if self.tokenizer is not None and params.detokenize:
+            if self.tokenizer is not None:
                 reading = reading_of(declared if read else None, Parsers(**parsers), template, self.tokenizer, ids)
+                if declared.forced and reading is not None:
+                    refuse_both(params, declared)
+                    form = forced_form(declared, reading, template, self.tokenizer)
+                    params = msgspec.structs.replace(params, structured_outputs=form)
             readings.append(reading)
             opened.append(self._stream(ids, params, reading=reading))
         self._run(opened, use_tqdm)

@@ -57,6 +57,17 @@ def _has(template: str, texts: tuple[str, ...]) -> bool:
     return all(text in template for text in texts)
 
 
+def begun(reasoning: str, prompt: str) -> str:
+    """Whether an answer in a format of reasoning begins with some: "begun": it does, "open": it may, "": it doesn't.
+    prompt: its end."""
+    prompt = prompt.rstrip()
+    if prompt.endswith(OPEN):
+        return "begun"
+    if prompt.endswith(CLOSE):
+        return ""
+    return "begun" if reasoning == "deepseek_r1" else "open"
+
+
 class OutputParser:
     """tools: by name the JSON schema of each one's arguments; they are looked for where there is a `calls` format.
     reasoning: its format. prompt: its end, which may have begun or ended the reasoning. single: one call at most."""
@@ -66,7 +77,7 @@ class OutputParser:
         reasoning: str | None = None, prompt: str = "", single: bool = False,
     ) -> None:  # fmt: skip
         self._reader, self._findings = TextReader(), Findings(tools or {}, single=single)
-        self._running = self._read(calls if tools else None, reasoning, prompt.rstrip())
+        self._running = self._read(calls if tools else None, begun(reasoning, prompt) if reasoning else "")
         next(self._running, None)
 
     def push(self, text: str) -> list[OutputEvent]:
@@ -82,11 +93,10 @@ class OutputParser:
         self._findings.finish()
         return self._findings.drain()
 
-    def _read(self, calls: str | None, reasoning: str | None, prompt: str) -> Wait[None]:
+    def _read(self, calls: str | None, reasoning: str) -> Wait[None]:
         reader, out = self._reader, self._findings
-        if reasoning is not None:
-            begun = prompt.endswith(OPEN) or (reasoning == "deepseek_r1" and not prompt.endswith(CLOSE))
-            yield from _reasoning(reader, out, begun=begun)
+        if reasoning:
+            yield from _reasoning(reader, out, begun=reasoning == "begun")
         if calls is not None:
             yield from CALL_FORMATS[calls].read(reader, out)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,7 +30,7 @@ from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, TokenizeRe
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
-from planaria.server.tools import Tools, check_tools, reading_of, refuse_forced, shown_marks
+from planaria.server.tools import Tools, check_tools, forced_form, reading_of, refuse_both, shown_marks
 from planaria.types import TokenLogprobs
 
 # Names of apply_chat_template's own arguments, and those that would bring in code or fields refused elsewhere.
@@ -63,6 +64,11 @@ async def create_chat_completion(request: Request) -> Response:
     )
     template = body.chat_template or tokenizer.chat_template
     reading = reading_of(tools, service.config.parsers, template, tokenizer, ids)
+    if tools is not None and tools.forced and reading is not None:
+        refuse_both(params, tools)
+        form = forced_form(tools, reading, template, tokenizer)
+        params = msgspec.structs.replace(params, structured_outputs=form)
+        params = await service.constrained(params, "tools", request.receive)
     ids = truncated(ids, body, max_tokens, facts.max_model_len)
     check_logprobs([len(ids)], params)
     info = request.scope["planaria"]
@@ -92,7 +98,6 @@ async def _tools(service: Service, request: Request, body: ChatCompletionRequest
 
     short = len(await request.body()) <= LONG_BODY
     tools = work() if short else await service.in_thread(work, request.receive)
-    refuse_forced(tools)
     return tools
 
 

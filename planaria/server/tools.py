@@ -17,6 +17,7 @@ import msgspec
 
 from planaria.errors import RequestError
 from planaria.server.messages import check_depth
+from planaria.types import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from planaria.parsers.found import OutputEvent
@@ -48,6 +49,11 @@ class Tools(msgspec.Struct, frozen=True):
     schemas: dict[str, dict[str, Any]]
     mode: str
     parallel: bool = True
+
+    @property
+    def forced(self) -> bool:
+        """A call has to be made."""
+        return self.mode in ("required", "named")
 
     @property
     def shown(self) -> list[dict[str, Any]] | None:
@@ -278,10 +284,30 @@ def shown_marks(reading: Reading) -> tuple[str, ...]:
     return (*marks, OPEN, CLOSE) if reading.reasoning is not None else marks
 
 
-def refuse_forced(tools: Tools, place: str = "tool_choice") -> None:
-    """Raise RequestError where a call is to be forced."""
-    if tools.mode in ("required", "named"):
-        raise _wrong(place, "is not supported unless it is none or auto", "unsupported_parameter")
+def forced_form(tools: Tools, reading: Reading, template: str | None, tokenizer: Tokenizer) -> StructuredOutputsParams:
+    """What an answer must be that has to make a call."""
+    from planaria.parsers.grammar import call_grammar, quoted
+    from planaria.parsers.output import begun
+    from planaria.structured.spec import WHITESPACE
+
+    def mark(text: str) -> str:
+        id = tokenizer.backend.token_to_id(text)
+        return f"<[{id}]>" if id in tokenizer.special_ids else quoted(text)
+
+    assert reading.calls is not None
+    return StructuredOutputsParams(
+        grammar=call_grammar(
+            reading.calls, tools.schemas, template=template or "", several=tools.parallel and tools.mode == "required",
+            reasoning=begun(reading.reasoning, reading.prompt) if reading.reasoning else "", mark=mark,
+            whitespace=WHITESPACE,
+        )
+    )  # fmt: skip
+
+
+def refuse_both(params: SamplingParams, tools: Tools, place: str = "tool_choice") -> None:
+    """Raise RequestError where an answer would have to be a call and something else."""
+    if tools.forced and (params.grammar or params.structured_outputs is not None):
+        raise _wrong(place, "can't force a call in an answer that has to have another form (response_format, ...)")
 
 
 def _said(value: object) -> str:

@@ -223,3 +223,23 @@ async def test_a_step_brings_an_event_with_what_was_asked_of_it(talk) -> None:
         assert [i for c in choices for i in c.get("token_ids", ())] == [*t.server.engine.said, 2]
         assert sum(len(c["logprobs"]["content"]) for c in choices if c["logprobs"]) == len(t.server.engine.said) + 1
         assert [c["finish_reason"] for c in choices][-2:] == [None, "tool_calls"]
+
+
+async def test_calls_that_have_to_be_made_have_a_grammar(talk) -> None:
+    async with talk(reasoning_parser="qwen3") as t:
+        t.says('<tool_call>{"name": "now"}</tool_call>')
+        named = {"type": "function", "function": {"name": "now"}}
+        for choice, names in (("required", ["get_weather", "now"]), (named, ["now"])):
+            assert (await t.ask(tool_choice=choice)).finish_reason == "tool_calls"
+            grammar = t.server.engine.submitted[-1].params.grammar
+            assert [name for name in TOOLS if json.dumps(f'"{name}"')[1:-1] in grammar][: len(names)] == names
+            assert ("get_weather" in grammar) == (choice == "required") and "</think>" in grammar
+        odd = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}]
+        for fields, param in (
+            ({"tools": odd, "tool_choice": "required"}, "tools"),
+            ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ):
+            with pytest.raises(openai.BadRequestError) as e:
+                await t.ask(**fields)
+            assert e.value.param == param
+        assert len(t.server.engine.submitted) == 2

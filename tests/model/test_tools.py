@@ -1,0 +1,125 @@
+"""Calls that have to be made: whatever a random model would rather say, they are calls of declared tools, in each
+format, with arguments that their schemas allow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from planaria import LLM, SamplingParams, StructuredOutputsParams
+from planaria.errors import RequestError
+from planaria.parsers import TOOL_CALL_PARSERS
+from planaria.parsers.grammar import call_grammar
+from tests.model import checkpoints
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "look": {
+        "type": "object",
+        "properties": {
+            "at": {"$ref": "#/$defs/place"}, "times": {"type": "integer", "minimum": 0, "maximum": 9},
+            "how": {"enum": ["near", "far"]}, "really": {"type": "boolean"},
+        },
+        "required": ["times", "how"], "additionalProperties": False,
+        "$defs": {"place": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}},
+    },
+    "say": {
+        "type": "object", "properties": {"what": {"type": "string", "maxLength": 5}}, "required": ["what"],
+        "additionalProperties": False,
+    },
+    "stop": {"type": "object", "properties": {}, "additionalProperties": False},
+}  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+USER = [{"role": "user", "content": "Do it."}]
+TEMPLATES = {
+    "mistral": ("{# tools [TOOL_CALLS] #}", "{# tools [TOOL_CALLS] #} [ARGS]"),
+    "deepseek_v3": ("{# tools #} <｜tool▁call▁begin｜>", "{# tools #} <｜tool▁call▁begin｜>```json"),
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = checkpoints.write_talker(tmp_path_factory.mktemp("talker"))
+    options: dict[str, Any] = {"kv_cache_memory": "16MiB", "threads": 1, "max_num_seqs": 16}
+    with LLM(str(folder), max_model_len=256, reasoning_parser="qwen3", tool_call_parser="hermes", **options) as llm:
+        yield llm
+
+
+def asked(llm: LLM, parser: str, template: str, choice: Any, more: Any = None, **params: Any) -> list[Any]:
+    llm.options = msgspec.structs.replace(llm.options, tool_call_parser=parser)
+    given = SamplingParams(**{"max_tokens": 200, "n": 4, "seed": 3, **params})
+    (found,) = llm.chat(USER, given, chat_template=template, tool_choice=choice, **(more or {"tools": TOOLS}))
+    return found.outputs
+
+
+def check(call: Any) -> bool:
+    jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+    return True
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_a_call_that_has_to_be_made_is_made(llm: LLM, parser: str) -> None:
+    ended = 0
+    for template in TEMPLATES.get(parser, ("x{# tools #}",)):
+        for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+            outputs = asked(llm, parser, template + "<think></think>", choice)
+            ended += sum(output.finish_reason == "stop" for output in outputs)
+            assert any(call.complete for output in outputs for call in output.tool_calls)
+            for output in outputs:
+                whole = [call for call in output.tool_calls if call.complete]
+                assert all(check(call) for call in whole)
+                if output.finish_reason == "stop":
+                    assert whole == output.tool_calls and len(whole) >= 1 and not output.content
+                    if choice != "required":
+                        assert [call.name for call in whole] == ["look"]
+    assert ended or parser == "deepseek_v3"  # whose marks are most of what there is room for
+
+
+def accepts(llm: LLM, grammar: str, text: str) -> bool:
+    """The whole text, and that it ends there."""
+    from llguidance import LLMatcher
+
+    from planaria.structured.vocabulary import limits, make_vocabulary
+
+    assert llm.tokenizer is not None
+    vocabulary = make_vocabulary(llm.tokenizer.backend.to_str(), llm.tokenizer.vocab_size, llm.tokenizer.eos_ids[0])
+    matcher = LLMatcher(vocabulary, grammar, limits=limits())
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(ids := llm.tokenizer.encode(text, False)) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_reasoning_may_come_first(llm: LLM, parser: str) -> None:
+    call = {
+        "hermes": '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+        "llama3_json": '{"name": "stop", "parameters": {}}',
+        "mistral": '[TOOL_CALLS][{"name": "stop", "arguments": {}}]',
+        "pythonic": "[stop()]",
+        "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+    }.get(parser, "<tool_call>\n<function=stop>\n</function>\n</tool_call>")  # fmt: skip
+    for reasoning, good, bad in (
+        ("begun", "a <b\n</think>\n\n", ""), ("open", "", "a </think>"), ("open", "<think>\na</think>", "\n"),
+        ("", "", "<think>a</think>"),
+    ):  # fmt: skip
+        grammar = call_grammar(parser, SCHEMAS, several=False, reasoning=reasoning)
+        assert accepts(llm, grammar, good + call) and not accepts(llm, grammar, bad + call), reasoning
+        assert not accepts(llm, grammar, good + call.replace("stop", "go")) and not accepts(llm, grammar, good)
+
+
+def test_one_call_where_no_more_are_wanted(llm: LLM) -> None:
+    more = {"tools": TOOLS[2:], "parallel_tool_calls": False}
+    outputs = asked(llm, "llama3_json", "x{# tools #}</think>", "required", more)
+    assert all(output.finish_reason == "stop" and len(output.tool_calls) == 1 for output in outputs)
+
+
+def test_a_call_and_another_form_exclude_each_other(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="another form"):
+        asked(llm, "hermes", "x{# tools #}", "required", structured_outputs=StructuredOutputsParams(regex="x"))
+    odd = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}]
+    with pytest.raises(RequestError, match="structured_outputs"):
+        llm.chat(USER, chat_template="x{# tools #}", tools=odd, tool_choice="required")
