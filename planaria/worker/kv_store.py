@@ -65,11 +65,24 @@ class BlockStore:
         self.file_bytes = HEAD.size + size
         self._since = most  # bytes written since the folder was looked at; at once, the first time
         self._count = 0
+        self._seen: list[tuple[str, int]] = []  # folders and when they were last changed
+
+    def changed(self) -> bool:
+        """Have files come or gone since `keys`?"""
+        return self._look() != self._seen
+
+    def _look(self) -> list[tuple[str, int]]:
+        found = []
+        for folder in self._folders(self.own):
+            with contextlib.suppress(OSError):
+                found.append((folder, os.stat(folder).st_mtime_ns))
+        return sorted(found)
 
     def keys(self) -> bytes:
         """Of all files there are, one behind the other; what is in them is not looked at."""
         found = []
-        for folder in self._folders(self.own):
+        self._seen = self._look()
+        for folder, _ in self._seen:
             for entry in _entries(folder):
                 name = entry.name
                 if len(name) == 2 * KEY and HexNames.issuperset(name):

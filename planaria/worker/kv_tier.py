@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.protocol import KVLoad, KVNews, KVWork
-from planaria.worker.kv_store import BlockStore, StoreError
+from planaria.worker.kv_store import KEY, BlockStore, StoreError
 
 logger = logging.getLogger("planaria.worker")
 
@@ -27,6 +27,7 @@ Blocks = Sequence[npt.NDArray[np.uint8]]  # of each cache: [blocks, bytes]
 RATE = 512 << 20  # bytes that are written in a second, at most
 STAGED = 128 << 20  # bytes that wait to be written
 WAIT = 0.02  # seconds that a rank with nothing to compute waits for news
+LOOK = 30.0  # seconds without a load after which is looked for what others have written
 PAUSE = 10.0  # seconds in which nothing is written after the disk has refused
 LAST = 2.0  # seconds for what is still to be written at the end
 
@@ -39,6 +40,7 @@ class DiskTier:
         self._lock = threading.Lock()  # of all below, and of every write into a block
         self._news = threading.Condition(self._lock)
         self._open: set[int] = set()  # loads that are not dropped
+        self._known: set[bytes] = set()  # keys that the core has been told of, or will be
         self._loaded: list[tuple[int, int, float]] = []
         self._stored: list[bytes] = []
         self._refused: list[bytes] = []
@@ -57,7 +59,10 @@ class DiskTier:
             thread.start()
 
     def stored(self) -> bytes:
-        return self.store.keys()
+        keys = self.store.keys()
+        with self._lock:
+            self._known = split(keys)
+        return keys
 
     def begin(self, work: KVWork) -> None:
         with self._lock:
@@ -118,7 +123,14 @@ class DiskTier:
 
     def _read(self) -> None:
         aside = bytearray(self.store.size)
-        while (load := self._loads.get()) is not None:
+        while True:
+            try:
+                load = self._loads.get(timeout=LOOK)
+            except queue.Empty:
+                self.look()
+                continue
+            if load is None:
+                return
             began, count = self.clock(), 0
             for key, block in zip(load.keys, load.blocks, strict=True):
                 if load.number not in self._open or not self._bring(load.number, key, block, aside):
@@ -129,6 +141,16 @@ class DiskTier:
                     self._open.discard(load.number)
                     self._loaded.append((load.number, count, self.clock() - began))
                     self._news.notify()
+
+    def look(self) -> None:
+        """What other processes have written and removed."""
+        if not self.store.changed():
+            return
+        there = split(self.store.keys())
+        with self._lock:
+            self._stored += sorted(there - self._known)
+            self._gone += sorted(self._known - there)
+            self._known = there
 
     def _bring(self, number: int, key: bytes, block: int, aside: bytearray) -> bool:
         """Is it there, and whole?"""
@@ -153,6 +175,7 @@ class DiskTier:
         with self._lock:
             self._errors[error.kind] += 1
             self._gone.append(key)
+            self._known.discard(key)
         logger.log(logging.DEBUG if error.kind == "gone" else logging.WARNING, "a KV block is computed: %s", error)
 
     # -- writing
@@ -173,6 +196,7 @@ class DiskTier:
                 self._saved(key, payload, kept=True)
                 with self._lock:
                     self._gone += gone
+                    self._known.difference_update(gone)
             except StoreError as e:
                 self._refuse(e)
                 self._saved(key, payload, kept=False)
@@ -182,6 +206,7 @@ class DiskTier:
             self._staged -= len(payload)
             (self._stored if kept else self._refused).append(key)
             if kept:
+                self._known.add(key)
                 self._why = ""
             self._news.notify()
 
@@ -192,3 +217,7 @@ class DiskTier:
             self._paused = self.clock() + PAUSE
         if first:
             logger.warning("KV blocks are not kept for now: %s", error)
+
+
+def split(keys: bytes) -> set[bytes]:
+    return {keys[at : at + KEY] for at in range(0, len(keys), KEY)}

@@ -237,6 +237,26 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert error.value.kind == "full" and kept.keys() == b"" and os.listdir(tmp_path / "kv") == [".lock", kept.own.name]
 
 
+def test_a_folder_is_shared_by_two_writers(tmp_path: Path) -> None:
+    one, two = store(tmp_path / "kv"), store(tmp_path / "kv")
+    for writer, numbers in ((one, (1, 2)), (two, (2, 3))):
+        for number in numbers:
+            writer.write(KEYS[number], payload(number))
+    into = bytearray(SIZE)
+    for reader in (one, two):
+        for number in (1, 2, 3):
+            reader.read(KEYS[number], memoryview(into))
+            assert into == payload(number)
+    half = tmp_path / "kv" / ".1234-killed-1"
+    half.write_bytes(b"half of it")
+    assert len(one.keys()) == 3 * 16
+    one._make_room()
+    assert half.exists()
+    os.utime(half, (0, 0))
+    one._make_room()
+    assert not half.exists() and len(files(tmp_path / "kv")) == 3
+
+
 # -- a rank's threads
 
 
@@ -291,6 +311,21 @@ def test_blocks_go_out_and_come_in(slow: tuple[DiskTier, Slow]) -> None:
     assert [load[:2] for load in news.loaded] == [(7, 1)] and news.gone == (KEYS[2],) and news.errors == {"gone": 1}
     assert b"".join(part[5].tobytes() for part in tier.blocks) == payload(1)
     assert not any(part[6].any() for part in tier.blocks)
+
+
+def test_what_another_server_has_written_is_seen(slow: tuple[DiskTier, Slow]) -> None:
+    tier, kept = slow
+    assert tier.stored() == b""
+    tier.look()
+    BlockStore.write(kept, KEYS[1], payload(1))
+    BlockStore.write(kept, KEYS[2], payload(2))
+    tier.look()
+    assert news_of(tier).stored == (KEYS[1], KEYS[2])
+    kept.remove(KEYS[1])
+    tier.look()
+    assert news_of(tier) == KVNews(gone=(KEYS[1],))
+    tier.look()
+    assert tier.finished(waits=False) is None
 
 
 def test_a_slow_disk_writes_into_no_block_of_another(slow: tuple[DiskTier, Slow]) -> None:
