@@ -3,7 +3,8 @@
 HashWorker's "KV" at a position is a hash of the position before it and the token there, read back through the block
 table, so that a wrongly shared, freed too early or never computed block changes the tokens. The next token is a
 function of that hash and (seed, position) alone: the same request gives the same tokens in any batch. Where it may, it
-drafts: some guesses are right, and all of them leave hashes behind.
+drafts: some guesses are right, and all of them leave hashes behind. A request may have a small grammar (`Rule`), whose
+state is of the tokens that came out.
 """
 
 from __future__ import annotations
@@ -26,11 +27,37 @@ class Work(NamedTuple):
     drafts: int = 0
 
 
+class Rule:
+    """A grammar of few states: which of `size` tokens may come next, and where a token leads. text: a number."""
+
+    START = 0
+
+    def __init__(self, text: str, size: int) -> None:
+        self.key, self.size = int(text), size
+
+    def after(self, state: int, token: int) -> int:
+        return mix(self.key, state, token) % 5
+
+    def allowed(self, state: int) -> list[int]:
+        """A third of all, at least one."""
+        return [token for token in range(self.size) if mix(self.key, state, token) % 3 == 0] or [state]
+
+    def of(self, output: list[int]) -> int:
+        """The state after what came out."""
+        state = self.START
+        for token in output:
+            state = self.after(state, token)
+        return state
+
+
 class RowState:
-    __slots__ = ("blocks", "cursor", "fresh", "tokens")
+    """at: where the row's grammar is, after all its tokens; None: it has none."""
+
+    __slots__ = ("at", "blocks", "cursor", "fresh", "tokens")
 
     def __init__(self, fresh: Fresh) -> None:
         self.fresh = fresh
+        self.at: int | None = None
         self.tokens = list(fresh.tokens)
         self.blocks: list[int] = []
         self.cursor = 0  # position after the last planned token
@@ -88,18 +115,22 @@ def mix(*values: int) -> int:
     return h & _MASK
 
 
-def hash_tokens(prompt: list[int], seed: int, count: int, vocab_size: int) -> list[int]:
-    """What HashWorker generates after `prompt`: the definition that no schedule may change."""
+def hash_tokens(
+    prompt: list[int], seed: int, count: int, vocab_size: int, grammar: str = "", *, keyed: bool = True
+) -> list[int]:
+    """What HashWorker generates after `prompt`: the definition that no schedule may change. keyed: by position; else by
+    how many were drawn (a mutation)."""
     h = 0
     for token in prompt:
         h = mix(h, token)
-    out = []
-    position = len(prompt)
-    for _ in range(count):
-        token = mix(h, seed, position) % vocab_size
+    rule = Rule(grammar, vocab_size) if grammar else None
+    out: list[int] = []
+    for drawn in range(count):
+        number = mix(h, seed, len(prompt) + drawn if keyed else drawn)
+        allowed = rule.allowed(rule.of(out)) if rule is not None else range(vocab_size)
+        token = allowed[number % len(allowed)]
         out.append(token)
         h = mix(h, token)
-        position += 1
     return out
 
 
@@ -119,7 +150,10 @@ class HashWorker:
             for position in range(work.start, work.start + work.size):
                 self._compute(work.row, state, position, state.tokens[position])
             if work.sample:
+                self.enter(state)
                 drawn = self._draw_all(work, state)
+                for token in drawn:
+                    state.at = self.after(state, state.at, token)
                 state.tokens += drawn
                 state.cursor += len(drawn) - 1
                 rows.append(work.row)
@@ -136,22 +170,46 @@ class HashWorker:
         for i, guess in enumerate(drafts):
             self._compute(work.row, state, position + i, guess)
         drawn: list[int] = []
+        at = state.at
         while len(drawn) <= len(drafts) and drawn == drafts[: len(drawn)]:
             last = self._cell(state.blocks, position + len(drawn) - 1)
             assert last is not None
-            drawn.append(self.draw(state, last, position + len(drawn)))
+            drawn.append(self.choose(state, at, self.draw(state, last, position + len(drawn))))
+            at = self.after(state, at, drawn[-1])
         return drawn
 
     def draft(self, state: RowState, position: int, most: int) -> list[int]:
         """Up to so many guesses for the tokens from `position` on, three of four right."""
         h = self._cell(state.blocks, position - 1)
         assert h is not None
-        guesses = []
+        guesses: list[int] = []
+        at = state.at
         for i in range(mix(h, state.fresh.seed) % (most + 1)):
-            token = self.draw(state, h, position + i)
+            token = self.choose(state, at, self.draw(state, h, position + i))
             guesses.append(token if mix(h, i) % 4 else (token + 1) % self.vocab_size)
-            h = mix(h, guesses[-1])
+            h, at = mix(h, guesses[-1]), self.after(state, at, guesses[-1])
         return guesses
+
+    def rule(self, state: RowState) -> Rule | None:
+        """The row's grammar, of its request."""
+        grammar = state.fresh.params.grammar
+        return Rule(grammar, self.vocab_size) if grammar else None
+
+    def enter(self, state: RowState) -> None:
+        """Bring a row's grammar to where its output is, when it draws for the first time."""
+        rule = self.rule(state)
+        if rule is not None and state.at is None:
+            state.at = rule.of(state.tokens[state.fresh.num_prompt :])
+
+    def after(self, state: RowState, at: int | None, token: int) -> int | None:
+        rule = self.rule(state)
+        return rule.after(at, token) if rule is not None and at is not None else None
+
+    def choose(self, state: RowState, at: int | None, number: int) -> int:
+        """The token that a number stands for, among those that may come."""
+        rule = self.rule(state)
+        allowed = rule.allowed(at) if rule is not None and at is not None else range(self.vocab_size)
+        return allowed[number % len(allowed)]
 
     def _compute(self, row: int, state: RowState, position: int, token: int) -> None:
         before = self._cell(state.blocks, position - 1) if position else 0
@@ -161,8 +219,8 @@ class HashWorker:
         self.cells[state.blocks[block]][offset] = mix(before, token)
 
     def draw(self, state: RowState, last: int, position: int) -> int:
-        """The token at `position`, after a history whose hash is `last`."""
-        return mix(last, state.fresh.seed, position) % self.vocab_size
+        """What the token at `position` is chosen by, after a history whose hash is `last`."""
+        return mix(last, state.fresh.seed, position)
 
     def _cell(self, blocks: list[int], position: int) -> int | None:
         block, offset = divmod(position, self.block_size)

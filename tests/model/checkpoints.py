@@ -73,7 +73,13 @@ def write_talker(folder: Path) -> Path:
     """A random model with that tokenizer, and two tokens more than it has."""
     folder.mkdir(exist_ok=True)
     size = write_tokenizer(folder)
-    return write_checkpoint(folder, "llama", vocab_size=size + 2, eos_token_id=size - 1, bos_token_id=None)
+    shape: dict[str, Any] = {
+        "vocab_size": size + 2,
+        "eos_token_id": size - 1,
+        "bos_token_id": None,
+        "max_position_embeddings": 1024,
+    }
+    return write_checkpoint(folder, "llama", **shape)
 
 
 def load_reference(folder: Path) -> Any:

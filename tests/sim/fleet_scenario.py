@@ -11,7 +11,7 @@ import msgspec
 
 from planaria.config.options import CacheConfig, EngineConfig, FaultConfig, ParallelConfig, SchedulerConfig
 from planaria.wire import Cancel, Submit
-from tests.sim.scenario import BLOCK_BYTES, Asked, draw_config, draw_poisons, draw_requests, with_drafts
+from tests.sim.scenario import BLOCK_BYTES, Asked, draw_config, draw_poisons, draw_requests, with_drafts, with_grammars
 
 KILLS = ("kill", "node leaves", "crash", "exit", "load dies")
 PAUSES = ("stop", "short stop", "hang", "slow", "load is slow")
@@ -58,6 +58,7 @@ def draw_fleet(seed: int, *, keyed: bool = True) -> FleetScenario:
     messages: list[tuple[float, Submit | Cancel | Size | Shape]] = [
         (when, message) for when, message in drawn if isinstance(message, Submit | Cancel)
     ]
+    with_grammars(seed, asked, keyed=keyed)
     spread = max(when for when, _ in messages)
     for i in range(chance.choice([0, 0, 1, 1, 2, 3])):
         size = Size(f"s{i}", chance.choice([0, 1, 1, 2, 2, 3, 4]), chance.choice([0.0, 0.0, 0.05, 5.0]))

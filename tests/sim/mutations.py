@@ -21,7 +21,7 @@ from planaria.executor.recovery import Reformations
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.protocol import LaneResult, Reply, StepResult
 from planaria.types import Delta
-from tests.reference_worker import RowState, Work, mix
+from tests.reference_worker import RowState, Rule, Work, mix
 from tests.sim.fleet_mutations import (
     always_healthy,
     count_no_fault_of_who_leaves,
@@ -134,7 +134,34 @@ class Unkeyed(SimWorker):
     """Draws from a stream of its own, not by position."""
 
     def draw(self, state: RowState, last: int, position: int) -> int:
-        return mix(last, state.fresh.seed, position - len(state.fresh.tokens)) % VOCAB
+        return mix(last, state.fresh.seed, position - len(state.fresh.tokens))
+
+
+class FromTheStart(SimWorker):
+    """A grammar begins anew in each row, whatever came out before."""
+
+    def enter(self, state: RowState) -> None:
+        if state.at is None and state.fresh.params.grammar:
+            state.at = Rule.START
+
+
+class Foreign(SimWorker):
+    """Every row is held to the grammar of the first row that has one."""
+
+    def rule(self, state: RowState) -> Rule | None:
+        rows = (self.books.rows[row].fresh.params.grammar for row in sorted(self.books.rows))
+        first = next((grammar for grammar in rows if grammar), "")
+        return Rule(first, VOCAB) if first and state.fresh.params.grammar else None
+
+
+class NeverBack(SimWorker):
+    """What was guessed stays in the grammar's state, right or wrong."""
+
+    def draft(self, state: RowState, position: int, most: int) -> list[int]:
+        guesses = super().draft(state, position, most)
+        for token in guesses[:1]:
+            state.at = self.after(state, state.at, token)
+        return guesses
 
 
 class Credulous(SimWorker):
@@ -241,6 +268,9 @@ MUTATIONS = [
     Mutation("keep block tables after a loss", keep_block_tables, WRONG_TOKENS),
     Mutation("accept a stale epoch", accept_a_stale_epoch, WRONG_TOKENS | {"epoch", "crash", "verdict"}, soon=260),
     Mutation("draw without the position key", nothing, WRONG_TOKENS, Unkeyed, keyed=False),
+    Mutation("begin a grammar anew in each row", nothing, WRONG_TOKENS, FromTheStart),
+    Mutation("hold a row to the grammar of another", nothing, WRONG_TOKENS, Foreign),
+    Mutation("leave guesses in a grammar's state", nothing, WRONG_TOKENS, NeverBack),
     Mutation("keep a wrong guess", nothing, WRONG_TOKENS, Credulous),
     Mutation("guess beyond the blocks", nothing, WRONG_TOKENS | {"crash"}, Sprawling),
     Mutation("forget what was drafted", forget_what_was_drafted, WRONG_TOKENS | {"ends"}),

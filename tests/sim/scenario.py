@@ -23,7 +23,7 @@ from planaria.config.options import (
 from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
 from planaria.types import SamplingParams
 from planaria.wire import Cancel, Report, ResizeEngine, Shutdown, Submit, ToEngine
-from tests.reference_worker import mix
+from tests.reference_worker import hash_tokens
 from tests.sim.lanes import Pause
 
 VOCAB = 40
@@ -78,19 +78,6 @@ class Scenario:
     liked: tuple[int, ...] = (1,)  # how often each expert is chosen
 
 
-def continuation(prompt: list[int], seed: int, count: int, keyed: bool = True) -> list[int]:
-    """What the hash model draws. keyed: by position; else by how many were drawn (a mutation)."""
-    h = 0
-    for token in prompt:
-        h = mix(h, token)
-    out = []
-    for drawn in range(count):
-        token = mix(h, seed, len(prompt) + drawn if keyed else drawn) % VOCAB
-        out.append(token)
-        h = mix(h, token)
-    return out
-
-
 def draw(seed: int, *, keyed: bool = True) -> Scenario:
     chance = random.Random(seed * 2 + 1)
     config = draw_config(chance)
@@ -105,6 +92,7 @@ def draw(seed: int, *, keyed: bool = True) -> Scenario:
         kinds = []
     config, liked = draw_experts(chance, config)
     config = with_drafts(seed, config)
+    with_grammars(seed, asked, keyed=keyed)
     scenario = Scenario(
         seed, config, messages, asked, _nodes(chance, config), kinds,
         chance=chance.choice([0.005, 0.02, 0.05, 0.2]), budget=chance.choice([1, 2, 3, 5, 8]),
@@ -180,6 +168,21 @@ def with_drafts(seed: int, config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, max_drafts=drafts))
 
 
+def with_grammars(seed: int, asked: dict[str, Asked], *, keyed: bool) -> None:
+    """Some requests of every third scenario have a grammar: other tokens, as many as before."""
+    chance = random.Random(f"grammars of {seed}")
+    if chance.random() < 2 / 3:
+        return
+    for request in asked.values():
+        submit = request.submit
+        if not submit.params.stop_token_ids and chance.random() < 0.7:
+            grammar = submit.params.grammar = str(chance.randrange(1, 4))
+            request.tokens[:] = hash_tokens(
+                submit.prompt, submit.seed, len(request.tokens), VOCAB, grammar, keyed=keyed
+            )
+            submit.output[:] = request.tokens[: len(submit.output)]
+
+
 def draw_experts(chance: random.Random, config: EngineConfig) -> tuple[EngineConfig, tuple[int, ...]]:
     """Whole experts on the ranks, balanced in most cases; how often each is chosen. A step of a rearrangement may move
     as many bytes as a few of them have, or one."""
@@ -230,7 +233,7 @@ def draw_requests(
         own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 6))]
         prompt = shared[: chance.choice([0, 4, 12, 20])] + own
         seed, max_tokens = 1000 * i + chance.randrange(1000), chance.choice([1, 4, 10, 20])
-        tokens = continuation(prompt, seed, max_tokens, keyed)
+        tokens = hash_tokens(prompt, seed, max_tokens, VOCAB, keyed=keyed)
         stops: tuple[int, ...] = ()
         if chance.random() < 0.3:
             stops = (chance.choice(tokens),)
