@@ -21,20 +21,27 @@ from planaria.executor.link.keys import Keys
 from planaria.executor.loop import Emit, EngineLoop, Link
 from planaria.hosts.host import Place
 from planaria.hosts.memory import KVMemory
-from planaria.node import Shared, home
+from planaria.hosts.weights import WeightsMemory
+from planaria.node import Memories, home
 from planaria.topology.outer import OuterLauncher
 from planaria.wire import Listens, Progress
 
 WORKER, ENGINE, PART = "planaria.worker.main", preload.ENGINE, "planaria.node_part"  # what processes run
 
 
-def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False, memory: Shared | None = None) -> EngineLoop:
+def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False, given: Memories | None = None) -> EngineLoop:
     """An engine that isn't started yet; `emit` hears all it says. again: another served before it, with this
-    configuration: it begins with fewer ranks where some of the devices are gone. memory: for KV, of somebody who lives
-    longer."""
+    configuration: it begins with fewer ranks where some of the devices are gone. given: memory, of somebody who lives
+    longer; else its ranks share what is of this process, unless they are this process."""
     loop = _make_loop(config, emit, again=again)
-    if config.device.device == "cpu" and not config.null_worker and loop.gang.launcher.replaces:
-        loop.gang.kv.memory = KVMemory.make() if memory is None else KVMemory.of(memory)
+    if config.device.device != "cpu" or config.null_worker:
+        return loop
+    gang, given = loop.gang, given or Memories()
+    gang.weights = given.weights
+    if gang.launcher.replaces:
+        gang.kv.memory = KVMemory.make() if given.kv is None else KVMemory.of(given.kv)
+        if given.weights is None and (weights := WeightsMemory.make()) is not None:
+            gang.owns, gang.weights = weights, weights.origin
     return loop
 
 
@@ -106,24 +113,27 @@ def run_agent(config: EngineConfig) -> int:
         parallel = msgspec.structs.replace(theirs.parallel, secret_file=config.parallel.secret_file)
         return msgspec.structs.replace(theirs, checkpoint=config.checkpoint, parallel=parallel)
 
-    memories: dict[int, KVMemory | None] = {}  # of engines, by number; they outlive all that is started here
+    kept: dict[int, KVMemory | None] = {}  # of engines, by number; it outlives all that is started here
+    weights = WeightsMemory.make()  # of all
 
-    def memory(theirs: EngineConfig) -> Shared | None:
-        index, cpu = theirs.parallel.data_parallel_index, theirs.device.device == "cpu"
-        if index not in memories:
-            memories[index] = KVMemory.make() if cpu else None
-        made = memories[index]
-        return made.origin if made is not None else None
+    def memories(theirs: EngineConfig) -> Memories:
+        index = theirs.parallel.data_parallel_index
+        if theirs.device.device != "cpu":
+            return Memories()
+        if index not in kept:
+            kept[index] = KVMemory.make()
+        kv = kept[index]
+        return Memories(home(), kv.origin if kv is not None else None, weights.origin if weights is not None else None)
 
     def rank(message: bytes) -> tuple[bytes, str]:
         boot = RankBoot.decode(message)
         checkpoint = msgspec.structs.replace(boot.config, checkpoint=config.checkpoint)
-        boot = msgspec.structs.replace(boot, config=checkpoint, memory=memory(boot.config))
+        boot = msgspec.structs.replace(boot, config=checkpoint, memories=memories(boot.config))
         return boot.encode(), f"rank {boot.rank}"
 
     def engine(message: bytes) -> tuple[bytes, str]:
         theirs, keys = msgspec.msgpack.decode(message, type=tuple[EngineConfig, Keys])
-        return msgspec.msgpack.encode((own(theirs), keys, memory(theirs))), ""
+        return msgspec.msgpack.encode((own(theirs), keys, memories(theirs))), ""
 
     def part(message: bytes) -> tuple[bytes, str]:
         return msgspec.msgpack.encode(own(msgspec.msgpack.decode(message, type=EngineConfig))), ""

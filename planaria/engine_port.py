@@ -26,7 +26,7 @@ from planaria.build import build_loop
 from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, ModelError, PlanariaError, UserError
 from planaria.executor.link.keys import HEARTBEAT, Keys, guard, keep_alive
-from planaria.node import Shared
+from planaria.node import Memories
 from planaria.processes import set_title
 from planaria.types import Delta
 from planaria.wire import Cancel, Dead, EngineFacts, FromEngine, Gone, Leaving, Output, Recovery, Submit, ToEngine
@@ -234,18 +234,18 @@ class Port:
 
 
 def serve(
-    config: EngineConfig, port: Port, told: threading.Event, *, again: bool = False, memory: Shared | None = None,
+    config: EngineConfig, port: Port, told: threading.Event, *, again: bool = False, given: Memories | None = None,
     **title: object,
 ) -> int:  # fmt: skip
     """Serve those who come to `port` until they say Shutdown. told: set when this process was asked to end. again,
-    memory: see build_loop."""
+    given: see build_loop."""
     set_title("engine", **title, epoch=0)
     port.hello()
 
     port.on_epoch = lambda epoch: set_title("engine", **title, epoch=epoch)
     began = time.perf_counter()
     try:
-        loop = build_loop(config, port.send, again=again, memory=memory)
+        loop = build_loop(config, port.send, again=again, given=given)
         loop.on_loss = port.wake
         facts = loop.start()
     except PlanariaError as e:

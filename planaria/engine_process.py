@@ -26,7 +26,7 @@ from planaria.executor.link.keys import Keys
 from planaria.executor.link.tcp_socket import bracketed
 from planaria.hosts import child, forkserver
 from planaria.logs import setup_logging
-from planaria.node import Shared
+from planaria.node import Memories
 from planaria.processes import leave_signals_to_parent
 
 
@@ -36,12 +36,12 @@ def main() -> int:
     setup_logging(level)
     leave_signals_to_parent()
     given = next(child.hear())
-    far, memory = address.startswith("tcp:"), None
+    far = address.startswith("tcp:")
     keys: Keys | None = None
     if far:
-        config, keys, memory = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Keys, Shared | None])
+        config, keys, memories = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Keys, Memories])
     else:
-        config, memory = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Shared | None])
+        config, memories = msgspec.msgpack.decode(given, type=tuple[EngineConfig, Memories])
     if config.parallel.distributed_executor_backend == "mp" and (rank := forkserver.split(preload.of_a_rank(config))):
         return forkserver.run(rank)
     port = Port(address, keys, config.parallel.heartbeat_timeout) if far else Port(address)
@@ -56,7 +56,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, on_sigterm)
     index = config.parallel.data_parallel_index
     name = {"agent" if far else "server": os.getppid(), **({"dp": index} if config.device.sharers > 1 or index else {})}
-    return serve(config, port, told, again=bool(again), memory=memory, **name)
+    return serve(config, port, told, again=bool(again), given=memories, **name)
 
 
 class RemoteEngine:

@@ -48,6 +48,14 @@ class Shared(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
         return fd
 
 
+class Memories(msgspec.Struct, frozen=True, array_like=True):
+    """Memory files that a process may use, of who lives longer, on the node of this `home`."""
+
+    home: str = ""
+    kv: Shared | None = None
+    weights: Shared | None = None
+
+
 @functools.cache
 def home() -> str:
     """Equal in two processes that can share memory; differs on every other machine, boot, container and user."""

@@ -37,12 +37,22 @@ def _not_hashed() -> Iterator[str]:
 
 NOT_HASHED = frozenset(_not_hashed())
 
+# Of a part's packed weights, besides the model's. The length is that of rotary tables.
+_PACKING = ("device.dtype", "device.quantization", "scheduler.max_model_len")
+
 LIBRARIES = ("planaria", "torch", "numpy", "numba", "msgspec")
 
 
 def hash_fields(config: EngineConfig) -> dict[str, str]:
     """A digest of every field that shapes the computation, by its dotted name."""
     return {name: _digest(value) for name, value in _leaves(config) if name not in NOT_HASHED}
+
+
+def packing_fields(config: EngineConfig) -> dict[str, str]:
+    """What says which bytes are in a part of the model's packed weights."""
+    fields = hash_fields(config).items()
+    found = {name: value for name, value in fields if name in _PACKING or name.startswith(("model.", "checkpoint."))}
+    return found | {"planaria": _version("planaria")}
 
 
 def compute_hash(config: EngineConfig, layout: str = "") -> str:

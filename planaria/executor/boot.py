@@ -14,7 +14,7 @@ from planaria.executor.link.address import Address
 from planaria.executor.link.codec import BAD_BYTES
 from planaria.hosts.host import Place
 from planaria.logs import current_level
-from planaria.node import Shared, home
+from planaria.node import Memories
 
 SPARE = -1  # the rank of a process that waits to become one
 
@@ -23,8 +23,8 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
     """All that a rank needs. Holds secrets (in `link`): handed over by pipe or by a connection that is private.
 
     threads: of this rank. lanes: the fewest threads that any rank has. crowded: this node's ranks have more threads
-    than it has cores, so nobody spins. experts_sent: other ranks will send it whole experts, so it reads none. memory:
-    of its node, for its KV.
+    than it has cores, so nobody spins. experts_sent: other ranks will send it whole experts, so it reads none.
+    memories: of its node, for its KV and weights.
     """
 
     config: EngineConfig
@@ -35,7 +35,7 @@ class RankBoot(msgspec.Struct, frozen=True, array_like=True):
     crowded: bool
     log_level: str = "info"
     experts_sent: bool = False
-    memory: Shared | None = None
+    memories: Memories = Memories()
 
     @property
     def rank(self) -> int:
@@ -58,17 +58,17 @@ class Addresses(Protocol):
 
 
 def boots_for(
-    config: EngineConfig, places: Sequence[Place], link: Addresses, memory: Shared | None = None
+    config: EngineConfig, places: Sequence[Place], link: Addresses, memories: Memories = Memories()
 ) -> list[RankBoot]:
     """One for each place. Threads are dealt by node: those that were asked for, or the node's cores over the engines
-    there, and over their ranks. memory: this node's."""
+    there, and over their ranks. memories: of a node."""
     given = None if config.device.auto_threads else config.device.threads
     ranks_at = Counter({home: ranks * config.device.sharers for home, ranks in Counter(p.home for p in places).items()})
     threads = [given or max(1, place.cores // ranks_at[place.home]) for place in places]
     return [
         RankBoot(
             config, place, link.address_of(place.rank), own, min(threads), own * ranks_at[place.home] > place.cores,
-            current_level(), memory=memory if place.home == home() else None,
+            current_level(), memories=memories if place.home == memories.home else Memories(),
         )
         for place, own in zip(places, threads, strict=True)
     ]  # fmt: skip

@@ -30,6 +30,7 @@ from planaria.executor.startup import StartUp, parts_of
 from planaria.executor.transition import Transition
 from planaria.executor.watch import LostRanks, System, Watch
 from planaria.hosts.host import Place
+from planaria.node import Memories, Shared, home
 from planaria.protocol import Command, Exit, Failed, Hello, Join, Regroup, Reply
 from planaria.topology import Infeasible, Layout
 from planaria.topology.experts import ExpertMap
@@ -83,6 +84,8 @@ class Gang:
         self.num_blocks = self.weight_bytes = 0
         self.kv_bytes: dict[Layout, int] = {}  # of each rank, in the layouts that there were
         self.kv = GangKV(config)
+        self.weights: Shared | None = None  # memory of this node for them
+        self.owns: object = None  # such memory, that ends with the ranks
         self.maps: tuple[ExpertMap, ...] = ()  # in force: where each layer's experts are, if they are dealt whole
         self.travel = Travel()  # of experts, when the ranks came up the last time
         self.sent: ExpertsPlaced | None = None  # by ranks that are about to leave
@@ -173,7 +176,7 @@ class Gang:
     def _form(self, phases: StartUp) -> None:
         config = self.config
         link = self.link = self.link_for(self.places, self.epoch)
-        self.launcher.run(boots_for(config, self.places, link, self.kv.origin))
+        self.launcher.run(boots_for(config, self.places, link, self._memories(self.kv.origin)))
         self.check()  # who ended while there was no link to wake
         bring_up = BringUp(
             config.cache, config.scheduler, self.layout, self._memory(), epoch=self.epoch,
@@ -202,6 +205,9 @@ class Gang:
         self.kv.stored = bring_up.stored if len(bring_up.stored) == self.layout.size else {}
         self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None
         self.came_up = True
+
+    def _memories(self, kv: Shared | None) -> Memories:
+        return Memories(home(), kv, self.weights) if kv is not None or self.weights is not None else Memories()
 
     def _memory(self) -> Memory:
         """What ranks take KV from: their node's memory, or their accelerator's own."""
@@ -334,13 +340,15 @@ class Gang:
         """Of a process that gets ready for any rank of a layout. sent: whole experts come from other ranks."""
         assert self.link is not None
         boot = boots_for(self.config.with_layout(layout), self.places, self.link)[0]
+        memories = self._memories(None)  # KV is a rank's
         place = msgspec.structs.replace(boot.place, rank=SPARE)
-        return msgspec.structs.replace(boot, place=place, link=Inside(), experts_sent=sent)
+        return msgspec.structs.replace(boot, place=place, link=Inside(), experts_sent=sent, memories=memories)
 
     # -- ending
 
     def close(self) -> None:
         """End the ranks. Idempotent."""
+        self.owns = None
         self.launcher.closing()
         if self.link is None:
             self.launcher.kill()

@@ -25,6 +25,23 @@ LOOK = 0.005  # seconds
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
+def make_file(name: str, size: int) -> int | None:
+    """A descriptor of a memory file, which can't be made smaller; None where the system has none."""
+    if sys.platform != "linux":
+        return None
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
+def give_back(fd: int, start: int, end: int) -> None:
+    """A file's memory between these: zeros, where it is touched again. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(end - start)):
+        raise OSError(ctypes.get_errno(), "memory of the node can't be given back")
+
+
 class KVPart:
     """Where one rank's caches are, one after the other."""
 
@@ -48,12 +65,8 @@ class KVMemory:
     @classmethod
     def make(cls) -> KVMemory | None:
         """None where the system has no such files."""
-        if sys.platform != "linux":
-            return None
-        fd = os.memfd_create("planaria-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, PART * (RANKS + 1))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        return cls(fd, Shared.of(fd))
+        fd = make_file("planaria-kv", PART * (RANKS + 1))
+        return cls(fd, Shared.of(fd)) if fd is not None else None
 
     @classmethod
     def of(cls, shared: Shared) -> KVMemory:
@@ -96,16 +109,11 @@ class KVMemory:
         """Give the index and all parts back. Nobody computes in them."""
         for rank in range(RANKS):
             self._words[rank] = 0
-        self._give_back(INDEX, PART * (RANKS + 1))
+        give_back(self._fd, INDEX, PART * (RANKS + 1))
 
     def clear_part(self, rank: int) -> None:
         self._words[rank] = 0
-        self._give_back(PART * (rank + 1), PART * (rank + 2))
-
-    def _give_back(self, start: int, end: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(end - start)):
-            raise OSError(ctypes.get_errno(), "memory of KV can't be given back")
+        give_back(self._fd, PART * (rank + 1), PART * (rank + 2))
 
     def close(self) -> None:
         """What is mapped stays until it is let go of."""

@@ -214,6 +214,13 @@ class CacheMemory(Protocol):
     def take(self, size: int) -> memoryview: ...
 
 
+class PartMemory(Protocol):
+    """Zeros, for what is packed."""
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """So many bytes, aligned to a cache line."""
+
+
 class Ops(Protocol):
     """One back end: loads weights, makes caches, compiles forward passes.
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from planaria.kernels.ops import Ops
 from planaria.layers.decoder import Model
-from planaria.layers.rope import rope_tables
-from planaria.layers.weights import Progress, Source, WeightLoader
+from planaria.layers.weights import Packings, Progress, Source, WeightLoader
 from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
 
@@ -17,17 +16,27 @@ log = logging.getLogger(__name__)
 
 def build(
     config: ModelConfig, weights: Source, ops: Ops, *, quantization: str, progress: Progress | None = None,
-    max_positions: int | None = None, shard: Shard | None = None,
+    max_positions: int | None = None, shard: Shard | None = None, packings: Packings | None = None,
 ) -> Model:  # fmt: skip
     """Read a checkpoint into `ops`. The source is not kept.
 
     quantization: "keep" leaves weights that the file packs as they are; "none" unpacks them to the
     activation dtype; "q8_0", "q4_1" pack every matrix now (the embedding and the output head at q8_0 at
     least), never norms and biases. progress(read, all) counts weights. max_positions: length of the rotary
-    tables (the longest text served), default the model's longest. shard: the part to read, default all.
-    Raises ModelError, one line, for a missing tensor or one of another shape, before anything is read.
+    tables (the longest text served), default the model's longest. shard: the part to read, default all. packings: of
+    the part, if it is shared.
+    Raises ModelError, one line, for a missing tensor or one of another shape, before anything is read, PartDiffers.
     """
     shard = shard or Shard.full(config)
+    there = packings is not None and packings.whole
+    num_weights = 0 if there else _check(config, weights, quantization, shard)
+    load = WeightLoader(weights, ops, quantization, None if there else progress, num_weights, packings)
+    rope = load.rope(config.rope, config.head_dim, max_positions or config.max_position)
+    return Model(config, load, shard, rope, ops)
+
+
+def _check(config: ModelConfig, weights: Source, quantization: str, shard: Shard) -> int:
+    """How many weights the shard has. Raises ModelError."""
     # First with a loader that only checks, the whole model, so that a damaged checkpoint fails on every rank before
     # minutes of reading.
     checked = WeightLoader(weights, None, quantization)
@@ -36,9 +45,7 @@ def build(
     if shard != Shard.full(config):
         checked = WeightLoader(weights, None, quantization)
         Model(config, checked, shard, None, None)
-    cos, sin = rope_tables(config.rope, config.head_dim, max_positions or config.max_position)
-    load = WeightLoader(weights, ops, quantization, progress, checked.num_weights)
-    return Model(config, load, shard, ops.rope_table(cos, sin), ops)
+    return checked.num_weights
 
 
 def read_experts(

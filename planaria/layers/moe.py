@@ -33,6 +33,7 @@ class MoE:
         self.slots = Slots(shard.experts.slots, moe.num_experts, shard.slots, 1 + shard.experts.num_redundant)
         self.experts: Weight = None
         self.held: dict[int, Expert] = {}  # by expert: what is in this rank's memory
+        self.travels = shard.reads is not None  # experts are dealt whole, and may go to other ranks
         self._sizes = block, c.hidden_size, size, shard.expert_columns
         self.read(load, shard.held_experts if shard.reads is None else shard.reads[self.number])
         if shard.reads is None:
@@ -52,8 +53,8 @@ class MoE:
             name = f"{block}.experts.{expert}"
             both = [TensorPart(f"{name}.{part}", size, columns) for part in (gate, up)]
             self.held[expert] = (
-                load.linear(both, hidden, width),
-                load.linear([TensorPart(f"{name}.{down}", width, hidden)], columns, size),
+                load.linear(both, hidden, width, travels=self.travels),
+                load.linear([TensorPart(f"{name}.{down}", width, hidden)], columns, size, travels=self.travels),
             )
 
     def place(self, ops: Ops, experts: Sequence[int], held: range) -> None:

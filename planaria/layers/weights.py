@@ -13,9 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from planaria.errors import PlanariaError
 from planaria.kernels.numbers import to_float32
 from planaria.kernels.ops import Ops, Quantized, Weight
 from planaria.kernels.quant import BLOCK, PACKED_KINDS, dequantise, quantise
+from planaria.layers.rope import rope_tables
+from planaria.models.config import RopeConfig
 
 Progress = Callable[[int, int], None]  # (weights read, weights in all)
 Array = npt.NDArray[Any]
@@ -34,6 +37,22 @@ class Source(Protocol):
     ) -> Array | Quantized: ...
 
     def forget(self, name: str) -> None: ...
+
+
+class Packings(Protocol):
+    """What was packed before for this part of the model, in memory that others have, too (`whole`: and the checkpoint
+    was checked), or is to be."""
+
+    @property
+    def whole(self) -> bool: ...
+
+    def thing(self, key: str, make: Callable[[], tuple[Any, int]]) -> tuple[Any, int]:
+        """What `make` makes of the checkpoint, and its bytes; key: what is asked for. Raises PartDiffers."""
+        ...
+
+
+class PartDiffers(PlanariaError):
+    """What was packed before isn't this part."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +76,7 @@ class WeightLoader:
 
     quantization: "keep" leaves packed tensors packed; "none" unpacks them; "q8_0" and "q4_1" pack every
     matrix at load (the embedding and the head at q8_0 at least), but keep what the file has packed that
-    way.
+    way. packings: of this part, if it is shared.
     """
 
     def __init__(
@@ -67,11 +86,12 @@ class WeightLoader:
         quantization: str,
         progress: Progress | None = None,
         total: int = 0,
+        packings: Packings | None = None,
     ) -> None:
         if quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         self._source, self._ops, self._quantization = source, ops, quantization
-        self._progress, self._total = progress, total
+        self._progress, self._total, self._packings = progress, total, packings
         self.used: set[str] = set()
         self.num_weights = 0  # checked or read so far
         self.num_bytes = 0  # of what was packed: plain weights in the activation dtype, norms in float32
@@ -84,28 +104,40 @@ class WeightLoader:
         self._expect(name, (size,), len(part))
         if self._ops is None:
             return None
-        packed = self._ops.vector(self._float(name, cut(part, size)))
-        self.num_bytes += 4 * len(part)
-        self._finish([name])
-        return packed
+        ops, own = self._ops, part
+
+        def make() -> Any:
+            packed = ops.vector(self._float(name, cut(own, size)))
+            self.num_bytes += 4 * len(own)
+            self._finish([name])
+            return packed
+
+        return self._thing(f"vector {name} {part} of {size}", make)
 
     def linear(
-        self, parts: Sequence[TensorPart], columns: range, size: int, *, bias: bool = False, kind: str = ""
-    ) -> Weight:
+        self, parts: Sequence[TensorPart], columns: range, size: int, *, bias: bool = False, kind: str = "",
+        travels: bool = False,
+    ) -> Weight:  # fmt: skip
         """`columns` (of `size`) of the parts' rows, one below the other, with the parts' biases. kind: of quantization,
-        default what all are packed to."""
+        default what all are packed to. travels: it isn't of the part, but comes and goes."""
         for part in parts:
             self._expect(f"{part.name}.weight", (part.size, size), len(part.rows) * len(columns))
             if bias:
                 self._expect(f"{part.name}.bias", (part.size,), len(part.rows))
         if self._ops is None:
             return None
-        weight = stack([self._matrix(part, columns, size, kind or self._quantization) for part in parts])
-        biases = [
-            ordered(self._float(f"{part.name}.bias", cut(part.rows, part.size)), part.order) for part in parts if bias
-        ]
-        names = [f"{part.name}.weight" for part in parts]
-        return self._pack(names, weight, np.concatenate(biases) if biases else None)
+
+        def make() -> Weight:
+            weight = stack([self._matrix(part, columns, size, kind or self._quantization) for part in parts])
+            biases = [
+                ordered(self._float(f"{part.name}.bias", cut(part.rows, part.size)), part.order)
+                for part in parts
+                if bias
+            ]
+            names = [f"{part.name}.weight" for part in parts]
+            return self._pack(names, weight, np.concatenate(biases) if biases else None)
+
+        return make() if travels else self._thing(f"linear {list(parts)} {columns} of {size} {bias} {kind}", make)
 
     def plain(self, name: str, rows: int, columns: int) -> Weight:
         """All of a matrix that is kept in the activation dtype, whatever the others are packed to."""
@@ -131,13 +163,40 @@ class WeightLoader:
         if self._ops is None:
             return None, None
         rows = range(heads.start * (key + value), heads.stop * (key + value))
-        both = self._float(f"{name}.weight", cut(rows, size)).reshape(len(heads), key + value, rank)
-        keys, values = both[:, :key].transpose(0, 2, 1).reshape(-1, key), both[:, key:].reshape(-1, rank)
-        return self._pack([], keys), self._pack([f"{name}.weight"], values)
+
+        def make() -> tuple[Weight, Weight]:
+            both = self._float(f"{name}.weight", cut(rows, size)).reshape(len(heads), key + value, rank)
+            keys, values = both[:, :key].transpose(0, 2, 1).reshape(-1, key), both[:, key:].reshape(-1, rank)
+            return self._pack([], keys), self._pack([f"{name}.weight"], values)
+
+        keys, values = self._thing(f"keys and values {name} {rows} of {size}, {key} of {key + value}, {rank}", make)
+        return keys, values
+
+    def rope(self, rope: RopeConfig, head_dim: int, length: int) -> Any:
+        """Rotary tables for positions below `length`."""
+        if self._ops is None:
+            return None
+        ops = self._ops
+        return self._thing(
+            f"rope {rope} {head_dim} {length}", lambda: ops.rope_table(*rope_tables(rope, head_dim, length))
+        )
 
     def unused(self, ignored: Callable[[str], bool]) -> list[str]:
         """Tensors of the checkpoint that the model did not ask for."""
         return sorted(name for name in self._source.names() if name not in self.used and not ignored(name))
+
+    def _thing(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` makes, or has made in another process."""
+        if self._packings is None:
+            return make()
+        before = self.num_bytes
+
+        def measured() -> tuple[Any, int]:
+            return make(), self.num_bytes - before
+
+        thing, size = self._packings.thing(key, measured)
+        self.num_bytes = before + size
+        return thing
 
     def _expect(self, name: str, shape: tuple[int, ...], wanted: int) -> None:
         self._source.expect(name, shape)

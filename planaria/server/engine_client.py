@@ -25,8 +25,9 @@ from planaria.executor.link.keys import Keys
 from planaria.hosts.host import Child, Program
 from planaria.hosts.local import HERE, LocalHost
 from planaria.hosts.memory import KVMemory
+from planaria.hosts.weights import WeightsMemory
 from planaria.logs import current_level
-from planaria.node import process_state
+from planaria.node import Memories, home, process_state
 from planaria.wire import Dead, FromEngine, Shutdown, ToEngine
 
 logger = logging.getLogger("planaria.server")
@@ -128,7 +129,7 @@ class EngineHandle(EngineConnection):
     """And one that started its process."""
 
     local = True  # it is a process of this machine
-    shares_memory = False  # and takes memory for its KV, of who keeps it
+    shares_memory = False  # and takes memory for its KV and weights, of who keeps it
 
     def __init__(self, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
         super().__init__(hear)
@@ -136,6 +137,7 @@ class EngineHandle(EngineConnection):
         self.again = False  # another served before it; set before `start`
         self.shared_in: str | None = None  # a folder where the socket's name stays, for others who come
         self.memory: KVMemory | None = None  # that its KV is in, so that the process after it finds it
+        self.weights: WeightsMemory | None = None  # of the node, and so of all engines that are here
 
     async def start(self) -> None:
         """Start it and begin to listen."""
@@ -221,7 +223,8 @@ class EngineProcess(EngineHandle):
             address = f"ipc://{self._folder}/engine"
             args = (address, current_level(), *(["again"] if self.again else []))
             entry = Program(ENGINE, args, self.config.device.devices)
-            boot = msgspec.msgpack.encode((self.config, self.memory.origin if self.memory is not None else None))
+            kv, weights = (memory.origin if memory is not None else None for memory in (self.memory, self.weights))
+            boot = msgspec.msgpack.encode((self.config, Memories(home(), kv, weights)))
             spawn = functools.partial(self.host.spawn, (HERE, 0), entry, boot, self._end.news)
             self.child = await asyncio.to_thread(spawn)  # the first may wait for imports
             self.pid = self.child.place.pid

@@ -21,6 +21,7 @@ from planaria.config.machine import accelerator_ids
 from planaria.config.options import EngineConfig
 from planaria.errors import PlanariaError
 from planaria.hosts.local import LocalHost
+from planaria.hosts.weights import WeightsMemory
 from planaria.server.background import Background
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine import Engine
@@ -93,6 +94,7 @@ class Fleet:
             make = functools.partial(EngineProcess, host=self.local)
         self.config, self.on_progress, self.make, self.hosts = config, on_progress, make, hosts
         self.shared_in = shared_in
+        self.weights = WeightsMemory.make() if config.device.device == "cpu" else None
         self.dispatcher = Dispatcher(config.cache.enable_prefix_caching, self)
         self.mover: Mover = self.dispatcher
         self.members: dict[int, EngineKeeper] = {}  # by number
@@ -109,7 +111,7 @@ class Fleet:
         here = self.config.parallel.distributed_executor_backend in ("uni", "mp")  # else ranks are placed by others
         accelerators = accelerator_ids() if here and self.config.device.device == "cuda" else []
         config = engine_config(self.config, index, size, accelerators)
-        keeper = EngineKeeper(config, self._news(index), self.make, self.shared_in)
+        keeper = EngineKeeper(config, self._news(index), self.make, self.shared_in, self.weights)
         keeper.on_recovery = lambda message: self.dispatcher.on_recovery(message)
         keeper.on_process = lambda: self.dispatcher.on_changed()
         keeper.on_leaving = functools.partial(self._told_to_leave, keeper)

@@ -24,6 +24,7 @@ from planaria.executor.recovery import Reformations, Replay, told_replay
 from planaria.executor.startup import parts_of
 from planaria.hosts.memory import KVMemory
 from planaria.hosts.pool import BackOff
+from planaria.hosts.weights import WeightsMemory
 from planaria.node import node_name, process_state, resident_bytes
 from planaria.server import questions
 from planaria.server.engine import Engine
@@ -67,13 +68,15 @@ def _lacking(stream: Stream, facts: EngineFacts) -> int:
 
 class EngineKeeper:
     """Start with `await start()`; `on_progress` hears how the first start goes. make: a process; shared_in: of several
-    API processes, which have its sequences, the folder where its sockets have their names."""
+    API processes, which have its sequences, the folder where its sockets have their names; weights: memory for them, of
+    all engines of this node."""
 
     def __init__(
         self, config: EngineConfig, on_progress: Callable[[StartUpNews], None] | None = None,
-        make: Make = EngineProcess, shared_in: str | None = None,
+        make: Make = EngineProcess, shared_in: str | None = None, weights: WeightsMemory | None = None,
     ) -> None:  # fmt: skip
         self.config, self.on_progress, self.make, self.shared_in = config, on_progress, make, shared_in
+        self.weights = weights
         self.index = config.parallel.data_parallel_index
         self.engine = Engine(self.index)
         self.engine.on_news, self.engine.on_replayed = self._hear, self._replayed
@@ -119,7 +122,7 @@ class EngineKeeper:
         handle.again, handle.shared_in = self.engine.facts is not None, self.shared_in
         if handle.shares_memory and self.memory is None and self.config.device.device == "cpu":
             self.memory = KVMemory.make()
-        handle.memory = self.memory
+        handle.memory, handle.weights = self.memory, self.weights
         return handle
 
     async def _begin(self, handle: EngineHandle) -> None:
@@ -270,6 +273,8 @@ class EngineKeeper:
                 await self._task
         if self.memory is not None:
             self.memory.close()
+        if self.weights is not None and self.handle.shares_memory:
+            await asyncio.to_thread(self.weights.forget, self.index)
 
     # -- what it is asked, and says
 

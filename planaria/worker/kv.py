@@ -43,14 +43,15 @@ class RankKV:
         """For another epoch."""
         self.disconnect()
         self.rank = boot.rank
-        if self.memory is not None and self.memory.origin == boot.memory:
+        shared = boot.memories.kv
+        if self.memory is not None and self.memory.origin == shared:
             return
         if self.memory is not None:
             self.memory.close()
         self.memory, self.made = None, None
-        if boot.memory is not None and boot.config.device.device == "cpu":
+        if shared is not None and boot.config.device.device == "cpu":
             try:
-                self.memory = KVMemory.of(boot.memory)
+                self.memory = KVMemory.of(shared)
                 self.memory.compute()
             except ProcessGone as e:
                 logger.warning("KV will not outlive rank %d: %s", boot.rank, e)

@@ -21,6 +21,8 @@ from planaria.topology.experts import Maps, Move, slots_at
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
+    from planaria.layers.decoder import Model
+    from planaria.worker.weights import Mapped, RankWeights, Writing
 
 Part = tuple[int, Layout]  # of the model: what this rank of this layout has
 
@@ -56,8 +58,9 @@ def to_read(maps: Maps, moves: Sequence[Move], own: int, size: int) -> Maps | No
 
 
 def read_part(
-    config: EngineConfig, ops: Ops, part: Part, reads: Maps | None, progress: Callable[[str, float], None]
-) -> Any:
+    config: EngineConfig, ops: Ops, part: Part, reads: Maps | None, progress: Callable[[str, float], None],
+    weights: RankWeights,
+) -> Model:  # fmt: skip
     """A model. reads: experts to read, by layer; None: those of its slots, if they aren't dealt whole."""
     from planaria.layers.build import build
     from planaria.loader import WeightSource
@@ -67,13 +70,20 @@ def read_part(
     partition = config.parallel.pp_layer_partition
     if partition is not None and len(partition) != pp:
         partition = None  # of the layout that was asked for, and this is another
-    shards = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp))
-    return build(
-        config.model, WeightSource(msgspec.convert(config.checkpoint, Checkpoint)), ops,
-        quantization=config.device.quantization, max_positions=config.scheduler.max_model_len,
-        progress=lambda done, total: progress("weights", done / total),
-        shard=dataclasses.replace(shards[rank], reads=reads),
-    )  # fmt: skip
+    shard = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp))[rank]
+    nothing = tuple(() for _ in reads) if reads is not None else None
+
+    def make(packings: Writing | Mapped | None, heard: Callable[[float], None]) -> Model:
+        now = nothing if packings is not None and not packings.whole else reads
+        return build(
+            config.model, WeightSource(msgspec.convert(config.checkpoint, Checkpoint)), ops,
+            quantization=config.device.quantization, max_positions=config.scheduler.max_model_len,
+            progress=lambda done, total: heard(done / total), shard=dataclasses.replace(shard, reads=now),
+            packings=packings,
+        )  # fmt: skip
+
+    what = f"with layers {partition}, {'all' if reads is None else 'no'} experts"
+    return weights.make(part, what, make, ops, lambda fraction: progress("weights", fraction))
 
 
 def read_lacking(config: EngineConfig, ops: Ops, model: Any, lacking: Mapping[int, Sequence[int]]) -> None:

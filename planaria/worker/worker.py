@@ -41,6 +41,7 @@ from planaria.worker.guard import guard
 from planaria.worker.kv import RankKV
 from planaria.worker.null import NullRank
 from planaria.worker.parts import Part, configured, of_any_lane, part_of, read_lacking, read_part, to_read
+from planaria.worker.weights import RankWeights
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
@@ -63,7 +64,7 @@ class Worker:
 
     def __init__(self, boot: RankBoot, progress: Progress | None = None) -> None:
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
-        self.groups, self.kv = Groups(boot), RankKV(boot)
+        self.groups, self.kv, self.weights = Groups(boot), RankKV(boot), RankWeights(boot)
         self.micro_batches: MicroBatches | None = None
         self.part: Part | None = None  # of the model, that is loaded
         self.prepared: dict[Part, tuple[Ops, Any]] = {}  # a spare's, until it knows which it is
@@ -114,6 +115,7 @@ class Worker:
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
         self.groups.boot = boot
         self.kv.enter(boot)
+        self.weights.enter(boot)
         self.seconds = {}
 
     def abort(self, reason: str) -> None:
@@ -126,7 +128,7 @@ class Worker:
         for part in dict.fromkeys(part_of(rank, self.layout) for rank in range(self.layout.size)):
             ops = make_ops(self.config, self.boot.threads)
             reads = of_any_lane(self.config, self.layout, part, sent=self.boot.experts_sent)
-            self.prepared[part] = ops, read_part(self.config, ops, part, reads, self.progress)
+            self.prepared[part] = ops, read_part(self.config, ops, part, reads, self.progress, self.weights)
 
     @property
     def _own_part(self) -> Part:
@@ -213,8 +215,9 @@ class Worker:
             self._timed("kernels", since)
             since = time.perf_counter()
             reads = to_read(maps, moves, self.mesh.experts.rank, self.mesh.experts.size)
-            self.model = read_part(self.config, self.ops, part, reads, self.progress)
+            self.model = read_part(self.config, self.ops, part, reads, self.progress, self.weights)
         self.prepared.clear()
+        self.weights.name(part, self.layout.size)
         self._join_ops(self.ops)
         if maps:
             self.experts = _experts_of(self.ops, self.model, self.take_thread)
@@ -305,6 +308,7 @@ class Worker:
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges), speculation=guesses
         )
         facts = self.kv.connect(self.config, self.layout, self.model, self.ops)
+        self.weights.tidy()
         self._timed("kv", since)
         return Ready(self.rank, self.seconds, facts)
 

@@ -26,7 +26,7 @@ from planaria.kernels.cpu.running import runner
 from planaria.kernels.cpu.tape import Act
 from planaria.kernels.cpu.team import Team
 from planaria.kernels.numbers import to_float32
-from planaria.kernels.ops import Batch, CacheMemory, Quantized
+from planaria.kernels.ops import Batch, CacheMemory, PartMemory, Quantized
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, NativeComm, Solo
 
@@ -57,6 +57,7 @@ class CpuOps:
         self.join(tp or Solo())
         self._zeros = self._arena.take(layout.ZERO_BYTES)
         self.kv_part: CacheMemory | None = None
+        self.part: PartMemory | None = None  # where what is packed from now on is; None: in this process's own memory
 
     @property
     def threads(self) -> int:
@@ -77,18 +78,23 @@ class CpuOps:
 
     def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Packed:
         """A weight [N, K] and bias [N] as the kernels read it; a `Quantized` keeps its codes and float16 scales."""
-        return pack(weight, bias, self.target, self._arena, self.threads)
+        return pack(weight, bias, self.target, self.part or self._arena, self.threads)
 
     def vector(self, values: npt.NDArray[Any]) -> Vector:
         """A norm's weight [K], in float32."""
         length = values.size
-        out = self._arena.take(up(length, 16) * 4).view(np.float32)
+        out = (self.part or self._arena).take(up(length, 16) * 4).view(np.float32)
         out[:length] = to_float32(values)
         return Vector(out, length)
 
     def rope_table(self, cos: npt.NDArray[np.float32], sin: npt.NDArray[np.float32]) -> Rope:
         """cos, sin [max_position, rotary_dim / 2]."""
-        return Rope(np.ascontiguousarray(cos), np.ascontiguousarray(sin))
+        both = [np.ascontiguousarray(table) for table in (cos, sin)]
+        if self.part is not None:
+            for i, table in enumerate(both):
+                both[i] = self.part.take(table.nbytes).view(np.float32).reshape(table.shape)
+                both[i][:] = table
+        return Rope(*both)
 
     def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> caches.PagedKV:
         """One layer's paged cache. block_size: a multiple of 16; head_dim: a multiple of 16 up to 256."""

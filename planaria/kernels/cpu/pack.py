@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planaria.kernels.cpu.memory import Arena
 from planaria.kernels.cpu.micro import DENSE, Q4_0, Q4_1, Q8_0
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.numbers import WORTH_THREADS, in_parts, to_bfloat16, to_float32
-from planaria.kernels.ops import Quantized
+from planaria.kernels.ops import PartMemory, Quantized
 
 KINDS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1}
 PART = 1 << 20  # elements taken at a time, to bound temporary memory
@@ -55,7 +54,7 @@ def up(value: int, unit: int) -> int:
 
 
 def pack(
-    weight: Array | Quantized, bias: Array | None, target: Target, arena: Arena, threads: int = 1
+    weight: Array | Quantized, bias: Array | None, target: Target, arena: PartMemory, threads: int = 1
 ) -> Packed:  # fmt: skip
     """Weight [N, K] and bias [N] or None in the layout above. Raises ValueError for a shape or kind it can't take."""
     rows, columns = weight.shape
@@ -91,13 +90,13 @@ def form_of(w: Packed) -> tuple[int, ...]:
     return w.kind, w.rows, w.columns, w.panels, w.length, w.stride, w.scales
 
 
-def blank(numbers: Sequence[int], bias: npt.NDArray[Any], arena: Arena) -> Packed:
+def blank(numbers: Sequence[int], bias: npt.NDArray[Any], arena: PartMemory) -> Packed:
     """A weight of a `form`, all zeros. bias: zeros, as many as it has rows in its panels."""
     kind, rows, columns, panels, length, stride, scales = numbers
     return Packed(kind, rows, columns, panels, length, stride, scales, arena.take(panels * stride), bias)
 
 
-def _pack_blocks(weight: Quantized, shift: Array, panels: int, arena: Arena, threads: int) -> Packed:
+def _pack_blocks(weight: Quantized, shift: Array, panels: int, arena: PartMemory, threads: int) -> Packed:
     kind = KINDS.get(weight.kind)
     if kind is None:
         raise ValueError(f"packed weight of kind {weight.kind!r}: kernels take {', '.join(KINDS)}")

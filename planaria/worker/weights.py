@@ -1,0 +1,197 @@
+"""A rank's packed weights in memory of the node, where its boot names some: written if nobody has before, else mapped.
+
+Rule: what is mapped can only be read, also by who wrote it, and each thing that is taken from it is one that was asked
+for. What isn't is read from the checkpoint, into this process's own memory. Experts that travel are always in that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from planaria.cache import file_identity
+from planaria.config.digest import packing_fields
+from planaria.executor.boot import RankBoot
+from planaria.hosts.weights import DIGEST_BYTES, UnwrittenPart, WeightsMemory, WrittenPart
+from planaria.node import ProcessGone, home
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from planaria.kernels.cpu.ops import CpuOps
+    from planaria.kernels.ops import Ops
+    from planaria.layers.decoder import Model
+    from planaria.worker.parts import Part
+
+FORM = 1  # of manifests
+
+logger = logging.getLogger("planaria.worker")
+
+Heard = Callable[[float], None]  # a fraction of what there is to read
+Build = Callable[["Writing | Mapped | None", Heard], "Model"]
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """Of a manifest: what was asked for, what there is (one thing, or several), its bytes as the loader counts them."""
+
+    key: str
+    single: bool
+    things: tuple[Any, ...]
+    num_bytes: int
+
+
+class Writing:
+    """Packings that go into a part. See `layers.weights.Packings`, `kernels.ops.PartMemory`."""
+
+    whole = False
+
+    def __init__(self, part: UnwrittenPart, ops: CpuOps) -> None:
+        self.part, self.ops = part, ops
+        self.manifest: list[Written] = []
+        self._offsets: dict[int, int] = {}  # by address
+
+    def thing(self, key: str, make: Callable[[], tuple[Any, int]]) -> tuple[Any, int]:
+        from planaria.kernels.cpu.placed import placed
+
+        self.ops.part = self
+        try:
+            thing, num_bytes = make()
+        finally:
+            self.ops.part = None
+        things = thing if isinstance(thing, tuple) else (thing,)
+        where = tuple(placed(each, self._offsets.__getitem__) for each in things)
+        self.manifest.append(Written(key, not isinstance(thing, tuple), where, num_bytes))
+        return thing, num_bytes
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        import numpy as np
+
+        offset, room = self.part.take(max(size, 1))
+        array = np.frombuffer(room, np.uint8)
+        self._offsets[int(array.ctypes.data)] = offset
+        return array[:size]
+
+    def done(self) -> WrittenPart:
+        return self.part.done(msgspec.msgpack.encode(self.manifest))
+
+
+class Mapped:
+    """Packings of a part that is there. See `layers.weights.Packings`."""
+
+    whole = True
+
+    def __init__(self, part: WrittenPart) -> None:
+        import numpy as np
+
+        from planaria.kernels.cpu.placed import PackedAt
+        from planaria.layers.weights import PartDiffers
+
+        self._memory, self._differs, self._placed = np.frombuffer(part.memory, np.uint8), PartDiffers, PackedAt
+        try:
+            self._next = iter(msgspec.msgpack.decode(part.manifest, type=list[Written]))
+        except msgspec.MsgspecError as e:
+            raise PartDiffers(f"what is said of it can't be read: {e}") from None
+
+    def thing(self, key: str, make: Callable[[], tuple[Any, int]]) -> tuple[Any, int]:
+        from planaria.kernels.cpu.placed import found
+
+        written = next(self._next, None)
+        if written is None or written.key != key:
+            raise self._differs(f"{key} was asked for, there is {written.key if written is not None else 'no more'}")
+        try:
+            things = tuple(found(msgspec.convert(at, self._placed), self._memory) for at in written.things)
+        except (ValueError, msgspec.MsgspecError) as e:
+            raise self._differs(f"{key}: {e}") from None
+        return (things[0] if written.single else things), written.num_bytes
+
+
+class RankWeights:
+    """Of one rank, over its epochs."""
+
+    def __init__(self, boot: RankBoot) -> None:
+        self.memory: WeightsMemory | None = None
+        self._shared: dict[Part, bytes] = {}  # parts that are mapped, and their digests
+        self._stale = False  # there may be something that nobody has any more
+        self.enter(boot)
+
+    def enter(self, boot: RankBoot) -> None:
+        """For another epoch."""
+        self.config, self.rank, given = boot.config, boot.rank, boot.memories
+        shared = given.weights if given.home == home() and self.config.device.kernels == "native" else None
+        if self.memory is not None and self.memory.origin == shared:
+            return
+        self.memory = None
+        if shared is not None:
+            try:
+                self.memory = WeightsMemory.of(shared)
+            except ProcessGone as e:
+                logger.warning("rank %d keeps weights of its own: %s", boot.rank, e)
+
+    def make(self, part: Part, what: str, build: Build, ops: Ops, heard: Heard) -> Model:
+        """The model of a part; what: of it, in words, all that isn't in the configuration."""
+        self._shared.pop(part, None)
+        written = self._written(part, what, build, ops, heard) if self.memory is not None else None
+        if written is not None:
+            from planaria.layers.weights import PartDiffers
+
+            try:
+                return build(Mapped(written), heard)
+            except PartDiffers as e:
+                self._shared.pop(part)
+                logger.warning("rank %d keeps weights of its own, those in memory differ: %s", self.rank, e)
+        return build(None, heard)
+
+    def _written(self, part: Part, what: str, build: Build, ops: Ops, heard: Heard) -> WrittenPart | None:
+        assert self.memory is not None
+        try:
+            digest = self._digest(f"{part} {what}", ops)
+            found = self.memory.open(digest, heard)
+            if isinstance(found, UnwrittenPart):
+                found = self._write(found, build, ops, heard)
+        except OSError as e:
+            logger.warning("rank %d keeps weights of its own: %s", self.rank, e)
+            return None
+        if found is None:
+            logger.warning("rank %d keeps weights of its own: who writes those that are shared gets nowhere", self.rank)
+        else:
+            self._shared[part] = digest
+        return found
+
+    def name(self, part: Part, ranks: int) -> None:
+        """This is its part now, in a layout of so many ranks."""
+        if self.memory is not None:
+            engine = self.config.parallel.data_parallel_index
+            self.memory.name(engine, self.rank, ranks, self._shared.get(part))
+            self._stale = True
+
+    def _write(self, part: UnwrittenPart, build: Build, ops: Ops, heard: Heard) -> WrittenPart:
+        def both(fraction: float) -> None:
+            part.progress(fraction)
+            heard(fraction)
+
+        writing = Writing(part, ops)  # type: ignore[arg-type]  # native
+        try:
+            build(writing, both)
+            return writing.done()
+        except BaseException:
+            part.abandon()
+            raise
+
+    def _digest(self, what: str, ops: Ops) -> bytes:
+        """Of all that says what is in a part: the same only for the same bytes."""
+        import hashlib
+
+        files = [file_identity(path) for path in self.config.checkpoint["files"]]
+        target = repr(ops.target)  # type: ignore[attr-defined]  # native
+        told = [FORM, what, target, files, sorted(packing_fields(self.config).items())]
+        return hashlib.blake2b(msgspec.json.encode(told), digest_size=DIGEST_BYTES).digest()
+
+    def tidy(self) -> None:
+        """The layout is in force: what only others had goes, unless somebody has it still."""
+        if self.memory is not None and self._stale:
+            self.memory.tidy()
+            self._stale = False
