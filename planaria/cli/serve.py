@@ -61,6 +61,7 @@ def run(
         sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
         parsers=Parsers(**{name: engine[name] for name in Parsers.__struct_fields__}),
         seed=engine["seed"],
+        stores_responses=config.parallel.api_server_count == 1,
         **server,
     )
     settings.verify()
@@ -113,6 +114,11 @@ async def _serve(
     from planaria.server.fleet import Fleet
 
     several = config.parallel.api_server_count > 1
+    journal = None
+    if settings.journal is not None:  # before any process is started
+        from planaria.server.journal import Journal
+
+        journal = Journal(settings.journal)
     with contextlib.ExitStack() as names, contextlib.ExitStack() as bar:
         if several:
             from planaria.server.root_serve import folder_of_names
@@ -145,7 +151,9 @@ async def _serve(
             if not skip_tokenizer_init:
                 tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
             await starting
-            return await serve(fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce)
+            return await serve(
+                fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce, journal=journal
+            )
         finally:
             with contextlib.suppress(Exception):  # it was awaited before, or something else is why there is no server
                 await starting

@@ -15,7 +15,18 @@ from starlette.responses import Response
 
 import planaria
 from planaria.errors import RequestError
-from planaria.server import admin, chat, completions, dashboard, health, schema, schema_fleet, tokens
+from planaria.server import (
+    admin,
+    chat,
+    completions,
+    dashboard,
+    health,
+    responses,
+    schema,
+    schema_fleet,
+    schema_responses,
+    tokens,
+)
 from planaria.server.config import ServerConfig
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.failure import failure, refused
@@ -119,24 +130,26 @@ def _routes(app: FastAPI) -> None:
         answer: type[BaseModel] | None,
         body: type[BaseModel] | None = None,
         *,
+        method: str = "",
         errors: tuple[int, ...],
         content: dict[str, Any] | None = None,
     ) -> None:
         ok = {**(_json(answer) if answer is not None else {}), **(content or {})}
-        responses: dict[int | str, dict[str, Any]] = {200: {"description": "OK", "content": ok}}
+        answers: dict[int | str, dict[str, Any]] = {200: {"description": "OK", "content": ok}}
         for status in errors:
             shape = schema.HealthReport if endpoint is health.health else schema.ErrorResponse
-            responses[status] = {"description": _ERRORS[status], "content": _json(shape)}
+            answers[status] = {"description": _ERRORS[status], "content": _json(shape)}
         extra: dict[str, Any] = {}
         if 422 in errors:
             extra["parameters"] = [_IDEMPOTENCY_KEY]
+        method = method or ("GET" if body is None else "POST")
         if body is not None:
             extra["requestBody"] = {"required": True, "content": _json(body)}
         app.add_api_route(
-            path, endpoint, methods=["GET" if body is None else "POST"], response_model=None,
-            response_class=Response, responses=responses, openapi_extra=extra, operation_id=endpoint.__name__,
+            path, endpoint, methods=[method], response_model=None, response_class=Response, responses=answers,
+            openapi_extra=extra, operation_id=endpoint.__name__,
         )  # fmt: skip
-        if body is None:
+        if method == "GET":
             app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
 
     post = (400, 401, 404, 408, 413, 415, 500, 503)
@@ -149,6 +162,15 @@ def _routes(app: FastAPI) -> None:
         "/v1/chat/completions", chat.create_chat_completion, schema.ChatCompletionResponse,
         schema.ChatCompletionRequest, errors=once, content=stream,
     )  # fmt: skip
+    one = "/v1/responses/{response_id}"
+    add(
+        "/v1/responses", responses.create_response, schema_responses.ResponseObject, schema_responses.ResponsesRequest,
+        errors=once, content=stream,
+    )  # fmt: skip
+    add(one, responses.get_response, schema_responses.ResponseObject, errors=(400, 401, 404, 503), content=stream)
+    add(one, responses.delete_response, schema_responses.ResponseDeleted, method="DELETE", errors=post)
+    add(f"{one}/cancel", responses.cancel_response, schema_responses.ResponseObject, method="POST", errors=once)
+    add(f"{one}/input_items", responses.list_input_items, schema_responses.InputItems, errors=(400, 401, 404, 503))
     add("/tokenize", tokens.tokenize, schema.TokenizeResponse, schema.TokenizeRequest, errors=post)
     add("/detokenize", tokens.detokenize, schema.DetokenizeResponse, schema.DetokenizeRequest, errors=post)
     add("/tokenizer_info", tokens.tokenizer_info, schema.TokenizerInfo, errors=(400, 401, 503))
@@ -183,9 +205,26 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
     schema.TokenizerInfo,
     schema.ModelList, schema.ModelCard, schema.HealthReport, schema.Version, schema.ProcessList, schema.ErrorResponse,
+    schema_responses.InputItem, schema_responses.ResponsesRequest, schema_responses.ResponseObject,
+    schema_responses.ResponseDeleted, schema_responses.InputItems,
     schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
     schema_fleet.LayoutResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
 )  # fmt: skip
+
+
+_PATHS = {
+    "model": ["/v1/models/{model}"],
+    "response_id": [f"/v1/responses/{{response_id}}{end}" for end in ("", "/cancel", "/input_items")],
+}
+_QUERIES: dict[str, dict[str, Any]] = {
+    "/v1/responses/{response_id}": {
+        "stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0},
+    },
+    "/v1/responses/{response_id}/input_items": {
+        "order": {"enum": ["asc", "desc"]}, "after": {"type": "string"},
+        "limit": {"type": "integer", "minimum": 1, "maximum": responses.MAX_PAGE},
+    },
+}  # fmt: skip
 
 
 def _openapi(app: FastAPI, secured: bool) -> dict[str, Any]:
@@ -196,8 +235,15 @@ def _openapi(app: FastAPI, secured: bool) -> dict[str, Any]:
             [(model, "validation") for model in _MODELS], ref_template="#/components/schemas/{model}"
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        document["paths"]["/v1/models/{model}"]["get"]["parameters"] = [parameter]
+        for name, paths in _PATHS.items():
+            parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for path in paths:
+                for operation in document["paths"][path].values():
+                    operation["parameters"] = [*operation.get("parameters", ()), parameter]
+        for path, query in _QUERIES.items():
+            document["paths"][path]["get"]["parameters"] += [
+                {"name": name, "in": "query", "schema": schema} for name, schema in query.items()
+            ]
         if secured:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             for path, operations in document["paths"].items():

@@ -14,7 +14,7 @@ from planaria.errors import RequestError
 from planaria.server.detokenise import stop_strings
 from planaria.server.failure import error_body
 from planaria.server.inputs import spell_bad_words
-from planaria.server.schema import GenerationRequest, ResponseFormat, clip, parse
+from planaria.server.schema import GenerationRequest, ResponseFormat, SampledRequest, clip, parse
 from planaria.server.service import Service
 from planaria.server.stream import Choices
 from planaria.server.tokenise import Tokenizer
@@ -59,12 +59,12 @@ async def read(request: Request, model: type[M]) -> M:
 
 
 def sampling_params(
-    request: GenerationRequest, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+    request: SampledRequest, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """SamplingParams of a request; fields left out or null are those of `defaults`. Raises RequestError."""
     values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
     for name in _SAME:
-        value = getattr(request, name)
+        value = getattr(request, name, None)
         if value is not None:
             values[name] = value
     for name in _LISTS:
@@ -76,7 +76,7 @@ def sampling_params(
         values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if request.logit_bias:
         values["logit_bias"] = _logit_bias(request.logit_bias)
-    if request.stream_options is not None and not request.stream:
+    if getattr(request, "stream_options", None) is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
     return msgspec.structs.replace(defaults, **values)
 
@@ -129,12 +129,10 @@ def _response_format(given: ResponseFormat | None) -> StructuredOutputsParams | 
     return StructuredOutputsParams(json=schema)
 
 
-async def spelled(
-    service: Service, params: SamplingParams, request: Request, body: GenerationRequest
-) -> SamplingParams:
+async def spelled(service: Service, params: SamplingParams, request: Request, body: SampledRequest) -> SamplingParams:
     """`params` ready for every prompt and choice of the request: what is dear about them is done once, and beside the
     event loop if it is long. Raises RequestError."""
-    form, place = output_form(body)
+    form, place = output_form(body) if isinstance(body, GenerationRequest) else (None, "")
     if form is not None:
         params = msgspec.structs.replace(params, structured_outputs=form)
     facts = service.client.facts

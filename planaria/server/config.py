@@ -68,6 +68,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 4096  # of this process; fewer where it may not open so many files
     header_timeout: float = 10.0  # for a request's header to come
     body_timeout: float = 60.0  # for a request's body to come
+    journal: Annotated[
+        str | None,
+        option("Keep stored responses in this folder; those that run in the background go on after a restart.",
+               metavar="DIR"),
+    ] = None  # fmt: skip
+    stores_responses: bool = True  # several API processes keep none
     otlp_traces_endpoint: Annotated[
         str | None, option("Send traces to this collector, by OTLP over HTTP, e.g. http://localhost:4318.")
     ] = None
@@ -98,6 +104,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "needs a certificate",
                 "give --ssl-certfile too",
             )
+        if self.journal is not None and not self.stores_responses:
+            raise ConfigError(
+                "--journal", self.journal, "is kept by one API process, and there are several",
+                "give --api-server-count 1, or leave it out",
+            )  # fmt: skip
         if self.otlp_traces_endpoint is not None:
             if not self.otlp_traces_endpoint.startswith(("http://", "https://")):
                 raise ConfigError(

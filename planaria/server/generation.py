@@ -72,7 +72,7 @@ class Generation:
         self._unread = 0  # bytes of it, about
         self.left = sum(len(s.sequences) for s in streams)  # choices not yet complete
         self.error: tuple[str, int, str] | None = None  # message, status, code
-        self.gone = False  # the client is
+        self.gone = ""  # why nobody wants it any more
         self.submitted = 0.0
         self.first_token: float | None = None
         self._last: dict[str, float] = {}  # sequence id -> time of its last delta
@@ -199,8 +199,12 @@ class Generation:
             message = await receive()
             if message["type"] == "http.disconnect":
                 break
+        self.leave()
+
+    def leave(self, why: str = "client disconnected") -> None:
+        """Nobody wants it any more."""
         if self.left and self.error is None:
-            self.gone = True
+            self.gone = why
             self._stop()
             self._wake()
 
@@ -211,7 +215,7 @@ class Generation:
         output = sum(s.completion_tokens for s in self.streams)
         ttft = None if self.first_token is None else self.first_token - info.arrival
         if self.gone:
-            reason = "client disconnected"
+            reason = self.gone
             info.status = info.status or CLIENT_GONE
         elif self.error is not None:
             reason = "error"

@@ -18,6 +18,7 @@ from collections import Counter
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from planaria.server.config import ServerConfig
 from planaria.server.failure import error_body, failure
 from planaria.server.service import Service, client_left
 
@@ -32,12 +33,18 @@ LONG_BODY = 1 << 20  # bytes from which a body is hashed in a thread
 _KEY = re.compile(rb"[^\x00-\x1f\x7f]{1,%d}\Z" % MAX_KEY)
 
 
+def owner_of(scope: Scope, config: ServerConfig) -> str:
+    """Whose request it is: a digest of its API key; "" where the server has none."""
+    if not config.api_keys:
+        return ""
+    key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")[2].strip()
+    return hashlib.sha256(b"planaria\0" + key).hexdigest()
+
+
 class Recording:
     """An answer, as far as there is one: written by a run, read by any number of clients."""
 
-    def __init__(
-        self, store: Idempotency, scope: Scope, owner: bytes, key: bytes, digest: bytes, body: Message
-    ) -> None:
+    def __init__(self, store: Idempotency, scope: Scope, owner: str, key: bytes, digest: bytes, body: Message) -> None:
         self.store, self.info, self.owner, self.key, self.digest = store, scope["planaria"], owner, key, digest
         self.body: Message | None = body
         self.status = 0
@@ -148,12 +155,12 @@ class Recording:
 
 
 class Idempotency:
-    """Answers by who sent the key (an API key; b"" where the server has none) and by the key."""
+    """Answers by who sent the key (`owner_of`) and by the key."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
-        self.known: dict[bytes, dict[bytes, Recording]] = {}
-        self.sizes: Counter[bytes] = Counter()
+        self.known: dict[str, dict[bytes, Recording]] = {}
+        self.sizes: Counter[str] = Counter()
         self.size = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +171,7 @@ class Idempotency:
             wrong = f"Idempotency-Key takes 1 to {MAX_KEY} bytes, none of them a control character; it has {len(key)}"
             await failure(wrong, param="Idempotency-Key", code="invalid_value")(scope, receive, send)
             return
-        owner = headers.get(b"authorization", b"").partition(b" ")[2].strip() if self.service.config.api_keys else b""
+        owner = owner_of(scope, self.service.config)
 
         def work() -> bytes:
             return hashlib.sha256(scope["path"].encode() + b"\0" + body["body"]).digest()

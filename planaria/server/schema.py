@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
@@ -58,7 +58,9 @@ Prompts = Annotated[Prompt, PlainValidator(_prompts, json_schema_input_type=Prom
 
 
 class Strict(BaseModel):
-    """Nothing is converted, nothing unknown is accepted, numbers are finite."""
+    """Nothing is converted, nothing unknown is accepted, numbers are finite. neutral: as `NEUTRAL`, of this kind."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), regex_engine="rust-regex"
@@ -111,12 +113,10 @@ def sampled(name: str, **more: Any) -> Any:
     return Field(None, **more)
 
 
-class GenerationRequest(Strict):
-    """What completions and chat completions have in common. `null` always means the default."""
+class SampledRequest(Strict):
+    """What all that generate have in common. `null` always means the default."""
 
     model: str | None = Field(None, description="One of /v1/models; left out: the first of them.", examples=["smollm2"])
-    n: int | None = sampled("n", description="Choices for each prompt; 1 if left out.")
-    max_tokens: Size | None = None
     min_tokens: Size | None = Field(None, description="Nothing ends a choice before it has so many tokens.")
     temperature: float | None = sampled("temperature", description="0 is greedy; default: the model's, else 1.")
     top_p: float | None = sampled("top_p", description="Left out, like top_k: the model's default.")
@@ -138,7 +138,6 @@ class GenerationRequest(Strict):
         None, ge=-INT63, lt=INT63,
         description="Makes sampling repeatable. Choice i > 0 uses a seed derived from it and i; drawn if left out.",
     )  # fmt: skip
-    prompt_logprobs: int | None = sampled("prompt_logprobs")
     priority: int | None = Field(
         None, ge=-(2**31), lt=2**31, description="Lower runs first under the priority policy; 0 if left out."
     )
@@ -146,12 +145,21 @@ class GenerationRequest(Strict):
         None, min_length=1, max_length=MAX_SALT,
         description="What is in the KV cache of this request's prompt is used by requests with the same one alone.",
     )  # fmt: skip
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, min_length=1, max_length=MAX_ALLOWED, description="No other token is drawn."
+    )
+    stream: bool | None = None
+
+
+class GenerationRequest(SampledRequest):
+    """What completions and chat completions have in common."""
+
+    n: int | None = sampled("n", description="Choices for each prompt; 1 if left out.")
+    max_tokens: Size | None = None
+    prompt_logprobs: int | None = sampled("prompt_logprobs")
     return_token_ids: bool | None = Field(None, description="Add `token_ids` to choices and `prompt_token_ids`.")
     return_tokens_as_token_ids: bool | None = Field(
         None, description="In log-probabilities, tokens are `token_id:` and their number."
-    )
-    allowed_token_ids: list[TokenId] | None = Field(
-        None, min_length=1, max_length=MAX_ALLOWED, description="No other token is drawn."
     )
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, lt=2**31,
@@ -164,7 +172,6 @@ class GenerationRequest(Strict):
     guided_grammar: str | None = Field(None, description="As `grammar` of structured_outputs.")
     guided_whitespace_pattern: str | None = Field(None, description="As `whitespace_pattern` of structured_outputs.")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Part of the answer's id.")
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -595,8 +602,9 @@ def parse(model: type[M], body: bytes) -> M:
     if isinstance(options, dict):
         value["stream_options"] = {name: given for name, given in options.items() if given is not None}
     unknown = [name for name in value if name not in known]
+    neutral = {**NEUTRAL, **getattr(model, "neutral", {})}
     for name in sorted(unknown, key=lambda name: _ORDER.get(name, len(_ORDER))):
-        _take_out(value, name, list(known))
+        _take_out(value, name, list(known), neutral)
     try:
         return model.model_validate(value)
     except ValidationError as e:
@@ -625,13 +633,13 @@ def _check_sizes(value: JsonObject) -> None:
             raise RequestError(f"{name} has {len(given)} entries; at most {limit}", param=name, code="invalid_value")
 
 
-def _take_out(value: JsonObject, name: str, known: list[str]) -> None:
+def _take_out(value: JsonObject, name: str, known: list[str], neutral: dict[str, tuple[Any, ...]]) -> None:
     """Drop a field that asks for nothing; raise for any other that `known` lacks."""
     given = value.pop(name)
     if given is None:
         return
-    if name in NEUTRAL:
-        if NEUTRAL[name] == (...,) or any(_same(given, off) for off in NEUTRAL[name]):
+    if name in neutral:
+        if neutral[name] == (...,) or any(_same(given, off) for off in neutral[name]):
             return
         raise RequestError(
             f"{clip(name)} is not supported by this server; leave it out", param=name, code="unsupported_parameter"

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,6 +26,9 @@ from planaria.server.connections import HttpConnection, Listener, connection_bou
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.service import Service
 from planaria.server.tokenise import Tokenizer
+
+if TYPE_CHECKING:
+    from planaria.server.journal import Journal
 
 logger = logging.getLogger("planaria.server")
 
@@ -134,6 +138,7 @@ class Lifecycle:
             service.drain(f"the engine could not start: {e}")
             server.should_exit = True
             return
+        service.responses.go_on()
         url, seconds = url_of(server.sock, server.settings), time.monotonic() - started
         line = f"Planaria serving {service.model_names[0]} at {url} (ready in {seconds:.1f} s)"
         if announce is not None:
@@ -206,6 +211,7 @@ async def serve(
     stop: asyncio.Event | None = None,
     prepare: Callable[[FastAPI], None] = lambda app: None,
     shared: bool = False,
+    journal: Journal | None = None,
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code.
 
@@ -213,6 +219,7 @@ async def serve(
     time.monotonic() of the process's start, for the line that says it is ready. `sock`: already bound (by `bind`).
     `stop`: setting it is a first SIGTERM, again a second, for those who run this inside a program of theirs.
     `prepare`: gets the application before it runs. `shared`: other processes accept connections from `sock` too.
+    `journal`: what responses are kept in, closed at the end.
     Raises UserError, CapacityError or EngineDead if the engine never becomes ready, ConfigError for options.
     """
     started = time.monotonic() if started is None else started
@@ -220,8 +227,11 @@ async def serve(
     sock = bind(config) if sock is None else sock
     app = create_app(client, tokenizer, config)
     prepare(app)
+    service: Service = app.state.service
+    if journal is not None:
+        service.responses.use(journal)
     server = _Server(_settings(app, config, sock), config, sock, shared)
-    life = Lifecycle(app.state.service, server)
+    life = Lifecycle(service, server)
     waiting = Background()
     try:
         with heard(life.on_signal) if signals else contextlib.nullcontext():
@@ -233,7 +243,8 @@ async def serve(
     finally:
         waiting.cancel()
         sock.close()
-        life.service.close()
+        await service.responses.close()
+        service.close()
     if life.failure is not None:
         raise life.failure
     return life.code or int(client.dead is not None)  # it may have ended with the last request of a drain

@@ -24,6 +24,7 @@ from planaria.server.faults import FaultLog
 from planaria.server.history import History
 from planaria.server.inputs import child_seed, grammar_check
 from planaria.server.metrics import Metrics
+from planaria.server.response_store import ResponseStore
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.types import SamplingParams
 from planaria.wire import Dead, EngineFacts, Recovery
@@ -64,6 +65,7 @@ class Service:
         self.metrics = Metrics(client.engines, lambda: self.model_names[0], self.faults)
         self.created = int(time.time())
         self.draining = ""  # the reason, for those who are turned away
+        self.responses = ResponseStore(self)
         self.open: dict[Generation, None] = {}
         self.reading: dict[asyncio.Timeout, None] = {}  # of requests whose body is still coming
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty

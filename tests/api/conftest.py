@@ -13,6 +13,7 @@ from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import ModelError
 from planaria.server import dispatcher, keeper
 from planaria.server.config import ServerConfig
+from planaria.server.journal import Journal
 from planaria.server.serve import bind, serve, url_of
 from planaria.server.tokenise import load_tokenizer
 from tests.api.fake_engine import FakeEngine
@@ -68,6 +69,7 @@ async def running(engine, tokenizer, **options):
     server.task = asyncio.create_task(
         serve(
             engine, tokenizer, config, sock=server.sock, signals=False, stop=server.stop,
+            journal=Journal(config.journal) if config.journal is not None else None,
             announce=lambda line: server.line.done() or server.line.set_result(line),
         )
     )  # fmt: skip

@@ -59,6 +59,7 @@ class FakeEngine:
     def __init__(self, tokenizer, *, is_ready: bool = True, delay: float = 0.0, **fact_changes) -> None:
         self._facts = facts(**fact_changes)
         self.facts = self._facts if is_ready else None
+        self.warm = True
         self.stats = EngineStats()
         self.last_progress = time.monotonic()
         self.dead: Dead | None = None
@@ -94,7 +95,7 @@ class FakeEngine:
         return self._facts
 
     def submit(self, stream: Stream) -> None:
-        message = stream.submit
+        message = stream.resubmit()
 
         def sink(delta: Delta) -> None:
             piece = stream.take(delta)

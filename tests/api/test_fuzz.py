@@ -16,17 +16,30 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 schemathesis.checks.load_all_checks()
 ACCEPTS_ALL = schemathesis.checks.CHECKS.get_one("positive_data_acceptance")
 POSITIVE, NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-EXAMPLES = {"/v1/completions": 120, "/v1/chat/completions": 80, "/tokenize": 30, "/detokenize": 30}
+EXAMPLES = {"/v1/completions": 120, "/v1/chat/completions": 80, "/v1/responses": 60, "/tokenize": 30, "/detokenize": 30}
 # Values of the fields that no document can say enough about; with others nearly every valid request is refused.
 KNOWN = {
     "model": "smollm2", "max_tokens": 5, "max_completion_tokens": 5, "min_tokens": 2, "best_of": None, "stream": True,
     "logit_bias": {"5": 1.5}, "stop_token_ids": [5], "stop": ["x"], "bad_words": ["y"], "chat_template_kwargs": {},
-    "response_format": {"type": "text"}, "top_logprobs": None,
+    "response_format": {"type": "text"}, "top_logprobs": None, "max_output_tokens": 5, "previous_response_id": None,
+    "text": None,
 }  # fmt: skip
-GOOD = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello", "tokens": [5, 6]}
-PLAIN = ("model", "messages", "prompt", "tokens", "max_tokens", "stream", "stream_options")
+GOOD = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello", "tokens": [5, 6], "input": "hello"}
+PLAIN = (
+    "model",
+    "messages",
+    "input",
+    "max_output_tokens",
+    "prompt",
+    "tokens",
+    "max_tokens",
+    "stream",
+    "stream_options",
+)
 OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("POST", "/v1/responses"), ("GET", "/v1/responses/{response_id}"), ("DELETE", "/v1/responses/{response_id}"),
+    ("POST", "/v1/responses/{response_id}/cancel"), ("GET", "/v1/responses/{response_id}/input_items"),
     ("GET", "/tokenizer_info"), ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"),
     ("GET", "/version"), ("GET", "/metrics"),
     ("GET", "/admin/processes"), ("GET", "/admin/fleet"), ("GET", "/admin/experts"),

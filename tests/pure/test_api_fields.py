@@ -18,15 +18,18 @@ from planaria.server.schema import (
     TokenizeRequest,
     parse,
 )
+from planaria.server.schema_responses import ResponsesRequest, ResponseStreamOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
 WRITE = "write it with `python -m tests.pure.test_api_fields`"
 MODELS: dict[str, Any] = {
     "/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
 }  # fmt: skip
 NEEDED: dict[Any, dict[str, Any]] = {
     ChatCompletionRequest: {"messages": [{"role": "user", "content": "x"}]}, CompletionRequest: {"prompt": "x"},
+    ResponsesRequest: {"input": "x"},
 }  # fmt: skip
 # Beside OpenAI's, what clients of vLLM send.
 EXTRAS = """echo best_of top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos
@@ -49,8 +52,11 @@ TRIES: tuple[Any, ...] = (
     {"regex": "x"},
     "auto",
     {"a": "b"},
+    {"format": {"type": "text"}},
+    {"include_obfuscation": True},
     [{"role": "user", "content": "x"}],
 )
+OPTIONS: dict[Any, Any] = {ResponsesRequest: ResponseStreamOptions}  # of its streams, where not those of the others
 NOTES = {"response_format": "`text`, `json_object`, `json_schema`, or vLLM's `structural_tag`."}
 
 
@@ -72,17 +78,17 @@ def page() -> str:
     for path, model in MODELS.items():
         lines += [f"## {path}", "", "| honoured | |", "|---|---|"]
         lines += [f"| `{name}` | {about(model, name)} |" for name in sorted(model.model_fields)]
+        options = OPTIONS.get(model, StreamOptions)
         if "stream_options" in model.model_fields:
-            lines += [
-                f"| `stream_options.{name}` | {about(StreamOptions, name)} |" for name in StreamOptions.model_fields
-            ]
+            lines += [f"| `stream_options.{name}` | {about(options, name)} |" for name in options.model_fields]
         if model in NEEDED:
-            others = [name for name in sorted(NEUTRAL) if name not in model.model_fields]
-            free = [f"`{name}`" for name in others if NEUTRAL[name] == (...,)]
+            neutral = {**NEUTRAL, **model.neutral}
+            others = [name for name in sorted(neutral) if name not in model.model_fields]
+            free = [f"`{name}`" for name in others if neutral[name] == (...,)]
             lines += ["", f"Accepted without effect: {', '.join(free)}.", "", "| refused | unless it is |", "|---|---|"]
             lines += [
-                f"| `{name}` | {', '.join(f'`{json.dumps(value)}`' for value in NEUTRAL[name])} |"
-                for name in others if NEUTRAL[name] != (...,)
+                f"| `{name}` | {', '.join(f'`{json.dumps(value)}`' for value in neutral[name])} |"
+                for name in others if neutral[name] != (...,)
             ]  # fmt: skip
         lines.append("")
     return "\n".join(lines)
@@ -102,12 +108,13 @@ def test_every_field_is_what_the_page_says(model: Any) -> None:
         if name not in NEEDED[model]:
             parsed(model, **{name: None})
             assert any(honours(model, name, value) for value in TRIES), name
-    for name in NEUTRAL.keys() - model.model_fields.keys():
+    neutral = {**NEUTRAL, **model.neutral}
+    for name in neutral.keys() - model.model_fields.keys():
         parsed(model, **{name: None})
-        if NEUTRAL[name] == (...,):
+        if neutral[name] == (...,):
             assert not hasattr(parsed(model, **{name: {"any": "value"}}), name)
             continue
-        for off in NEUTRAL[name]:
+        for off in neutral[name]:
             parsed(model, **{name: off})
         with pytest.raises(RequestError, match=f"{name} is not supported by this server") as error:
             parsed(model, **{name: {"any": "value"}})
@@ -126,10 +133,13 @@ def honours(model: Any, name: str, value: Any) -> bool:
 def test_every_field_of_openai_and_vllm_is_known(model: Any) -> None:
     from openai.types import completion_create_params as completion  # here: it takes a second
     from openai.types.chat import completion_create_params
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
     params = completion_create_params if model is ChatCompletionRequest else completion
     theirs = {*params.CompletionCreateParamsBase.__annotations__, *EXTRAS.split(), "stream"}
-    known = {*model.model_fields, *NEUTRAL}
+    known = {*model.model_fields, *NEUTRAL, *model.neutral}
+    if model is ResponsesRequest:
+        theirs = {*ResponseCreateParamsBase.__annotations__, "stream"}
     if model is CompletionRequest:  # of conversations alone
         theirs -= {"add_generation_prompt", "chat_template_kwargs"}
     assert not theirs - known

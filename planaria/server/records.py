@@ -1,0 +1,112 @@
+"""What is kept of a response, as records of a file, and back. Pure.
+
+A file is a `Head` and then what came of it, each record behind its length and a checksum of both. What a death leaves
+half written at the end, and whatever follows a byte that is not what was written, is no record: `scan` says where the
+records end. A piece and the end that it brings are one record, so no end is ever lost between the two.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import msgspec
+
+from planaria.wire import Submit
+
+FRAME = 8  # bytes before a record: its length and its checksum
+MAX_RECORD = 64 << 20  # bytes
+
+
+class InputMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A message of the input; texts: of its parts."""
+
+    id: str
+    role: str
+    texts: list[str]
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, tag="head"):
+    """What was asked for. owner: whose it is; fits: the model that it was asked of; fields: those of the request that
+    an answer repeats; items: the whole conversation; submit: None where it has ended; key, digest: of a request that
+    brought an `Idempotency-Key`."""
+
+    id: str
+    owner: str
+    created: int
+    background: bool
+    model: str
+    fits: str
+    fields: dict[str, Any]
+    items: list[InputMessage]
+    submit: Submit | None = None
+    key: str = ""
+    digest: str = ""
+
+    @property
+    def uid(self) -> str:
+        return self.id.partition("_")[2]
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """status: completed, incomplete, cancelled or failed; error: why it failed; the rest: tokens, and those of the
+    prompt that came from the prefix cache and that went into it."""
+
+    status: str
+    at: int
+    error: str = ""
+    prompt: int = 0
+    output: int = 0
+    cached: int = 0
+    added: int = 0
+
+
+class PieceRecord(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
+    """A piece: what a client is told at a time."""
+
+    tokens: list[int] = []
+    text: str = ""
+    end: Outcome | None = None
+
+
+class Again(msgspec.Struct, frozen=True, array_like=True, tag="again"):
+    """Another process begins to go on with it."""
+
+
+class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
+    """All that came of one that has ended. lengths: of the pieces of its text, in characters."""
+
+    lengths: list[int]
+    text: str
+    end: Outcome
+
+
+Record = Head | PieceRecord | Again | Whole
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+def frame(record: Record) -> bytes:
+    payload = _encode(record)
+    size = len(payload).to_bytes(4, "little")
+    return size + zlib.crc32(payload, zlib.crc32(size)).to_bytes(4, "little") + payload
+
+
+def scan(data: bytes) -> tuple[list[Record], int]:
+    """The records of a file from its beginning, and where they end: at its end, or at the first that isn't whole."""
+    found: list[Record] = []
+    at = 0
+    while at + FRAME <= len(data):
+        size = int.from_bytes(data[at : at + 4], "little")
+        payload = data[at + FRAME : at + FRAME + size]
+        if size > MAX_RECORD or len(payload) < size:
+            break
+        if zlib.crc32(payload, zlib.crc32(data[at : at + 4])) != int.from_bytes(data[at + 4 : at + FRAME], "little"):
+            break
+        try:
+            found.append(_decode(payload))
+        except msgspec.DecodeError:  # of another version
+            break
+        at += FRAME + size
+    return found, at
