@@ -14,6 +14,8 @@ from planaria.env import cache_dir
 CHUNK = 32 << 20
 READERS = 4  # threads
 
+_known: dict[str, str] = {}  # digests, where the cache can't be written
+
 
 def weights_version(files: Sequence[str]) -> str:
     """Changes with the files' sizes and times, as far as they can be looked at; says nothing outside of this node."""
@@ -33,16 +35,20 @@ def weights_digest(files: Sequence[str]) -> str:
         return ""
     looks = [_look(file) for file in files]
     seen = hashlib.sha256(repr([(os.path.realpath(f), look) for f, look in zip(files, looks, strict=True)]).encode())
-    kept = cache_dir() / "digests" / seen.hexdigest()
-    if known := kept_file(kept):
-        return known.decode()
+    name = seen.hexdigest()
+    kept = cache_dir() / "digests" / name
+    if name not in _known and (found := kept_file(kept)):
+        _known[name] = found.decode()
+    if name in _known:
+        return _known[name]
     parts = [(file, at) for file, look in zip(files, looks, strict=True) for at in range(0, look[0], CHUNK)]
     with ThreadPoolExecutor(READERS) as pool:
         whole = hashlib.sha256(repr([look[0] for look in looks]).encode())
         for digest in pool.map(_digest, parts):
             whole.update(digest)
-    keep_file(kept, whole.hexdigest()[:32].encode())
-    return whole.hexdigest()[:32]
+    _known[name] = whole.hexdigest()[:32]
+    keep_file(kept, _known[name].encode())
+    return _known[name]
 
 
 def _look(file: str) -> tuple[int, ...]:

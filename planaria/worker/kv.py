@@ -25,6 +25,7 @@ from planaria.worker.connector import RankConnector
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
 
+FEWEST = 16  # blocks that a folder must have room for
 CACHES = 2  # of a layer, at most: keys and values
 
 logger = logging.getLogger("planaria.worker")
@@ -104,6 +105,10 @@ class RankKV:
             weights = weights_digest(config.checkpoint.get("files", ()))
             blocks = model.kv_blocks(config.cache.block_size)
             size = sum(part.shape[1] for part in blocks)
+            if tier.size < FEWEST * size:
+                raise ConfigError(
+                    "--kv-tier", tier.size, f"has no room for {FEWEST} blocks of {size} bytes", "give more"
+                )
             identity = identity_of(config, layout, self.rank, f"{getattr(ops, 'target', '')} {size}", weights)
             self.connector = DiskTier(BlockStore(tier.folder, identity, size, tier.size), blocks)
         except (OSError, ConfigError) as e:

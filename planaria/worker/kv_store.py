@@ -30,6 +30,7 @@ MAX_FILES = 1 << 18  # in a folder, of all identities
 FULL = 0.9  # of the bound, that is left when files are removed
 PART = 32  # of the bound: written between two looks at what there is
 USED = 60.0  # seconds within which a use is not noted again
+BURST = 10**9  # nanoseconds
 ABANDONED = 600.0  # seconds after which a file that was never published goes
 BREATH = 0.001  # seconds after each folder, so that a look at many files keeps no step waiting
 
@@ -37,7 +38,8 @@ HexNames = frozenset("0123456789abcdef")
 
 
 class StoreError(Exception):
-    """A block that can't be brought back or kept. `kind`: damaged, gone, read, write or full."""
+    """A block that can't be brought back or kept, in words without a path: they are said in /health. `kind`: damaged,
+    gone, read, write or full."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -65,6 +67,7 @@ class BlockStore:
         self.file_bytes = HEAD.size + size
         self._since = most  # bytes written since the folder was looked at; at once, the first time
         self._count = 0
+        self._burst = 0, 0, 0  # of uses: when it began, when the last was, how many
         self._seen: list[tuple[str, int]] = []  # folders and when they were last changed
 
     def changed(self) -> bool:
@@ -95,22 +98,22 @@ class BlockStore:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as e:
-            raise StoreError("gone" if e.errno == errno.ENOENT else "read", f"{path}: {e.strerror}") from None
+            raise StoreError("gone" if e.errno == errno.ENOENT else "read", e.strerror or repr(e)) from None
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != self.file_bytes:
-                raise StoreError("damaged", f"{path} is no file of {self.file_bytes} bytes")
+                raise StoreError("damaged", f"no file of {self.file_bytes} bytes")
             head = os.read(fd, HEAD.size)
             at = 0
             while at < self.size and (count := os.preadv(fd, [into[at:]], HEAD.size + at)):
                 at += count
             if at < self.size or not is_whole(head, self.identity, key, into):
-                raise StoreError("damaged", f"{path} is not what its checksum says")
+                raise StoreError("damaged", "not what its checksum says")
             if time.time() - found.st_mtime > USED:
                 with contextlib.suppress(OSError):  # of a folder that can only be read
-                    os.utime(fd)
+                    os.utime(fd, ns=self._stamp())
         except OSError as e:
-            raise StoreError("read", f"{path}: {e.strerror}") from None
+            raise StoreError("read", e.strerror or repr(e)) from None
         finally:
             os.close(fd)
 
@@ -128,6 +131,7 @@ class BlockStore:
             fd = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 _write(fd, head_of(self.identity, key, payload), payload)
+                os.utime(fd, ns=self._stamp())
             finally:
                 os.close(fd)
             os.rename(work, path)
@@ -135,9 +139,19 @@ class BlockStore:
             with contextlib.suppress(OSError):
                 work.unlink()
             full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise StoreError("full" if full else "write", f"{path}: {e.strerror}") from None
+            raise StoreError("full" if full else "write", e.strerror or repr(e)) from None
         self._since += self.file_bytes
         return gone
+
+    def _stamp(self) -> tuple[int, int]:
+        """When a block was used. Of those that are used one after the other, which are the blocks of one history in
+        order, the later ones count as older: without its beginning the end of a history is of no use."""
+        now = time.time_ns()
+        began, last, count = self._burst
+        if now - last > BURST or now < last:
+            began, count = now, 0
+        self._burst = began, now, count + 1
+        return (began - 1000 * count,) * 2
 
     def remove(self, key: bytes) -> None:
         """What is no block any more."""

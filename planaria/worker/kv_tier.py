@@ -27,7 +27,7 @@ Blocks = Sequence[npt.NDArray[np.uint8]]  # of each cache: [blocks, bytes]
 RATE = 512 << 20  # bytes that are written in a second, at most
 STAGED = 128 << 20  # bytes that wait to be written
 WAIT = 0.02  # seconds that a rank with nothing to compute waits for news
-LOOK = 30.0  # seconds without a load after which is looked for what others have written
+LOOK = 30.0  # seconds after which is looked for what others have written and removed
 PAUSE = 10.0  # seconds in which nothing is written after the disk has refused
 LAST = 2.0  # seconds for what is still to be written at the end
 
@@ -122,12 +122,14 @@ class DiskTier:
     # -- reading
 
     def _read(self) -> None:
-        aside = bytearray(self.store.size)
+        aside, looked = bytearray(self.store.size), self.clock()
         while True:
+            if self.clock() - looked >= LOOK:
+                self.look()
+                looked = self.clock()
             try:
                 load = self._loads.get(timeout=LOOK)
             except queue.Empty:
-                self.look()
                 continue
             if load is None:
                 return
@@ -156,8 +158,8 @@ class DiskTier:
         """Is it there, and whole?"""
         try:
             self.store.read(key, memoryview(aside))
-        except StoreError as e:
-            self._failed(e, key)
+        except Exception as e:  # whatever it is: its tokens are computed
+            self._failed(e if isinstance(e, StoreError) else StoreError("read", repr(e)), key)
             return False
         bytes_, at = np.frombuffer(aside, np.uint8), 0
         with self._lock:
@@ -176,7 +178,9 @@ class DiskTier:
             self._errors[error.kind] += 1
             self._gone.append(key)
             self._known.discard(key)
-        logger.log(logging.DEBUG if error.kind == "gone" else logging.WARNING, "a KV block is computed: %s", error)
+        logger.log(
+            logging.DEBUG if error.kind == "gone" else logging.WARNING, "KV block %s is computed: %s", key.hex(), error
+        )
 
     # -- writing
 
@@ -197,8 +201,8 @@ class DiskTier:
                 with self._lock:
                     self._gone += gone
                     self._known.difference_update(gone)
-            except StoreError as e:
-                self._refuse(e)
+            except Exception as e:  # whatever it is: it isn't kept
+                self._refuse(e if isinstance(e, StoreError) else StoreError("write", repr(e)))
                 self._saved(key, payload, kept=False)
 
     def _saved(self, key: bytes, payload: bytearray, *, kept: bool) -> None:
@@ -216,7 +220,7 @@ class DiskTier:
             first, self._why = not self._why, f"nothing can be written: {error}"
             self._paused = self.clock() + PAUSE
         if first:
-            logger.warning("KV blocks are not kept for now: %s", error)
+            logger.warning("KV blocks are not kept in %s for now: %s", self.store.folder, error)
 
 
 def split(keys: bytes) -> set[bytes]:

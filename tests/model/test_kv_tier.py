@@ -218,6 +218,15 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
     assert {key.hex() for key in gone} == {key.hex() for key in KEYS} - left
 
 
+def test_the_beginning_of_a_history_goes_last(tmp_path: Path) -> None:
+    kept = store(tmp_path / "kv", most=10 * (SIZE + HEAD.size))
+    for number, key in enumerate(KEYS[:10]):
+        kept.write(key, payload(number))
+    kept.most = 5 * (SIZE + HEAD.size)
+    kept._make_room()
+    assert {path.name for path in files(tmp_path / "kv")} == {key.hex() for key in KEYS[:4]}
+
+
 def test_files_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_FILES", 8)
     kept = store(tmp_path / "kv", most=PART * (SIZE + HEAD.size))
