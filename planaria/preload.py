@@ -5,13 +5,20 @@ from __future__ import annotations
 from planaria.config.options import EngineConfig
 
 ENGINE = "planaria.engine_process"
+WORKER = (
+    "planaria.layers.build", "planaria.loader.source", "planaria.worker.micro_batches", "planaria.worker.runner",
+    "planaria.worker.sampler", "planaria.worker.stage", "zmq",
+)  # fmt: skip
 
 
 def of_a_rank(config: EngineConfig) -> list[str]:
     if config.null_worker:
         return []
-    cpu = ["planaria.kernels.cpu.ops"] if config.device.device == "cpu" else []
-    return ["planaria.worker.runner", "planaria.layers.build", "planaria.loader.source", "zmq", *cpu]
+    native = config.device.kernels == "native"
+    kernels = (
+        ["planaria.kernels.cpu.ops"] if native else ["planaria.kernels.reference", "planaria.worker.torch_sampler"]
+    )
+    return [*WORKER, *kernels]
 
 
 def of_an_engine(config: EngineConfig) -> list[str]:

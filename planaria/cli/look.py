@@ -34,7 +34,7 @@ def show_table(table: Table) -> None:
 def started(kind: str, model: str, *, bar: bool = True, show: bool = True, **options: Any) -> Iterator[Any]:
     """A loaded `LLM` or `AsyncLLM`, closed at the end of the block. bar: of its progress; show: its summary."""
     began = time.perf_counter()
-    from planaria import llm as module  # imports torch
+    from planaria import llm as module
 
     with loading(show=bar) as progress:
         llm = getattr(module, kind)(model, on_progress=progress, **options)

@@ -33,6 +33,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 1
     accelerators: int = 0  # that this process may use
     ray_installed: bool = False
+    torch_installed: bool = True
     libraries: tuple[str, ...] = ()  # modules that exchange tokens between ranks, those that can be imported
     in_placement_group: bool = False  # this process is a Ray worker inside one
     outer: OuterLauncher | None = None
@@ -52,6 +53,11 @@ def cuda_available() -> bool:
         return False
     version = Path(spec.submodule_search_locations[0]) / "version.py"
     return re.search(r"^cuda\b.*=\s*['\"]", version.read_text(), re.MULTILINE) is not None
+
+
+def torch_installed() -> bool:
+    """Computing needs it on CUDA and for the plain kernels only, and groups of ranks that share no memory."""
+    return importlib.util.find_spec("torch") is not None
 
 
 def num_accelerators() -> int:
@@ -116,6 +122,7 @@ def look(backend: str | None) -> Machine:
     return Machine(
         cores=usable_cores(),
         accelerators=num_accelerators(),
+        torch_installed=torch_installed(),
         ray_installed=importlib.util.find_spec("ray") is not None,
         libraries=tuple(module for module in LIBRARIES if importlib.util.find_spec(module)),
         in_placement_group=in_placement_group(),

@@ -12,7 +12,16 @@ from planaria.checkpoint.generation import generation_config, sampling_defaults
 from planaria.checkpoint.resolve import Hub, template_of, with_tokenizer
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_map, expert_shapes, resolve_experts
-from planaria.config.machine import check_module, cuda_available, look, own_folder, usable_cores
+from planaria.config.machine import (
+    Machine,
+    check_module,
+    cuda_available,
+    look,
+    num_accelerators,
+    own_folder,
+    torch_installed,
+    usable_cores,
+)
 from planaria.config.options import (
     CacheConfig,
     DeviceConfig,
@@ -42,14 +51,37 @@ TIER_SIZE = "10GiB"
 LOGIT_ROWS = 256  # beyond one per row: positions of prompt logprobs in one step
 
 
+NO_TORCH = "PyTorch is not installed here"
+WITH_TORCH, WITH_CUDA = (f'pip install "planaria[{extra}]"' for extra in ("torch", "cuda"))
+
+
 def _device_name(asked: str, used: bool) -> str:
     """used: by ranks of this node."""
     if asked == "cpu":
         return "cpu"
-    cuda = cuda_available()
+    cuda, lacking = cuda_available(), num_accelerators() > 0 and not torch_installed()
     if asked == "cuda" and not cuda and used:
+        if lacking:
+            raise ConfigError("--device", "cuda", NO_TORCH, f"{WITH_CUDA}, or use --device cpu")
         raise ConfigError("--device", "cuda", "no CUDA device is visible to torch", "use --device cpu")
+    if asked == "auto" and lacking and used:
+        logger.warning("the CUDA devices here are not used, for %s: %s (--device cpu says that it is meant)",
+                       NO_TORCH, WITH_CUDA)  # fmt: skip
     return "cuda" if cuda or asked == "cuda" else "cpu"
+
+
+def check_torch(device: DeviceConfig, parallel: ParallelConfig, machine: Machine) -> None:
+    """Raise ConfigError where ranks of this node would need torch, and it isn't there."""
+    if machine.torch_installed or uses_ray(parallel, machine) or not parallel.data_parallel_size_local:
+        return
+    if device.kernels == "torch":
+        raise ConfigError("--kernels", "torch", NO_TORCH, f"{WITH_TORCH}, or leave it out")
+    if parallel.nodes_per_engine > 1:
+        rule = f"ranks of an engine over several nodes meet by PyTorch's gloo, and {NO_TORCH}"
+        raise ConfigError("--nnodes", parallel.nnodes, rule, f"{WITH_TORCH} on each node")
+    if parallel.world_size > 1 and parallel.disable_custom_all_reduce:
+        rule = f"ranks then send over PyTorch's gloo, and {NO_TORCH}"
+        raise ConfigError("--disable-custom-all-reduce", True, rule, f"{WITH_TORCH}, or leave it out")
 
 
 def device_config(options: EngineOptions, device: str, checkpoint_dtype: str, packed: bool, ranks: int) -> DeviceConfig:
@@ -169,6 +201,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     device = device_config(
         options, device_name, model.dtype, packed=checkpoint.format == "gguf", ranks=ranks_here(parallel)
     )  # fmt: skip
+    check_torch(device, parallel, machine)
     libraries = None if uses_ray(parallel, machine) else machine.libraries
     parallel, more = resolve_experts(parallel, options, device_name, expert_shapes(model, device.dtype), libraries)
     for level, line in notes + more:

@@ -17,8 +17,13 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+try:
+    import torch
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+except ImportError as e:
+    why = 'ranks that share no memory meet by PyTorch\'s gloo, which is not here: pip install "planaria[torch]"'
+    raise ImportError(f"{why} ({e})") from e
 
 from planaria.mesh.comm import DEADLINE, Array, CollectiveAborted, broadcast_by_messages
 from planaria.mesh.sockets import Address, hang_up, listening

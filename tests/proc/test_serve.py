@@ -69,12 +69,6 @@ def test_many_at_once_as_alone(client: openai.OpenAI) -> None:
     assert len(set(crowd)) > 20
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
-def test_the_server_has_no_torch(server: Server) -> None:
-    assert "libtorch" in Path(f"/proc/{server.engine_pid()}/maps").read_text()
-    assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
-
-
 def test_a_seed_and_no_tokenizer(small: Path) -> None:
     """--seed: what comes first gets the same seed in every run. --skip-tokenizer-init: ids in and out."""
     body = {"prompt": [50, 35, 28], "max_tokens": 6, "n": 2, "return_token_ids": True, "temperature": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -31,6 +32,7 @@ from planaria.config.parallel import (
     resolve_parallel,
     steps_in_flight,
 )
+from planaria.config.resolve import check_torch
 from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel
 from planaria.errors import ConfigError
 from planaria.models.deal import deal
@@ -315,6 +317,32 @@ def test_the_choice_of_the_all_reduce_is_not_batch_invariance_s() -> None:
 
 def test_the_environments_replicas_are_read_only_without_the_option() -> None:
     assert resolved(replica(2), **DP4).data_parallel_size == 4
+
+
+NATIVE = DeviceConfig(device="cpu", dtype="float32", quantization="none", threads=1)
+PLAIN = msgspec.structs.replace(NATIVE, kernels="torch")
+NO_REDUCE = {"disable_custom_all_reduce": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "option"),
+    [
+        (PLAIN, {}, "--kernels"),
+        (NATIVE, {**TP2, **NO_REDUCE}, "--disable-custom-all-reduce"),
+        (NATIVE, {**TP2, "nnodes": 2}, "--nnodes"),
+        (NATIVE, NO_REDUCE, ""),
+        (NATIVE, TP2, ""),
+        (NATIVE, DP4, ""),
+        (PLAIN, RAY, ""),  # workers may have what isn't here
+    ],
+)
+def test_what_needs_torch_says_so(device: DeviceConfig, options: dict[str, Any], option: str) -> None:
+    here, without = (msgspec.structs.replace(LAPTOP, torch_installed=there) for there in (True, False))
+    check_torch(device, resolved(here, **options), here)
+    with pytest.raises(ConfigError) if option else contextlib.nullcontext() as refusal:
+        check_torch(device, resolved(without, **options), without)
+    if refusal is not None:
+        assert option in str(refusal.value) and 'pip install "planaria[torch]"' in str(refusal.value)
 
 
 def test_ranks_and_nodes() -> None:
