@@ -65,6 +65,7 @@ class Recording:
             self.over = True
             # An error within a stream has a status of 200, and is known to the line of the log.
             well = self.status < 500 and (self.status >= 400 or self.info.error is None)
+            well = well and self.status != 422  # another request than this has the key, which another server knows
             if self.whole and well and self.size:
                 self.timer = asyncio.get_running_loop().call_later(AGE, self.store.forget, self)
             else:

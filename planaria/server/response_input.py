@@ -11,6 +11,7 @@ from planaria.server.records import InputMessage
 MAX_ITEMS = 16_384  # of an input, with those of the responses before it
 MAX_TEXTS = 16_384  # content parts of all items together
 ROLES = ("user", "assistant", "system", "developer")
+MAX_CONVERSATION = 8 << 20  # characters of the responses that another goes on from
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # and where their text is
 _FIELDS = frozenset({"type", "role", "content", "id", "status", "phase"})
 

@@ -28,6 +28,7 @@ logger = logging.getLogger("planaria.server")
 AGE = 30 * 86400.0  # seconds from its creation that a response is kept, once it has ended
 MAX_STORED = 10_000  # responses
 MAX_BYTES = 256 << 20  # of all of them, about
+MAX_RESPONSE = 32 << 20  # of one, when it begins
 MAX_BACKGROUND = 1024  # that run, or wait to
 ACCEPTED = 10.0  # seconds in which a file must be safe, or its request is refused
 WATCH = 1.0  # seconds between two looks whether the disk answers
@@ -59,6 +60,7 @@ class ResponseStore:
         self.journal: Journal | None = None
         self.known: dict[str, Entry] = {}
         self.by_key: dict[tuple[str, str], Entry] = {}  # owner, Idempotency-Key
+        self.unfinished: dict[str, Entry] = {}  # of them
         self.sizes: Counter[str] = Counter()  # by owner
         self.size = 0
         self.failing: set[str] = set()
@@ -90,7 +92,7 @@ class ResponseStore:
         """Engines are ready: whatever runs in the background goes on, the oldest first."""
         from planaria.server.response_run import ResponseRun
 
-        open_ones = [entry for entry in self.known.values() if entry.kept.end is None and entry.run is None]
+        open_ones = [entry for entry in self.unfinished.values() if entry.run is None]
         for entry in sorted(open_ones, key=lambda entry: entry.kept.head.created):
             ResponseRun.again(self, entry)
         if open_ones:
@@ -208,6 +210,11 @@ class ResponseStore:
         kept = Kept(head)
         entry = Entry(kept, durable=self.journal is not None and head.background)
         if stored:
+            if kept.size > MAX_RESPONSE:
+                raise RequestError(
+                    f"the request has {kept.size} bytes; at most {MAX_RESPONSE} are stored: send store: false",
+                    param="store", code="request_too_large", status=413,
+                )  # fmt: skip
             if head.background:
                 self._refuse_too_many(kept)
             self._make_room(1, kept.size)
@@ -215,7 +222,7 @@ class ResponseStore:
         return entry
 
     def _refuse_too_many(self, kept: Kept) -> None:
-        open_ones = [entry for entry in self.known.values() if entry.kept.end is None]
+        open_ones = self.unfinished.values()
         if len(open_ones) >= MAX_BACKGROUND or sum(e.charged for e in open_ones) + kept.size > MAX_BYTES // 2:
             raise RequestError(
                 f"{len(open_ones)} responses run already, with as much text as there is room for; try again later",
@@ -228,6 +235,7 @@ class ResponseStore:
         entry.listed = True
         if head.key:
             self.by_key[head.owner, head.key] = entry
+        self.unfinished[head.id] = entry
         if entry.kept.end is not None:
             self._note_end(entry)
         self._charge(entry)
@@ -253,6 +261,7 @@ class ResponseStore:
         del self.known[head.id]
         if head.key:
             self.by_key.pop((head.owner, head.key), None)
+        self.unfinished.pop(head.id, None)
         own = self.over.get(head.owner, {})
         if own.pop(head.id, None) is not None and not own:
             del self.over[head.owner]
@@ -273,6 +282,7 @@ class ResponseStore:
             del self.sizes[owner]
 
     def _note_end(self, entry: Entry) -> None:
+        self.unfinished.pop(entry.kept.head.id, None)
         self.over.setdefault(entry.kept.head.owner, {})[entry.kept.head.id] = entry
 
     def _make_room(self, count: int, size: int) -> None:

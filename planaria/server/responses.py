@@ -21,7 +21,7 @@ from planaria.server.gate import RequestInfo
 from planaria.server.idempotency import HEADER, owner_of
 from planaria.server.inputs import submissions
 from planaria.server.records import Head, InputMessage
-from planaria.server.response_input import MAX_ITEMS, conversation_of, from_turn, items_of, turns
+from planaria.server.response_input import MAX_CONVERSATION, MAX_ITEMS, conversation_of, from_turn, items_of, turns
 from planaria.server.response_run import ResponseRun, fits
 from planaria.server.response_shapes import event_bytes, item_of, num_events, response_of
 from planaria.server.response_store import Entry, ResponseStore
@@ -71,11 +71,13 @@ async def create_response(request: Request) -> Response:
     if body.max_output_tokens is not None and len(ids) + body.max_output_tokens > _limit(facts):
         params = msgspec.structs.replace(params, max_tokens=None)  # as many as there is room for
     tokenizer = service.need_tokenizer("input")
-    (submit,) = submissions(
+    (asked,) = submissions(
         f"resp-{info.uid}", ids, params, facts, eos_ids=tokenizer.eos_ids, tokenizer=tokenizer,
         seed=service.next_seed(), priority=body.priority or 0, cache_salt=body.cache_salt or "",
         param="input",
     )  # fmt: skip
+    lasts = store.journal is not None and bool(body.background)
+    submit = msgspec.structs.replace(asked, persist=lasts)  # its KV, where there is a tier on disk
     head = Head(
         f"resp_{info.uid}", owner, int(time.time()), bool(body.background), body.model or service.model_names[0],
         fits(store), _fields(body, params, stored), items, submit, key, digest,
@@ -136,10 +138,11 @@ def _before(store: ResponseStore, id: str, owner: str) -> list[InputMessage]:
             f"previous response {clip(id)!r} {why}", param="previous_response_id", code="previous_response_not_found"
         )
     items = [*kept.head.items, InputMessage(f"msg_{kept.head.uid}", "assistant", [kept.text])]
-    if len(items) >= MAX_ITEMS:
+    size = sum(len(text) for item in items for text in item.texts)
+    if len(items) >= MAX_ITEMS or size > MAX_CONVERSATION:
         raise RequestError(
-            f"the conversation has {len(items)} items; at most {MAX_ITEMS}", param="previous_response_id",
-            code="invalid_value",
+            f"the conversation has {len(items)} items with {size} characters; at most {MAX_ITEMS} with "
+            f"{MAX_CONVERSATION}: begin another", param="previous_response_id", code="invalid_value",
         )  # fmt: skip
     return items
 

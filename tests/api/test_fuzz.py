@@ -16,7 +16,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 schemathesis.checks.load_all_checks()
 ACCEPTS_ALL = schemathesis.checks.CHECKS.get_one("positive_data_acceptance")
 POSITIVE, NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-EXAMPLES = {"/v1/completions": 120, "/v1/chat/completions": 80, "/v1/responses": 60, "/tokenize": 30, "/detokenize": 30}
+EXAMPLES = {"/v1/completions": 120, "/v1/chat/completions": 80, "/v1/responses": 30, "/tokenize": 30, "/detokenize": 30}
 # Values of the fields that no document can say enough about; with others nearly every valid request is refused.
 KNOWN = {
     "model": "smollm2", "max_tokens": 5, "max_completion_tokens": 5, "min_tokens": 2, "best_of": None, "stream": True,

@@ -11,7 +11,9 @@ import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from planaria.server import response_store
+from planaria.errors import ConfigError
+from planaria.server import response_store, responses
+from planaria.server.config import ServerConfig
 
 R = "/v1/responses"
 GREEDY: dict[str, Any] = {"model": "smollm2", "temperature": 0}
@@ -287,3 +289,31 @@ async def test_what_is_kept_is_bounded(server, monkeypatch):
     for id in ids[3:]:
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(id)
+
+
+async def test_what_is_too_large_to_be_kept(server, monkeypatch):
+    client = server.client()
+    monkeypatch.setattr(response_store, "MAX_RESPONSE", 1500)
+    labels = dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), "x" * 500)
+    with pytest.raises(openai.APIStatusError) as e:
+        await client.responses.create(**GREEDY, input="x", max_output_tokens=1, **labels)
+    assert e.value.status_code == 413 and not server.engine.submitted
+    await client.responses.create(**GREEDY, input="x", max_output_tokens=1, **labels, store=False)
+    monkeypatch.setattr(responses, "MAX_CONVERSATION", 3)
+    first = await client.responses.create(**GREEDY, input="Hello", max_output_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="begin another"):
+        await client.responses.create(**GREEDY, input="x", previous_response_id=first.id)
+
+
+async def test_several_api_processes_keep_none(start):
+    with pytest.raises(ConfigError, match="--api-server-count 1"):
+        ServerConfig(journal="x", stores_responses=False).verify()
+    async with start(stores_responses=False) as server:
+        client = server.client()
+        answer = await client.responses.create(**GREEDY, input="x", max_output_tokens=1)
+        assert answer.store is False and not server.engine.open
+        for more in ({"background": True}, {"store": True}, {"previous_response_id": answer.id}):
+            with pytest.raises(openai.BadRequestError, match="one API process"):
+                await client.responses.create(**GREEDY, input="x", **more)
+        with pytest.raises(openai.NotFoundError, match="--api-server-count 1"):
+            await client.responses.retrieve(answer.id)
