@@ -35,7 +35,7 @@ from planaria.config.options import (
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import AUTO, parse_bytes, parse_tokens
-from planaria.config.speculative import speculative_config
+from planaria.config.speculative import draft_source, speculative_config
 from planaria.config.vllm_words import variables
 from planaria.env import environment
 from planaria.errors import ConfigError
@@ -228,4 +228,5 @@ def resolve(options: EngineOptions) -> EngineConfig:
         faults=_faults(options, parallel),
         null_worker=options.null_worker,
         speculative=speculative,
+        draft=draft_source(speculative, model, hub, device.dtype),
     )

@@ -1,4 +1,4 @@
-"""What `--speculative-config` says: whether and how tokens are drafted. Pure."""
+"""What `--speculative-config` says: whether and how tokens are drafted."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from typing import Any
 
 import msgspec
 
-from planaria.config.options import SpeculativeConfig
+from planaria.checkpoint import resolve_checkpoint
+from planaria.checkpoint.resolve import Hub
+from planaria.config.options import DraftSource, SpeculativeConfig
 from planaria.errors import ConfigError
+from planaria.models import model_config
+from planaria.models.config import ModelConfig
 
 FLAG = "--speculative-config"
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model")
 MOST_DRAFTS = 64
-DEFAULT_DRAFTS = {"ngram": 8, "suffix": 24}
-LATER = {"draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp"}  # others', not here yet
+DEFAULT_DRAFTS = {"ngram": 8, "suffix": 24, "draft_model": 4}
+LATER = {"eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp"}  # others', not here yet
 FIX = f"choose one of {', '.join(METHODS)}"
 EXAMPLE = """write '{"method": "ngram", "num_speculative_tokens": 8}'"""
 
@@ -33,8 +37,16 @@ def speculative_config(given: str | dict[str, Any] | None) -> SpeculativeConfig 
     except (msgspec.DecodeError, msgspec.ValidationError) as e:
         fix = f"{EXAMPLE}; fields: {', '.join(SpeculativeConfig.__struct_fields__)}"
         raise ConfigError(FLAG, shown, f"can't be read: {e}", fix) from None
+    if not config.method:
+        config = msgspec.structs.replace(config, method="draft_model" if config.model else "ngram")
     if config.method not in METHODS:
         raise ConfigError(f"{FLAG} method", config.method, "is unknown", FIX)
+    if (config.method == "draft_model") != bool(config.model):
+        rule = "names a model that drafts" if config.model else "wants a model that drafts, and `model` is left out"
+        raise ConfigError(f"{FLAG} method", config.method, rule, '"method": "draft_model", "model": "smollm2"')
+    if config.draft_tensor_parallel_size != 1:
+        rule = "must be 1: the rank that draws tokens drafts by itself"
+        raise ConfigError(f"{FLAG} draft_tensor_parallel_size", config.draft_tensor_parallel_size, rule, "leave it out")
     lookup = config.prompt_lookup_max or max(config.prompt_lookup_min, 5)
     config = msgspec.structs.replace(
         config,
@@ -53,3 +65,23 @@ def speculative_config(given: str | dict[str, Any] | None) -> SpeculativeConfig 
         if not least <= value <= most:
             raise ConfigError(f"{FLAG} {name}", value, f"must be from {least:g} to {most:g}")
     return config
+
+
+def draft_source(config: SpeculativeConfig | None, served: ModelConfig, hub: Hub, dtype: str) -> DraftSource | None:
+    """The model that drafts, if one does. dtype: that is computed in. Raises ConfigError, ModelError."""
+    if config is None or not config.model:
+        return None
+    checkpoint = resolve_checkpoint(config.model, hub._replace(revision=None))
+    model = model_config(checkpoint.config, checkpoint.generation_config)
+    if model.vocab_size != served.vocab_size:
+        raise ConfigError(
+            f"{FLAG} model", config.model,
+            f"has {model.vocab_size} tokens, and the model that is served {served.vocab_size}",
+            "both must have the same",
+        )  # fmt: skip
+    if model.moe is not None:
+        raise ConfigError(f"{FLAG} model", config.model, "has experts", "use a dense one")
+    packed = checkpoint.format == "gguf" and dtype == "bfloat16"
+    return DraftSource(
+        model=model, checkpoint=msgspec.to_builtins(checkpoint), quantization="keep" if packed else "none"
+    )

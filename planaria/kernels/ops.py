@@ -56,6 +56,7 @@ class Batch:
     seq_len      int32 [max_seqs]          tokens in KV after this step, per sequence
     seq_row      int32 [max_seqs]          its row in block_table
     block_table  int32 [max_seqs, max_blocks]
+    row_blocks   int32 [max_seqs]          how many blocks each row has
     sample_index int32 [max_samples]       token indices whose logits are wanted
     hidden       float32 [max_tokens, >= H] the previous stage's residual; only where `make_hidden` was called
     prefill      are there tokens of histories among them, or only ones that were drawn last?
@@ -72,6 +73,7 @@ class Batch:
         self.seq_len: npt.NDArray[np.int32] = np.zeros(max_seqs, np.int32)
         self.seq_row: npt.NDArray[np.int32] = np.zeros(max_seqs, np.int32)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_seqs, max_blocks), np.int32)
+        self.row_blocks: npt.NDArray[np.int32] = np.zeros(max_seqs, np.int32)
         self.sample_index: npt.NDArray[np.int32] = np.zeros(max_samples, np.int32)
         self.hidden: npt.NDArray[np.float32] | None = None
         self.arrived: Array | None = None  # float32 [T, H] on the device, in place of `hidden`

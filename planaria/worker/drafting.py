@@ -7,7 +7,7 @@ draft counts while it equals what was drawn. So it may guess as it likes, from w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,8 +35,8 @@ class Drafter(Protocol):
     def leave(self, row: int) -> None:
         """Forget `row`; it may be empty."""
 
-    def draft(self, row: int, most: int) -> Sequence[int]:
-        """Up to so many tokens that may come next."""
+    def draft(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        """Of each of these rows up to so many tokens that may come next; a row may be left out."""
         ...
 
     def close(self) -> None:
@@ -83,6 +83,13 @@ class _Rows:
     def leave(self, row: int) -> None:
         self.histories.pop(row, None)
 
+    def draft(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        """See Drafter."""
+        return {row: self._drafts(self.histories[row].ids, most) for row, most in wanted.items()}
+
+    def _drafts(self, ids: Ids, most: int) -> Sequence[int]:
+        raise NotImplementedError
+
     def close(self) -> None:
         self.histories.clear()
 
@@ -91,9 +98,7 @@ class PromptLookup(_Rows):
     """What came after the longest of a history's last `prompt_lookup_min` to `prompt_lookup_max` tokens the last time
     they were there (https://github.com/apoorvumang/prompt-lookup-decoding)."""
 
-    def draft(self, row: int, most: int) -> Sequence[int]:
-        """See Drafter."""
-        ids = self.histories[row].ids
+    def _drafts(self, ids: Ids, most: int) -> Sequence[int]:
         places, length = matches(ids[:-1], ids, self.config.prompt_lookup_max)
         if length < self.config.prompt_lookup_min:
             return []
@@ -124,8 +129,8 @@ class SuffixLookup(_Rows):
                 self._ended.popleft()
             self._others = np.concatenate(self._ended)
 
-    def draft(self, row: int, most: int) -> Sequence[int]:
-        ids, depth = self.histories[row].ids, self.config.suffix_decoding_max_tree_depth
+    def _drafts(self, ids: Ids, most: int) -> Sequence[int]:
+        depth = self.config.suffix_decoding_max_tree_depth
         found = [(ids, *matches(ids[:-1], ids, depth)), (self._others, *matches(self._others, ids, depth))]
         longest = max(length for _, _, length in found)
         most = min(most, int(longest * self.config.suffix_decoding_max_spec_factor))

@@ -42,7 +42,6 @@ class Runner:
         self.cursor = np.zeros(rows, np.int32)
         self.last = np.zeros(rows, np.int32)
         self.turn = np.full(rows, -1, np.int32)  # in whose steps a row goes on by itself; -1: none
-        self.num_blocks = np.zeros(rows, np.int32)
         self.prompts: dict[int, Sequence[int]] = {}  # histories of rows that are not through them yet
         self.logprobs_wanted: dict[int, int] = {}  # row -> k, prompt logprobs
         self.refused: dict[int, str] = {}  # rows whose request could not enter, until they are freed
@@ -60,7 +59,7 @@ class Runner:
         rows = np.flatnonzero(self.turn == turn)
         taken = None  # of each row's drafts
         if self.speculation is not None:
-            room = self.num_blocks[rows] * self.block_size - self.cursor[rows]
+            room = self.batch.row_blocks[rows] * self.block_size - self.cursor[rows]
             rows, room = rows[room > 0], room[room > 0]  # one whose blocks are full does nothing
             taken = self.speculation.taken(rows, room - 1, alone=not chunks)
         samples: list[int] = rows.tolist()
@@ -126,7 +125,7 @@ class Runner:
         taken += [0] * (len(samples) - len(taken))
         drawn, logprobs, errors = self.speculation.draw(sampler, logits, samples, lines, taken)
         told = self.speculation.go_on(samples, drawn, taken, alone=alone)
-        self._hear(samples, told)
+        self._hear(turn, samples, told)
         self.stage.drew(turn, samples, told)
         each = {row: tokens for row, tokens in zip(samples, drawn, strict=True) if tokens}
         drafted = {row: count for row, count in zip(samples, taken, strict=True) if count and row in each}
@@ -139,11 +138,13 @@ class Runner:
         """Take in what is still on its way, before another runner uses the same mesh."""
         self.stage.drain(self._hear)
 
-    def _hear(self, rows: list[int], told: npt.NDArray[np.int32]) -> None:
-        """What these rows go on with."""
+    def _hear(self, turn: int, rows: list[int], told: npt.NDArray[np.int32]) -> None:
+        """What these rows, which drew in a step of this turn, go on with."""
         if self.speculation is None:
             self.last[rows] = told[:, 0]
             return
+        there = np.flatnonzero(self.turn[rows] == turn)  # not who has left, nor who came to the row since
+        rows, told = [rows[i] for i in there], told[there]
         self.cursor[rows] += told[:, 0] - 1
         self.last[rows] = told[:, 1]
         self.speculation.hear(rows, told)
@@ -164,7 +165,7 @@ class Runner:
             return False
         if fresh is not None:
             self.turn[row] = -1
-            self.num_blocks[row] = 0
+            self.batch.row_blocks[row] = 0
             self.prompts[row] = fresh.tokens
             if fresh.params.prompt_logprobs is not None:
                 self.logprobs_wanted[row] = fresh.params.prompt_logprobs
@@ -177,9 +178,9 @@ class Runner:
                 self.refused[row] = f"the request can't be run: {e}"
                 return False
         if change.blocks:
-            have = int(self.num_blocks[row])
+            have = int(self.batch.row_blocks[row])
             self.batch.block_table[row, have : have + len(change.blocks)] = change.blocks
-            self.num_blocks[row] = have + len(change.blocks)
+            self.batch.row_blocks[row] = have + len(change.blocks)
         if self.turn[row] < 0:
             return True
         if change.start not in (-1, self.cursor[row]):

@@ -19,6 +19,7 @@ from planaria.config.options import EngineConfig
 from planaria.kernels.ops import Batch
 from planaria.protocol import Fresh
 from planaria.types import TokenLogprobs
+from planaria.worker.draft_model import DraftModel, DraftWeights
 from planaria.worker.draft_sizes import DraftSizes
 from planaria.worker.drafting import Drafter, make_drafter
 from planaria.worker.sampler import Sampler
@@ -37,7 +38,7 @@ class Speculation:
         self.sizes = DraftSizes()
         self.counts: npt.NDArray[np.int32] = np.zeros(rows, np.int32)  # of drafts
         self.drafts: npt.NDArray[np.int32] = np.zeros((rows, most), np.int32)
-        self._since = 0.0
+        self._since = self._drafting = 0.0  # when a step began; seconds that the last drafts took
 
     @property
     def width(self) -> int:
@@ -111,15 +112,19 @@ class Speculation:
         assert self.drafter is not None
         sizes = self.sizes
         if alone:
-            sizes.times.saw(len(rows) + sum(taken), time.perf_counter() - self._since)
-        offered: dict[int, Sequence[int]] = {}
+            spent = time.perf_counter() - self._since
+            sizes.times.saw(len(rows) + sum(taken), spent + (self._drafting if sum(taken) else 0.0))
+        wanted: dict[int, int] = {}
         for row, tokens, count in zip(rows, drawn, taken, strict=True):
             if not tokens:  # it has ended with an error
                 continue
             self.drafter.extend(row, tokens)
             sizes.checked(row, count, len(tokens) - 1)
-            if sizes.worth(row) and (drafts := self.drafter.draft(row, self.most)):
-                offered[row] = drafts
+            if sizes.worth(row):
+                wanted[row] = self.most
+        since = time.perf_counter()
+        offered = {row: drafts[: self.most] for row, drafts in self.drafter.draft(wanted).items() if len(drafts)}
+        self._drafting = time.perf_counter() - since
         dealt: dict[int, int] = {}
         if offered:
             counts = {row: len(drafts) for row, drafts in offered.items()}
@@ -137,11 +142,17 @@ class Speculation:
             self.drafter.close()
 
 
-def make_speculation(config: EngineConfig, batch: Batch, *, draws: bool) -> Speculation | None:
-    """None: rows don't draft. draws: does this rank draw tokens? Raises ConfigError."""
+def make_speculation(
+    config: EngineConfig, batch: Batch, num_blocks: int, weights: DraftWeights | None, *, draws: bool
+) -> Speculation | None:
+    """None: rows don't draft. weights: of a model that drafts. draws: does this rank draw? Raises ConfigError."""
     if config.speculative is None:
         return None
-    drafter = make_drafter(config) if draws else None
+    drafter: Drafter | None = None
+    if draws and weights is not None:
+        drafter = DraftModel(config, weights, batch, num_blocks)
+    elif draws:
+        drafter = make_drafter(config)
     return Speculation(config.scheduler.max_num_seqs, config.scheduler.max_drafts, batch, drafter)
 
 

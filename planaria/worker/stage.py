@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from planaria.kernels.ops import Batch
 
 Tokens = npt.NDArray[np.int32]
-Hear = Callable[[list[int], Tokens], None]
+Hear = Callable[[int, list[int], Tokens], None]  # turn, rows, what is told of them
 
 
 class Stage:
@@ -46,8 +46,8 @@ class Stage:
     def take_tokens(self, turn: int, hear: Hear) -> None:
         """Have `hear` take what rows of this turn go on with, [rows, width]."""
         while any(own == turn for own, _ in self._open):
-            _, rows = self._open.popleft()
-            hear(rows, self._receive_tokens(len(rows)))
+            of, rows = self._open.popleft()
+            hear(of, rows, self._receive_tokens(len(rows)))
 
     def drain(self, hear: Hear) -> None:
         """Take in what is still on its way, before another stage uses the same mesh."""

@@ -45,6 +45,7 @@ from planaria.worker.weights import RankWeights
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
+    from planaria.worker.draft_model import DraftWeights
     from planaria.worker.experts import Experts
     from planaria.worker.micro_batches import MicroBatches
     from planaria.worker.runner import Runner
@@ -68,6 +69,7 @@ class Worker:
         self.micro_batches: MicroBatches | None = None
         self.part: Part | None = None  # of the model, that is loaded
         self.prepared: dict[Part, tuple[Ops, Any]] = {}  # a spare's, until it knows which it is
+        self.draft_weights: DraftWeights | None = None
         self.progress = progress or (lambda part, fraction: None)
         self.seconds: dict[str, float] = {}
         self.ops: Ops | None = None
@@ -180,6 +182,8 @@ class Worker:
         self.take_thread()
         if self.ops is not None:
             self.ops.use_threads(threads)
+        if self.draft_weights is not None:
+            self.draft_weights.ops.use_threads(threads)
 
     def take_thread(self) -> None:
         """Make the calling thread one that can carry out steps."""
@@ -264,8 +268,21 @@ class Worker:
             self.micro_batches = None
 
     def _probe(self) -> Reply:
-        block = self.model.kv_block_bytes(self.config.cache.block_size)
-        return Facts(self.rank, block, available_bytes(self.config), self.model.weight_bytes)
+        size = self.config.cache.block_size
+        block, weights = self.model.kv_block_bytes(size), self.model.weight_bytes
+        if (draft := self._draft_weights()) is not None:
+            block, weights = block + draft.model.kv_block_bytes(size), weights + draft.model.weight_bytes
+        return Facts(self.rank, block, available_bytes(self.config), weights)
+
+    def _draft_weights(self) -> DraftWeights | None:
+        """Of a model that drafts, loaded now if this rank draws tokens; they stay for all epochs."""
+        if self.config.draft is None or not self.mesh.samples:
+            return None
+        if self.draft_weights is None:
+            from planaria.worker.draft_model import DraftWeights
+
+            self.draft_weights = DraftWeights(self.config, self.boot.threads)
+        return self.draft_weights
 
     def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch
@@ -302,7 +319,9 @@ class Worker:
             self.sampler = make_sampler(self.config, self.boot.threads)
         else:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
-        guesses = make_speculation(self.config, batch, draws=self.mesh.samples)
+        guesses = make_speculation(
+            self.config, batch, command.num_blocks, self._draft_weights(), draws=self.mesh.samples
+        )  # fmt: skip
         stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges), speculation=guesses
@@ -340,6 +359,8 @@ class Worker:
         self.kv.disconnect(last=True)
         self._leave_groups()
         self._unload()
+        if self.draft_weights is not None:
+            self.draft_weights.close()
         return Done(self.rank)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planaria.config.options import EngineConfig
@@ -28,7 +28,10 @@ class Book:
     def leave(self, row: int) -> None:
         self.rows.pop(row, None)
 
-    def draft(self, row: int, most: int) -> Sequence[int]:
+    def draft(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        return {row: self._drafts(row, most) for row, most in wanted.items()}
+
+    def _drafts(self, row: int, most: int) -> Sequence[int]:
         have = self.rows[row]
         for history in self.histories:
             if history[: len(have)] == have:
@@ -46,5 +49,5 @@ class Silent:
     def __init__(self, config: EngineConfig) -> None:
         pass
 
-    def draft(self, row: int, most: int) -> Sequence[int]:
-        return []
+    def draft(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        return {}

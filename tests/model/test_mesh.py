@@ -434,11 +434,11 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
             return StepTensors(batch, torch.device("cpu")).hidden
         stage.drew(0, [1], None)
         heard = []
-        stage.take_tokens(0, lambda rows, told: heard.append((rows, told.tolist())))
+        stage.take_tokens(0, lambda turn, rows, told: heard.append((turn, rows, told.tolist())))
         return out, heard
 
     first, second = group.run(work)
-    assert first == (None, [([1], [[77]])]) and torch.equal(second, values(3, (5, 12)))
+    assert first == (None, [(0, [1], [[77]])]) and torch.equal(second, values(3, (5, 12)))
     group.close()
 
 

@@ -12,7 +12,7 @@ from planaria.config.speculative import speculative_config
 from planaria.core.stats import DraftStats
 from planaria.errors import ConfigError
 from planaria.worker.draft_sizes import LOOK_AGAIN, DraftSizes, StepTimes
-from planaria.worker.drafting import KEPT, PromptLookup, SuffixLookup
+from planaria.worker.drafting import KEPT, Drafter, PromptLookup, SuffixLookup
 
 
 def lookup(tokens: list[int], most: int = 4, **said: Any) -> list[int]:
@@ -20,7 +20,11 @@ def lookup(tokens: list[int], most: int = 4, **said: Any) -> list[int]:
     assert config is not None
     drafter = PromptLookup(config)
     drafter.enter(0, tokens, len(tokens))
-    return list(drafter.draft(0, most))
+    return drafted(drafter, 0, most)
+
+
+def drafted(drafter: Drafter, row: int, most: int) -> list[int]:
+    return list(drafter.draft({row: most})[row])
 
 
 def suffixes(**said: Any) -> SuffixLookup:
@@ -47,25 +51,25 @@ def test_tokens_come_one_after_the_other() -> None:
     drafter.enter(3, [1, 2, 3], 3)
     for token in [4, 5] * 400:  # more than there was room for at first
         drafter.extend(3, [token])
-    assert list(drafter.draft(3, 3)) == [4, 5, 4]
+    assert drafted(drafter, 3, 3) == [4, 5, 4]
     drafter.leave(3)
     drafter.leave(3)
     drafter.enter(3, [1, 2, 1, 2], 4)
-    assert list(drafter.draft(3, 1)) == [1]
+    assert drafted(drafter, 3, 1) == [1]
 
 
 def test_suffixes_vote_and_stop_where_nothing_is_likely() -> None:
     drafter = suffixes(suffix_decoding_max_spec_factor=8)
     drafter.enter(0, [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 3, 7, 1, 2], 14)
-    assert list(drafter.draft(0, 2))[:1] == [3]  # twice, and 4 once
+    assert drafted(drafter, 0, 2)[:1] == [3]  # twice, and 4 once
     drafter = suffixes(suffix_decoding_max_spec_factor=8, suffix_decoding_min_token_prob=0.6)
     drafter.enter(0, [1, 2, 3, 7, 1, 2, 4, 8, 1, 2], 10)
-    assert list(drafter.draft(0, 2)) == []  # each half as likely
+    assert drafted(drafter, 0, 2) == []  # each half as likely
     drafter = suffixes(suffix_decoding_max_spec_factor=1)
     drafter.enter(0, [1, 2, 3, 4, 5, 9, 1, 2], 8)
-    assert list(drafter.draft(0, 8)) == [3, 4]  # as many as were found again
+    assert drafted(drafter, 0, 8) == [3, 4]  # as many as were found again
     drafter.enter(0, [1, 2, 3], 3)
-    assert list(drafter.draft(0, 8)) == []
+    assert drafted(drafter, 0, 8) == []
 
 
 def test_suffixes_of_outputs_that_have_ended() -> None:
@@ -75,11 +79,11 @@ def test_suffixes_of_outputs_that_have_ended() -> None:
         drafter.extend(row, output)
         drafter.leave(row)
     drafter.enter(0, [60], 1)
-    assert list(drafter.draft(0, 8)) == [61, 62]  # and not on into the next
+    assert drafted(drafter, 0, 8) == [61, 62]  # and not on into the next
     drafter.enter(0, [50], 1)
-    assert list(drafter.draft(0, 8)) == []  # of three the first is forgotten
+    assert drafted(drafter, 0, 8) == []  # of three the first is forgotten
     drafter.enter(0, [1, 2], 2)
-    assert list(drafter.draft(0, 8)) == []  # prompts are nobody else's
+    assert drafted(drafter, 0, 8) == []  # prompts are nobody else's
     drafter = suffixes()
     for _ in range(4):
         drafter.enter(0, [1], 1)
