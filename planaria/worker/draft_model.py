@@ -16,6 +16,7 @@ import numpy as np
 from planaria.checkpoint import Checkpoint
 from planaria.config.options import EngineConfig
 from planaria.kernels.ops import Batch, Ops
+from planaria.mesh.mesh import Mesh
 from planaria.worker.device import make_ops
 
 TOKENS = 128  # of histories that are computed in one step, beside a token of each row
@@ -37,6 +38,29 @@ class DraftWeights:
 
     def close(self) -> None:
         self.ops.close()
+
+
+class RankDraft:
+    """The model that drafts of one rank, loaded when it is to draw tokens; it stays for all epochs."""
+
+    def __init__(self) -> None:
+        self._weights: DraftWeights | None = None
+
+    def of(self, config: EngineConfig, mesh: Mesh, threads: int) -> DraftWeights | None:
+        """None: no model drafts, or not on this rank."""
+        if config.draft is None or not mesh.samples:
+            return None
+        self._weights = self._weights or DraftWeights(config, threads)
+        return self._weights
+
+    def use_threads(self, threads: int) -> None:
+        if self._weights is not None:
+            self._weights.ops.use_threads(threads)
+
+    def close(self) -> None:
+        """At the process's end."""
+        if self._weights is not None:
+            self._weights.close()
 
 
 class DraftModel:

@@ -36,6 +36,7 @@ from planaria.topology.experts import Maps, Move
 from planaria.topology.layout import Layout
 from planaria.worker.classes import call, make
 from planaria.worker.device import available_bytes, make_ops, make_sampler, make_stage, take_thread
+from planaria.worker.draft_model import RankDraft
 from planaria.worker.groups import Groups
 from planaria.worker.guard import guard
 from planaria.worker.kv import RankKV
@@ -45,7 +46,6 @@ from planaria.worker.weights import RankWeights
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
-    from planaria.worker.draft_model import DraftWeights
     from planaria.worker.experts import Experts
     from planaria.worker.micro_batches import MicroBatches
     from planaria.worker.runner import Runner
@@ -69,7 +69,7 @@ class Worker:
         self.micro_batches: MicroBatches | None = None
         self.part: Part | None = None  # of the model, that is loaded
         self.prepared: dict[Part, tuple[Ops, Any]] = {}  # a spare's, until it knows which it is
-        self.draft_weights: DraftWeights | None = None
+        self.draft = RankDraft()
         self.progress = progress or (lambda part, fraction: None)
         self.seconds: dict[str, float] = {}
         self.ops: Ops | None = None
@@ -182,8 +182,7 @@ class Worker:
         self.take_thread()
         if self.ops is not None:
             self.ops.use_threads(threads)
-        if self.draft_weights is not None:
-            self.draft_weights.ops.use_threads(threads)
+        self.draft.use_threads(threads)
 
     def take_thread(self) -> None:
         """Make the calling thread one that can carry out steps."""
@@ -270,19 +269,9 @@ class Worker:
     def _probe(self) -> Reply:
         size = self.config.cache.block_size
         block, weights = self.model.kv_block_bytes(size), self.model.weight_bytes
-        if (draft := self._draft_weights()) is not None:
+        if (draft := self.draft.of(self.config, self.mesh, self.boot.threads)) is not None:
             block, weights = block + draft.model.kv_block_bytes(size), weights + draft.model.weight_bytes
         return Facts(self.rank, block, available_bytes(self.config), weights)
-
-    def _draft_weights(self) -> DraftWeights | None:
-        """Of a model that drafts, loaded now if this rank draws tokens; they stay for all epochs."""
-        if self.config.draft is None or not self.mesh.samples:
-            return None
-        if self.draft_weights is None:
-            from planaria.worker.draft_model import DraftWeights
-
-            self.draft_weights = DraftWeights(self.config, self.boot.threads)
-        return self.draft_weights
 
     def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch
@@ -320,7 +309,8 @@ class Worker:
         else:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
         guesses = make_speculation(
-            self.config, batch, command.num_blocks, self._draft_weights(), draws=self.mesh.samples
+            self.config, batch, command.num_blocks, self.draft.of(self.config, self.mesh, self.boot.threads),
+            draws=self.mesh.samples,
         )  # fmt: skip
         stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
@@ -359,8 +349,7 @@ class Worker:
         self.kv.disconnect(last=True)
         self._leave_groups()
         self._unload()
-        if self.draft_weights is not None:
-            self.draft_weights.close()
+        self.draft.close()
         return Done(self.rank)
 
 
