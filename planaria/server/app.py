@@ -17,19 +17,21 @@ import planaria
 from planaria.errors import RequestError
 from planaria.server import (
     admin,
+    anthropic_messages,
     chat,
     completions,
     dashboard,
     health,
     responses,
     schema,
+    schema_anthropic,
     schema_fleet,
     schema_responses,
     tokens,
 )
 from planaria.server.config import ServerConfig
 from planaria.server.dispatcher import Dispatcher
-from planaria.server.failure import failure, refused
+from planaria.server.failure import ANTHROPIC, failure, refused
 from planaria.server.gate import OPEN_PATHS, Gate
 from planaria.server.idempotency import MAX_KEY
 from planaria.server.service import Service
@@ -137,7 +139,9 @@ def _routes(app: FastAPI) -> None:
         ok = {**(_json(answer) if answer is not None else {}), **(content or {})}
         answers: dict[int | str, dict[str, Any]] = {200: {"description": "OK", "content": ok}}
         for status in errors:
-            shape = schema.HealthReport if endpoint is health.health else schema.ErrorResponse
+            shape: type[BaseModel] = schema.HealthReport if endpoint is health.health else schema.ErrorResponse
+            if path.startswith(ANTHROPIC):
+                shape = schema_anthropic.AnthropicErrorResponse
             answers[status] = {"description": _ERRORS[status], "content": _json(shape)}
         extra: dict[str, Any] = {}
         if 422 in errors:
@@ -171,6 +175,14 @@ def _routes(app: FastAPI) -> None:
     add(one, responses.delete_response, schema_responses.ResponseDeleted, method="DELETE", errors=post)
     add(f"{one}/cancel", responses.cancel_response, schema_responses.ResponseObject, method="POST", errors=once)
     add(f"{one}/input_items", responses.list_input_items, schema_responses.InputItems, errors=(400, 401, 404, 503))
+    add(
+        "/v1/messages", anthropic_messages.create_message, schema_anthropic.MessagesResponse,
+        schema_anthropic.MessagesRequest, errors=once, content=stream,
+    )  # fmt: skip
+    add(
+        "/v1/messages/count_tokens", anthropic_messages.count_tokens, schema_anthropic.CountTokensResponse,
+        schema_anthropic.CountTokensRequest, errors=once,
+    )  # fmt: skip
     add("/tokenize", tokens.tokenize, schema.TokenizeResponse, schema.TokenizeRequest, errors=post)
     add("/detokenize", tokens.detokenize, schema.DetokenizeResponse, schema.DetokenizeRequest, errors=post)
     add("/tokenizer_info", tokens.tokenizer_info, schema.TokenizerInfo, errors=(400, 401, 503))
@@ -201,6 +213,9 @@ def _routes(app: FastAPI) -> None:
 
 _MODELS: tuple[type[BaseModel], ...] = (
     schema.Message, schema.FunctionTool,
+    schema_anthropic.AskedMessage, schema_anthropic.AskedBlock, schema_anthropic.AskedTool,
+    schema_anthropic.MessagesRequest, schema_anthropic.MessagesResponse, schema_anthropic.CountTokensRequest,
+    schema_anthropic.CountTokensResponse, schema_anthropic.AnthropicErrorResponse,
     schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
     schema.TokenizerInfo,

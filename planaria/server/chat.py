@@ -24,14 +24,15 @@ from planaria.server.common import (
     truncated,
 )
 from planaria.server.generation import Answer, Generation
-from planaria.server.inputs import check_logprobs, submissions
+from planaria.server.inputs import check_logprobs, room, submissions
 from planaria.server.messages import check_messages
 from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, TokenizeRequest
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
-from planaria.server.tools import Tools, check_tools, forced_form, reading_of, refuse_both, shown_marks
+from planaria.server.tools import Reading, Tools, check_tools, forced_form, reading_of, refuse_both, shown_marks
 from planaria.types import TokenLogprobs
+from planaria.wire import EngineFacts
 
 # Names of apply_chat_template's own arguments, and those that would bring in code or fields refused elsewhere.
 _RESERVED = frozenset({
@@ -44,6 +45,24 @@ async def create_chat_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read(request, ChatCompletionRequest)
     facts = service.admit(body.model)
+    stream, reading = await open_chat(service, request, body, facts)
+    info = request.scope["planaria"]
+    generation = Generation(service, info, [stream], stream=bool(body.stream))
+    if reading is None:
+        generation.writer = ChatWriter(service, info.uid, body, stream)
+    else:
+        from planaria.server.chat_calls import ReadChatWriter
+
+        generation.writer = ReadChatWriter(service, info.uid, body, stream, reading)
+    return Answer(generation)
+
+
+async def open_chat(
+    service: Service, request: Request, body: ChatCompletionRequest, facts: EngineFacts, *, kind: str = "chatcmpl",
+    fits: bool = False,
+) -> tuple[Choices, Reading | None]:  # fmt: skip
+    """What an engine is asked for a conversation, and how the answer is read. kind: of the request's id; fits: where
+    there is no room for max_tokens, they are as many as there is room for. Raises RequestError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -51,7 +70,7 @@ async def create_chat_completion(request: Request) -> Response:
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
     tokenizer = service.need_tokenizer("messages")
     params = await spelled(service, params, request, body)
-    tools = await _tools(service, request, body)
+    tools = await tools_of(service, request, body)
     variables = _variables(body, trusted=service.config.trust_request_chat_template)
     if tools is not None and tools.shown is not None:
         variables["tools"] = tools.shown
@@ -71,24 +90,17 @@ async def create_chat_completion(request: Request) -> Response:
         params = await service.constrained(params, "tools", request.receive)
     ids = truncated(ids, body, max_tokens, facts.max_model_len)
     check_logprobs([len(ids)], params)
-    info = request.scope["planaria"]
+    if fits and len(ids) + (max_tokens or 0) > room(facts):
+        params = msgspec.structs.replace(params, max_tokens=None)
     submits = submissions(
-        f"chatcmpl-{info.uid}", ids, params, facts,
+        f"{kind}-{request.scope['planaria'].uid}", ids, params, facts,
         eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, seed=service.next_seed(),
         priority=body.priority or 0, cache_salt=body.cache_salt or "", param="messages",
     )  # fmt: skip
-    stream = Choices(ids, submits, tokenizer if reading is None else tokenizer.showing(shown_marks(reading)))
-    generation = Generation(service, info, [stream], stream=bool(body.stream))
-    if reading is None:
-        generation.writer = ChatWriter(service, info.uid, body, stream)
-    else:
-        from planaria.server.chat_calls import ReadChatWriter
-
-        generation.writer = ReadChatWriter(service, info.uid, body, stream, reading)
-    return Answer(generation)
+    return Choices(ids, submits, tokenizer if reading is None else tokenizer.showing(shown_marks(reading))), reading
 
 
-async def _tools(service: Service, request: Request, body: ChatCompletionRequest) -> Tools | None:
+async def tools_of(service: Service, request: Request, body: ChatCompletionRequest) -> Tools | None:
     """What a request says of tools, checked; None: nothing. Raises RequestError."""
     if body.tools is None and body.tool_choice is None:
         return None

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from planaria.errors import RequestError
 from planaria.server.detokenise import stop_strings
-from planaria.server.failure import error_body
+from planaria.server.failure import DONE, error_body
 from planaria.server.inputs import spell_bad_words
 from planaria.server.schema import GenerationRequest, ResponseFormat, SampledRequest, clip, parse
 from planaria.server.service import Service
@@ -31,8 +31,6 @@ _FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of respon
 _SAME = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields.keys() - _OWN)
 
 M = TypeVar("M", bound=BaseModel)
-
-DONE = b"data: [DONE]\n\n"
 
 encode_json = msgspec.json.Encoder().encode
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planaria.errors import RequestError
 from planaria.server.config import ServerConfig
-from planaria.server.failure import failure
+from planaria.server.failure import ANTHROPIC, failure
 from planaria.server.idempotency import HEADER, Idempotency
 from planaria.server.service import Service
 
@@ -110,12 +110,17 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        if b"x-api-key" in headers and b"authorization" not in headers:  # as Anthropic's clients send it
+            headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]
+            scope["headers"] = [*scope["headers"], (b"authorization", headers[b"authorization"])]
         uid = uuid.uuid4().hex
         given = headers.get(b"x-request-id")
         id = given.decode() if given is not None and _SAFE_ID.match(given) else uid
         info = RequestInfo(id, uid, scope["method"], scope["path"])
         scope["planaria"] = info
         own_headers = [(b"x-request-id", id.encode())]
+        if info.path.startswith(ANTHROPIC):
+            own_headers.append((b"request-id", id.encode()))
         open_path, traces = scope["path"] in OPEN_PATHS, self.service.traces
         if traces is not None and not open_path:
             traces.begin(info, headers)

@@ -15,11 +15,10 @@ import hashlib
 import re
 from collections import Counter
 
-import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planaria.server.config import ServerConfig
-from planaria.server.failure import error_body, failure
+from planaria.server.failure import failure, last_event
 from planaria.server.service import Service, client_left
 
 HEADER = b"idempotency-key"
@@ -122,8 +121,7 @@ class Recording:
             if reading not in self.readers:
                 said = f"the client left {MAX_ANSWER >> 20} MiB of the answer unread", "client_too_slow"
                 scope["planaria"].error = (said[1], None, said[0])
-                event = msgspec.json.encode(error_body(said[0], 503, None, said[1]))
-                await send({"type": "http.response.body", "body": b"data: " + event + b"\n\ndata: [DONE]\n\n"})
+                await send({"type": "http.response.body", "body": last_event(scope["path"], said[0], 503, said[1])})
             elif reading.done():
                 reading.result()
         finally:

@@ -135,19 +135,24 @@ def check_vocabulary(ids: list[int], facts: EngineFacts, param: str) -> None:
         )
 
 
+def room(facts: EngineFacts) -> int:
+    """Tokens that a prompt and its output may have together."""
+    return min(facts.max_model_len, facts.num_blocks * facts.block_size or facts.max_model_len)
+
+
 def resolve_max_tokens(prompt: list[int], params: SamplingParams, facts: EngineFacts, param: str = "prompt") -> int:
     """How many tokens a choice may have at most; raises RequestError if there is no room for them."""
-    limit = min(facts.max_model_len, facts.num_blocks * facts.block_size or facts.max_model_len)
+    limit = room(facts)
     what = "this model's length" if limit == facts.max_model_len else "the KV cache of this engine"
-    room = limit - len(prompt)
-    if room < 1:
+    left = limit - len(prompt)
+    if left < 1:
         raise RequestError(
             f"prompt has {len(prompt)} tokens; {what} is {limit} tokens",
             param=param,
             code="context_length_exceeded",
         )
-    wanted = params.max_tokens if params.max_tokens is not None else room
-    if wanted > room:
+    wanted = params.max_tokens if params.max_tokens is not None else left
+    if wanted > left:
         raise RequestError(
             f"prompt ({len(prompt)} tokens) and max_tokens ({wanted}) are {len(prompt) + wanted} tokens; "
             f"{what} is {limit} tokens",

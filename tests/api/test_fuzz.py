@@ -16,7 +16,11 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 schemathesis.checks.load_all_checks()
 ACCEPTS_ALL = schemathesis.checks.CHECKS.get_one("positive_data_acceptance")
 POSITIVE, NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-EXAMPLES = {"/v1/completions": 120, "/v1/chat/completions": 80, "/v1/responses": 30, "/tokenize": 30, "/detokenize": 30}
+EXAMPLES = {
+    "/v1/completions": 120, "/v1/chat/completions": 80, "/v1/responses": 30,
+    "/v1/messages": 25, "/v1/messages/count_tokens": 10,
+    "/tokenize": 30, "/detokenize": 30,
+}  # fmt: skip
 # Values of the fields that no document can say enough about; with others nearly every valid request is refused.
 KNOWN = {
     "model": "smollm2", "max_tokens": 5, "max_completion_tokens": 5, "min_tokens": 2, "best_of": None, "stream": True,
@@ -37,7 +41,8 @@ PLAIN = (
     "stream_options",
 )
 OPERATIONS = [
-    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("POST", "/v1/responses"), ("GET", "/v1/responses/{response_id}"), ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/responses/{response_id}/cancel"), ("GET", "/v1/responses/{response_id}/input_items"),
     ("GET", "/tokenizer_info"), ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"),

@@ -18,6 +18,7 @@ from planaria.server.schema import (
     TokenizeRequest,
     parse,
 )
+from planaria.server.schema_anthropic import CountTokensRequest, MessagesRequest
 from planaria.server.schema_responses import ResponsesRequest, ResponseStreamOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
@@ -25,6 +26,7 @@ WRITE = "write it with `python -m tests.pure.test_api_fields`"
 MODELS: dict[str, Any] = {
     "/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
 }  # fmt: skip
 NEEDED: dict[Any, dict[str, Any]] = {
@@ -81,8 +83,8 @@ def page() -> str:
         options = OPTIONS.get(model, StreamOptions)
         if "stream_options" in model.model_fields:
             lines += [f"| `stream_options.{name}` | {about(options, name)} |" for name in options.model_fields]
-        if model in NEEDED:
-            neutral = {**NEUTRAL, **model.neutral}
+        if model in NEEDED or model.neutral:
+            neutral = {**NEUTRAL, **model.neutral} if model in NEEDED else model.neutral
             others = [name for name in sorted(neutral) if name not in model.model_fields]
             free = [f"`{name}`" for name in others if neutral[name] == (...,)]
             lines += ["", f"Accepted without effect: {', '.join(free)}.", "", "| refused | unless it is |", "|---|---|"]
@@ -143,6 +145,24 @@ def test_every_field_of_openai_and_vllm_is_known(model: Any) -> None:
     if model is CompletionRequest:  # of conversations alone
         theirs -= {"add_generation_prompt", "chat_template_kwargs"}
     assert not theirs - known
+
+
+def test_every_field_of_anthropics_is_known() -> None:
+    from anthropic.types import message_count_tokens_params, message_create_params
+
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 1, "messages": []}
+    for model, params in (
+        (MessagesRequest, message_create_params.MessageCreateParamsBase),
+        (CountTokensRequest, message_count_tokens_params.MessageCountTokensParams),
+    ):
+        given = {name: value for name, value in asked.items() if name in model.model_fields}
+        assert not params.__annotations__.keys() - {*model.model_fields, *model.neutral}
+        for name, values in model.neutral.items():
+            for value in [None, *("x" if value is ... else value for value in values)]:
+                parse(model, json.dumps({**given, name: value}).encode())
+            if values != (...,):
+                with pytest.raises(RequestError, match=f"{name} is not supported"):
+                    parse(model, json.dumps({**given, name: {"a": 1}}).encode())
 
 
 def test_stream_options() -> None:
