@@ -143,6 +143,8 @@ def summary(
     table.add_row("memory", f"{weights} of weights, {kv} of KV{each} ({facts.device})")
     tokens = facts.num_blocks * facts.block_size
     table.add_row("tokens", f"{tokens:,} fit at a time; the longest request has {facts.max_model_len:,}")
+    if facts.drafts is not None:
+        table.add_row("drafts", "{}, up to {} tokens of a sequence in a step".format(*facts.drafts))
     if defaults:
         table.add_row("defaults", f"{defaults} (--generation-config)")
     parts = {**facts.seconds, **(seconds or {})}

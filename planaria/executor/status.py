@@ -47,8 +47,17 @@ def facts_of(config: EngineConfig, gang: Gang, core: EngineCore) -> EngineFacts:
         seconds=gang.seconds,
         places=places_of(gang),
         kv_bytes=gang.kv_bytes[gang.layout],
+        drafts=drafting(config),
         committed={name.hex(): held.length for lane in core.lanes for name, held in lane.held.items()},
     )
+
+
+def drafting(config: EngineConfig) -> tuple[str, int] | None:
+    """Who drafts, and how many tokens of a sequence in a step at most."""
+    if config.speculative is None:
+        return None
+    own, by = config.parallel.sd_worker_cls, config.speculative
+    return (own if own != "auto" else f"{by.method} {by.model}".strip()), config.scheduler.max_drafts
 
 
 def places_of(gang: Gang) -> list[CameUp]:

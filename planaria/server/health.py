@@ -38,6 +38,7 @@ def health_of(service: Service) -> dict[str, object]:
         "live": live, "ready": not service.not_ready(), "progressing": progressing, "why": "; ".join(why) or "ok",
         "recovering": recovering, "epoch": stats.epoch, "engine_restarts": service.faults.recoveries["engine"],
         "last_fault": service.faults.last_fault(), "last_layout_change": service.faults.last_change,
+        "drafts": client.facts.drafts[0] if client.facts is not None and client.facts.drafts is not None else None,
         "engines": [
             {
                 "engine": engine.index, "state": engine.shown,
