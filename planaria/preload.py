@@ -9,16 +9,14 @@ WORKER = (
     "planaria.layers.build", "planaria.loader.source", "planaria.worker.micro_batches", "planaria.worker.runner",
     "planaria.worker.sampler", "planaria.worker.stage", "zmq",
 )  # fmt: skip
+NATIVE = "planaria.kernels.cpu.ops", "llvmlite.binding"
+PLAIN = "planaria.kernels.reference", "planaria.worker.torch_sampler"
 
 
 def of_a_rank(config: EngineConfig) -> list[str]:
     if config.null_worker:
         return []
-    native = config.device.kernels == "native"
-    kernels = (
-        ["planaria.kernels.cpu.ops"] if native else ["planaria.kernels.reference", "planaria.worker.torch_sampler"]
-    )
-    return [*WORKER, *kernels]
+    return [*WORKER, *(NATIVE if config.device.kernels == "native" else PLAIN)]
 
 
 def of_an_engine(config: EngineConfig) -> list[str]:

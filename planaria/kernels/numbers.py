@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 BFLOAT16 = np.dtype(np.uint16)
-WORTH_THREADS = 1 << 22  # elements that are worth handing to several threads
+WORTH_THREADS = 1 << 20  # elements that are worth handing to several threads
 _CHUNK = 1 << 16  # elements converted at a time: temporaries stay in a core's caches
 
 

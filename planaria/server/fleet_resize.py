@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("planaria.server")
 
 DRAIN_TIMEOUT = 120.0  # seconds that running requests get before they are moved
-OVERHEAD = 350 << 20  # bytes of an engine beside weights and KV: an interpreter in each process
+OVERHEAD = 200 << 20  # bytes of a rank beside weights and KV: an interpreter, with its part of the engine
 
 
 @runtime_checkable

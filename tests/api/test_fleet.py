@@ -392,7 +392,7 @@ async def test_an_engine_that_was_given_up_comes_back_with_the_next_resize(scale
 
 async def test_no_more_than_there_is_room_for(scaled: Scaled) -> None:
     scaled.fleet.resizer.available = lambda: 2 * (scaled.fleet.dispatcher.facts.weight_bytes + OVERHEAD)  # type: ignore[union-attr]
-    with pytest.raises(Refused, match=r"5 engines don't fit: each needs 0\.34 GiB .*; 4 fit") as refused:
+    with pytest.raises(Refused, match=r"5 engines don't fit: each needs 0\.20 GiB .*; 4 fit") as refused:
         await scaled.fleet.resizer.resize("x", 5, 0)
     assert not refused.value.busy and len(scaled.processes) == 2
     assert (await scaled.fleet.resizer.resize("y", 4, 0)).state == "committed"

@@ -21,7 +21,7 @@ from planaria.kernels.numbers import WORTH_THREADS, in_parts, to_bfloat16, to_fl
 from planaria.kernels.ops import PartMemory, Quantized
 
 KINDS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1}
-PART = 1 << 20  # elements taken at a time, to bound temporary memory
+PART = 1 << 18  # elements taken at a time, to bound temporary memory and to stay in caches
 Array = npt.NDArray[Any]
 
 
