@@ -39,7 +39,6 @@ class WriteQueue:
         self.waiting: dict[str, list[Op]] = {}
         self.failing: dict[str, str] = {}
         self.unsafe: dict[str, None] = {}
-        self.dirty: dict[str, None] = {}  # files with anything that a power failure would lose
 
     def add(self, op: Op) -> None:
         """To be done. What makes others needless takes their place."""
@@ -65,10 +64,7 @@ class WriteQueue:
         self.failing.pop(op.id, None)
         if op.kind == "remove":
             self.unsafe.pop(op.id, None)
-            self.dirty.pop(op.id, None)
-            return
-        self.dirty[op.id] = None
-        if op.kind == "create":
+        elif op.kind == "create":
             self.unsafe[op.id] = None
         else:
             yield News("written", op.id, op.count)
@@ -89,14 +85,12 @@ class WriteQueue:
     def synced(self, ids: Iterable[str]) -> Iterator[News]:
         """What was written to these files is safe, and so are their names."""
         for id in ids:
-            self.dirty.pop(id, None)
             if id in self.unsafe:
                 del self.unsafe[id]
                 yield News("accepted", id)
 
     def unsynced(self, id: str, why: str) -> Iterator[News]:
         """The kernel has lost what was written to a file, or may have."""
-        self.dirty.pop(id, None)
         if id in self.unsafe:
             del self.unsafe[id]
             yield News("failing", id, 0, why)

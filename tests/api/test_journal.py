@@ -18,6 +18,7 @@ from planaria.errors import ConfigError
 from planaria.server import journal as files
 from planaria.server import kept
 from planaria.server.journal import Journal
+from planaria.server.journal_files import JournalFiles
 from planaria.server.journal_queue import Op
 from planaria.server.records import Again, PieceRecord, frame, scan
 from tests.api.fake_engine import FakeEngine
@@ -238,7 +239,7 @@ async def test_a_disk_that_fails(start, engine, tmp_path, monkeypatch, call):
             raise OSError(errno.ENOSPC, "No space left on device")
         return inner(*args)
 
-    monkeypatch.setattr(files.os, call, fails)
+    monkeypatch.setattr(os, call, fails)
     async with start(engine(), journal=str(tmp_path / "a")) as server:
         client = server.client()
         id = await begin(server)
@@ -265,9 +266,9 @@ async def test_a_disk_that_fails(start, engine, tmp_path, monkeypatch, call):
 
 
 def test_what_was_half_written_is_undone(tmp_path, monkeypatch):
-    one = Journal(str(tmp_path / "a"))
+    one = JournalFiles(str(tmp_path / "a"))
     id = "resp_" + "0" * 32
-    one._do(Op("create", id, frame(Again())))
+    one.carry_out(Op("create", id, frame(Again())))
     inner, calls = os.write, []
 
     def half(fd: int, data: Any) -> int:
@@ -276,12 +277,12 @@ def test_what_was_half_written_is_undone(tmp_path, monkeypatch):
         calls.append(1)
         return inner(fd, data[:3])
 
-    monkeypatch.setattr(files.os, "write", half)
+    monkeypatch.setattr(os, "write", half)
     record = frame(PieceRecord([1], "x"))
     with pytest.raises(OSError, match="full"):
-        one._do(Op("append", id, record, 1))
-    monkeypatch.setattr(files.os, "write", inner)
-    one._do(Op("append", id, record, 1))
+        one.carry_out(Op("append", id, record, 1))
+    monkeypatch.setattr(os, "write", inner)
+    one.carry_out(Op("append", id, record, 1))
     assert (tmp_path / "a" / f"{id}.v1").read_bytes() == frame(Again()) + record
 
 
@@ -295,10 +296,9 @@ async def test_a_disk_that_does_not_answer(start, engine, tmp_path, monkeypatch)
         hangs.wait(60)
         return inner(fd, data)
 
-    monkeypatch.setattr(files.os, "write", write)
+    monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(files, "STUCK", 0.05)
     monkeypatch.setattr("planaria.server.response_store.WATCH", 0.02)
-    monkeypatch.setattr("planaria.server.response_store.ACCEPTED", 0.1)
     async with start(engine(), journal=str(tmp_path / "a")) as server:
         try:
             id = await begin(server)
@@ -306,6 +306,7 @@ async def test_a_disk_that_does_not_answer(start, engine, tmp_path, monkeypatch)
             hangs.clear()
             server.engine.gate.set()
             assert (await follow(server.client(), id))[-1]["type"] == "response.incomplete"
+            monkeypatch.setattr("planaria.server.response_store.ACCEPTED", 0.1)
             with pytest.raises(openai.InternalServerError, match="doesn't answer"):
                 await begin(server)
         finally:

@@ -185,7 +185,7 @@ class SimulatedJournal:
 
     def sync(self) -> None:
         self.disk.sync()
-        self.tell(list(self.queue.synced(list(self.queue.dirty))))
+        self.tell(list(self.queue.synced(list(self.queue.unsafe))))
 
 
 class World:
