@@ -44,6 +44,7 @@ from planaria.server.tools import (
     reading_of,
     refuse_both,
     shown_marks,
+    thinking_first,
 )
 from planaria.tokenizer_words import TokenizerWords
 from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
@@ -262,6 +263,8 @@ class _Front:
         reading: Reading | None = None,
     ) -> tuple[str, Choices, list[Submit]]:
         params = self._grammars.spelled(msgspec.structs.replace(params))  # the caller may go on to change its own
+        if self.tokenizer is not None:
+            params = thinking_first(params, reading, self.tokenizer)
         number = next(self._numbers)
         request_id = f"r{number}"
         seed = self.options.seed

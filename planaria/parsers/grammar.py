@@ -26,22 +26,26 @@ def quoted(text: str) -> str:
 
 
 def call_grammar(
-    calls: str, schemas: Schemas, *, template: str = "", several: bool = True, reasoning: str = "",
-    mark: Mark = quoted, whitespace: str = "",
-) -> str:  # fmt: skip
+    calls: str, schemas: Schemas, *, template: str = "", several: bool = True, mark: Mark = quoted, whitespace: str = ""
+) -> str:
     """Lark, for calls of any of the tools, one or `several`.
 
-    template: the chat template, where a format has several forms. reasoning: before the calls; "": none, "begun": the
-    prompt has begun it, "open": there may be some. mark: how the grammar names a special token. whitespace: between the
-    parts of JSON, as a regular expression.
+    template: the chat template, where a format has several forms. mark: how the grammar names a special token.
+    whitespace: between the parts of JSON, as a regular expression.
     """
     lines = Lines(schemas, mark, template, whitespace)
     FORMS[calls](lines, several)
-    before = {"begun": "thought ", "open": f"({mark(OPEN)} thought)? "}.get(reasoning, "")
-    if before:
-        ends = f"[lazy]: ANY_TEXT {quoted(CLOSE)}" if mark(CLOSE) == quoted(CLOSE) else f": ANY_TEXT {mark(CLOSE)}"
-        lines.add(f'thought: closed "\\n\\n"?\nclosed{ends}')
-    return "\n".join([f"start: {before}calls", *lines.said, f"ANY_TEXT: {ANY_TEXT}"])
+    return "\n".join(["start: calls", *lines.said, f"ANY_TEXT: {ANY_TEXT}"])
+
+
+def after_reasoning(grammar: str, reasoning: str, mark: Mark = quoted) -> str:
+    """What an answer must be after its reasoning, in the form that the library takes. reasoning: "begun" or "open", as
+    `output.begun` says."""
+    own = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    before = {"begun": "thought", "open": f"({mark(OPEN)} thought)?"}[reasoning]
+    ends = f"[lazy]: ANY_TEXT {quoted(CLOSE)}" if mark(CLOSE) == quoted(CLOSE) else f": ANY_TEXT {mark(CLOSE)}"
+    first = f'start: {before} @answer\nthought: closed "\\n\\n"?\nclosed{ends}\nANY_TEXT: {ANY_TEXT}'
+    return json.dumps({"grammars": [{"lark_grammar": first}, {**own[0], "name": "answer"}, *own[1:]]})
 
 
 class Lines:

@@ -30,7 +30,16 @@ from planaria.server.schema import MAX_FIELDS, ChatCompletionRequest, TokenizeRe
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
-from planaria.server.tools import Reading, Tools, check_tools, forced_form, reading_of, refuse_both, shown_marks
+from planaria.server.tools import (
+    Reading,
+    Tools,
+    check_tools,
+    forced_form,
+    reading_of,
+    refuse_both,
+    shown_marks,
+    thinking_first,
+)
 from planaria.types import TokenLogprobs
 from planaria.wire import EngineFacts
 
@@ -88,6 +97,7 @@ async def open_chat(
         form = forced_form(tools, reading, template, tokenizer)
         params = msgspec.structs.replace(params, structured_outputs=form)
         params = await service.constrained(params, "tools", request.receive)
+    params = thinking_first(params, reading, tokenizer)
     ids = truncated(ids, body, max_tokens, facts.max_model_len)
     check_logprobs([len(ids)], params)
     if fits and len(ids) + (max_tokens or 0) > room(facts):

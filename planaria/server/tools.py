@@ -284,24 +284,41 @@ def shown_marks(reading: Reading) -> tuple[str, ...]:
     return (*marks, OPEN, CLOSE) if reading.reasoning is not None else marks
 
 
+def _mark(tokenizer: Tokenizer, text: str) -> str:
+    """As a grammar names it: a special token is no text."""
+    from planaria.parsers.grammar import quoted
+
+    id = tokenizer.backend.token_to_id(text)
+    return f"<[{id}]>" if id in tokenizer.special_ids else quoted(text)
+
+
 def forced_form(tools: Tools, reading: Reading, template: str | None, tokenizer: Tokenizer) -> StructuredOutputsParams:
-    """What an answer must be that has to make a call."""
-    from planaria.parsers.grammar import call_grammar, quoted
-    from planaria.parsers.output import begun
+    """What an answer must be, after its reasoning, that has to make a call."""
+    from planaria.parsers.grammar import call_grammar
     from planaria.structured.spec import WHITESPACE
 
-    def mark(text: str) -> str:
-        id = tokenizer.backend.token_to_id(text)
-        return f"<[{id}]>" if id in tokenizer.special_ids else quoted(text)
-
     assert reading.calls is not None
+    several = tools.parallel and tools.mode == "required"
     return StructuredOutputsParams(
         grammar=call_grammar(
-            reading.calls, tools.schemas, template=template or "", several=tools.parallel and tools.mode == "required",
-            reasoning=begun(reading.reasoning, reading.prompt) if reading.reasoning else "", mark=mark,
-            whitespace=WHITESPACE,
+            reading.calls, tools.schemas, template=template or "", several=several,
+            mark=lambda text: _mark(tokenizer, text), whitespace=WHITESPACE,
         )
     )  # fmt: skip
+
+
+def thinking_first(params: SamplingParams, reading: Reading | None, tokenizer: Tokenizer) -> SamplingParams:
+    """Where a grammar holds an answer that may begin with reasoning, it holds what comes after that."""
+    if reading is None or reading.reasoning is None or not params.grammar:
+        return params
+    from planaria.parsers.grammar import after_reasoning
+    from planaria.parsers.output import begun
+
+    state = begun(reading.reasoning, reading.prompt)
+    if not state:
+        return params
+    grammar = after_reasoning(params.grammar, state, lambda text: _mark(tokenizer, text))
+    return msgspec.structs.replace(params, grammar=grammar)
 
 
 def refuse_both(params: SamplingParams, tools: Tools, place: str = "tool_choice") -> None:

@@ -14,7 +14,7 @@ import pytest
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import RequestError
 from planaria.parsers import TOOL_CALL_PARSERS
-from planaria.parsers.grammar import call_grammar
+from planaria.parsers.grammar import after_reasoning, call_grammar
 from tests.model import checkpoints
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -106,9 +106,24 @@ def test_reasoning_may_come_first(llm: LLM, parser: str) -> None:
         ("begun", "a <b\n</think>\n\n", ""), ("open", "", "a </think>"), ("open", "<think>\na</think>", "\n"),
         ("", "", "<think>a</think>"),
     ):  # fmt: skip
-        grammar = call_grammar(parser, SCHEMAS, several=False, reasoning=reasoning)
+        grammar = call_grammar(parser, SCHEMAS, several=False)
+        grammar = after_reasoning(grammar, reasoning) if reasoning else grammar
         assert accepts(llm, grammar, good + call) and not accepts(llm, grammar, bad + call), reasoning
         assert not accepts(llm, grammar, good + call.replace("stop", "go")) and not accepts(llm, grammar, good)
+
+
+@pytest.mark.parametrize(
+    "form", [{"regex": "a[b]"}, {"json": {"const": "ab"}}, {"choice": ("ab",)}, {"grammar": 'start: "ab"'}]
+)
+def test_any_form_may_come_after_reasoning(llm: LLM, form: Any) -> None:
+    params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(**form))
+    said = '"ab"' if "json" in form else "ab"
+    grammar = after_reasoning(llm._grammars.spelled(params).grammar, "begun")
+    assert accepts(llm, grammar, f"hm</think>\n\n{said}") and not accepts(llm, grammar, said)
+    (held,) = llm.chat(USER, params, chat_template="x</think>")
+    (free,) = llm.chat(USER, params, chat_template="x<think>")
+    assert held.outputs[0].content == said and held.outputs[0].reasoning is None
+    assert free.outputs[0].reasoning and not free.outputs[0].content
 
 
 def test_one_call_where_no_more_are_wanted(llm: LLM) -> None:
