@@ -220,10 +220,13 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
 
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
-    """Make the KV cache of `num_blocks` blocks, or have the one of this number, if it is there, and warm up."""
+    """Make the KV cache of `num_blocks` blocks, or have the one of this number, if it is there, and warm up. `full`: of
+    each lane, blocks that are full and count, int32: a rank that hasn't computed them itself says which don't hold what
+    they are to hold (Ready's fact `damaged`), where it can know."""
 
     num_blocks: int
     number: int = 0
+    full: tuple[bytes, ...] = ()
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):

@@ -327,6 +327,9 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         option("Share of a GPU's memory that may be used; default: 0.92.", least=TINY, most=1.0, hashed=False),
     ] = None
     enable_prefix_caching: Annotated[bool, option("Reuse what requests have in common.", hashed=True)] = True
+    kv_checksums: Annotated[
+        bool, option("Check KV that a rank takes over from a dead one by checksums of its full blocks.", hashed=True)
+    ] = True
     kv_tier: Annotated[
         str | None,
         option(
@@ -441,6 +444,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     memory: int | None = None
     enable_prefix_caching: bool = True
+    kv_checksums: bool = True
     kv_tier: TierConfig | None = None
 
 

@@ -7,7 +7,7 @@ and nowhere else; a result of another epoch is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from typing import cast
 
@@ -59,6 +59,18 @@ class EngineCore:
         for number, lane in enumerate(self.lanes):
             ranks = range(number * self.lane_ranks, (number + 1) * self.lane_ranks)
             lane.connector = LaneConnector(lane, [stored[rank] for rank in ranks], self.tier)
+
+    def full_blocks(self) -> list[set[int]]:
+        """Of each lane, blocks that are full and count."""
+        return [holding.full_blocks(lane) for lane in self.lanes]
+
+    def cut(self, damaged: Mapping[int, Collection[int]]) -> None:
+        """Of what was kept these blocks, by lane, don't hold what they are to hold. Nothing runs."""
+        for number, blocks in damaged.items():
+            lane = self.lanes[number]
+            before = sum(entry.request.computed for entry in lane.entries.values())
+            holding.cut(lane, blocks)
+            self.replayed_tokens += before - sum(entry.request.computed for entry in lane.entries.values())
 
     def hear(self, news: Mapping[int, KVNews]) -> None:
         """What ranks' connectors say with a step of this epoch."""

@@ -5,10 +5,11 @@ memory is short, first what nobody has claimed goes, then the last who waits giv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from planaria.core.kv_index import name_of
+from planaria.core.kv_index import HeldBlocks, name_of
 from planaria.core.policy import Key
 from planaria.core.sequence import SequenceState
 
@@ -46,6 +47,34 @@ def hold(lane: Lane, entry: SequenceState) -> None:
     lane.pool.release(entry.blocks[held:])
     lane.rewind(entry)
     entry.blocks, entry.remembered, entry.request.computed = blocks, remembered, computed
+
+
+def full_blocks(lane: Lane) -> set[int]:
+    """Those that are full and count."""
+    size = lane.block_size
+    running = (entry.blocks[: entry.request.computed // size] for entry in lane.entries.values())
+    held = (held.blocks[: held.length // size] for held in lane.held.values())
+    return {*lane.pool.key_of, *chain.from_iterable(running), *chain.from_iterable(held)}
+
+
+def cut(lane: Lane, damaged: Collection[int]) -> None:
+    """These blocks don't hold what they are to hold: nobody waits with one, or with what comes after it."""
+    for block in damaged:
+        lane.pool.forget_block(block)
+    for entry in lane.entries.values():
+        good = _good(entry.blocks, damaged)
+        if good < len(entry.blocks):
+            lane.pool.release(entry.blocks[good:])
+            entry.blocks = entry.blocks[:good]
+            entry.remembered, entry.request.computed = min(entry.remembered, good), good * lane.block_size
+    for name, (blocks, length) in lane.held.items():
+        good = _good(blocks, damaged)
+        lane.pool.release(blocks[good:])
+        lane.held[name] = HeldBlocks(blocks[:good], min(length, good * lane.block_size))
+
+
+def _good(blocks: list[int], damaged: Collection[int]) -> int:
+    return next((i for i, block in enumerate(blocks) if block in damaged), len(blocks))
 
 
 def last(waiting: Iterable[tuple[Key, SequenceState]]) -> SequenceState | None:

@@ -117,6 +117,18 @@ class BlockPool:
         self.idle.update((block, None) for block in self.key_of if not self.refs[block])
         self.empty = [block for block in self.empty if not self.refs[block] and block not in self.key_of]
 
+    def forget_block(self, block: int) -> None:
+        """What it holds counts for nothing. Who uses it goes on to do so."""
+        key = self.key_of.pop(block, None)
+        if key is None:
+            return
+        del self.block_of[key]
+        if self.index is not None:
+            self.index.forget(block)
+        if block in self.idle:
+            del self.idle[block]
+            self.empty.append(block)
+
     def release(self, blocks: Iterable[int]) -> None:
         """Drop a reference of each. Given in history order; the end of a history is evicted before its start."""
         for block in reversed(list(blocks)):

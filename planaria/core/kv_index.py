@@ -54,6 +54,9 @@ class LaneIndex(Protocol):
 
     lengths: memoryview | list[int]
 
+    @property
+    def block_size(self) -> int: ...
+
     def remember(self, block: int, key: BlockKey) -> None: ...
 
     def forget(self, block: int) -> None: ...
@@ -72,6 +75,7 @@ class NoIndex:
 
     def __init__(self, rows: int) -> None:
         self.lengths: memoryview | list[int] = [0] * rows
+        self.block_size = 1
 
     def remember(self, block: int, key: BlockKey) -> None: ...
 
@@ -99,7 +103,7 @@ class BufferIndex:
     """Of the lane `number`, in such a buffer."""
 
     def __init__(self, buffer: memoryview, shape: Shape, number: int) -> None:
-        self.shape, rows = shape, shape.rows
+        self.shape, rows, self.block_size = shape, shape.rows, shape.block_size
         at = -(-FIRST // 16) * 16 + number * shape.lane_bytes
 
         def part(size: int) -> memoryview:
@@ -148,6 +152,12 @@ class BufferIndex:
             if length > 0:
                 held[bytes(self._names[row * KEY : (row + 1) * KEY])] = HeldBlocks(blocks, length)
         return keys, held
+
+
+def full_blocks(index: LaneIndex) -> set[int]:
+    """Those that are full, of what it tells."""
+    keys, held = index.load()
+    return {*keys, *(block for blocks, length in held.values() for block in blocks[: length // index.block_size])}
 
 
 def begin(buffer: memoryview, shape: Shape, digest: bytes, number: int) -> list[BufferIndex]:

@@ -6,7 +6,7 @@ allocating -> ready; any failure -> failed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -113,18 +113,19 @@ class CommittedKV(msgspec.Struct, frozen=True):
 
 class BringUp:
     """Brings the ranks of `layout` from launched to ready. loading: how many read weights at a time, None: all.
-    placing: where whole experts may go. kv: of before; `keeps_kv`: they go on with it. `num_blocks`, `seconds`, `maps`
-    and `travel` are known when `state` is "ready".
+    placing: where whole experts may go. kv: of before; `keeps_kv`: they go on with it; full: see Allocate; `damaged`:
+    of these, by lane. `num_blocks`, `seconds`, `maps` and `travel` are known when `state` is "ready".
     """
 
     def __init__(
         self, cache: CacheConfig, scheduler: SchedulerConfig, layout: Layout, memory: Memory, *, epoch: int = 0,
         apart: bool = False, loading: int | None = None, placing: Placing | None = None,
-        kv: CommittedKV | None = None,
+        kv: CommittedKV | None = None, full: Callable[[], tuple[bytes, ...]] = tuple,
     ) -> None:  # fmt: skip
         self.cache, self.scheduler, self.layout, self.memory = cache, scheduler, layout, memory
         self.epoch, self.apart, self.loading = epoch, apart, loading
-        self.kv, self.keeps_kv = kv or CommittedKV(layout), False
+        self.kv, self.keeps_kv, self.full = kv or CommittedKV(layout), False, full
+        self.damaged: dict[int, set[int]] = {}
         self.state = "launched"
         self.members: tuple[Hello, ...] = ()
         self.num_blocks = self.kv_bytes = 0  # of KV on each rank
@@ -151,6 +152,8 @@ class BringUp:
             if isinstance(reply, Ready):
                 for part, seconds in reply.seconds.items():
                     self.seconds[part] = max(seconds, self.seconds.get(part, 0.0))
+                if "damaged" in reply.facts:
+                    self.damaged.setdefault(self.layout.coords(reply.rank).dp, set()).update(reply.facts["damaged"])
                 if "stored" in reply.facts:
                     self.stored[reply.rank] = reply.facts["stored"]
                 received = max(reply.facts.get("received", 0), self.received.get(reply.rank, 0))
@@ -198,7 +201,7 @@ class BringUp:
                 self.kv_bytes = self.num_blocks * max(f.block_bytes for f in facts)
                 self.weight_bytes = sum(f.weight_bytes for f in facts)
                 self.state = "allocating"
-                return Allocate(self.num_blocks, self.kv_number)
+                return Allocate(self.num_blocks, self.kv_number, self.full() if self.keeps_kv else ())
             case _:
                 self.state = "ready"
                 return None

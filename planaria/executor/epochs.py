@@ -121,7 +121,10 @@ class Epochs:
             gang.stand_by()
 
     def connect(self, core: EngineCore) -> None:
-        """What ranks have kept outside of memory can be used, if all have a connector."""
+        """What ranks have kept outside of memory can be used, if all have a connector; what has suffered can't."""
+        if damaged := sum(map(len, self.gang.kv.damaged.values())):
+            logger.warning("%d KV blocks are not what their checksums say, and are computed again", damaged)
+            core.cut(self.gang.kv.damaged)
         if self.gang.kv.stored:
             core.connect(self.gang.kv.stored, self.gang.kv.block_bytes)
 

@@ -182,7 +182,7 @@ class Gang:
             config.cache, config.scheduler, self.layout, self._memory(), epoch=self.epoch,
             apart=len({place.home for place in self.places}) > 1,
             loading=config.parallel.max_parallel_loading_workers, placing=self.placing(self.layout),
-            kv=self.kv.there,
+            kv=self.kv.there, full=self.kv.full,
         )  # fmt: skip
         command: Command | None = bring_up.start()
         while command is not None:
@@ -201,6 +201,7 @@ class Gang:
         self.members, self.num_blocks, self.weight_bytes = bring_up.members, bring_up.num_blocks, bring_up.weight_bytes
         self.seconds = bring_up.seconds | phases.seconds
         self.kv.formed(CommittedKV(self.layout, bring_up.kv_number, self.num_blocks), kept=bring_up.keeps_kv)
+        self.kv.damaged = bring_up.damaged if bring_up.keeps_kv else {}
         self.kv.block_bytes = bring_up.kv_bytes // max(1, self.num_blocks)
         self.kv.stored = bring_up.stored if len(bring_up.stored) == self.layout.size else {}
         self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None

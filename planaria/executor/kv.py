@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import msgspec
@@ -50,6 +51,8 @@ class GangKV:
         self.there, self.kept = CommittedKV(config.parallel.layout), False
         self.indexes: Sequence[LaneIndex | None] = ()
         self.scope = KeyScope()
+        self.known: Callable[[], list[set[int]]] | None = None  # of the engine's lanes: blocks that are full and count
+        self.damaged: dict[int, set[int]] = {}  # by lane: blocks of `there` that count for nothing
         self.block_bytes = 1  # of a rank's part of a block
         self.stored: dict[int, bytes] = {}  # by rank: keys of blocks that it has outside of memory
 
@@ -85,6 +88,16 @@ class GangKV:
         shape = self._shape(there.layout, there.num_blocks)
         digest = self._digest(there.layout)
         self.indexes = kv_index.begin(self.memory.index(shape.size), shape, digest, there.number)
+
+    def full(self) -> tuple[bytes, ...]:
+        """Of each lane, blocks that are full and count."""
+        if not self.config.cache.kv_checksums:
+            return ()
+        if self.known is not None:
+            full = self.known()
+        else:
+            full = [kv_index.full_blocks(index) for index in self.indexes if index is not None]
+        return tuple(array("i", sorted(blocks)).tobytes() for blocks in full)
 
     def _digest(self, layout: Layout) -> bytes:
         return (compute_hash(self.config, str(layout)) + self.scope.root().hex()).encode()

@@ -103,6 +103,7 @@ class EngineLoop:
         if layout != gang.asked:
             self.core.lost(gang.epoch, gang.num_blocks, layout.pp, kept=kv.kept, indexes=kv.indexes)
         self.epochs.connect(self.core)
+        kv.known = self.core.full_blocks
         self._limit_steps()
         gang.seconds["engine"] = self.clock() - began
         self.balancing.formed()

@@ -20,6 +20,7 @@ from planaria.node import Shared
 RANKS = 1024
 INDEX = 1 << 20  # where it begins
 PART = 1 << 40  # bytes of addresses, for each rank
+SUMS = 1 << 30  # bytes at the end of a part, for checksums
 ALIGN = 2 << 20
 LOOK = 0.005  # seconds
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -84,6 +85,10 @@ class KVMemory:
     def part(self, rank: int, size: int, count: int) -> KVPart:
         """Room for so many caches of `size` bytes together. Raises OSError."""
         return KVPart(mmap.mmap(self._fd, size + count * ALIGN, offset=PART * (rank + 1)))
+
+    def sums(self, rank: int, num_blocks: int) -> memoryview:
+        """A number for each block of its part; zeros, where nothing has been written since the part was cleared."""
+        return memoryview(mmap.mmap(self._fd, 8 * num_blocks, offset=PART * (rank + 2) - SUMS)).cast("q")
 
     def index(self, size: int) -> memoryview:
         return memoryview(mmap.mmap(self._fd, size, offset=INDEX))

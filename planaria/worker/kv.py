@@ -7,9 +7,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from planaria.checkpoint.identity import weights_digest
 from planaria.config.digest import compared
@@ -21,9 +23,11 @@ from planaria.node import ProcessGone
 from planaria.protocol import KVNews, StepPlan
 from planaria.topology.layout import Layout
 from planaria.worker.connector import RankConnector
+from planaria.worker.kv_sums import BlockSums
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
+    from planaria.worker.runner import Runner
 
 FEWEST = 16  # blocks that a folder must have room for
 CACHES = 2  # of a layer, at most: keys and values
@@ -37,13 +41,15 @@ class RankKV:
     def __init__(self, boot: RankBoot) -> None:
         self.memory: KVMemory | None = None
         self.made: tuple[int, int] | None = None
+        self.own = False  # has this process computed what is in them?
         self.connector: RankConnector | None = None  # of this epoch
+        self.sums: BlockSums | None = None
         self.enter(boot)
 
     def enter(self, boot: RankBoot) -> None:
         """For another epoch."""
         self.disconnect()
-        self.rank = boot.rank
+        self.rank, self.threads = boot.rank, boot.threads
         shared = boot.memories.kv
         if self.memory is not None and self.memory.origin == shared:
             return
@@ -71,13 +77,26 @@ class RankKV:
         if self.memory is not None:
             self.memory.clear_part(self.rank)
 
+    def take_over(self, config: EngineConfig, full: Sequence[bytes], lane: int, model: Any) -> dict[str, Any]:
+        """After `make`. full: see Allocate. Facts: `damaged`, of what another process has written."""
+        self.sums = None
+        if self.memory is None or not config.cache.kv_checksums:
+            return {}
+        blocks, rows = model.kv_blocks(config.cache.block_size), config.scheduler.max_num_seqs
+        table = np.frombuffer(self.memory.sums(self.rank, len(blocks[0])), np.int64)
+        self.sums = BlockSums(blocks, table, rows, config.cache.block_size)
+        if self.own or len(full) <= lane:
+            return {}
+        return {"damaged": self.sums.wrong(np.frombuffer(full[lane], np.int32).tolist(), self.threads)}
+
     def unmap(self) -> None:
         """There is no model any more that computes in it."""
         self.made = None
 
     def make(self, model: Any, ops: Ops, num_blocks: int, block_size: int, number: int) -> None:
         """Have caches of this KV, with all that is in its part. Raises CapacityError."""
-        if number and self.made == (self.rank, number):
+        self.own = bool(number) and self.made == (self.rank, number)
+        if self.own:
             return
         if self.memory is not None:
             size = num_blocks * model.kv_block_bytes(block_size)
@@ -110,7 +129,8 @@ class RankKV:
                     "--kv-tier", tier.size, f"has no room for {FEWEST} blocks of {size} bytes", "give more"
                 )
             identity = identity_of(config, layout, self.rank, f"{getattr(ops, 'target', '')} {size}", weights)
-            self.connector = DiskTier(BlockStore(tier.folder, identity, size, tier.size), blocks)
+            loaded = self.sums.note if self.sums is not None else None
+            self.connector = DiskTier(BlockStore(tier.folder, identity, size, tier.size), blocks, loaded)
         except (OSError, ConfigError) as e:
             logger.warning("rank %d keeps no KV blocks: %s", self.rank, e)
             return {}
@@ -127,8 +147,10 @@ class RankKV:
         if plan.kv and self.connector is not None:
             self.connector.begin(plan.kv[lane])
 
-    def finished(self, plan: StepPlan, lane: int) -> KVNews | None:
-        """What came of it, and of that of steps before."""
+    def finished(self, plan: StepPlan, lane: int, runner: Runner) -> KVNews | None:
+        """The step was computed. What came of what was begun with it, and with those before."""
+        if self.sums is not None:
+            self.sums.filled(plan.lanes[lane], runner)
         if self.connector is None:
             return None
         return self.connector.finished(waits=bool(plan.kv) and plan.kv[lane].waits)

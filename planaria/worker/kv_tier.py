@@ -33,10 +33,15 @@ LAST = 2.0  # seconds for what is still to be written at the end
 
 
 class DiskTier:
-    """blocks: of the caches of this epoch; store: of this rank's part. clock: seconds."""
+    """blocks: of the caches of this epoch; store: of this rank's part; loaded: hears which blocks came. clock:
+    seconds."""
 
-    def __init__(self, store: BlockStore, blocks: Blocks, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: BlockStore, blocks: Blocks, loaded: Callable[[list[int]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.store, self.blocks, self.clock = store, blocks, clock
+        self.loaded = loaded or (lambda blocks: None)
         self._lock = threading.Lock()  # of all below, and of every write into a block
         self._news = threading.Condition(self._lock)
         self._open: set[int] = set()  # loads that are not dropped
@@ -169,6 +174,7 @@ class DiskTier:
                 end = at + part.shape[1]
                 part[block] = bytes_[at:end]
                 at = end
+            self.loaded([block])
         return True
 
     def _failed(self, error: StoreError, key: bytes) -> None:

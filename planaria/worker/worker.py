@@ -316,7 +316,8 @@ class Worker:
         self.runner = Runner(
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges), speculation=guesses
         )
-        facts = self.kv.connect(self.config, self.layout, self.model, self.ops)
+        facts = self.kv.take_over(self.config, command.full, self.layout.coords(self.rank).dp, self.model)
+        facts |= self.kv.connect(self.config, self.layout, self.model, self.ops)
         self.weights.tidy()
         self._timed("kv", since)
         return Ready(self.rank, self.seconds, facts)
@@ -334,7 +335,7 @@ class Worker:
             raise
         prepared = self.experts.prepared if self.experts is not None else 0
         seconds = time.perf_counter() - since
-        return StepResult(plan.epoch, plan.step, (lane,), seconds, prepared, self.kv.finished(plan, own))
+        return StepResult(plan.epoch, plan.step, (lane,), seconds, prepared, self.kv.finished(plan, own, self.runner))
 
     def expert_load(self) -> bytes:
         """Tokens of this lane that chose each expert since the last time: [layers of this stage, experts], int64. Where

@@ -4,11 +4,13 @@ themselves is not gone.
 
 from __future__ import annotations
 
+import signal
 import weakref
 from typing import Any
 
 import pytest
 
+from planaria.hosts.memory import KVMemory
 from planaria.layers.decoder import Model
 from planaria.worker.kv import RankKV
 from planaria.worker.runner import Runner
@@ -78,6 +80,33 @@ def test_what_was_committed_is_not_computed_again(model: str) -> None:
         assert engine.loop.gang.epoch == 1 and engine.loop.gang.kv.kept
         assert engine.loop.core is not None and engine.loop.core.replayed_tokens == 0
     assert after == before
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "not checked"])
+def test_what_a_dying_rank_has_scribbled_over_is_computed_again(model: str, checked: bool) -> None:
+    options: dict[str, Any] = {**ONE, "distributed_executor_backend": "mp", "kv_checksums": checked}
+    asked = texts(100, [(70, 20), (40, 20)])
+    with Engine(model, kv_cache_memory="2MiB", **options) as engine:
+        expected = engine.run(asked)
+
+    def scribble_and_die() -> None:
+        core, memory = engine.loop.core, engine.loop.gang.kv.memory
+        assert core is not None and isinstance(memory, KVMemory)
+        entry = core.lanes[0].entries["r0"]
+        block = engine.loop.gang.kv.block_bytes // 4  # of one of four layers
+        at = entry.blocks[1] * block
+        cache = memory.part(0, engine.loop.gang.kv_bytes[engine.loop.gang.layout], 8).take(1 << 19)
+        for i in range(at, at + block, 2):
+            cache[i] ^= 0x40
+        engine.kill(0, signal.SIGKILL)
+
+    with Engine(model, kv_cache_memory="2MiB", **options) as engine:
+        found = engine.run(asked, at=8, harm=scribble_and_die)
+        assert engine.loop.gang.kv.kept and len(engine.recoveries) == 1
+        damaged = {lane: len(blocks) for lane, blocks in engine.loop.gang.kv.damaged.items()}
+        again = engine.loop.core.replayed_tokens if engine.loop.core is not None else -1
+    assert (found == expected) is checked and found[1] == expected[1]
+    assert (damaged, again >= 70 - 16) == (({0: 1}, True) if checked else ({}, False))
 
 
 @pytest.mark.usefixtures("nothing_kept")

@@ -374,6 +374,34 @@ def test_whatever_kv_depends_on_is_in_its_keys() -> None:
     assert chain([1, 2, 3, 4], 2, [], roots[0])[1:] != chain([2, 2, 3, 4], 2, [], roots[0])[1:]
 
 
+@pytest.mark.parametrize("engine", [True, False], ids=["of another engine", "of another rank"])
+def test_what_has_suffered_is_computed_again_and_what_comes_after_it(engine: bool) -> None:
+    run = make(num_blocks=32, budget=64)
+    for id, prompt in (("a", [1] * 14), ("b", [2] * 14), ("old", [0] * 9)):
+        run.take(run.core.admit(request(id, prompt, 1 if id == "old" else 20)))
+    for _ in range(4):
+        run.step()
+    lane = run.core.lanes[0]
+    a, old = lane.entries["a"].blocks, lane.pool.block_of[chain([0] * 4, 4, [], lane.scope.root())[0]]
+    assert {*a[:3], old} <= run.core.full_blocks()[0] and a[-1] not in run.core.full_blocks()[0]
+    for block in (a[1], old):
+        run.workers[0].cells[block] = [7] * 4
+    if engine:
+        run.die(behind=0)
+    else:
+        run.core.lost(1, kept=True)
+        run.lose_workers(1, kept=True)
+    run.core.cut({0: {a[1], old}})
+    run.core.lanes[0].pool.check()
+    computed = {entry.request.id: entry.request.computed for entry in run.core.lanes[0].entries.values()}
+    assert computed["a"] == 4 and computed["b"] >= 14
+    run.take(run.core.admit(request("new", [0] * 9, 3)))
+    run.run()
+    assert run.cached["new"] == 0 and run.tokens["a"] == hash_tokens([1] * 14, 0, 20, VOCAB)
+    assert run.tokens["new"] == hash_tokens([0] * 9, 0, 3, VOCAB)
+    all_free(run)
+
+
 def test_what_nobody_claims_goes_after_a_while() -> None:
     run = make(num_blocks=12, block_size=4, seqs=4, budget=64)
     run.take(run.core.admit(request("gone", [1] * 30, 6)))

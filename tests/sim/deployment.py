@@ -292,6 +292,8 @@ class Deployment:
 
     async def _run(self) -> None:
         self.fleet = fleet = Fleet(self.scenario.config, make=self._make)
+        for owner in (fleet, *fleet.members.values()):
+            owner.weights = None  # nobody here has any; and threads, which let go of them, have a time of their own
         fleet.resizer.available = lambda: 1 << 50
         move = fleet.dispatcher.move
 

@@ -1,10 +1,13 @@
 """Memory of the nodes that outlives ranks: each rank's cells, and in which steps they were written. What a step has
-written that did not end on all ranks is anything.
+written that did not end on all ranks is anything. A rank that dies may have scribbled over any other cell, too; what
+its blocks' checksums were tells so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
+from array import array
 from typing import TYPE_CHECKING
 
 from planaria.core.kv_index import BufferIndex, Shape, begin, found
@@ -58,7 +61,9 @@ class SimMemory:
 
     origin = None
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(f"scribbling of {seed}")
+        self.scribbled = 0
         self.parts: dict[tuple[int, int], tuple[int, int, Layout, SimWorker]] = {}  # by node and rank
         self._finished: dict[tuple[int, int], int] = {}  # by epoch and rank: its last step
         self._index = bytearray()
@@ -90,15 +95,19 @@ class SimMemory:
         """The last step of an epoch that ended on all ranks."""
         return min(self._finished.get((epoch, rank), 0) for rank in range(layout.size))
 
-    def allocate(self, process: Process, command: Allocate, worker: SimWorker) -> None:
-        """Give it the cells that are there, and keep those it has from now on."""
+    def allocate(self, process: Process, command: Allocate, worker: SimWorker) -> list[int]:
+        """Give it the cells that are there, and keep those it has from now on. Returns blocks that it finds damaged."""
         place = process.device.node, process.rank
-        found = self.parts.get(place)
+        found, damaged = self.parts.get(place), []
         if found is not None and found[0] == command.number:
             _, epoch, layout, before = found
-            worker.cells = before.cells
+            worker.cells, worker.sums = before.cells, before.sums
             spoil(before, self._everywhere(epoch, layout) if layout == process.layout else -1)
+            if before.pid != process.pid and command.full:
+                full = array("i", command.full[process.layout.coords(process.rank).dp])
+                damaged = [block for block in full if worker.sums.get(block) != worker.sum(block)]
         self.parts[place] = command.number, process.epoch, process.layout, worker
+        return damaged
 
     def scribble(self, process: Process) -> None:
         """It leaves in the midst of a step."""
@@ -106,3 +115,12 @@ class SimMemory:
             own = process.layout.coords(process.rank).dp
             with contextlib.suppress(Exception):
                 process.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
+
+    def die(self, process: Process) -> None:
+        """It is killed, and may write anywhere in its part before."""
+        worker = process.worker
+        if worker is None or self.chance.random() > 0.4:
+            return
+        self.scribbled += 1
+        for block in self.chance.sample(range(len(worker.cells)), self.chance.randint(1, min(4, len(worker.cells)))):
+            worker.cells[block][self.chance.randrange(worker.block_size)] = GARBAGE

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from planaria.core import holding
+from planaria.core.engine import EngineCore
 from planaria.core.kv_cache import BlockPool
 from planaria.core.kv_index import BufferIndex, HeldBlocks
 from planaria.core.scheduler import Lane
@@ -113,6 +114,19 @@ def adopt_the_token_in_flight() -> Iterator[None]:
         return keys, {name: HeldBlocks(blocks, length + 1) for name, (blocks, length) in held.items()}
 
     with patch.object(BufferIndex, "load", more):
+        yield
+
+
+@contextmanager
+def believe_what_a_dead_rank_has_left() -> Iterator[None]:
+    with patch.object(EngineCore, "cut", lambda self, damaged: None):
+        yield
+
+
+@contextmanager
+def check_what_has_a_key() -> Iterator[None]:
+    """And not what only its own row knows."""
+    with patch.object(holding, "full_blocks", lambda lane: set(lane.pool.key_of)):
         yield
 
 

@@ -33,7 +33,7 @@ from planaria.protocol import (
     StepResult,
 )
 from planaria.topology import Layout
-from tests.reference_worker import HashWorker, RowState
+from tests.reference_worker import HashWorker, RowState, mix
 from tests.sim.experts import Experts
 from tests.sim.scenario import VOCAB
 from tests.sim.tier import WAIT, SimTier
@@ -167,6 +167,8 @@ class Process:
         if not (self.stopped or self.cut):
             self.still_since = self.world.now
         self.sim.memory.scribble(self)
+        if "signal" in how:
+            self.sim.memory.die(self)
         self.alive, self.stopped = False, False
         self.world.note("rank {} (pid {}) {}", self.rank, self.pid, how)
         self.world.at(self.sim.launcher.notice(), self._noticed, how)
@@ -341,10 +343,13 @@ class Process:
                 return Facts(self.rank, self.sim.block_bytes(self.layout), 1 << 30, 0)
             case Allocate():
                 self.worker = self.sim.new_worker(self, command.num_blocks)
-                self.sim.memory.allocate(self, command, self.worker)
+                damaged = self.sim.memory.allocate(self, command, self.worker)
+                self.sim.counts["blocks found scribbled over"] += len(damaged)
+                facts: dict[str, Any] = {"damaged": damaged}
                 if self.sim.disk is not None:
                     self.tier = SimTier(self, self.sim.disk)
-                    return Ready(self.rank, facts={"stored": self.tier.stored()})
+                    facts["stored"] = self.tier.stored()
+                return Ready(self.rank, facts=facts)
             case Call("expert_load"):
                 return Done(self.rank, self.experts.load_counts())
             case Call():
@@ -387,6 +392,7 @@ class Process:
             return Failed(self.rank, "step", "RuntimeError: poisoned", "Traceback: poisoned")
         except Exception as e:
             self.world.require(False, "plan", f"rank {self.rank} can't carry out step {plan.step}: {e}")
+        self.worker.checked(plan.step)
         self.sim.memory.finished(self, plan.step)
         assert self.link is not None
         self.link.agree(plan.step, own, lane)
@@ -416,6 +422,8 @@ class SimWorker(HashWorker):
         if scenario.garbage:
             self.cells = [[process.world.random.getrandbits(30)] * size for _ in range(num_blocks)]
         self.written: dict[int, list[tuple[int, int]]] = {}  # by step: cells
+        self.sums: dict[int, int] = {}  # of blocks that were full
+        self.pid = getattr(process, "pid", 0)
         self.poisons = scenario.poisons
         if scenario.poisons and process.is_hit:
             apply, poisons = self.books.apply, scenario.poisons
@@ -435,6 +443,15 @@ class SimWorker(HashWorker):
         super()._compute(row, state, position, token)
         index, offset = divmod(position, self.block_size)
         self.written.setdefault(self.books.step, []).append((state.blocks[index], offset))
+
+    def sum(self, block: int) -> int:
+        return mix(*(cell or 0 for cell in self.cells[block]))
+
+    def checked(self, step: int) -> None:
+        """The step's blocks have their checksums."""
+        for block, offset in self.written.get(step, ()):
+            if offset == self.block_size - 1:
+                self.sums[block] = self.sum(block)
 
     def draft(self, state: RowState, position: int, most: int) -> list[int]:
         """No further than to what can't be computed: the tokens before it would be lost with the rank."""

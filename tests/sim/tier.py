@@ -166,6 +166,7 @@ class SimTier:
         if done < len(load.keys) and self._whole(load.keys[done]):
             payload = self.files[load.keys[done]][1]
             worker.cells[load.blocks[done]] = list(decode(payload, self.part))
+            worker.sums[load.blocks[done]] = worker.sum(load.blocks[done])
             self.process.later(seconds / len(load.keys), self._load, load, done + 1, seconds)
             return
         self.open.discard(load.number)

@@ -1,0 +1,60 @@
+"""Checksums of full blocks beside them in the node's memory: who goes on with what another process has written knows
+whether that process scribbled over it while it died.
+
+A block's is made in the step that fills it, before the rank answers, so before its commit. What has none that fits is
+computed again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from planaria.protocol import LanePlan
+
+if TYPE_CHECKING:
+    from planaria.worker.runner import Runner
+
+Blocks = Sequence[npt.NDArray[np.uint8]]  # of each cache: [blocks, bytes]
+AT_ONCE = 64  # blocks, where several threads look
+
+
+class BlockSums:
+    """table: of each block, 0: it has none. rows: that a step may have."""
+
+    def __init__(self, blocks: Blocks, table: npt.NDArray[np.int64], rows: int, block_size: int) -> None:
+        self.blocks, self.table, self.block_size = blocks, table, block_size
+        self._done = np.zeros(rows, np.int32)  # blocks of each row that have one, from the first on
+
+    def note(self, blocks: Iterable[int]) -> None:
+        """These hold what they are to hold."""
+        for block in blocks:
+            self.table[block] = self._sum(block)
+
+    def filled(self, plan: LanePlan, runner: Runner) -> None:
+        """A step with this plan was computed. Rows that enter begin with blocks that have theirs."""
+        for change in plan:
+            if change.fresh is not None:
+                self._done[change.row] = change.start // self.block_size
+        full = runner.cursor // self.block_size
+        for row in np.flatnonzero(full > self._done).tolist():
+            self.note(runner.batch.block_table[row, self._done[row] : full[row]].tolist())
+            self._done[row] = full[row]
+
+    def wrong(self, blocks: Sequence[int], threads: int) -> list[int]:
+        """Those that don't hold what they are to hold."""
+        parts = [blocks[at : at + AT_ONCE] for at in range(0, len(blocks), AT_ONCE)]
+        with ThreadPoolExecutor(threads) as pool:
+            found = pool.map(lambda part: [block for block in part if self.table[block] != self._sum(block)], parts)
+            return [block for part in found for block in part]
+
+    def _sum(self, block: int) -> int:
+        found = 1
+        for cache in self.blocks:
+            found = zlib.crc32(cache[block], found)
+        return found + 1
