@@ -317,3 +317,13 @@ class LaneConnector:
         work = KVWork(tuple(self.dropped), tuple(self.loads), tuple(saves), not computes)
         self.dropped, self.loads = [], []
         return work
+
+
+def work_of(lanes: Sequence[Lane], *, computes: bool, idle: bool) -> tuple[KVWork, ...]:
+    """What connectors have to do in a step which computes, or doesn't; where there is nothing to begin with, and no
+    step is in flight, news of what is on its way may be waited for. Nothing: of no lane."""
+    connectors = [lane.connector for lane in lanes if lane.connector is not None]
+    work = [connector.work(computes=computes) for connector in connectors]
+    if idle and not computes and not any(work):
+        work = [connector.wait() for connector in connectors]
+    return tuple(each or KVWork() for each in work) if any(work) else ()

@@ -13,13 +13,13 @@ from typing import cast
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
-from planaria.core.connector import LaneConnector, TierCounts
+from planaria.core.connector import LaneConnector, TierCounts, work_of
 from planaria.core.kv_cache import KeyScope
 from planaria.core.kv_index import LaneIndex, NoIndex, name_of
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.core.stats import DraftStats, EngineStats
-from planaria.protocol import KVNews, KVWork, LanePlan, StepPlan, StepResult
+from planaria.protocol import KVNews, StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request
 
 # A request that comes with tokens has been running elsewhere, and somebody waits for its next one: it goes before all
@@ -150,7 +150,9 @@ class EngineCore:
                     lane.connector.look()
             parts = [lane.plan(step, turn) for lane in self.lanes]
             computes = any(rows for rows, _ in parts) or any(lane.turns[turn].num_rows for lane in self.lanes)
-            work = self._work(step, parts, computes=computes) if self.lanes[0].connector is not None else ()
+            work = work_of(self.lanes, computes=computes, idle=not self.in_flight)
+            if computes and self.lanes[0].connector is not None:
+                self.sizes[step] = sum(row.count for rows, _ in parts for row in rows)
             if computes or work:
                 self.planned, self.turn = step, (turn + 1) % turns
                 rows, freed = zip(*parts, strict=True)
@@ -158,19 +160,6 @@ class EngineCore:
             for lane, (_, freed) in zip(self.lanes, parts, strict=True):
                 lane.unplan(step, turn, last_step, freed)
         return None
-
-    def _work(
-        self, step: int, parts: Sequence[tuple[LanePlan, tuple[int, ...]]], *, computes: bool
-    ) -> tuple[KVWork, ...]:
-        """What connectors have to do in a step with these rows; where there is nothing to compute and nothing to begin
-        with, news of what is on its way may be waited for."""
-        connectors = [lane.connector for lane in self.lanes if lane.connector is not None]
-        work = [connector.work(computes=computes) for connector in connectors]
-        if computes:
-            self.sizes[step] = sum(row.count for rows, _ in parts for row in rows)
-        elif not any(work) and not self.in_flight:
-            work = [connector.wait() for connector in connectors]
-        return tuple(each or KVWork() for each in work) if any(work) else ()
 
     def _drop_unclaimed(self, now: float) -> None:
         """Whoever goes on after another engine's death comes soon."""

@@ -20,7 +20,7 @@ from planaria.core.eplb.places import ExpertsPlaced, Placing
 from planaria.errors import CapacityError, EngineDead, ModelError, PlanariaError, RanksDiffer, UserError, WorkersLost
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.boot import SPARE, RankBoot, boots_for
-from planaria.executor.bring_up import PHASES, BringUp, CommittedKV, Memory
+from planaria.executor.bring_up import PHASES, BringUp, Memory
 from planaria.executor.health import LONGEST_LOOK
 from planaria.executor.kv import GangKV
 from planaria.executor.link.address import Inside
@@ -200,10 +200,7 @@ class Gang:
         self.kv_bytes[self.layout] = max(bring_up.kv_bytes, self.kv_bytes.get(self.layout, 0))
         self.members, self.num_blocks, self.weight_bytes = bring_up.members, bring_up.num_blocks, bring_up.weight_bytes
         self.seconds = bring_up.seconds | phases.seconds
-        self.kv.formed(CommittedKV(self.layout, bring_up.kv_number, self.num_blocks), kept=bring_up.keeps_kv)
-        self.kv.damaged = bring_up.damaged if bring_up.keeps_kv else {}
-        self.kv.block_bytes = bring_up.kv_bytes // max(1, self.num_blocks)
-        self.kv.stored = bring_up.stored if len(bring_up.stored) == self.layout.size else {}
+        self.kv.formed(bring_up)
         self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None
         self.came_up = True
 

@@ -16,7 +16,7 @@ from planaria.core import kv_index
 from planaria.core.kv_cache import KeyScope
 from planaria.core.kv_index import BufferIndex, LaneIndex, Shape
 from planaria.errors import CapacityError
-from planaria.executor.bring_up import CommittedKV
+from planaria.executor.bring_up import BringUp, CommittedKV
 from planaria.node import Shared
 from planaria.topology import Layout
 
@@ -80,9 +80,13 @@ class GangKV:
             self.there = CommittedKV(layout, number, shape.num_blocks)
             self.indexes = [BufferIndex(buffer, shape, lane) for lane in range(shape.lanes)]
 
-    def formed(self, there: CommittedKV, *, kept: bool) -> None:
+    def formed(self, ranks: BringUp) -> None:
         """All ranks have it."""
+        there, kept = CommittedKV(ranks.layout, ranks.kv_number, ranks.num_blocks), ranks.keeps_kv
         self.there, self.kept = there, kept
+        self.damaged = ranks.damaged if kept else {}
+        self.block_bytes = ranks.kv_bytes // max(1, ranks.num_blocks)
+        self.stored = ranks.stored if len(ranks.stored) == ranks.layout.size else {}
         if kept or self.memory is None:
             return
         shape = self._shape(there.layout, there.num_blocks)

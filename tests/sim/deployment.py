@@ -292,8 +292,9 @@ class Deployment:
 
     async def _run(self) -> None:
         self.fleet = fleet = Fleet(self.scenario.config, make=self._make)
-        for owner in (fleet, *fleet.members.values()):
-            owner.weights = None  # nobody here has any; and threads, which let go of them, have a time of their own
+        fleet.weights = None  # nobody here has any; and threads, which let go of them, have a time of their own
+        for member in fleet.members.values():
+            member.weights = None
         fleet.resizer.available = lambda: 1 << 50
         move = fleet.dispatcher.move
 
