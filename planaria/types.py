@@ -139,6 +139,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise RequestError(
                     f"structured_outputs: {e}", param="structured_outputs", code="invalid_value"
                 ) from None
+        if self.logit_bias is not None and not all(type(token) is int for token in self.logit_bias):
+            try:  # ids as text, as JSON has them
+                self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
+            except (TypeError, ValueError) as e:
+                raise RequestError(
+                    f"logit_bias: a key is no token id: {e}", param="logit_bias", code="invalid_value"
+                ) from None
         for name, default in _defaults():
             if getattr(self, name) is None:
                 setattr(self, name, default)

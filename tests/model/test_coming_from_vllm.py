@@ -117,6 +117,8 @@ def test_a_prefix_is_found_until_it_is_forgotten(tiny: LLM) -> None:
         (lambda tiny: tiny.generate([IDS], lora_request=object()), "lora_request is not supported yet"),
         (lambda tiny: tiny.generate({"prompt_token_ids": IDS, "multi_modal_data": {}}), "multi_modal_data"),
         (lambda tiny: tiny.generate([IDS], SamplingParams(structured_outputs={"json": {}})), "need a tokenizer"),
+        (lambda tiny: tiny.generate([IDS], SamplingParams(logit_bias={"the": 1})), "logit_bias: a key is no token id"),  # type: ignore[dict-item]
+        (lambda tiny: tiny.generate([IDS], SamplingParams(logit_bias={"999": 1})), "of the vocabulary"),  # type: ignore[dict-item]
         (lambda tiny: tiny.generate([IDS], SamplingParams(allowed_token_ids=[])), "allowed_token_ids must be at least"),
         (lambda tiny: tiny.generate([IDS], SamplingParams(allowed_token_ids=[10**6])), "of the vocabulary"),
         (lambda tiny: tiny.beam_search([IDS], BeamSearchParams(beam_width=11, max_tokens=1)), "must be 1 to 10"),
