@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from planaria.errors import RequestError
 from planaria.server.common import (
@@ -39,9 +41,13 @@ from planaria.server.tools import (
     refuse_both,
     shown_marks,
     thinking_first,
+    tool_forms,
 )
-from planaria.types import TokenLogprobs
+from planaria.structured.check import TOO_MUCH
+from planaria.types import SamplingParams, TokenLogprobs
 from planaria.wire import EngineFacts
+
+NAMED = 64  # tools among which the one is looked for whose schema is wrong
 
 # Names of apply_chat_template's own arguments, and those that would bring in code or fields refused elsewhere.
 _RESERVED = frozenset({
@@ -96,7 +102,7 @@ async def open_chat(
         refuse_both(params, tools)
         form = forced_form(tools, reading, template, tokenizer)
         params = msgspec.structs.replace(params, structured_outputs=form)
-        params = await service.constrained(params, "tools", request.receive)
+        params = await _constrained(service, params, tools, request.receive)
     params = thinking_first(params, reading, tokenizer)
     ids = truncated(ids, body, max_tokens, facts.max_model_len)
     check_logprobs([len(ids)], params)
@@ -108,6 +114,18 @@ async def open_chat(
         priority=body.priority or 0, cache_salt=body.cache_salt or "", param="messages",
     )  # fmt: skip
     return Choices(ids, submits, tokenizer if reading is None else tokenizer.showing(shown_marks(reading))), reading
+
+
+async def _constrained(service: Service, params: SamplingParams, tools: Tools, gone: Receive) -> SamplingParams:
+    """`params` with the grammar of the calls that must be made. Raises RequestError: of the tool whose schema is wrong,
+    if it is one of the first."""
+    try:
+        return await service.constrained(params, "tools", gone)
+    except RequestError as e:
+        if e.status == 400 and TOO_MUCH not in e.message:
+            for place, form in islice(tool_forms(tools), NAMED):
+                await service.constrained(msgspec.structs.replace(params, structured_outputs=form), place, gone)
+        raise
 
 
 async def tools_of(service: Service, request: Request, body: ChatCompletionRequest) -> Tools | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -305,6 +305,13 @@ def forced_form(tools: Tools, reading: Reading, template: str | None, tokenizer:
             mark=lambda text: _mark(tokenizer, text), whitespace=WHITESPACE,
         )
     )  # fmt: skip
+
+
+def tool_forms(tools: Tools) -> Iterator[tuple[str, StructuredOutputsParams]]:
+    """The place of each tool's schema, and the arguments that it is of."""
+    for i, tool in enumerate(tools.given):
+        schema = tool["function"].get("parameters") or {}
+        yield f"tools[{i}].function.parameters", StructuredOutputsParams(json={"type": "object", **schema})
 
 
 def thinking_first(params: SamplingParams, reading: Reading | None, tokenizer: Tokenizer) -> SamplingParams:

@@ -150,6 +150,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking can't be enabled"),
     ({"stop_sequences": ["x"] * 17}, "stop_sequences must"), ({"temperature": -1}, "temperature"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"), ({"max_token": 3}, "did you mean max_tokens"),
+    (
+        {"tools": [{"name": "f", "input_schema": {"properties": {"a": {"type": "x"}}}}],
+         "tool_choice": {"type": "any"}},
+        "tools.0.input_schema.properties.a: ",
+    ),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format"),
 ]  # fmt: skip
 
