@@ -30,7 +30,6 @@ from planaria.config.vllm_words import ours
 from planaria.errors import ConfigError, EngineDead, RequestError
 from planaria.prompts import Prompt, content_of, refuse, salt_of
 from planaria.server.inputs import child_seed, grammar_check, submissions
-from planaria.server.metrics import of_engines
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import Tokenizer, load_tokenizer
 from planaria.server.tools import (
@@ -240,6 +239,8 @@ class _Front:
 
     def get_metrics(self) -> list[Counter | Gauge]:
         """What the engine counts, under the names that /metrics has."""
+        from planaria.server.metrics import of_engines
+
         facts, name = self.facts, self.config.served_model_name
         engine = EngineState(0, "ready", os.getpid(), facts.layout, facts.ranks, self.stats, 0, 0, False)
         return [

@@ -252,7 +252,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     kernels: Annotated[
         str,
         option(
-            "CPU kernels: native (this package's), torch (plain), or auto.",
+            "CPU kernels: native (this package's), torch (plain; of planaria[torch]), or auto.",
             choices=("auto", "native", "torch"),
             hashed=True,
         ),
