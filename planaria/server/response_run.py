@@ -109,7 +109,7 @@ class ResponseRun:
         end = None
         if piece.finish is not None:
             stream = self.stream
-            cached, service = stream.cached_tokens, self.store.service
+            cached, service = min(stream.cached_tokens, stream.prompt_tokens), self.store.service
             facts = service.client.facts
             size = facts.block_size if facts is not None and service.client.warm else 0
             full = stream.prompt_tokens // size * size if size else 0

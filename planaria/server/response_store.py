@@ -88,16 +88,18 @@ class ResponseStore:
         self._make_room(0, 0)
         journal.start()
 
-    def go_on(self) -> None:
-        """Engines are ready: whatever runs in the background goes on, the oldest first."""
+    async def go_on(self) -> None:
+        """Engines are ready: whatever ran in the background of another server goes on, the oldest first."""
         from planaria.server.response_run import ResponseRun
 
         open_ones = [entry for entry in self.unfinished.values() if entry.run is None]
-        for entry in sorted(open_ones, key=lambda entry: entry.kept.head.created):
-            ResponseRun.again(self, entry)
         if open_ones:
             tokens = sum(len(part) for entry in open_ones for part in entry.kept.tokens)
             logger.info("journal: %d responses go on; they have %d tokens", len(open_ones), tokens)
+        for entry in sorted(open_ones, key=lambda entry: entry.kept.head.created):
+            if entry.listed and entry.kept.end is None and not entry.cut:
+                ResponseRun.again(self, entry)
+            await asyncio.sleep(0)  # each has its text made again
 
     def _hear(self, news: list[News]) -> None:
         """What the journal has done."""

@@ -138,7 +138,7 @@ class Lifecycle:
             service.drain(f"the engine could not start: {e}")
             server.should_exit = True
             return
-        service.responses.go_on()
+        service.responses.tasks.start(service.responses.go_on())
         url, seconds = url_of(server.sock, server.settings), time.monotonic() - started
         line = f"Planaria serving {service.model_names[0]} at {url} (ready in {seconds:.1f} s)"
         if announce is not None:

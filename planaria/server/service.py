@@ -24,6 +24,7 @@ from planaria.server.faults import FaultLog
 from planaria.server.history import History
 from planaria.server.inputs import child_seed, grammar_check
 from planaria.server.metrics import Metrics
+from planaria.server.response_metrics import ResponseMetrics
 from planaria.server.response_store import ResponseStore
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.types import SamplingParams
@@ -63,9 +64,10 @@ class Service:
 
             self.traces = Traces(config.otlp_traces_endpoint, config.otlp_traces_sampling_ratio)
         self.metrics = Metrics(client.engines, lambda: self.model_names[0], self.faults)
+        self.responses = ResponseStore(self)
+        self.metrics.registry.register(ResponseMetrics(self.responses, lambda: self.model_names[0]))
         self.created = int(time.time())
         self.draining = ""  # the reason, for those who are turned away
-        self.responses = ResponseStore(self)
         self.open: dict[Generation, None] = {}
         self.reading: dict[asyncio.Timeout, None] = {}  # of requests whose body is still coming
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty
