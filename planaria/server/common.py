@@ -27,7 +27,7 @@ LOWEST = -9999.0  # said for log-probabilities JSON has no number for
 _LISTS = ("bad_words", "stop_token_ids", "allowed_token_ids")
 # in a form of the API's own
 _OWN = {"truncate_prompt_tokens", "max_tokens", "logprobs", "stop", "logit_bias", "structured_outputs", *_LISTS}
-_FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of response_format
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag", "json", "regex")  # of response_format
 _SAME = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields.keys() - _OWN)
 
 M = TypeVar("M", bound=BaseModel)
@@ -107,6 +107,8 @@ def output_form(request: GenerationRequest) -> tuple[StructuredOutputsParams | N
 def _response_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
     if given is None or given.type == "text":
         return None
+    if given.type in ("json", "regex") or (given.type in _FORMATS and given.value is not None):
+        return _hub_format(given)
     if given.type == "json_object":
         return StructuredOutputsParams(json_object=True)
     if given.type == "structural_tag":
@@ -125,6 +127,18 @@ def _response_format(given: ResponseFormat | None) -> StructuredOutputsParams | 
             code="missing_required_parameter",
         )  # fmt: skip
     return StructuredOutputsParams(json=schema)
+
+
+def _hub_format(given: ResponseFormat) -> StructuredOutputsParams:
+    """As Hugging Face's client says it: `value` is what the answer must be."""
+    if given.type == "regex" and isinstance(given.value, str):
+        return StructuredOutputsParams(regex=given.value)
+    if given.type in ("json", "json_object") and isinstance(given.value, dict):
+        return StructuredOutputsParams(json=given.value)
+    raise RequestError(
+        "response_format.value is a schema for type 'json_object' or 'json', and an expression for 'regex'",
+        param="response_format", code="missing_required_parameter" if given.value is None else "invalid_value",
+    )  # fmt: skip
 
 
 async def spelled(service: Service, params: SamplingParams, request: Request, body: SampledRequest) -> SamplingParams:

@@ -83,8 +83,13 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    type: str = Field(json_schema_extra={"enum": ["text", "json_object", "json_schema", "structural_tag"]})
+    type: str = Field(
+        json_schema_extra={"enum": ["text", "json_object", "json_schema", "structural_tag", "json", "regex"]}
+    )
     json_schema: JsonSchema | None = None
+    value: JsonObject | str | None = Field(
+        None, description="Of a json_object (or json), its schema; of a regex, the expression: as Hugging Face has it."
+    )
     structures: list[JsonObject] | None = Field(None, description="Of a structural_tag: `begin`, `schema`, `end`.")
     triggers: list[str] | None = Field(None, description="Of a structural_tag: what its structures begin with.")
 

@@ -183,6 +183,10 @@ TABLE = {
     "metadata": (h(metadata={f"a{i}": "b" for i in range(17)}), 400, "metadata", None),
     "service_tier": (h(service_tier="best"), 400, "service_tier", None),
     "json_schema": (h(response_format={"type": "json_schema"}), 400, "response_format", "schema is required"),
+    "a format without its value": (h(response_format={"type": "regex"}), 400, "response_format", "value is a schema"),
+    "a value of another format": (
+        h(response_format={"type": "json_schema", "value": {}}), 400, "response_format", "value is a schema",
+    ),
     "a type of format": (h(response_format={"type": "xml"}), 400, "response_format", "'xml' is none of"),
     "top_logprobs alone": (h(top_logprobs=2), 400, "top_logprobs", "logprobs"),
     "logprobs a number": (h(logprobs=2), 400, "logprobs", None),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from planaria import __version__
+from planaria import StructuredOutputsParams, __version__
+from planaria.server.common import output_form
+from planaria.server.schema import ChatCompletionRequest
 
 C, H = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
@@ -35,6 +37,20 @@ def prompt(server: Any) -> list[int]:
 async def test_the_newer_maximum_counts(server: Any) -> None:
     await chat(server, max_tokens=2, max_completion_tokens=4)
     assert server.engine.submitted[-1].max_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "form"),
+    [
+        ({"type": "json_object", "value": {"type": "integer"}}, {"json": {"type": "integer"}}),
+        ({"type": "json", "value": {"type": "integer"}}, {"json": {"type": "integer"}}),
+        ({"type": "regex", "value": "[0-9]+"}, {"regex": "[0-9]+"}),
+        ({"type": "json_object"}, {"json_object": True}),
+    ],
+)
+def test_forms_of_an_answer_in_hugging_faces_words(asked: dict[str, Any], form: dict[str, Any]) -> None:
+    request = ChatCompletionRequest.model_validate({"messages": USER, "response_format": asked})
+    assert output_form(request) == (StructuredOutputsParams(**form), "response_format")
 
 
 async def test_a_fingerprint(server: Any) -> None:

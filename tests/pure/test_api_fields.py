@@ -59,7 +59,7 @@ TRIES: tuple[Any, ...] = (
     [{"role": "user", "content": "x"}],
 )
 OPTIONS: dict[Any, Any] = {ResponsesRequest: ResponseStreamOptions}  # of its streams, where not those of the others
-NOTES = {"response_format": "`text`, `json_object`, `json_schema`, or vLLM's `structural_tag`."}
+NOTES = {"response_format": "`text`, `json_object`, `json_schema`, vLLM's `structural_tag`, or Hugging Face's `value`."}
 
 
 def about(model: Any, name: str) -> str:
