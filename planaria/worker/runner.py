@@ -109,7 +109,7 @@ class Runner:
             logits = logits[lines]
         tokens, logprobs, errors = sampler.sample(logits, samples)
         self.last[samples] = tokens
-        self.stage.drew(turn, samples, np.array(tokens, np.int32)[:, None])
+        self.stage.drew(turn, samples, np.array(tokens, np.int32).reshape(-1, 1))
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
