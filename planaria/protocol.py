@@ -117,6 +117,7 @@ class LaneResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of the positions after `start` of this step's chunk
     errors: dict[int, str] = {}  # rows that failed by themselves; only that request ends
     more: dict[int, list[int]] = {}  # of rows that drew several: the tokens after the first, each as if drawn alone
+    late: tuple[int, ...] = ()  # rows that could not draw yet, nor will until their request enters again
     drafted: dict[int, int] = {}  # of rows that had drafts in this step: how many
 
 

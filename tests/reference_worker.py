@@ -4,7 +4,7 @@ HashWorker's "KV" at a position is a hash of the position before it and the toke
 table, so that a wrongly shared, freed too early or never computed block changes the tokens. The next token is a
 function of that hash and (seed, position) alone: the same request gives the same tokens in any batch. Where it may, it
 drafts: some guesses are right, and all of them leave hashes behind. A request may have a small grammar (`Rule`), whose
-state is of the tokens that came out.
+state is of the tokens that came out; whether it is ready when its row is to draw depends on the step.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class Rule:
 
 
 class RowState:
-    """at: where the row's grammar is, after all its tokens; None: it has none."""
+    """at: where the row's grammar is, after all its tokens; None: it has none. late: it can't draw."""
 
-    __slots__ = ("at", "blocks", "cursor", "fresh", "tokens")
+    __slots__ = ("at", "blocks", "cursor", "fresh", "late", "tokens")
 
     def __init__(self, fresh: Fresh) -> None:
         self.fresh = fresh
         self.at: int | None = None
+        self.late = False
         self.tokens = list(fresh.tokens)
         self.blocks: list[int] = []
         self.cursor = 0  # position after the last planned token
@@ -143,7 +144,7 @@ class HashWorker:
         self.books = RowBooks(block_size)
 
     def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
-        rows, tokens = [], []
+        rows, tokens, late = [], [], []
         more: dict[int, list[int]] = {}
         for work in self.books.apply(step, plan, freed, turn):
             state = self.books.rows[work.row]
@@ -151,6 +152,10 @@ class HashWorker:
                 self._compute(work.row, state, position, state.tokens[position])
             if work.sample:
                 self.enter(state)
+                if state.late:
+                    state.tokens.append(0)
+                    late.append(work.row)
+                    continue
                 drawn = self._draw_all(work, state)
                 for token in drawn:
                     state.at = self.after(state, state.at, token)
@@ -160,7 +165,7 @@ class HashWorker:
                 tokens.append(drawn[0])
                 if len(drawn) > 1:
                     more[work.row] = drawn[1:]
-        return LaneResult(rows, tokens, more=more)
+        return LaneResult(rows, tokens, more=more, late=tuple(late))
 
     def _draw_all(self, work: Work, state: RowState) -> list[int]:
         """The token after the last one, and those after it as far as they are guessed; all guesses are computed."""
@@ -196,10 +201,11 @@ class HashWorker:
         return Rule(grammar, self.vocab_size) if grammar else None
 
     def enter(self, state: RowState) -> None:
-        """Bring a row's grammar to where its output is, when it draws for the first time."""
+        """Bring a row's grammar to where its output is, when it draws for the first time, unless it is late."""
         rule = self.rule(state)
         if rule is not None and state.at is None:
-            state.at = rule.of(state.tokens[state.fresh.num_prompt :])
+            state.late = state.late or mix(self.books.step, state.fresh.seed) % 4 == 0
+            state.at = rule.of(state.tokens[state.fresh.num_prompt :]) if not state.late else None
 
     def after(self, state: RowState, at: int | None, token: int) -> int | None:
         rule = self.rule(state)

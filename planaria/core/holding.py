@@ -5,6 +5,7 @@ memory is short, first what nobody has claimed goes, then the last who waits giv
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -121,3 +122,17 @@ def relieve(lane: Lane, entry: SequenceState) -> None:
     """Of the blocks it waits with: what they hold is computed again, unless it is found by its key."""
     lane.pool.release(entry.blocks)
     lane.rewind(entry)
+
+
+def again(lane: Lane, row: int) -> None:
+    """Who has this row could not draw, though all its tokens are computed: it waits, and enters again."""
+    entry = lane.at_row[row]
+    if entry is None or not entry.open or entry.row != row:
+        return
+    lane.computed_to(entry, entry.request.num_tokens)
+    if entry.leaving:
+        lane.disown(entry)
+    else:
+        lane.leave(entry, at_once=True)
+    lane.rewind(entry)
+    heapq.heappush(lane.waiting, (entry.key, entry))

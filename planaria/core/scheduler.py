@@ -194,9 +194,9 @@ class Lane:
             blocks = []
         self.deferred.append((entry.last_step, entry.row, blocks))
         if not keep_open:
-            self._disown(entry)
+            self.disown(entry)
 
-    def _disown(self, entry: SequenceState) -> None:
+    def disown(self, entry: SequenceState) -> None:
         """It will not compute what it announced."""
         for key in entry.owned:
             self.computing.pop(key, None)
@@ -212,7 +212,7 @@ class Lane:
             self.waiting = [item for item in self.waiting if item[1] is not entry]
             heapq.heapify(self.waiting)
         elif entry.leaving:
-            self._disown(entry)
+            self.disown(entry)
         else:
             self.leave(entry)
         if self.held and not self.entries:
@@ -263,7 +263,7 @@ class Lane:
         self.committed = step
         for entry, cursor in self.chunks.pop(step, ()):
             if entry.row is not None and entry.open:
-                self._computed(entry, cursor)
+                self.computed_to(entry, cursor)
         for row, part in result.prompt_logprobs.items():
             at = self.at_row[row]
             if at is not None and at.prompt_logprobs is not None:
@@ -278,6 +278,8 @@ class Lane:
             self.drafts = self.drafts.checked(result.drafted, result.more)
         if result.more:
             further(self, deltas, result.more)
+        for row in result.late:
+            holding.again(self, row)
         for row, message in result.errors.items():
             at = self.at_row[row]
             if at is not None and at.open:
@@ -292,7 +294,7 @@ class Lane:
         before = len(request.prompt) + len(output)
         if entry.row is not None:
             if before // self.block_size > entry.remembered:
-                self._computed(entry, before)
+                self.computed_to(entry, before)
             else:
                 request.computed = self.index.lengths[entry.row] = before
         delta = Delta(request.id, len(output), [token], logprobs=logprobs)
@@ -307,7 +309,7 @@ class Lane:
             return self._finish(entry, delta, FinishReason.LENGTH)
         return delta
 
-    def _computed(self, entry: SequenceState, cursor: int) -> None:
+    def computed_to(self, entry: SequenceState, cursor: int) -> None:
         """KV holds the first `cursor` tokens: remember the full blocks among them."""
         request = entry.request
         assert entry.row is not None

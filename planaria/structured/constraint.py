@@ -5,6 +5,7 @@ is where it was. A grammar is compiled from the moment its row enters, in a thre
 may follow a token is looked for when the next one is about to be drawn, by all threads that compute, or, where these
 have nothing to do meanwhile, from the moment that token is drawn.
 
+What is not ready in time is late: nobody waits for it, and its request enters again, as one does that lost its row.
 Whatever goes wrong with a grammar is an error of its row alone, at its next token: rows of ranks that draw nothing,
 which have no grammars, stay the same as those of the rank that does.
 """
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ STACK = 64 << 20  # bytes of the threads that compile and follow grammars: more 
 COMPILED = 32  # grammars that are kept
 FEW = 512  # tokens that are named one by one
 WORTH_A_THREAD = 8  # rows: handing work to a thread costs as much as a few
+PATIENCE = 0.01  # seconds in which a step waits for what isn't ready, in all
 EACH = 0.005  # seconds of a processor that a row's tokens may take, each
 AT_FIRST = 0.5  # and so many more, in all
 
@@ -44,12 +46,13 @@ class Constraint:
     its `error`.
 
     eos_ids: end the output. goes_on: not while anything else is allowed. `drawn`: the last token, that hasn't been
-    looked at. `over`: the output has ended, and what is still drawn is nobody's. `spent`: seconds of a processor.
+    looked at. `over`: the output has ended, and what is still drawn is nobody's. `late`: it was not ready when its row
+    was to draw. `spent`: seconds of a processor.
     """
 
     __slots__ = (
-        "banned", "bits", "drawn", "ends", "eos_ids", "error", "few", "goes_on", "looks", "mask_bytes", "matcher",
-        "over", "ready", "size", "spent",
+        "banned", "bits", "drawn", "ends", "eos_ids", "error", "few", "goes_on", "late", "looks", "mask_bytes",
+        "matcher", "over", "ready", "size", "spent",
     )  # fmt: skip
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int], *, goes_on: bool) -> None:
@@ -60,7 +63,7 @@ class Constraint:
         self.matcher: llguidance.LLMatcher | None = None
         self.ready: Future[None] | None = None
         self.error = ""
-        self.over = False
+        self.over = self.late = False
         self.drawn: int | None = None
         self.few: Ids | None = None
         self.banned: Ids | Bools | None = None
@@ -125,7 +128,7 @@ class Constraint:
             for token in self.ends:
                 octets[token >> 3] |= 1 << (token & 7)
                 octets[token >> 3] ^= self.goes_on << (token & 7)
-        count = int(np.bitwise_count(bits).sum())
+        count = int.from_bytes(bits.tobytes(), "little").bit_count()
         if not count:
             self.few = self.eos_ids if accepting else None
             self.error = "" if accepting else DEAD_END
@@ -193,12 +196,19 @@ class Constraints:
             self._split([constraint for constraint, _ in drawn], 1)
 
     def settle(self, constraints: Sequence[Constraint]) -> None:
-        """All of them know what may come next."""
+        """All of them know what may come next, but those that are late."""
+        deadline = 0.0
         for constraint in constraints:
-            if constraint.ready is not None:
-                constraint.ready.result()
+            if constraint.ready is None or constraint.late:
+                continue
+            if not constraint.ready.done():
+                deadline = deadline or time.monotonic() + PATIENCE
+                wait([constraint.ready], max(0.0, deadline - time.monotonic()))
+            if constraint.ready.done():
                 constraint.ready = None
-        todo = [constraint for constraint in constraints if constraint.drawn is not None]
+            else:
+                constraint.late = True
+        todo = [constraint for constraint in constraints if constraint.drawn is not None and not constraint.late]
         own = self._split(todo, min(self.threads, len(todo) // WORTH_A_THREAD) - 1)
         for constraint in own:
             constraint.settle()

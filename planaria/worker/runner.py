@@ -104,7 +104,10 @@ class Runner:
             return LaneResult([], [], errors=refused)
         if self.speculation is not None and taken is not None:
             drawn = self._draw_further(sampler, logits, samples, lines, taken.tolist(), turn, alone=not chunks)
-            return msgspec.structs.replace(drawn, prompt_logprobs=prompt_logprobs, errors={**refused, **drawn.errors})
+            errors, late = _told_apart(drawn.errors)
+            return msgspec.structs.replace(
+                drawn, prompt_logprobs=prompt_logprobs, errors={**refused, **errors}, late=late
+            )  # fmt: skip
         if prompt_parts:
             logits = logits[lines]
         tokens, logprobs, errors = sampler.sample(logits, samples)
@@ -113,8 +116,9 @@ class Runner:
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
+        errors, late = _told_apart(errors)
         each = {row: [entry] for row, entry in logprobs.items()}
-        return LaneResult(samples, tokens, each, prompt_logprobs, {**refused, **errors})
+        return LaneResult(samples, tokens, each, prompt_logprobs, {**refused, **errors}, late=late)
 
     def _draw_further(
         self, sampler: Sampler, logits: Array, samples: list[int], lines: list[int], taken: list[int], turn: int, *,
@@ -235,3 +239,9 @@ class Runner:
         targets = history[chunk.start + 1 : chunk.start + chunk.count + 1]
         k = self.logprobs_wanted[chunk.row]
         return sampler.prompt_logprobs(logits[line : line + len(targets)], targets, k)
+
+
+def _told_apart(errors: dict[int, str]) -> tuple[dict[int, str], tuple[int, ...]]:
+    """Of a sampler's errors by row: those that are, and the rows that are late."""
+    late = tuple(row for row, message in errors.items() if not message)
+    return {row: message for row, message in errors.items() if message} if late else errors, late

@@ -232,7 +232,8 @@ class Sampler:
 
         logits float32 [S, vocab_size], line i of `rows[i]`, no row twice; they may be overwritten. Returns the
         tokens, in order; the log-probabilities by row where asked for; errors by row. A row with an error gets
-        token 0 (so that its history is as long as the cache expects), and no other row notices.
+        token 0 (so that its history is as long as the cache expects), and no other row notices. An error that is empty:
+        the row is late, now and until it enters again.
         """
         logits = self._checked(logits, len(rows))
         if not rows:
@@ -301,7 +302,12 @@ class Sampler:
         """Ban what grammars don't allow, in place. Returns errors by line."""
         assert self.constraints is not None
         self.constraints.settle([constraint for _, constraint in bound])
-        return {i: message for i, constraint in bound if (message := constraint.ban(logits[i]))}
+        refused = {}
+        for i, constraint in bound:
+            message = "" if constraint.late else constraint.ban(logits[i])
+            if message or constraint.late:
+                refused[i] = message
+        return refused
 
     def _choose(self, logits: Any, rows: list[int], states: list[_Row]) -> tuple[list[int], dict[int, str]]:
         """Tokens and errors, both by line."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,8 +141,11 @@ def test_a_grammar_that_is_none_is_refused_and_where(llm: LLM, form: dict[str, A
 
 @pytest.mark.parametrize("size", [271, 288, 300])
 @pytest.mark.parametrize("kind", ["ahead", "alone", "together"])
-def test_what_a_row_may_draw_is_what_the_grammar_allows(tmp_path: Path, size: int, kind: str) -> None:
+def test_what_a_row_may_draw_is_what_the_grammar_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, kind: str
+) -> None:
     """At every token, whoever looks and however many rows there are; and the same from the midst of an output."""
+    monkeypatch.setattr(constraint, "PATIENCE", 60.0)
     last = checkpoints.write_tokenizer(tmp_path) - 1
     tokens = make_vocabulary((tmp_path / "tokenizer.json").read_text(), size, last)
     grammar = LLMatcher.grammar_from_regex(r"[^x]{2,5}(ab|cd)*")
@@ -175,6 +179,32 @@ def test_what_a_row_may_draw_is_what_the_grammar_allows(tmp_path: Path, size: in
     constraints.close()
 
 
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_nobody_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch, llm: LLM, tokens: int) -> None:
+    """One that is still being compiled: others get their tokens, and its row what it would have had."""
+    bound = SamplingParams(max_tokens=tokens, seed=2, structured_outputs={"regex": "[ab]{9,20}"})  # type: ignore[arg-type]
+    free = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    expected = [o.outputs[0].token_ids for o in llm.generate([PROMPT] * 2, [bound, free])]
+    begin, compiled, entered = Constraints._begin, threading.Event(), []
+
+    def wait(self: Constraints, *what: Any) -> None:
+        entered.append(what[0])
+        assert compiled.wait(60)
+        begin(self, *what)
+
+    monkeypatch.setattr(Constraints, "_begin", wait)
+    steps: list[int] = []
+
+    def on_tokens(done: int, new: int) -> None:
+        steps.append(done)
+        if len(steps) == 20:
+            compiled.set()
+
+    found = llm.generate([PROMPT] * 2, [bound, free], on_tokens=on_tokens)
+    assert [o.outputs[0].token_ids for o in found] == expected
+    assert len(steps) >= 20 and entered[0].late
+
+
 def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     monkeypatch.setattr(constraint, "EACH", 0.0)
     monkeypatch.setattr(constraint, "AT_FIRST", 0.0)
@@ -184,3 +214,18 @@ def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPa
     )
     assert (first.finish_reason, second.finish_reason) == ("error", "length")
     assert "ms a token" in str(first.error)
+
+
+def test_drafts_change_nothing(llm: LLM) -> None:
+    """Each position has its own mask: the same tokens, whatever was guessed."""
+    prompt = "[true,false,true,false,null,null,true,false,true,false,null"
+    form: Any = {"json": {"type": "array", "minItems": 20, "maxItems": 30, "items": {"enum": [True, False, None]}}}
+    form["disable_any_whitespace"] = True
+    asked = [SamplingParams(max_tokens=150, seed=i, temperature=i % 2, structured_outputs=form) for i in range(6)]
+    expected = [o.outputs[0].token_ids for o in llm.generate([prompt] * 6, asked)]
+    options = {"max_model_len": 256, "kv_cache_memory": "8MiB", "threads": 1, "max_num_seqs": 16}
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    with LLM(llm.options.model, speculative_config=drafts, **options) as drafting:
+        found = drafting.generate([prompt] * 6, asked)
+        assert [o.outputs[0].token_ids for o in found] == expected
+        assert drafting.stats.drafts is not None and sum(drafting.stats.drafts.accepted) > 0

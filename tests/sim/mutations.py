@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from planaria.core import holding
 from planaria.core.engine import EngineCore
 from planaria.core.kv_cache import BlockPool
 from planaria.core.quarantine import Quarantine
@@ -143,7 +144,8 @@ class FromTheStart(SimWorker):
     """A grammar begins anew in each row, whatever came out before."""
 
     def enter(self, state: RowState) -> None:
-        if state.at is None and state.fresh.params.grammar:
+        super().enter(state)
+        if state.at is not None and len(state.tokens) == len(state.fresh.tokens):
             state.at = Rule.START
 
 
@@ -190,6 +192,12 @@ def forget_what_was_drafted() -> Iterator[None]:
         return commit(self, step, msgspec.structs.replace(result, more={}))
 
     with patch.object(Lane, "commit", first):
+        yield
+
+
+@contextmanager
+def forget_who_is_late() -> Iterator[None]:
+    with patch.object(holding, "again", lambda lane, row: None):
         yield
 
 
@@ -273,6 +281,7 @@ MUTATIONS = [
     Mutation("begin a grammar anew in each row", nothing, WRONG_TOKENS, FromTheStart),
     Mutation("hold a row to the grammar of another", nothing, WRONG_TOKENS, Foreign),
     Mutation("leave guesses in a grammar's state", nothing, WRONG_TOKENS, NeverBack),
+    Mutation("forget a row that is late", forget_who_is_late, STUCK),
     Mutation("keep a wrong guess", nothing, WRONG_TOKENS, Credulous),
     Mutation("guess beyond the blocks", nothing, WRONG_TOKENS | {"crash"}, Sprawling),
     Mutation("forget what was drafted", forget_what_was_drafted, WRONG_TOKENS | {"ends"}),

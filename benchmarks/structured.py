@@ -1,0 +1,215 @@
+"""What structured output costs, and that it holds.
+
+    python -m benchmarks.structured cost [--model smollm2] [--rounds 8]     a token, at one stream and at 32
+    python -m benchmarks.structured first [--rounds 30]                     the first token, of a usual schema
+    python -m benchmarks.structured valid [--answers 20]                    answers that end by themselves, by feature
+    python -m benchmarks.structured fuzz [--count 100000]                   grammars of all kinds, while others stream
+
+Each prints a table and writes benchmarks/out/structured_NAME.json.
+
+- cost: steps of a batch whose rows are held to JSON against steps of one whose rows are free, as many tokens each, in
+  turns; the lower quartile of each round's steps, the least of all rounds.
+- first: seconds from the call to the first token of a schema that is new each time, and of none; the median.
+- valid, fuzz: a random model of two layers, which says anything that isn't forbidden. Answers that end by themselves
+  are held against `jsonschema`. fuzz keeps four rows of others streaming: what their tokens' gaps are while grammars
+  come and while none do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.schemas import FEATURES, drawn
+from planaria import LLM, SamplingParams
+from planaria.errors import RequestError
+from planaria.types import StructuredOutputsParams
+
+OUT = Path(__file__).resolve().parent / "out"
+PROMPT = "A list of ten pets, as JSON: "
+PET = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 3, "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+        "notes": {"type": "string"},
+    },
+    "required": ["name", "age", "kind", "notes"],
+    "additionalProperties": False,
+}
+LONG = {"type": "array", "items": PET, "minItems": 100}
+SKIPPED, TOKENS = 6, 72  # steps of a round that aren't counted; tokens of each row
+OTHERS = 4
+
+
+def form(**given: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**given)
+
+
+def cost(options: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    with LLM(options.model, max_num_seqs=32, enable_prefix_caching=False) as llm:
+        for rows in (1, 32):
+            for temperature in (0.0, 1.0):
+                steps: dict[bool, list[float]] = {False: [], True: []}
+                for number in range(2 * options.rounds + 2):
+                    bound = bool(number % 2)
+                    least = _round(llm, rows, temperature, form(json=LONG) if bound else None)
+                    if number > 1:
+                        steps[bound].append(least)
+                free, held = (1e3 * min(steps[bound]) for bound in (False, True))
+                found.append({"rows": rows, "temperature": temperature, "free": free, "held": held})
+    rows_of = [[f"{f['rows']}", f"{f['temperature']:g}", f"{f['free']:.2f}", f"{f['held']:.2f}",
+                f"{100 * (f['held'] / f['free'] - 1):+.1f} %"] for f in found]  # fmt: skip
+    _show("A token's step, in ms", ["rows", "temperature", "free", "held to JSON", "cost"], rows_of)
+    return found
+
+
+def _round(llm: LLM, rows: int, temperature: float, structured: StructuredOutputsParams | None) -> float:
+    """The lower quartile of a batch's steps, in seconds."""
+    times: list[float] = []
+    asked = [
+        SamplingParams(
+            temperature=temperature, seed=i, max_tokens=TOKENS, ignore_eos=True, structured_outputs=structured
+        )
+        for i in range(rows)
+    ]
+    llm.generate([PROMPT] * rows, asked, on_tokens=lambda done, new: times.append(time.perf_counter()))
+    steps = sorted(b - a for a, b in pairwise(times[SKIPPED:-1]))
+    return steps[len(steps) // 4]
+
+
+def first(options: argparse.Namespace) -> dict[str, float]:
+    """Of a schema that nobody has seen: compiled at the door and by the rank."""
+    found: dict[str, list[float]] = {"free": [], "held": [], "held again": []}
+    with LLM(options.model, max_num_seqs=4, enable_prefix_caching=False) as llm:
+        for number in range(options.rounds + 2):
+            fresh = {**PET, "title": f"Number {number}"}
+            given = {"free": None, "held": form(json=fresh), "held again": form(json=fresh)}
+            for name, structured in given.items():
+                since = time.perf_counter()
+                llm.generate([PROMPT], SamplingParams(max_tokens=1, temperature=0, structured_outputs=structured))
+                if number > 1:
+                    found[name].append(time.perf_counter() - since)
+    medians = {name: 1e3 * statistics.median(values) for name, values in found.items()}
+    added = [[name, f"{ms:.2f}", f"{ms - medians['free']:+.2f}"] for name, ms in medians.items()]
+    _show("The first token, in ms", ["", "median", "added"], added)
+    return medians
+
+
+def _talker() -> LLM:
+    from tests.model.checkpoints import write_talker
+
+    folder = write_talker(Path(tempfile.mkdtemp()) / "talker")
+    return LLM(str(folder), max_model_len=512, kv_cache_memory="32MiB", max_num_seqs=64, threads=1)
+
+
+def valid(options: argparse.Namespace) -> dict[str, Any]:
+    """By feature: answers, those that ended by themselves, and what is wrong with which."""
+    import jsonschema
+
+    found: dict[str, Any] = {}
+    with _talker() as llm:
+        for name, given in FEATURES.items():
+            asked = SamplingParams(
+                n=options.answers,
+                seed=1,
+                max_tokens=400,
+                structured_outputs=form(json=given, disable_any_whitespace=True),
+            )
+            try:
+                answers = llm.generate(["Say it."], asked)[0].outputs
+            except RequestError as e:
+                found[name] = {"refused": str(e)}
+                continue
+            ended = [answer.text for answer in answers if answer.finish_reason == "stop"]
+            wrong = []
+            kind = jsonschema.validators.validator_for(given)
+            checker = kind(given, format_checker=kind.FORMAT_CHECKER)
+            for text in ended:
+                if errors := list(checker.iter_errors(json.loads(text))):
+                    wrong.append([text, errors[0].message])
+            failed = sum(answer.finish_reason == "error" for answer in answers)
+            found[name] = {"answers": len(answers), "ended": len(ended), "wrong": wrong, "failed": failed}
+    rows = [[name, str(f.get("answers", "")), str(f.get("ended", "refused")), str(len(f.get("wrong", ())))]
+            for name, f in found.items()]  # fmt: skip
+    _show("Answers against their schema", ["feature", "answers", "ended by themselves", "wrong"], rows)
+    return found
+
+
+def fuzz(options: argparse.Namespace) -> dict[str, Any]:
+    """Every grammar to the door, and to the engine those that it lets in, with 24 tokens each."""
+    counts: Counter[str] = Counter()
+    gaps: dict[str, list[float]] = {"alone": [], "beside grammars": []}
+    with _talker() as llm:
+        quiet = SamplingParams(max_tokens=450, ignore_eos=True)
+        free = [SamplingParams(max_tokens=24, seed=i, ignore_eos=True) for i in range(32)]
+
+        def stream(kind: str, asked: list[SamplingParams]) -> list[Any]:
+            times: list[float] = []
+            outputs = llm.generate(
+                ["Say it."] * (len(asked) + OTHERS), [*asked, *[quiet] * OTHERS],
+                on_tokens=lambda done, new: times.append(time.perf_counter()),
+            )  # fmt: skip
+            gaps[kind] += [b - a for a, b in pairwise(times)]
+            assert all(output.outputs[0].finish_reason == "length" for output in outputs[len(asked) :])
+            return outputs[: len(asked)]
+
+        let_in: list[SamplingParams] = []
+        began = time.monotonic()
+        for number in range(options.first, options.first + options.count):
+            try:
+                params = SamplingParams(max_tokens=24, seed=number, structured_outputs=form(**drawn(number)))
+                let_in.append(llm._grammars.spelled(params))
+            except RequestError as e:
+                counts["refused"] += 1
+                counts["refused, for what they take"] += "takes more than" in str(e)
+            if len(let_in) == 32 or number == options.first + options.count - 1:
+                for output in stream("beside grammars", let_in):
+                    counts[f"let in, ended by: {output.outputs[0].finish_reason}"] += 1
+                stream("alone", free[: len(let_in)])
+                let_in = []
+            if number % 5000 == 4999:
+                print(f"{number + 1}: {dict(counts)}, {time.monotonic() - began:.0f} s", flush=True)
+    p99 = {kind: 1e3 * sorted(values)[int(0.99 * len(values))] for kind, values in gaps.items() if values}
+    longest = {kind: 1e3 * max(values) for kind, values in gaps.items() if values}
+    found = {"counts": counts, "p99": p99, "longest": longest, "seconds": time.monotonic() - began, "engine deaths": 0}
+    _show("Grammars", ["", ""], [[name, str(count)] for name, count in sorted(counts.items())])
+    _show("Gaps of others' tokens, in ms", ["", "p99", "longest"],
+          [[kind, f"{p99[kind]:.2f}", f"{longest[kind]:.1f}"] for kind in p99])  # fmt: skip
+    return found
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {"cost": cost, "first": first, "valid": valid, "fuzz": fuzz}
+
+
+def _show(title: str, head: list[str], rows: list[list[str]]) -> None:
+    print(report.as_text([report.Table(title, head, rows)], []))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=COMMANDS)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--answers", type=int, default=20)
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    found = COMMANDS[options.what](options)
+    OUT.mkdir(exist_ok=True)
+    (OUT / f"structured_{options.what}.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
