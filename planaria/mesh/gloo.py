@@ -194,7 +194,8 @@ def as_bytes(x: Array) -> torch.Tensor:
     tensor = torch.as_tensor(x)
     if not tensor.is_contiguous():
         raise ValueError("an array sent over a mesh must be contiguous")
-    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    # axes of one number, or none, have any stride in NumPy
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _numeric(host: str) -> set[str]:
