@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from planaria.server.records import Again, Head, Outcome, PieceRecord, Record, Whole, frame
 
 MAX_AGAIN = 10  # times that it is begun again without a piece in between
-_PIECE = 64  # bytes, about, that a piece takes besides its text
+_PIECE = 160  # bytes of memory, about, that a piece takes besides its text
 
 
 class Kept:
@@ -26,7 +28,8 @@ class Kept:
         self.again = 0  # times that it was begun again since the last piece
         self.told = self.count = 0  # records after the head
         self._upto: list[int] = []  # pieces with each record
-        self.size = len(frame(head)) + _PIECE  # bytes, about
+        self._head_size = len(frame(head))
+        self.size = self._head_size + _PIECE  # bytes, about
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Kept | None:
@@ -74,7 +77,10 @@ class Kept:
             self.again = 0
         if record.end is not None:
             self.end = record.end
-            self.tokens = []
+            self.tokens = []  # nor is the prompt needed any more
+            self.head = msgspec.structs.replace(self.head, submit=None)
+            before, self._head_size = self._head_size, len(frame(self.head))
+            self.size += self._head_size - before
 
     def begin_again(self) -> bytes:
         """Another process goes on with it; returns what is to be written first."""
@@ -100,11 +106,7 @@ class Kept:
             return b"".join(
                 [frame(head), *(frame(PieceRecord(*one)) for one in zip(self.tokens, self._texts(), strict=True))]
             )
-        short = Head(
-            head.id, head.owner, head.created, head.background, head.model, head.fits, head.fields, head.items, None,
-            head.key, head.digest,
-        )  # fmt: skip
-        return frame(short) + frame(Whole([len(piece) for piece in self.pieces], "".join(self.pieces), self.end))
+        return frame(head) + frame(Whole([len(piece) for piece in self.pieces], "".join(self.pieces), self.end))
 
     def _texts(self) -> Iterable[str]:
         before = 0

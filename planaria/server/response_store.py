@@ -75,16 +75,22 @@ class ResponseStore:
         """Take over what is in there, and keep it from now on."""
         self.journal, journal.tell = journal, self._hear
         found: list[Kept] = []
+        long: set[str] = set()  # of them those that ended just before the other server did
         for id, records in journal.load():
             kept = Kept.of(records)
             if kept is not None and kept.head.id == id and not self._old(kept):
                 found.append(kept)
+                if kept.end is not None and len(records) > 2:
+                    long.add(id)
                 continue
             if kept is None or kept.head.id != id:
                 logger.warning("journal: what is kept of %s can't be used: removed", id)
             journal.put(Op("remove", id))
         for kept in sorted(found, key=lambda kept: kept.head.created):
-            self._list(Entry(kept, durable=kept.end is None))
+            entry = Entry(kept, durable=kept.end is None)
+            self._list(entry)
+            if kept.head.id in long:
+                self._rewrite(entry)
         self._make_room(0, 0)
         journal.start()
 

@@ -136,7 +136,14 @@ async def test_one_that_has_ended_keeps_no_tokens_on_disk(start, engine, tmp_pat
         await follow(server.client(), id)
     records, _ = scan((tmp_path / "a" / f"{id}.v1").read_bytes())
     assert [type(record).__name__ for record in records] == ["Head", "Whole"] and records[0].submit is None
-    assert [type(record).__name__ for record in scan(long)[0]] == ["Head"] + ["PieceRecord"] * 5
+    found, _ = scan(long)
+    assert [type(record).__name__ for record in found] == ["Head"] + ["PieceRecord"] * 5
+    found.append(PieceRecord([1], "", records[1].end))  # it ends, and then the server dies
+    (tmp_path / "b" / f"{id}.v1").write_bytes(b"".join(map(frame, found)))
+    async with start(engine(), journal=str(tmp_path / "b")):
+        pass
+    records, _ = scan((tmp_path / "b" / f"{id}.v1").read_bytes())
+    assert [type(record).__name__ for record in records] == ["Head", "Whole"] and records[0].submit is None
 
 
 async def test_torn_tails_and_strange_files(start, engine, tmp_path, caplog):
