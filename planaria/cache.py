@@ -61,12 +61,6 @@ def cached_folder(kind: str, key: str, fill: Callable[[Path], None]) -> Path:
     return final
 
 
-def file_identity(path: str | Path) -> str:
-    """Differs when another file is at this path, or it was written to. Raises OSError."""
-    s = os.stat(path)
-    return f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino} {s.st_dev}"
-
-
 def kept_folder(kind: str, key: str) -> Path | None:
     """The folder `kind/key` of the cache, None where it isn't there or not whole."""
     folder = env.cache_dir() / kind / key

@@ -26,7 +26,8 @@ from planaria.build import build_loop
 from planaria.config.options import EngineConfig
 from planaria.errors import CapacityError, ModelError, PlanariaError, UserError
 from planaria.executor.link.keys import HEARTBEAT, Keys, guard, keep_alive
-from planaria.node import Memories
+from planaria.hosts.weights import WeightsMemory
+from planaria.node import Memories, ProcessGone
 from planaria.processes import set_title
 from planaria.types import Delta
 from planaria.wire import Cancel, Dead, EngineFacts, FromEngine, Gone, Leaving, Output, Recovery, Submit, ToEngine
@@ -274,6 +275,10 @@ def serve(
         loop.core, loop.gang.broken, loop.gang.launcher.followed = None, True, True
         return 1
     finally:
+        over = loop.stopping and not loop.gang.launcher.followed
         loop.close()
+        if over and given is not None and given.weights is not None:
+            with contextlib.suppress(ProcessGone):  # whose memory it is ends, too
+                WeightsMemory.of(given.weights).forget(config.parallel.data_parallel_index)
         port.close()
     return 1 if loop.dead is not None else 0

@@ -251,12 +251,15 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
-    """Answer to Probe; bytes."""
+    """Answer to Probe; bytes. shared_bytes: of the weights, those that are once in its node's memory, whoever has them
+    under this name."""
 
     rank: int
     block_bytes: int
     available_bytes: int
     weight_bytes: int
+    shared_bytes: int = 0
+    shared_as: str = ""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):

@@ -80,6 +80,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
     places: list[CameUp] = []  # by rank
     kv_bytes: int = 0  # of a rank
     drafts: tuple[str, int] | None = None  # who drafts, and how many tokens of a sequence in a step at most
+    shared_bytes: int = 0  # of the weights, in memory that other engines of the node share
     committed: dict[str, int] = {}  # that the engine before it had computed: tokens of requests, by name in hex
 
 

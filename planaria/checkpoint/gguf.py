@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import struct
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from planaria.cache import cached_folder, file_identity, keep_file, kept_file
+from planaria.cache import cached_folder, keep_file, kept_file
 from planaria.checkpoint.gguf_convert import convert_config, convert_generation_config, convert_tensors
 from planaria.checkpoint.gguf_file import GGUFHeader, read_header
 from planaria.checkpoint.gguf_tokenizer import convert_tokenizer, convert_tokenizer_config
@@ -82,9 +83,10 @@ def split_parts(path: Path) -> list[Path]:
 
 def _identity(path: Path) -> str:
     try:
-        return file_identity(path)
+        s = os.stat(path)
     except OSError as e:
         raise ModelError(f"{path}: can't be read: {e.strerror or e}") from None
+    return f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino} {s.st_dev}"
 
 
 def _content(parts: list[Path], headers: list[GGUFHeader]) -> str:

@@ -140,7 +140,8 @@ def summary(
     table.add_row("model", f"{facts.model} ({size(facts.num_parameters)} parameters, {facts.dtype}{kept})")
     each = f" on each of {len(facts.ranks)} ranks" if len(facts.ranks) > 1 else ""
     weights, kv = (f"{value / 2**20:,.0f} MiB" for value in (facts.weight_bytes, facts.kv_bytes))
-    table.add_row("memory", f"{weights} of weights, {kv} of KV{each} ({facts.device})")
+    shared = ", shared," if facts.shared_bytes else ","
+    table.add_row("memory", f"{weights} of weights{shared} {kv} of KV{each} ({facts.device})")
     tokens = facts.num_blocks * facts.block_size
     table.add_row("tokens", f"{tokens:,} fit at a time; the longest request has {facts.max_model_len:,}")
     if facts.drafts is not None:

@@ -37,11 +37,13 @@ class RankTooLarge(CapacityError):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What each rank of a model needs, for any layout of it. quantities: keywords of `rank_memory`."""
+    """What each rank of a model needs, for any layout of it. quantities: keywords of `rank_memory`; sharers: engines
+    of its node with the same weights, which are there once: each of them is dealt a part."""
 
     model: ModelConfig
     parallel: ParallelConfig
     quantities: dict[str, Any]
+    sharers: int = 1
 
     def needs(self, layout: Layout) -> Callable[[Coords], RankMemory]:
         """Raises ConfigError for a layout that the model can't be dealt to."""
@@ -49,7 +51,7 @@ class Demand(msgspec.Struct, frozen=True):
         experts = expert_map(self.model, parallel, parallel.expert_parallel_size)
         lanes = [
             [
-                rank_memory(self.model, shard, **self.quantities)
+                rank_memory(self.model, shard, **self.quantities).shared_by(self.sharers)
                 for shard in deal(self.model, layout.tp, layout.pp, parallel.pp_layer_partition, experts, lane)
             ]
             for lane in range(parallel.lanes)
@@ -96,7 +98,8 @@ class PlanCase(msgspec.Struct, frozen=True):
         needs, up_to = self.demand.needs(layout), "up to " * (layout.size > 1)
         most = max((needs(layout.coords(rank)) for rank in range(layout.size)), key=lambda need: need.total)
         unknown = "" if any(self.memory().values()) else "; what the devices have isn't known"
-        return (f"memory: a rank needs {up_to}{most}{unknown}", *self.notes)
+        shared = f"; {self.demand.sharers} engines share weights" if self.demand.sharers > 1 else ""
+        return (f"memory: a rank needs {up_to}{most}{shared}{unknown}", *self.notes)
 
     def memory(self) -> dict[tuple[str, int], int]:
         """Bytes of each device, by node and number; 0: unknown."""
@@ -279,13 +282,15 @@ def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
     device = device_config(options, kind, model.dtype, packed=checkpoint.format == "gguf", ranks=1)
     element = 4 if device.dtype == "float32" else 2
     kept = checkpoint.weight_bytes / model.num_parameters if device.quantization == "keep" else float(element)
+    backend = parallel.distributed_executor_backend
+    shared = device.kernels == "native" and backend in ("uni", "mp") and not parallel.over_nodes  # see hosts/weights.py
     demand = Demand(model, parallel, {
         "parameter": PACKED.get(device.quantization, kept), "element": element,
         "kv": None if options.kv_cache_memory is None else parse_bytes(options.kv_cache_memory, "--kv-cache-memory"),
         "max_model_len": parse_tokens(options.max_model_len, "--max-model-len") or model.max_position,
         "step_tokens": step_tokens(options, kind),
         "logit_rows": options.max_num_seqs + LOGIT_ROWS,
-    })  # fmt: skip
+    }, len(parallel.replicas) if shared else 1)  # fmt: skip
     demand.needs(question.layout)  # what can't be dealt is refused first, as by `serve`
     notes = _warnings(resolve_experts(parallel, options, options.device, expert_shapes(model, device.dtype), None)[1])
     return msgspec.structs.replace(question, demand=demand, notes=question.notes + notes)

@@ -79,6 +79,13 @@ def kv_blocks(facts: Sequence[Facts], cache: CacheConfig, scheduler: SchedulerCo
     return min(blocks, most)
 
 
+def weights_of(facts: Sequence[Facts], homes: Sequence[str]) -> tuple[int, int]:
+    """Bytes of all ranks' weights, and of these what is shared; what several ranks of a node share counts once."""
+    shared = {(home, f.shared_as): f.shared_bytes for f, home in zip(facts, homes, strict=True) if f.shared_as}
+    total = sum(shared.values())
+    return total + sum(f.weight_bytes - f.shared_bytes for f in facts), total
+
+
 PHASES = {
     Join: "connect", Regroup: "groups", Load: "load", SendExperts: "experts", PlaceExperts: "experts",
     Probe: "probe KV", Allocate: "warm-up",
@@ -129,7 +136,7 @@ class BringUp:
         self.state = "launched"
         self.members: tuple[Hello, ...] = ()
         self.num_blocks = self.kv_bytes = 0  # of KV on each rank
-        self.weight_bytes = 0
+        self.weight_bytes = self.shared_bytes = 0  # of all ranks; of these, what other engines may have, too
         self.seconds: dict[str, float] = {}
         self.failure: Failed | None = None
         self.placing = placing
@@ -199,7 +206,7 @@ class BringUp:
                     least = min(facts, key=lambda found: found.available_bytes)
                     return self._fail(Failed(least.rank, "probe", str(e), "", "capacity"))
                 self.kv_bytes = self.num_blocks * max(f.block_bytes for f in facts)
-                self.weight_bytes = sum(f.weight_bytes for f in facts)
+                self.weight_bytes, self.shared_bytes = weights_of(facts, [member.home for member in self.members])
                 self.state = "allocating"
                 return Allocate(self.num_blocks, self.kv_number, self.full() if self.keeps_kv else ())
             case _:

@@ -81,7 +81,7 @@ class Gang:
         self.places: list[Place] = []
         self.members: tuple[Hello, ...] = ()
         self.link: Link | None = None
-        self.num_blocks = self.weight_bytes = 0
+        self.num_blocks = self.weight_bytes = self.shared_bytes = 0
         self.kv_bytes: dict[Layout, int] = {}  # of each rank, in the layouts that there were
         self.kv = GangKV(config)
         self.weights: Shared | None = None  # memory of this node for them
@@ -176,7 +176,7 @@ class Gang:
     def _form(self, phases: StartUp) -> None:
         config = self.config
         link = self.link = self.link_for(self.places, self.epoch)
-        self.launcher.run(boots_for(config, self.places, link, self._memories(self.kv.origin)))
+        self.launcher.run(boots_for(config, self.places, link, Memories(home(), self.kv.origin, self.weights)))
         self.check()  # who ended while there was no link to wake
         bring_up = BringUp(
             config.cache, config.scheduler, self.layout, self._memory(), epoch=self.epoch,
@@ -198,14 +198,12 @@ class Gang:
                 raise Refusal(failed)
         phases.enter("ready")
         self.kv_bytes[self.layout] = max(bring_up.kv_bytes, self.kv_bytes.get(self.layout, 0))
-        self.members, self.num_blocks, self.weight_bytes = bring_up.members, bring_up.num_blocks, bring_up.weight_bytes
+        self.members, self.num_blocks = bring_up.members, bring_up.num_blocks
+        self.weight_bytes, self.shared_bytes = bring_up.weight_bytes, bring_up.shared_bytes
         self.seconds = bring_up.seconds | phases.seconds
         self.kv.formed(bring_up)
         self.maps, self.travel, self.sent = bring_up.maps, bring_up.travel, None
         self.came_up = True
-
-    def _memories(self, kv: Shared | None) -> Memories:
-        return Memories(home(), kv, self.weights) if kv is not None or self.weights is not None else Memories()
 
     def _memory(self) -> Memory:
         """What ranks take KV from: their node's memory, or their accelerator's own."""
@@ -338,7 +336,7 @@ class Gang:
         """Of a process that gets ready for any rank of a layout. sent: whole experts come from other ranks."""
         assert self.link is not None
         boot = boots_for(self.config.with_layout(layout), self.places, self.link)[0]
-        memories = self._memories(None)  # KV is a rank's
+        memories = Memories(home(), weights=self.weights)  # KV is a rank's
         place = msgspec.structs.replace(boot.place, rank=SPARE)
         return msgspec.structs.replace(boot, place=place, link=Inside(), experts_sent=sent, memories=memories)
 

@@ -15,6 +15,10 @@ class RankMemory(NamedTuple):
     kv: int
     activations: int
 
+    def shared_by(self, engines: int) -> RankMemory:
+        """With the part of the weights that falls to each."""
+        return self._replace(weights=-(-self.weights // engines))
+
     @property
     def total(self) -> int:
         return sum(self)

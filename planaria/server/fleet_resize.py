@@ -180,7 +180,7 @@ class Resizer:
             return Room(devices // ranks, f"each needs {ranks} accelerators, and there are {devices}")
         if facts is None:
             return None
-        needed = facts.weight_bytes + ranks * ((config.cache.memory or 0) + OVERHEAD)
+        needed = facts.weight_bytes - facts.shared_bytes + ranks * ((config.cache.memory or 0) + OVERHEAD)
         return room_in_memory(self.available(), needed, running)
 
     async def _run(self, resize: Resize, drain_timeout: float) -> None:

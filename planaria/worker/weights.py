@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.cache import file_identity
+from planaria.checkpoint.identity import weights_version
 from planaria.config.digest import packing_fields
 from planaria.executor.boot import RankBoot
 from planaria.hosts.weights import DIGEST_BYTES, UnwrittenPart, WeightsMemory, WrittenPart
@@ -91,6 +91,7 @@ class Mapped:
         from planaria.layers.weights import PartDiffers
 
         self._memory, self._differs, self._placed = np.frombuffer(part.memory, np.uint8), PartDiffers, PackedAt
+        self.num_bytes = 0  # of what was taken
         try:
             self._next = iter(msgspec.msgpack.decode(part.manifest, type=list[Written]))
         except msgspec.MsgspecError as e:
@@ -106,6 +107,7 @@ class Mapped:
             things = tuple(found(msgspec.convert(at, self._placed), self._memory) for at in written.things)
         except (ValueError, msgspec.MsgspecError) as e:
             raise self._differs(f"{key}: {e}") from None
+        self.num_bytes += written.num_bytes
         return (things[0] if written.single else things), written.num_bytes
 
 
@@ -114,7 +116,7 @@ class RankWeights:
 
     def __init__(self, boot: RankBoot) -> None:
         self.memory: WeightsMemory | None = None
-        self._shared: dict[Part, bytes] = {}  # parts that are mapped, and their digests
+        self._shared: dict[Part, tuple[bytes, int]] = {}  # parts that are mapped: digests, bytes
         self._stale = False  # there may be something that nobody has any more
         self.enter(boot)
 
@@ -134,39 +136,38 @@ class RankWeights:
     def make(self, part: Part, what: str, build: Build, ops: Ops, heard: Heard) -> Model:
         """The model of a part; what: of it, in words, all that isn't in the configuration."""
         self._shared.pop(part, None)
-        written = self._written(part, what, build, ops, heard) if self.memory is not None else None
-        if written is not None:
+        if self.memory is not None:
             from planaria.layers.weights import PartDiffers
 
             try:
-                return build(Mapped(written), heard)
-            except PartDiffers as e:
-                self._shared.pop(part)
-                logger.warning("rank %d keeps weights of its own, those in memory differ: %s", self.rank, e)
+                digest = self._digest(f"{part} {what}", ops)
+                if (written := self._written(self.memory, digest, build, ops, heard)) is not None:
+                    mapped = Mapped(written)
+                    model = build(mapped, heard)
+                    self._shared[part] = digest, mapped.num_bytes
+                    return model
+                logger.warning("rank %d keeps weights of its own: who writes shared ones gets nowhere", self.rank)
+            except (OSError, PartDiffers) as e:
+                logger.warning("rank %d keeps weights of its own: %s", self.rank, e)
         return build(None, heard)
 
-    def _written(self, part: Part, what: str, build: Build, ops: Ops, heard: Heard) -> WrittenPart | None:
-        assert self.memory is not None
-        try:
-            digest = self._digest(f"{part} {what}", ops)
-            found = self.memory.open(digest, heard)
-            if isinstance(found, UnwrittenPart):
-                found = self._write(found, build, ops, heard)
-        except OSError as e:
-            logger.warning("rank %d keeps weights of its own: %s", self.rank, e)
-            return None
-        if found is None:
-            logger.warning("rank %d keeps weights of its own: who writes those that are shared gets nowhere", self.rank)
-        else:
-            self._shared[part] = digest
-        return found
+    def _written(
+        self, memory: WeightsMemory, digest: bytes, build: Build, ops: Ops, heard: Heard
+    ) -> WrittenPart | None:  # fmt: skip
+        found = memory.open(digest, heard)
+        return self._write(found, build, ops, heard) if isinstance(found, UnwrittenPart) else found
 
     def name(self, part: Part, ranks: int) -> None:
         """This is its part now, in a layout of so many ranks."""
         if self.memory is not None:
-            engine = self.config.parallel.data_parallel_index
-            self.memory.name(engine, self.rank, ranks, self._shared.get(part))
+            digest, _ = self._shared.get(part, (None, 0))
+            self.memory.name(self.config.parallel.data_parallel_index, self.rank, ranks, digest)
             self._stale = True
+
+    def shared(self, part: Part) -> tuple[int, str]:
+        """Bytes of it that are shared, and under which name."""
+        digest, num_bytes = self._shared.get(part, (b"", 0))
+        return num_bytes, digest.hex()
 
     def _write(self, part: UnwrittenPart, build: Build, ops: Ops, heard: Heard) -> WrittenPart:
         def both(fraction: float) -> None:
@@ -185,9 +186,9 @@ class RankWeights:
         """Of all that says what is in a part: the same only for the same bytes."""
         import hashlib
 
-        files = [file_identity(path) for path in self.config.checkpoint["files"]]
+        version = weights_version(self.config.checkpoint["files"])
         target = repr(ops.target)  # type: ignore[attr-defined]  # native
-        told = [FORM, what, target, files, sorted(packing_fields(self.config).items())]
+        told = [FORM, what, target, version, sorted(packing_fields(self.config).items())]
         return hashlib.blake2b(msgspec.json.encode(told), digest_size=DIGEST_BYTES).digest()
 
     def tidy(self) -> None:

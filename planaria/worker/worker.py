@@ -271,7 +271,8 @@ class Worker:
         block, weights = self.model.kv_block_bytes(size), self.model.weight_bytes
         if (draft := self.draft.of(self.config, self.mesh, self.boot.threads)) is not None:
             block, weights = block + draft.model.kv_block_bytes(size), weights + draft.model.weight_bytes
-        return Facts(self.rank, block, available_bytes(self.config), weights)
+        assert self.part is not None
+        return Facts(self.rank, block, available_bytes(self.config), weights, *self.weights.shared(self.part))
 
     def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch

@@ -9,7 +9,7 @@ import pytest
 
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.errors import CapacityError
-from planaria.executor.bring_up import KV_CPU_LIMIT, BringUp, CommittedKV, Memory, differences, kv_blocks
+from planaria.executor.bring_up import KV_CPU_LIMIT, BringUp, CommittedKV, Memory, differences, kv_blocks, weights_of
 from planaria.protocol import Allocate, Command, Facts, Failed, Hello, Join, Load, Probe, Ready, Regroup, Reply
 from planaria.topology import Layout
 from planaria.worker.null import NullRank
@@ -53,6 +53,12 @@ def test_the_order_and_what_each_carries() -> None:
     assert load == Load((0, 1)) and probe == Probe() and allocate == Allocate(found.num_blocks, 1)
     assert not regroup.keeps_kv
     assert found.state == "ready" and found.weight_bytes == 20 and found.seconds["part"] == 1.0
+
+
+def test_weights_that_ranks_of_a_node_share_count_once() -> None:
+    alone, shared = Facts(0, 1, 1, 10), [Facts(rank, 1, 1, 10 + rank, 8, "part") for rank in (1, 2, 3)]
+    assert weights_of([alone, *shared], ["here", "here", "here", "there"]) == (10 + 3 + 4 + 5 + 2 * 8, 16)
+    assert weights_of([alone], ["here"]) == (10, 0)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_what_ranks_need_is_the_model_once(config: ModelConfig, tp: int, pp: int
     limits = {"max_model_len": 16, "step_tokens": 8, "logit_rows": 4}
     need = rank_memory(config, shards[0], parameter=2.0, element=2, kv=None, **limits)
     assert need.weights == 2 * found[0] and need.total == sum(need) and need.activations > 0
+    assert need.shared_by(4).weights == -(-need.weights // 4) and need.shared_by(4).kv == need.kv
     assert need.kv == 16 * len(shards[0].layers) * 2 * len(shards[0].kv_heads) * config.head_dim * 2
 
 
