@@ -1,12 +1,17 @@
-"""How long a prompt's first token takes when its prefix comes from disk after a restart of the server, against
-computing it, and from memory.
+"""What KV blocks on disk are worth after the end of all processes: a prompt's first token when its prefix comes from
+there, against computing it and from memory; and how soon responses that run in the background go on.
 
-    python -m benchmarks.kv_tier [--model smollm2] [--tokens 4096] [--rounds 3] [--folder DIR] [--cold]
+    python -m benchmarks.kv_tier [--model smollm2] [--cases prefix,background] [--tokens 4096] [--rounds 3]
+        [--folder DIR] [--cold]
 
-Each round has a prompt of its own. A server with an empty folder computes the prompt, gives it from memory when it is
-asked again, and is ended with SIGKILL, all its processes with it, when /metrics says that its blocks are on disk.
+prefix: each round has a prompt of its own. A server with an empty folder computes the prompt, gives it from memory when
+it is asked again, and is ended with SIGKILL, all its processes with it, when /metrics says that its blocks are on disk.
 Another one is started, and is asked for a short prompt, which warms it up, then for the same long one. What the page
 cache holds of the folder stays there, as after any restart of a process; `--cold` drops it from there first.
+
+background: a server with a journal has four responses of about 1,024 tokens in the background. When each has 32 tokens
+more, everything gets SIGKILL. The time is from the next start of a process until each response has another token than
+the journal has; once with the folder, and once without.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,8 @@ from benchmarks.deployment import Server, patient_client
 OUT = Path(__file__).resolve().parent / "out"
 VOCAB, SHORT, TOKENS = 40_000, 64, 4
 GOAL = 8.0
+STREAMS, GO_ON = 4, 3.0
+WORDS = ("house", "river", "green", "stone", "seven", "light", "under", "bread", "cloud", "table", "north", "music")
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -50,14 +58,6 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-def saved(server: Server, blocks: int) -> None:
-    end = time.monotonic() + 120
-    while metric(server, "planaria:kv_tier_saved_blocks_total") < blocks:
-        if time.monotonic() > end:
-            raise RuntimeError(f"not all of {blocks} blocks are on disk after 120 s")
-        time.sleep(0.05)
-
-
 def drop_cached(folder: str) -> None:
     """Have the system read these files from the disk again."""
     for path in Path(folder).rglob("*"):
@@ -77,7 +77,7 @@ def one_round(model: str, tokens: int, number: int, folder: str, *, cold: bool) 
         asyncio.run(first_token(server, prompt(-1, SHORT)))
         computed, expected = asyncio.run(first_token(server, ids))
         memory, again = asyncio.run(first_token(server, ids))
-        saved(server, blocks)
+        waited("blocks are on disk", lambda: metric(server, "planaria:kv_tier_saved_blocks_total") >= blocks)
         for pid in reversed(proc.tree(server.process.pid)):
             proc.kill(pid)
     if cold:
@@ -89,6 +89,53 @@ def one_round(model: str, tokens: int, number: int, folder: str, *, cold: bool) 
     if not expected == again == back or hits < 16 * blocks:
         raise RuntimeError(f"{expected}, {again} and {back} with {hits:.0f} tokens from disk, of {16 * blocks}")
     return {"computed": computed, "disk": disk, "memory": memory}
+
+
+def waited(what: str, done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not done():
+        if time.monotonic() > end:
+            raise RuntimeError(f"not within 120 s: {what}")
+        time.sleep(0.05)
+
+
+def going_on(model: str, number: int, folder: str | None, journal: str) -> float:
+    """Seconds from a server's start until all that ran in the background has another token."""
+    arguments = [
+        "--journal", journal, "--max-model-len", "2048", "--max-num-seqs", "8", "--log-level", "warning",
+        *(["--kv-tier", folder] if folder is not None else []),
+    ]  # fmt: skip
+    draw = random.Random(f"background {number}")
+    with Server(model, *arguments) as server:
+        ids = []
+        for _ in range(STREAMS):
+            words = " ".join(draw.choice(WORDS) for _ in range(1000))
+            body = {"model": model, "input": words, "background": True, "max_output_tokens": 512, "ignore_eos": True}
+            ids.append(server.http.post(server.url + "/v1/responses", json=body).json()["id"])
+        waited("each has tokens", lambda: metric(server, "vllm:generation_tokens_total") >= 32 * STREAMS)
+        if folder is not None:
+            waited("blocks are on disk", lambda: metric(server, "planaria:kv_tier_saved_blocks_total") >= 64 * STREAMS)
+        for pid in reversed(proc.tree(server.process.pid)):
+            proc.kill(pid)
+    began = time.perf_counter()
+    with Server(model, *arguments) as server:
+        waited("all go on", lambda: metric(server, "vllm:time_to_first_token_seconds_count") >= STREAMS)
+        seconds = time.perf_counter() - began
+        found = [server.http.get(f"{server.url}/v1/responses/{id}").json()["status"] for id in ids]
+        if found != ["in_progress"] * STREAMS:
+            raise RuntimeError(f"they are {found}")
+        return seconds
+
+
+def background_table(with_tier: list[float], without: list[float]) -> report.Table:
+    def told(found: list[float]) -> str:
+        return f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
+
+    return report.Table(
+        f"{STREAMS} responses of 1,000 words go on after the end of everything, seconds from the start of a process",
+        ["", "all have another token", "goal"],
+        [["with --kv-tier", told(with_tier), f"{GO_ON:g}"], ["without", told(without), ""]],
+    )
 
 
 def table(rounds: list[dict[str, float]], tokens: int) -> report.Table:
@@ -113,20 +160,33 @@ def table(rounds: list[dict[str, float]], tokens: int) -> report.Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--cases", default="prefix,background")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="on the disk that is meant; default: a temporary one")
     parser.add_argument("--cold", action="store_true", help="files are read from the disk, not from the page cache")
     options = parser.parse_args()
-    rounds = []
-    for number in range(options.rounds):
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            rounds.append(one_round(options.model, options.tokens, number, folder, cold=options.cold))
-    result: dict[str, Any] = {"tokens": options.tokens, "cold": options.cold, "rounds": rounds}
+    result: dict[str, Any] = {"tokens": options.tokens, "cold": options.cold}
+    tables, cases = [], options.cases.split(",")
+    if "prefix" in cases:
+        rounds = []
+        for number in range(options.rounds):
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                rounds.append(one_round(options.model, options.tokens, number, folder, cold=options.cold))
+        result["rounds"] = rounds
+        tables.append(table(rounds, options.tokens))
+    if "background" in cases:
+        with_tier, without = [], []
+        for number in range(options.rounds):
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                with_tier.append(going_on(options.model, number, f"{folder}/kv", f"{folder}/journal"))
+                without.append(going_on(options.model, number, None, f"{folder}/other"))
+        result["background"] = {"with": with_tier, "without": without}
+        tables.append(background_table(with_tier, without))
     OUT.mkdir(exist_ok=True)
     (OUT / "kv_tier.json").write_text(json.dumps(result, indent=1))
     note = f"{time.strftime('%Y-%m-%d %H:%M')}; {options.model}; median of {options.rounds} rounds (low-high)."
-    print(report.as_text([table(rounds, options.tokens)], [note]))
+    print(report.as_text(tables, [note]))
 
 
 if __name__ == "__main__":

@@ -302,11 +302,13 @@ class LaneConnector:
             self.rates.slow(len(fetch.blocks), self.lane.now - fetch.began, self.lane.now)
             self.drop(fetch)
 
-    def work(self, *, computes: bool) -> KVWork | None:
-        """For the step that is planned, after its rows. computes: some lane has any."""
+    def work(self, tokens: int, *, computes: bool) -> KVWork | None:
+        """For the step that is planned, after its rows, with so many tokens of histories: what is saved keeps pace with
+        them. computes: some lane has rows."""
         self._ahead()
         saves: list[tuple[BlockKey, int]] = []
-        room = max(1, (self.counts.busy_bytes if computes else self.counts.idle_bytes) // self.counts.block_bytes)
+        copied = self.counts.busy_bytes if computes else self.counts.idle_bytes
+        room = max(1, copied // self.counts.block_bytes, tokens // self.lane.block_size)
         while self.queue and len(saves) < room and len(self.saving) < self.most:
             key, block = self.queue.popitem(last=False)
             if self.lane.pool.key_of.get(block) == key:  # else it has fallen out of memory
@@ -319,11 +321,12 @@ class LaneConnector:
         return work
 
 
-def work_of(lanes: Sequence[Lane], *, computes: bool, idle: bool) -> tuple[KVWork, ...]:
-    """What connectors have to do in a step which computes, or doesn't; where there is nothing to begin with, and no
-    step is in flight, news of what is on its way may be waited for. Nothing: of no lane."""
+def work_of(lanes: Sequence[Lane], tokens: int, *, computes: bool, idle: bool) -> tuple[KVWork, ...]:
+    """What connectors have to do in a step with so many tokens of histories, which computes, or doesn't; where there is
+    nothing to begin with, and no step is in flight, news of what is on its way may be waited for. Nothing: of no
+    lane."""
     connectors = [lane.connector for lane in lanes if lane.connector is not None]
-    work = [connector.work(computes=computes) for connector in connectors]
+    work = [connector.work(tokens, computes=computes) for connector in connectors]
     if idle and not computes and not any(work):
         work = [connector.wait() for connector in connectors]
     return tuple(each or KVWork() for each in work) if any(work) else ()

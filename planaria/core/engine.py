@@ -19,7 +19,7 @@ from planaria.core.kv_index import LaneIndex, NoIndex, name_of
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.core.stats import DraftStats, EngineStats
-from planaria.protocol import KVNews, StepPlan, StepResult
+from planaria.protocol import KVNews, KVWork, StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request
 
 # A request that comes with tokens has been running elsewhere, and somebody waits for its next one: it goes before all
@@ -150,9 +150,11 @@ class EngineCore:
                     lane.connector.look()
             parts = [lane.plan(step, turn) for lane in self.lanes]
             computes = any(rows for rows, _ in parts) or any(lane.turns[turn].num_rows for lane in self.lanes)
-            work = work_of(self.lanes, computes=computes, idle=not self.in_flight)
-            if computes and self.lanes[0].connector is not None:
-                self.sizes[step] = sum(row.count for rows, _ in parts for row in rows)
+            work: tuple[KVWork, ...] = ()
+            if self.lanes[0].connector is not None:
+                tokens = sum(row.count for rows, _ in parts for row in rows)
+                work = work_of(self.lanes, tokens, computes=computes, idle=not self.in_flight)
+                self.sizes |= {step: tokens} if computes else {}
             if computes or work:
                 self.planned, self.turn = step, (turn + 1) % turns
                 rows, freed = zip(*parts, strict=True)

@@ -117,10 +117,11 @@ class SimMemory:
                 process.worker.step(plan.step, plan.lanes[own], plan.freed_rows[own], plan.turn)
 
     def die(self, process: Process) -> None:
-        """It is killed, and may write anywhere in its part before."""
+        """It is killed, and may write anywhere in full blocks before. What isn't full has no checksum."""
         worker = process.worker
         if worker is None or self.chance.random() > 0.4:
             return
         self.scribbled += 1
-        for block in self.chance.sample(range(len(worker.cells)), self.chance.randint(1, min(4, len(worker.cells)))):
+        full = [block for block, found in worker.sums.items() if found == worker.sum(block)]
+        for block in self.chance.sample(full, min(self.chance.randint(1, 4), len(full))):
             worker.cells[block][self.chance.randrange(worker.block_size)] = GARBAGE

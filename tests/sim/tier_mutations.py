@@ -84,11 +84,11 @@ def save_what_is_there_now() -> Iterator[None]:
     """A block that was to be saved is, whatever it holds by then."""
     work = LaneConnector.work
 
-    def blind(self: LaneConnector, *, computes: bool) -> KVWork | None:
+    def blind(self: LaneConnector, tokens: int, *, computes: bool) -> KVWork | None:
         held = dict(self.lane.pool.key_of)
         self.lane.pool.key_of.update((block, key) for key, block in self.queue.items())
         try:
-            return work(self, computes=computes)
+            return work(self, tokens, computes=computes)
         finally:
             self.lane.pool.key_of = held
 
