@@ -18,6 +18,7 @@ from planaria.server.common import (
     encode_json,
     event_of,
     finite,
+    output_form,
     prompt_logprobs_json,
     read,
     sampling_params,
@@ -84,7 +85,7 @@ async def open_chat(
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
     tokenizer = service.need_tokenizer("messages")
-    params = await spelled(service, params, request, body)
+    params = await spelled(service, params, request, *output_form(body))
     tools = await tools_of(service, request, body)
     variables = _variables(body, trusted=service.config.trust_request_chat_template)
     if tools is not None and tools.shown is not None:

@@ -141,10 +141,11 @@ def _hub_format(given: ResponseFormat) -> StructuredOutputsParams:
     )  # fmt: skip
 
 
-async def spelled(service: Service, params: SamplingParams, request: Request, body: SampledRequest) -> SamplingParams:
+async def spelled(
+    service: Service, params: SamplingParams, request: Request, form: StructuredOutputsParams | None, place: str
+) -> SamplingParams:
     """`params` ready for every prompt and choice of the request: what is dear about them is done once, and beside the
-    event loop if it is long. Raises RequestError."""
-    form, place = output_form(body) if isinstance(body, GenerationRequest) else (None, "")
+    event loop if it is long. form: of its answers, which the field `place` asks for. Raises RequestError."""
     if form is not None:
         params = msgspec.structs.replace(params, structured_outputs=form)
     facts = service.client.facts

@@ -16,6 +16,7 @@ from planaria.server.common import (
     encode_json,
     event_of,
     finite,
+    output_form,
     prompt_logprobs_json,
     read,
     sampling_params,
@@ -54,7 +55,7 @@ async def create_completion(request: Request) -> Response:
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    params = await spelled(service, params, request, body)
+    params = await spelled(service, params, request, *output_form(body))
     prompts = await _prompts(service, request, body, facts.max_model_len)
     if body.truncate_prompt_tokens is not None:
         kept = [truncated(own, body, max_tokens, facts.max_model_len) for own, _ in prompts]

@@ -30,7 +30,7 @@ from planaria.server.schema_responses import ResponsesRequest
 from planaria.server.service import Service, client_left
 from planaria.server.stream import Choices
 from planaria.server.tokenise import LONG_TEXT
-from planaria.types import SamplingParams
+from planaria.types import SamplingParams, StructuredOutputsParams
 from planaria.wire import EngineFacts
 
 EVENTS = 256  # that a client is sent at a time
@@ -56,17 +56,12 @@ async def create_response(request: Request) -> Response:
         key, digest = given.decode("latin-1"), await _at_leisure(request, lambda: hashlib.sha256(whole).hexdigest())
         if (before := store.by_key.get((owner, key))) is not None:
             return _sent_again(store, before, digest, bool(body.stream))
-    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
-        raise RequestError(
-            f"text.format {clip(body.text.format.type)!r} is not supported; only 'text' is", param="text.format",
-            code="unsupported_parameter",
-        )  # fmt: skip
     info: RequestInfo = request.scope["planaria"]
     items = await _at_leisure(request, lambda: items_of(body.input, info.uid))
     if body.previous_response_id is not None:
         items = [*_before(store, body.previous_response_id, owner), *items]
     params = sampling_params(body, service.config.sampling_defaults, max_tokens=body.max_output_tokens, logprobs=None)
-    params = await spelled(service, params, request, body)
+    params = await spelled(service, params, request, _form(body), "text.format")
     ids = await _prompt(service, request, body, items, facts)
     if body.max_output_tokens is not None and len(ids) + body.max_output_tokens > _limit(facts):
         params = msgspec.structs.replace(params, max_tokens=None)  # as many as there is room for
@@ -201,14 +196,30 @@ async def _prompt(
     return await service.in_thread(work, request.receive)
 
 
+def _form(body: ResponsesRequest) -> StructuredOutputsParams | None:
+    """What the answer must be. Raises RequestError."""
+    given = body.text.format if body.text is not None else None
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if given.json_schema is None:
+        raise RequestError(
+            "text.format.schema is required", param="text.format", code="missing_required_parameter"
+        )  # fmt: skip
+    return StructuredOutputsParams(json=given.json_schema)
+
+
 def _fields(body: ResponsesRequest, params: SamplingParams, stored: bool) -> dict[str, Any]:
     """What the answer says of the request."""
     verbosity = body.text.verbosity if body.text is not None else None
+    form = body.text.format if body.text is not None else None
+    said = form.model_dump(by_alias=True, exclude_none=True) if form is not None else {"type": "text"}
     return {
         "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {},
         "previous_response_id": body.previous_response_id, "prompt_cache_key": body.prompt_cache_key,
         "safety_identifier": body.safety_identifier, "store": stored, "temperature": params.temperature,
-        "text": {"format": {"type": "text"}, **({"verbosity": verbosity} if verbosity is not None else {})},
+        "text": {"format": said, **({"verbosity": verbosity} if verbosity is not None else {})},
         "top_p": params.top_p, "truncation": body.truncation or "disabled", "user": body.user,
     }  # fmt: skip
 

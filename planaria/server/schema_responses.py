@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from planaria.server.response_input import MAX_ITEMS, ROLES
-from planaria.server.schema import Metadata, SampledRequest, Strict
+from planaria.server.schema import JsonObject, Metadata, SampledRequest, Strict
 
 MAX_LABEL = 512  # characters of `user` and the like
 
@@ -44,8 +44,13 @@ Input = Annotated[
 
 
 class ResponseTextFormat(Strict):
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": True})
-    type: str = Field(description="Only `text` is supported.", json_schema_extra={"enum": ["text"]})
+    """`strict` has no effect: an answer always follows its schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: JsonObject | None = Field(None, alias="schema", description="Of a json_schema, which needs it.")
+    strict: bool | None = None
 
 
 class ResponseText(Strict):
@@ -78,7 +83,9 @@ class ResponsesRequest(SampledRequest):
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None, description="At most so many; left out: as many as there is room for."
     )
-    text: ResponseText | None = Field(None, description="`format`: only `text`; `verbosity`: for the chat template.")
+    text: ResponseText | None = Field(
+        None, description="`format`: the form of the answer; `verbosity`: for the chat template."
+    )
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="`auto`: leave the oldest turns out where the model has no room for all."
     )

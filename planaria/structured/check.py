@@ -17,7 +17,7 @@ import msgspec
 
 from planaria.errors import RequestError
 from planaria.node import readable
-from planaria.structured.spec import OutputForm, form_of, place_of
+from planaria.structured.spec import OutputForm, field_of, form_of, place_of
 from planaria.types import SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("planaria.structured")
@@ -76,7 +76,7 @@ class GrammarCheck:
         verdict = self.verdict(source)
         if verdict.error:
             where = ".".join([place_of(given, place), *([verdict.place] if verdict.place else [])])
-            raise RequestError(f"{where}: {verdict.error}", param=place.partition(".")[0], code="invalid_value")
+            raise RequestError(f"{where}: {verdict.error}", param=field_of(place), code="invalid_value")
         return verdict.grammar
 
     def verdict(self, source: OutputForm) -> Verdict:

@@ -33,7 +33,14 @@ def place_of(params: StructuredOutputsParams, place: str) -> str:
     """Of what is asked for, in a field that says it in its own way. Raises RequestError."""
     if place == "response_format" and params.form == "json":
         return f"{place}.json_schema.schema"
+    if place == "text.format" and params.form == "json":
+        return f"{place}.schema"
     return f"{place}.{params.form}" if place == "structured_outputs" else place
+
+
+def field_of(place: str) -> str:
+    """The field that an error is said to be in."""
+    return "text.format" if place.startswith("text.format") else place.partition(".")[0]
 
 
 def form_of(params: StructuredOutputsParams, place: str) -> OutputForm:
@@ -68,7 +75,7 @@ def form_of(params: StructuredOutputsParams, place: str) -> OutputForm:
 
 
 def _refusal(place: str, what: str) -> RequestError:
-    return RequestError(f"{place} {what}", param=place.partition(".")[0], code="invalid_value")
+    return RequestError(f"{place} {what}", param=field_of(place), code="invalid_value")
 
 
 def _decoded(given: Any, place: str) -> Any:

@@ -221,7 +221,7 @@ async def test_refusals_name_what_is_refused(server):
         "input[0].colour": ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "colour"),
         "tools": ({"tools": [{"type": "web_search"}]}, "not supported"), "include": ({"include": ["x"]}, "include"),
         "reasoning": ({"reasoning": {"effort": "low"}}, "not supported"), "conversation": ({"conversation": "c"}, ""),
-        "text.format": ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "json_schema"),
+        "text.format": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema is required"),
         "background": ({"background": True, "store": False}, "store"), "metadata": ({"metadata": {"x": 1}}, "metadata"),
         "stream_options": ({"stream_options": {"include_obfuscation": True}}, "stream: true"),
     }  # fmt: skip
