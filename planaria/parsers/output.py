@@ -115,5 +115,5 @@ def _reasoning(reader: TextReader, out: Findings, *, begun: bool) -> Wait[None]:
         if not begun:
             return
     out.bare()
-    if (yield from reader.until((CLOSE,), out.reasoning)):
-        out.bare()
+    yield from reader.until((CLOSE,), out.reasoning)
+    out.bare()

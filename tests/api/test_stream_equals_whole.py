@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from planaria.server.app import create_app
 from planaria.server.config import ServerConfig
+from planaria.server.tools import Parsers
 from tests.api.fake_engine import FakeEngine
 
 STOPS = ["STOP", " the", "é", "🙂", "\n", "日", " quick brown", "zzz", ". ", "fox.", "now"]
@@ -56,11 +57,11 @@ CHAT = st.fixed_dictionaries(
 class Harness:
     """The application without sockets, and a loop to run it in."""
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer, **options) -> None:
         self.tokenizer = tokenizer
         self.runner = asyncio.Runner()
         self.engine = FakeEngine(tokenizer)
-        app = create_app(self.engine, tokenizer, ServerConfig())
+        app = create_app(self.engine, tokenizer, ServerConfig(**options))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
     def both(self, path, body):
@@ -84,6 +85,13 @@ class Harness:
 @pytest.fixture(scope="module")
 def harness(tokenizer):
     h = Harness(tokenizer)
+    yield h
+    h.close()
+
+
+@pytest.fixture(scope="module")
+def reasoner(tokenizer):
+    h = Harness(tokenizer, parsers=Parsers(reasoning_parser="deepseek_r1"))
     yield h
     h.close()
 
@@ -117,7 +125,9 @@ def put_together(chunks, chat):
                     known["message"] = {"role": delta["role"], "content": "", "refusal": None}
                     known["first"] = True
                     continue
-                known["message"]["content"] += delta["content"]
+                known["message"]["content"] += delta.pop("content", "")
+                for name, text in delta.items():
+                    known["message"][name] = known["message"].get(name, "") + text
             else:
                 known["text"] = known.get("text", "") + c.pop("text")
             counts[c["index"]] = counts.get(c["index"], 0) + 1
@@ -169,6 +179,22 @@ def test_chat(harness, options):
         if choice["logprobs"] is not None:
             top = body.get("top_logprobs", 0)
             assert all(len(p["top_logprobs"]) == top for p in choice["logprobs"]["content"])
+
+
+@settings(EXAMPLES, max_examples=30)
+@given(options=CHAT)
+def test_chat_whose_reasoning_is_told_apart(reasoner, options):
+    body = request_of(options | {"return_token_ids": True}, reasoner.tokenizer)
+    whole, chunks, _ = reasoner.both("/v1/chat/completions", body)
+    choices, counts = put_together(chunks[:-1], chat=True)
+    for choice in choices:
+        for name in ("reasoning", "reasoning_content"):
+            choice["message"].setdefault(name, None)
+    assert choices == whole["choices"] and chunks[-1]["usage"] == whole["usage"]
+    assert sum(counts.values()) >= whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        message = choice["message"]
+        assert message["content"] == "" and message["reasoning"] == message["reasoning_content"]
 
 
 def check_text(harness, body, choice, text, whole, total):

@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from planaria.checkpoint import resolve_checkpoint
+from planaria.server.chat_calls import LONG_READING, InOrder
+from planaria.server.stream import Piece
 from planaria.server.tokenise import Tokenizer, load_tokenizer
 from planaria.server.tools import Parsers
 from tests.api.conftest import running
@@ -246,3 +248,13 @@ async def test_calls_that_have_to_be_made_have_a_grammar(talk) -> None:
                 await t.ask(**fields)
             assert e.value.param == param and says in e.value.message
         assert len(t.server.engine.submitted) == 2
+
+
+def test_what_is_long_is_read_in_a_thread_and_all_that_follows_after_it() -> None:
+    order = InOrder(lambda piece: piece.text.encode())
+    short, long = Piece(0, "a", []), Piece(0, "b" * (LONG_READING + 1), [])
+    assert order.take(short, long=False) == b"a"
+    later = [order.take(long, long=True), order.take(short, long=False)]
+    assert all(callable(part) for part in later)
+    assert [part() for part in later] == [long.text.encode(), b"a"]
+    assert order.take(short, long=False) == b"a"

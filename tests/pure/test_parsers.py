@@ -222,7 +222,7 @@ def test_reasoning() -> None:
         ("qwen3", "", "<think>" + said, ("I think.", "So.\n")), ("qwen3", "<think>\n", said, ("I think.", "So.\n")),
         ("qwen3", "", "So.", ("", "So.")), ("qwen3", "<think>\n\n</think>\n\n", "So.", ("", "So.")),
         ("deepseek_r1", "", said, ("I think.", "So.\n")), ("deepseek_r1", "", "<think>" + said, ("I think.", "So.\n")),
-        ("deepseek_r1", "</think>", "So.", ("", "So.")), ("deepseek_r1", "", "no end", ("no end", "")),
+        ("deepseek_r1", "</think>", "So.", ("", "So.")), ("deepseek_r1", "", "no end\n", ("no end", "")),
         ("qwen3", "", "\n <think>a <think> b</think>c</think>", ("a <think> b", "c</think>")),
     ):  # fmt: skip
         for parts in ([text], list(text)):
