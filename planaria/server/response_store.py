@@ -119,8 +119,9 @@ class ResponseStore:
                 case "written":
                     self.failing.discard(one.id)
                     self._told(entry, one.count)
-                case "failing":
+                case "failing" if entry.accepted is not None and not entry.accepted.done():
                     self._accept(entry, one.why)
+                case "failing":
                     self._fails(entry, one.why)
                 case "lost":
                     self._fails(entry, one.why)

@@ -271,7 +271,8 @@ async def test_a_disk_that_fails(start, engine, tmp_path, monkeypatch, call):
         async with server.http() as http:
             metrics = (await http.get("/metrics")).text
         assert 'planaria:responses{model_name="smollm2",state="over"} 2.0' in metrics
-        assert 'planaria:journal_unwritten{model_name="smollm2"} 2.0' in metrics
+        if call == "write":  # what a sync has lost may be written again by now
+            assert 'planaria:journal_unwritten{model_name="smollm2"} 2.0' in metrics
         assert (await client.responses.retrieve(plain.id)).status == "incomplete"
         full = False
         async with asyncio.timeout(60):
