@@ -242,6 +242,13 @@ class LaneConnector:
         self.dropped.append(fetch.number)
         self.lane.pool.release(fetch.hits + fetch.blocks)
 
+    def make_room(self) -> bool:
+        """Running rows need blocks: the last in policy order does without what it fetches. False: nobody does."""
+        last = max(self.fetches.values(), key=lambda fetch: fetch.entry.key, default=None)
+        if last is not None:
+            self.drop(last)
+        return last is not None
+
     def forget(self) -> None:
         """Bring nothing back of what is stored by now, in this epoch."""
         self.ranks_of.clear()

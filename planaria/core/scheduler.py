@@ -221,7 +221,7 @@ class Lane:
     def preempt(self) -> int:
         """Send the last running request in policy order back to waiting. Returns its row, -1 where blocks come from one
         that waits with some."""
-        if holding.make_room(self, self.waiting):
+        if (self.connector is not None and self.connector.make_room()) or holding.make_room(self, self.waiting):
             return -1
         running = [e for e in self.entries.values() if e.row is not None and (e.auto or e in self.prefilling)]
         victim = max(running, key=lambda e: e.key)

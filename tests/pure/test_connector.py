@@ -185,6 +185,18 @@ def test_who_leaves_drops_its_fetch_before_its_blocks_are_anothers() -> None:
     assert ranks.tokens["c"] == hash_tokens([2] * 30, 7, 6, VOCAB)
 
 
+def test_rows_that_run_take_blocks_from_a_fetch_and_not_from_one_another() -> None:
+    ranks = Ranks(stored(), num_blocks=12)
+    ranks.ask("runs", [2] * 14, 12)
+    ranks.step()
+    ranks.ask("b", PROMPT, 6)
+    for _ in range(12):
+        ranks.step()
+    assert len(ranks.tokens["runs"]) == 12 and ranks.core.lanes[0].preemptions == 0 and not ranks.open
+    ranks.run()
+    assert ranks.tokens["b"] == EXPECTED and ranks.tokens["runs"] == hash_tokens([2] * 14, 7, 12, VOCAB)
+
+
 def test_a_disk_that_takes_longer_than_computing_is_given_up_and_let_be() -> None:
     ranks = Ranks(stored(prompt_seconds=0.01), prompt_seconds=0.01)
     ranks.ask("long", [5] * 100, 1)
