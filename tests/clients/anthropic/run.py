@@ -8,7 +8,7 @@ from steps import HOST, KEY, MODEL, client, needs, step
 client("anthropic")
 api = Anthropic(base_url=HOST, api_key=KEY, max_retries=0)
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
-GREEDY = {"model": MODEL, "max_tokens": 24, "temperature": 0.0}
+GREEDY = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0.0}}
 TOOL = {"name": "look_up", "description": "Facts of a city.", "input_schema": {
     "type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}}  # fmt: skip
 
@@ -39,7 +39,8 @@ def stream() -> None:
 def tokens() -> None:
     needs("/v1/messages/count_tokens")
     counted = api.messages.count_tokens(model=MODEL, messages=ASK).input_tokens
-    assert counted == api.messages.create(messages=ASK, **GREEDY).usage.input_tokens
+    used = api.messages.create(messages=ASK, **GREEDY).usage
+    assert counted == used.input_tokens + used.cache_read_input_tokens
 
 
 @step
