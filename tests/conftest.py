@@ -34,8 +34,9 @@ LONGEST_FIRST = (
     "proc/test_engine_death.py", "proc/test_expert_travel.py", "proc/test_balancing.py",
     "proc/test_expert_parallel.py", "proc/test_cli.py", "proc/test_serve.py", "proc/test_external.py",
     "proc/test_mp.py", "proc/test_invariant.py", "proc/test_every_prompt.py", "proc/test_links.py",
-    "proc/test_dashboard.py", "proc/test_security.py", "proc/test_custom.py", "proc/test_layouts.py",
-    "model/test_models.py", "model/test_mesh.py", "proc/test_batch.py", "proc/test_ps.py", "deploy/test_docs.py",
+    "proc/test_dashboard.py", "proc/test_journal_death.py", "proc/test_security.py", "proc/test_custom.py",
+    "proc/test_layouts.py", "model/test_models.py", "model/test_mesh.py", "proc/test_batch.py", "proc/test_ps.py",
+    "deploy/test_docs.py",
 )  # fmt: skip
 
 
