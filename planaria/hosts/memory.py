@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import sys
 import time
 
 from planaria.node import Shared
+
+logger = logging.getLogger("planaria.hosts")
 
 RANKS = 1024
 INDEX = 1 << 20  # where it begins
@@ -27,11 +30,16 @@ _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 def make_file(name: str, size: int) -> int | None:
-    """A descriptor of a memory file, which can't be made smaller; None where the system has none."""
+    """A descriptor of a memory file, which can't be made smaller; None where there can be none of so many addresses."""
     if sys.platform != "linux":
         return None
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
+    try:
+        os.ftruncate(fd, size)
+    except OSError as e:  # a limit on files (ulimit -f)
+        os.close(fd)
+        logger.warning("KV and weights don't outlive processes here: %s", e.strerror)
+        return None
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return fd
 

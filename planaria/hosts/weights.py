@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -56,8 +57,8 @@ class _Descriptor:
         """Whose locks are its own."""
         return _Descriptor(os.open(f"/proc/self/fd/{self.number}", os.O_RDWR | os.O_CLOEXEC))
 
-    def __del__(self) -> None:
-        os.close(self.number)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # also when modules are gone
+        close(self.number)
 
 
 class _Mapped(mmap.mmap):
@@ -139,10 +140,10 @@ class UnwrittenPart:
         last = min(max(first + AHEAD, -(-self._used // HUGE) * HUGE), self._from + len(self._window))
         for at in range(first, last, HUGE):
             self._window[at - self._from] = 0
-        failed = _libc().madvise(self._address + first - self._from, last - first, _MADV_COLLAPSE)
-        if failed:
-            logger.info("weights that are shared stay in small pages here: %s", os.strerror(ctypes.get_errno()))
-            self._huge = False
+        if _libc().madvise(self._address + first - self._from, last - first, _MADV_COLLAPSE):
+            why = ctypes.get_errno()
+            logger.info("weights that are shared stay in small pages, at least in part: %s", os.strerror(why))
+            self._huge = why != errno.EINVAL  # which it will be again
         self._ready = last
 
     def progress(self, fraction: float) -> None:

@@ -109,6 +109,7 @@ def test_each_part_and_each_way_of_packing_is_its_own(config_for: Any, memory: W
     config = config_for("qwen2")
     other = msgspec.structs.replace(config, device=msgspec.structs.replace(config.device, quantization="none"))
     halves = [read(config, memory, part=(rank, Layout(tp=2)))[0] for rank in range(2)]
+    assert all(map(shared, halves))
     assert not np.array_equal(*(half.layers[0].attention.qkv.data for half in halves))
     for each in (config, other):
         assert np.array_equal(logits(*read(each, memory)), logits(*read(each, None)))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
 from planaria.hosts import weights
+from planaria.hosts.memory import KVMemory
 from planaria.hosts.weights import HUGE, UnwrittenPart, WeightsMemory, WrittenPart
 from planaria.node import ProcessGone
 from tests.proc.servers import wait_until
@@ -91,6 +94,8 @@ def test_what_is_written_can_be_read_alone(memory: WeightsMemory) -> None:
     assert isinstance(second, WrittenPart)
     for part in (first, second):
         assert part.manifest == b"said" and bytes(part.memory[:SIZE]) == ONE[:1] * SIZE and part.memory.readonly
+        # else the system can't use huge pages, neither for who writes nor for who reads
+        assert np.frombuffer(part.memory, np.uint8).ctypes.data % HUGE == 0
     assert held(memory) < SIZE + 2 * HUGE  # what was made ready and not used has been given back
 
 
@@ -136,6 +141,16 @@ def test_there_are_only_so_many_parts(memory: WeightsMemory) -> None:
     del parts
     memory.tidy()
     assert memory.open(digests[-1]) is not None
+
+
+def test_where_files_are_limited_there_is_none() -> None:
+    """SIGXFSZ is ignored by Python."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
+        assert WeightsMemory.make() is None and KVMemory.make() is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_it_has_no_name_and_ends_with_who_has_it() -> None:
