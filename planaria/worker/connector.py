@@ -12,6 +12,32 @@ from typing import Protocol
 from planaria.protocol import KVNews, KVWork
 
 
+class Unconnected:
+    """A rank that has nowhere to keep anything, and says so. why: in words."""
+
+    def __init__(self, why: str) -> None:
+        self.why, self._said = why, False
+        self._loads: list[tuple[int, int, float]] = []
+        self._refused: list[bytes] = []
+
+    def stored(self) -> bytes:
+        return b""
+
+    def begin(self, work: KVWork) -> None:
+        self._loads += [(load.number, 0, 0.0) for load in work.loads]
+        self._refused += [key for key, _ in work.saves]
+
+    def finished(self, *, waits: bool) -> KVNews | None:
+        if self._said and not (self._loads or self._refused):
+            return None
+        news = KVNews(tuple(self._loads), refused=tuple(self._refused), why=self.why)
+        self._said, self._loads, self._refused = True, [], []
+        return news
+
+    def close(self, *, last: bool) -> None:
+        """Nothing is open."""
+
+
 class RankConnector(Protocol):
     """Of one rank in one epoch."""
 

@@ -22,7 +22,7 @@ from planaria.hosts.memory import KVMemory
 from planaria.node import ProcessGone
 from planaria.protocol import KVNews, StepPlan
 from planaria.topology.layout import Layout
-from planaria.worker.connector import RankConnector
+from planaria.worker.connector import RankConnector, Unconnected
 from planaria.worker.kv_sums import BlockSums
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class RankKV:
     # -- what is kept outside of memory
 
     def connect(self, config: EngineConfig, layout: Layout, model: Any, ops: Ops) -> dict[str, Any]:
-        """Open this rank's part of what is configured. Facts: `stored`, keys, where it could be."""
+        """Open this rank's part of what is configured. Facts: `stored`, keys."""
         self.disconnect()
         tier = config.cache.kv_tier
         if tier is None:
@@ -133,7 +133,7 @@ class RankKV:
             self.connector = DiskTier(BlockStore(tier.folder, identity, size, tier.size), blocks, loaded)
         except (OSError, ConfigError) as e:
             logger.warning("rank %d keeps no KV blocks: %s", self.rank, e)
-            return {}
+            self.connector = Unconnected(f"rank {self.rank} keeps no KV blocks; its log says why")
         return {"stored": self.connector.stored()}
 
     def disconnect(self, *, last: bool = False) -> None:

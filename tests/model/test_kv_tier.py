@@ -16,6 +16,7 @@ import pytest
 
 from planaria.checkpoint import identity
 from planaria.checkpoint.identity import weights_digest
+from planaria.config import machine
 from planaria.config.machine import own_folder
 from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
@@ -118,6 +119,17 @@ def test_what_was_done_to_the_files_costs_their_computation_and_nothing_else(mod
     with engine(model, tmp_path / "kv") as second:
         assert second.run(ASKED) == tokens
         assert sum(tier_of(second).errors.values()) > 0
+
+
+def test_a_rank_without_a_folder_says_so(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(flag: str, folder: str) -> None:
+        raise ConfigError(flag, folder, "is another user's by now")
+
+    monkeypatch.setattr(machine, "own_folder", refuse)  # as ranks find it
+    with engine(model, tmp_path / "kv") as first:
+        first.run(ASKED)
+        found = settle(first)
+    assert "its log says why" in found.why and found.saved == found.hits == 0 and not files(tmp_path / "kv")
 
 
 # -- a rank's files
