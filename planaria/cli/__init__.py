@@ -8,14 +8,15 @@ import sys
 
 def main(args: list[str] | None = None) -> int:
     """Run a command; exit code 2 for a user's mistake, 1 for a failure, each with one line on standard error."""
-    from planaria.cli.app import app
+    from planaria.cli.app import app, only
     from planaria.env import log_format, log_level
     from planaria.errors import PlanariaError, UserError
     from planaria.logs import as_json, setup_logging
 
     try:
         setup_logging(log_level(), log_format())
-        app(args, standalone_mode=True)
+        words = sys.argv[1:] if args is None else args
+        only(app, words[0] if words else "")(args, standalone_mode=True)
     except PlanariaError as e:
         if as_json():
             logging.getLogger("planaria").error("%s", e)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from importlib import import_module
@@ -323,3 +324,19 @@ def bench_serve(
     as_json: Json = False,
 ) -> None:
     """A running OpenAI server: request rate, token rate, time to first token, time between tokens."""
+
+
+def only(app: typer.Typer, name: str) -> typer.Typer:
+    """With this command, or group of commands, alone, where there is one: making the options of all others takes as
+    long as many a command."""
+    commands = [c for c in app.registered_commands if c.callback is not None and name in (c.name, _typed(c.callback))]
+    groups = [group for group in app.registered_groups if group.name == name]
+    if not commands and not groups:
+        return app
+    one = copy.copy(app)
+    one.registered_commands, one.registered_groups = commands, groups
+    return one
+
+
+def _typed(function: Callable[..., Any]) -> str:
+    return function.__name__.replace("_", "-")

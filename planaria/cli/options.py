@@ -16,9 +16,10 @@ from planaria.errors import ConfigError
 from planaria.server.config import ServerConfig
 
 
-def parameters(kind: type[msgspec.Struct]) -> list[inspect.Parameter]:
+@functools.cache
+def parameters(kind: type[msgspec.Struct]) -> tuple[inspect.Parameter, ...]:
     """A command's parameters for the options of `kind`, by field name."""
-    return [
+    return tuple(
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=declared.default if declared.default != () else None,
             annotation=Annotated[
@@ -27,7 +28,7 @@ def parameters(kind: type[msgspec.Struct]) -> list[inspect.Parameter]:
             ],
         )
         for name, declared in options_of(kind).items() if declared.option.typed
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def engine_command(function: Callable[..., None], *, agents: bool = True, serves: bool = False) -> Callable[..., None]:

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 import typer
+from typer.main import get_command
 
-from planaria.cli.app import app
+from planaria.cli.app import app, only
 from planaria.config.declared import check, option, options_of, table
 from planaria.config.digest import NOT_HASHED
 from planaria.config.options import EngineOptions
@@ -33,6 +34,17 @@ Of `planaria serve` alone:
 
 {table(ServerConfig)}
 """
+
+
+def test_a_command_is_made_alone() -> None:
+    every: Any = get_command(app)
+    for name in every.commands:
+        one: Any = get_command(only(app, name))
+        assert list(one.commands) == [name]
+        alone, among = ([p.opts for p in made.commands[name].params] for made in (one, every))
+        assert alone == among
+    for word in ("", "--help", "serv"):
+        assert only(app, word) is app, "what is no command is answered by all of them"
 
 
 def test_the_page_of_options_is_that_of_the_code() -> None:
