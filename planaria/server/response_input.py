@@ -13,6 +13,7 @@ MAX_TEXTS = 16_384  # content parts of all items together
 ROLES = ("user", "assistant", "system", "developer")
 MAX_CONVERSATION = 8 << 20  # characters of the responses that another goes on from
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # and where their text is
+_STATUSES = ("in_progress", "completed", "incomplete")
 _FIELDS = frozenset({"type", "role", "content", "id", "status", "phase"})
 
 
@@ -35,8 +36,8 @@ def items_of(given: Any, uid: str) -> list[InputMessage]:
 def _item(given: Any, place: str, id: str) -> InputMessage:
     if not isinstance(given, Mapping):
         raise _wrong(place, "must be an object with role and content")
-    kind = given.get("type") or "message"
-    if kind != "message":
+    kind = given.get("type")
+    if kind is not None and kind != "message":
         raise _wrong(
             f"{place}.type", f"must be 'message' (items of no other type are supported), got {_said(kind)}",
             "unsupported_content",
@@ -44,6 +45,11 @@ def _item(given: Any, place: str, id: str) -> InputMessage:
     unknown = next((name for name, value in given.items() if name not in _FIELDS and value is not None), None)
     if unknown is not None:
         raise _wrong(f"{place}.{unknown[:80]}", "is no field of a message", "unknown_parameter")
+    for name in ("id", "phase"):
+        if not isinstance(given.get(name), str | None):
+            raise _wrong(f"{place}.{name}", "must be a string")
+    if given.get("status") not in (None, *_STATUSES):
+        raise _wrong(f"{place}.status", f"must be one of {', '.join(_STATUSES)}", "invalid_value")
     role = given.get("role")
     if role not in ROLES:
         raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {_said(role)}", "invalid_value")
@@ -63,6 +69,8 @@ def _text(part: Any, role: str, place: str) -> str:
             f"{place}.type", f"must be {' or '.join(map(repr, wanted))} in a message of role {role!r} (no other part "
             f"is supported), got {_said(kind)}", "unsupported_content",
         )  # fmt: skip
+    if not all(isinstance(part.get(name), str | None) for name in _PARTS.values()):
+        raise _wrong(place, "has a text that is no string")
     text = part.get(_PARTS[kind])
     if not isinstance(text, str):
         raise _wrong(f"{place}.{_PARTS[kind]}", "must be a string")

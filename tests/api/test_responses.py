@@ -219,6 +219,8 @@ async def test_refusals_name_what_is_refused(server):
         "input[0].role": ({"input": [{"role": "tool", "content": "x"}]}, "tool"),
         "input[0].content[0].type": ({"input": [{"role": "user", "content": [part]}]}, "input_image"),
         "input[0].colour": ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "colour"),
+        "input[0].status": ({"input": [{"role": "user", "content": "x", "status": "odd"}]}, "in_progress"),
+        "input[0].id": ({"input": [{"role": "user", "content": "x", "id": 5}]}, "string"),
         "tools": ({"tools": [{"type": "web_search"}]}, "not supported"), "include": ({"include": ["x"]}, "include"),
         "reasoning": ({"reasoning": {"effort": "low"}}, "not supported"), "conversation": ({"conversation": "c"}, ""),
         "text.format": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema is required"),
