@@ -223,6 +223,8 @@ class LaneConnector:
         entry.blocks = fetch.hits + fetch.blocks[:usable]
         entry.remembered = len(entry.blocks)
         request.computed = entry.remembered * lane.block_size
+        if not entry.blocks:
+            return  # as if nothing had been asked
         lane.prefix_queries += request.num_tokens
         lane.prefix_hits += request.computed
         if not request.output:

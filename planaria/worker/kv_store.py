@@ -81,11 +81,13 @@ class BlockStore:
                 found.append((folder, os.stat(folder).st_mtime_ns))
         return sorted(found)
 
-    def keys(self) -> bytes:
-        """Of all files there are, one behind the other; what is in them is not looked at."""
+    def keys(self, *, gently: bool = False) -> bytes:
+        """Of all files there are, one behind the other; what is in them is not looked at. gently: beside steps."""
         found = []
         self._seen = self._look()
         for folder, _ in self._seen:
+            if gently:
+                time.sleep(BREATH)
             for entry in _entries(folder):
                 name = entry.name
                 if len(name) == 2 * KEY and HexNames.issuperset(name):

@@ -153,7 +153,7 @@ class DiskTier:
         """What other processes have written and removed."""
         if not self.store.changed():
             return
-        there = split(self.store.keys())
+        there = split(self.store.keys(gently=True))
         with self._lock:
             self._stored += sorted(there - self._known)
             self._gone += sorted(self._known - there)

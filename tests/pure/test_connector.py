@@ -155,6 +155,20 @@ def test_a_block_counts_when_every_rank_has_it_not_when_so_many_have_said_so() -
     assert ranks.tokens["b"] == EXPECTED and ranks.cached["b"] == 20  # the fewest that one had
 
 
+def test_a_fetch_that_brings_nothing_counts_once() -> None:
+    ranks = Ranks(stored())
+    ranks.ask("b", PROMPT, 6)
+    ranks.step()
+    (load,) = ranks.open
+    for rank in (0, 1):
+        ranks.answer(load, rank, most=0)
+    ranks.open = []
+    ranks.run()
+    stats = ranks.core.stats()
+    assert ranks.tokens["b"] == EXPECTED and (stats.prefix_queries, stats.prefix_hits) == (30, 0)
+    assert stats.tier is not None and stats.tier.errors == {"missing": 1}
+
+
 def test_what_one_rank_lacks_nobody_asks_for() -> None:
     stores = stored()
     keys = list(stores[0])
