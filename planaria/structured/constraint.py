@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 STACK = 64 << 20  # bytes of the threads that compile and follow grammars: more than where they were checked
 COMPILED = 32  # grammars that are kept
+LATE = 256  # keys of constraints that are kept for rows to enter again
 FEW = 512  # tokens that are named one by one
 WORTH_A_THREAD = 8  # rows: handing work to a thread costs as much as a few
 PATIENCE = 0.01  # seconds in which a step waits for what isn't ready, in all
@@ -39,6 +40,7 @@ Vocabulary = Callable[[int], "llguidance.LLTokenizer"]  # by the token that stan
 Bools = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+Key = tuple[str, tuple[int, ...], tuple[int, ...], bool]  # grammar, ends, output, goes_on
 
 
 class Constraint:
@@ -47,16 +49,18 @@ class Constraint:
 
     eos_ids: end the output. goes_on: not while anything else is allowed. `drawn`: the last token, that hasn't been
     looked at. `over`: the output has ended, and what is still drawn is nobody's. `late`: it was not ready when its row
-    was to draw. `spent`: seconds of a processor.
+    was to draw. `spent`: seconds of a processor. `key`: what it was made of, until a
+    token is drawn.
     """
 
     __slots__ = (
-        "banned", "bits", "drawn", "ends", "eos_ids", "error", "few", "goes_on", "late", "looks", "mask_bytes",
+        "banned", "bits", "drawn", "ends", "eos_ids", "error", "few", "goes_on", "key", "late", "looks", "mask_bytes",
         "matcher", "over", "ready", "size", "spent",
     )  # fmt: skip
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int], *, goes_on: bool) -> None:
         self.size, self.goes_on = vocab_size, goes_on
+        self.key: Key | None = None
         self.bits, self.mask_bytes = np.zeros(0, np.uint64), 0
         self.eos_ids = np.array([token for token in eos_ids if 0 <= token < vocab_size], np.int64)
         self.ends = frozenset(self.eos_ids.tolist())
@@ -179,19 +183,28 @@ class Constraints:
     def __init__(self, vocab_size: int, vocabulary: Vocabulary, threads: int = 1, *, ahead: bool = False) -> None:
         self.size, self.threads, self.ahead, self._vocabulary = vocab_size, threads, ahead, vocabulary
         self._compiled: OrderedDict[tuple[str, int], llguidance.LLMatcher] = OrderedDict()
+        self._late: dict[Key, list[Constraint]] = {}
         self._compiling: ThreadPoolExecutor | None = None
         self._following: ThreadPoolExecutor | None = None
 
     def enter(self, grammar: str, eos_ids: Sequence[int], output: Sequence[int], *, goes_on: bool) -> Constraint:
-        """Of a row with this output so far."""
+        """Of a row with this output so far; the one that was late, where one was, whose work goes on."""
+        key = grammar, tuple(eos_ids), tuple(output), goes_on
+        if key in self._late:
+            constraint = self._late[key].pop()
+            constraint.late = False
+            if not self._late[key]:
+                del self._late[key]
+            return constraint
         constraint = Constraint(self.size, eos_ids, goes_on=goes_on)
+        constraint.key = key
         constraint.ready = self._threads()[0].submit(self._begin, constraint, grammar, output)
         return constraint
 
     def take(self, drawn: Sequence[tuple[Constraint, int]]) -> None:
         """These tokens were drawn."""
         for constraint, token in drawn:
-            constraint.drawn = token
+            constraint.drawn, constraint.key = token, None
         if self.ahead:
             self._split([constraint for constraint, _ in drawn], 1)
 
@@ -208,6 +221,7 @@ class Constraints:
                 constraint.ready = None
             else:
                 constraint.late = True
+                self._keep(constraint)
         todo = [constraint for constraint in constraints if constraint.drawn is not None and not constraint.late]
         own = self._split(todo, min(self.threads, len(todo) // WORTH_A_THREAD) - 1)
         for constraint in own:
@@ -216,6 +230,14 @@ class Constraints:
             if constraint.ready is not None:
                 constraint.ready.result()
                 constraint.ready = None
+
+    def _keep(self, constraint: Constraint) -> None:
+        """For its request, when that enters again, if nothing was drawn since it began."""
+        if constraint.key is None:
+            return
+        self._late.setdefault(constraint.key, []).append(constraint)
+        while len(self._late) > LATE:
+            del self._late[next(iter(self._late))]
 
     def _split(self, constraints: list[Constraint], others: int) -> list[Constraint]:
         """Hand them to so many other threads, each its part; returns what is left."""

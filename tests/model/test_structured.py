@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import RequestError
 from planaria.structured import constraint
@@ -76,6 +78,18 @@ def test_an_output_has_the_form_that_was_asked_for(llm: LLM, name: str) -> None:
         assert holds(answer.text), answer.text
     if name == "json":
         assert len({answer.text for answer in ended}) == len(ended)
+
+
+def test_what_schemas_say_holds(llm: LLM) -> None:
+    """Of each feature that public ones have: answers that end by themselves are valid."""
+    for name, schema in FEATURES.items():
+        kind = jsonschema.validators.validator_for(schema)
+        checker = kind(schema, format_checker=kind.FORMAT_CHECKER)
+        found = answers(llm, {"json": schema, "disable_any_whitespace": True}, n=3)
+        ended = [answer.text for answer in found if answer.finish_reason == "stop"]
+        assert ended, name
+        for text in ended:
+            assert not list(checker.iter_errors(json.loads(text))), (name, text)
 
 
 def test_tags_bind_from_their_trigger_on(llm: LLM) -> None:
@@ -202,7 +216,7 @@ def test_nobody_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch, llm: LLM, t
 
     found = llm.generate([PROMPT] * 2, [bound, free], on_tokens=on_tokens)
     assert [o.outputs[0].token_ids for o in found] == expected
-    assert len(steps) >= 20 and entered[0].late
+    assert len(steps) >= 20 and len(entered) == 1  # what was begun for it went on
 
 
 def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -214,6 +228,27 @@ def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPa
     )
     assert (first.finish_reason, second.finish_reason) == ("error", "length")
     assert "ms a token" in str(first.error)
+
+
+def test_nothing_that_is_asked_for_harms_others(llm: LLM) -> None:
+    """Forms of all kinds, right, wrong and made to do harm: refused, or answered, and others have what they had."""
+    free = SamplingParams(max_tokens=20, seed=7, ignore_eos=True)
+    expected = llm.generate([PROMPT], free)[0].outputs[0].token_ids
+    counts: Counter[str] = Counter()
+    let_in = []
+    for number in range(200):
+        try:
+            params = SamplingParams(max_tokens=12, seed=number, structured_outputs=drawn(number))  # type: ignore[arg-type]
+            let_in.append(llm._grammars.spelled(params))
+        except RequestError as e:
+            assert e.param == "structured_outputs"
+            counts["refused"] += 1
+    for first in range(0, len(let_in), 12):
+        some = let_in[first : first + 12]
+        found = [o.outputs[0] for o in llm.generate([PROMPT] * (len(some) + 1), [*some, free])]
+        assert found[-1].token_ids == expected
+        counts.update(str(answer.finish_reason) for answer in found[:-1])
+    assert min(counts[what] for what in ("refused", "stop", "length")) > 20, counts
 
 
 def test_drafts_change_nothing(llm: LLM) -> None:

@@ -36,6 +36,11 @@ LINES = (
         "[o.prompt_token_ids for o in found] == [[504], [3575]]",
     ),
     Line(
+        "llm.generate('a', SamplingParams(structured_outputs=StructuredOutputsParams(choice=['yes', 'no'])))",
+        "The same; `guided_decoding=`, its older name, takes it, too ([structured output](structured-output.md)).",
+        "found[0].text in ('yes', 'no')",
+    ),
+    Line(
         "SamplingParams(stop=None, top_k=None, seed=None, bad_words=None, structured_outputs=None, extra_args=None)",
         "The same: None is a field's default. What is not there yet is refused by its name when it is used.",
         "found == SamplingParams()",
