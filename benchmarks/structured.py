@@ -1,6 +1,7 @@
 """What structured output costs, and that it holds.
 
     python -m benchmarks.structured cost [--model smollm2] [--rounds 8]     a token, at one stream and at 32
+    python -m benchmarks.structured parts [--model smollm2]                 seconds of a processor, whatever else runs
     python -m benchmarks.structured first [--rounds 30]                     the first token, of a usual schema
     python -m benchmarks.structured valid [--answers 20]                    answers that end by themselves, by feature
     python -m benchmarks.structured fuzz [--count 100000]                   grammars of all kinds, while others stream
@@ -9,6 +10,7 @@ Each prints a table and writes benchmarks/out/structured_NAME.json.
 
 - cost: steps of a batch whose rows are held to JSON against steps of one whose rows are free, as many tokens each, in
   turns; the lower quartile of each round's steps, the least of all rounds.
+- parts: what a rank's thread spends on a token of a long answer, and on a schema that is new, by the processor's clock.
 - first: seconds from the call to the first token of a schema that is new each time, and of none; the median.
 - valid, fuzz: a random model of two layers, which says anything that isn't forbidden. Answers that end by themselves
   are held against `jsonschema`. fuzz keeps four rows of others streaming: what their tokens' gaps are while grammars
@@ -28,10 +30,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import report
 from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams
+from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
+from planaria.server.tokenise import load_tokenizer
+from planaria.structured.constraint import Constraint, Constraints
+from planaria.structured.spec import form_of
+from planaria.structured.vocabulary import make_vocabulary
 from planaria.types import StructuredOutputsParams
 
 OUT = Path(__file__).resolve().parent / "out"
@@ -87,6 +96,41 @@ def _round(llm: LLM, rows: int, temperature: float, structured: StructuredOutput
     llm.generate([PROMPT] * rows, asked, on_tokens=lambda done, new: times.append(time.perf_counter()))
     steps = sorted(b - a for a, b in pairwise(times[SKIPPED:-1]))
     return steps[len(steps) // 4]
+
+
+def parts(options: argparse.Namespace) -> dict[str, float]:
+    """Microseconds."""
+    checkpoint = resolve_checkpoint(options.model)
+    tokenizer = load_tokenizer(checkpoint)
+    size, eos_id = tokenizer.vocab_size, tokenizer.eos_ids[0]
+    vocabulary = make_vocabulary(tokenizer.backend.to_str(), size, eos_id)
+    pet = {"name": "Petella", "age": 19, "kind": "dog", "notes": "It sleeps all day, and runs at night."}
+    answer = tokenizer.encode(json.dumps([pet] * 100), add_special_tokens=False)
+
+    def begun(given: Any) -> tuple[Constraint, float]:
+        source = form_of(form(json=given), "structured_outputs")
+        constraint, made = Constraint(size, [eos_id], goes_on=False), Constraints(size, lambda eos: vocabulary)
+        since = time.thread_time()
+        made._begin(constraint, json.dumps({"grammars": [{"json_schema": source.body}]}), [])
+        return constraint, time.thread_time() - since
+
+    begins = [begun({**PET, "title": str(i)})[1] for i in range(20)]
+    constraint, _ = begun(LONG)
+    line, each = np.zeros(size, np.float32), []
+    for token in answer:
+        since = time.thread_time()
+        constraint.ban(line)
+        constraint.drawn = token
+        constraint.settle()
+        each.append(time.thread_time() - since)
+    assert not constraint.error, constraint.error
+    found = {
+        "a token, mean": statistics.mean(each), "a token, median": statistics.median(each), "a token, most": max(each),
+        "a schema that is new, median": statistics.median(begins), "a schema that is new, most": max(begins),
+    }  # fmt: skip
+    found = {name: 1e6 * seconds for name, seconds in found.items()}
+    _show("Microseconds of a processor", ["", ""], [[name, f"{us:.0f}"] for name, us in found.items()])
+    return found
 
 
 def first(options: argparse.Namespace) -> dict[str, float]:
@@ -190,7 +234,9 @@ def fuzz(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {"cost": cost, "first": first, "valid": valid, "fuzz": fuzz}
+COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "cost": cost, "parts": parts, "first": first, "valid": valid, "fuzz": fuzz,
+}  # fmt: skip
 
 
 def _show(title: str, head: list[str], rows: list[list[str]]) -> None:
