@@ -28,6 +28,7 @@ from planaria.executor.node_messages import Here
 from planaria.topology import Layout
 from tests.proc import networks
 from tests.proc.servers import PATIENCE, SOON, TINY, alive, needs_smollm2, planaria, wait_until
+from tests.proc.test_shared_weights import parts
 
 pytestmark = needs_smollm2
 
@@ -214,6 +215,7 @@ def test_a_rank_of_any_node_is_replaced(small: Path, one_process: list[object], 
     with Command(*args) as other:
         with LLM(str(small), pipeline_parallel_size=2, nnodes=2, master_port=port, **options) as llm:
             before = [member.pid for member in llm._loop.gang.members]
+            weights = [parts(pid) for pid in before]
             killed: list[int] = []
 
             def kill(done: int, tokens: int) -> None:
@@ -227,6 +229,7 @@ def test_a_rank_of_any_node_is_replaced(small: Path, one_process: list[object], 
             assert after[1 - victim] == before[1 - victim] and after[victim] != before[victim]
             core = llm._loop.core
             assert core is not None and core.replayed_tokens == 0, "each node keeps what its ranks had computed"
+            assert [parts(pid) for pid in after] == weights and all(weights), "and weights"
         assert other.wait() == 0, other.text()
 
 

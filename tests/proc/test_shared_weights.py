@@ -46,6 +46,11 @@ def test_a_replacement_maps_what_is_there_and_another_layout_lets_go_of_it(small
         (whole,) = parts(rank)
         assert whole not in set.union(*before)
         wait_until("the parts of two ranks are given back", lambda: held(os.getpid()) <= size // 2 + HEADER)
+        ask_for(engine.loop, ResizeEngine("larger", 2, 1))
+        assert engine.run(ASKED) == expected and engine.resized[1].error == ""
+        again = [parts(pid) for pid in engine.pids]  # of which one got ready as a spare
+        assert [len(each) for each in again] == [1, 1] and again[0] != again[1]
+        wait_until("the whole is given back", lambda: held(os.getpid()) == size)
 
 
 def test_engines_share_and_the_next_process_finds_it(small: Path) -> None:
