@@ -72,12 +72,12 @@ def one_round(model: str, tokens: int, number: int, folder: str, *, cold: bool) 
     arguments = [
         "--kv-tier", folder, "--max-model-len", str(tokens + 64), "--max-num-seqs", "4", "--log-level", "warning",
     ]  # fmt: skip
-    ids, blocks = prompt(number, tokens), (tokens - 1) // 16
+    ids, blocks, written = prompt(number, tokens), (tokens - 1) // 16, (tokens + TOKENS - 1) // 16
     with Server(model, *arguments) as server:
         asyncio.run(first_token(server, prompt(-1, SHORT)))
         computed, expected = asyncio.run(first_token(server, ids))
         memory, again = asyncio.run(first_token(server, ids))
-        waited("blocks are on disk", lambda: metric(server, "planaria:kv_tier_saved_blocks_total") >= blocks)
+        waited("blocks are on disk", lambda: metric(server, "planaria:kv_tier_saved_blocks_total") >= written)
         for pid in reversed(proc.tree(server.process.pid)):
             proc.kill(pid)
     if cold:
