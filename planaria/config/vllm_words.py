@@ -56,7 +56,8 @@ ABSENT = {
     "speculative decoding by this option": """speculative_model num_speculative_tokens
         ngram_prompt_lookup_max ngram_prompt_lookup_min""",
     "parsers of the user's own, and servers of tools": "tool_parser_plugin tool_server reasoning_parser_plugin",
-    "structured outputs": """structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback!
+    "other ways to follow grammars, and defaults for them": """structured_outputs_config guided_decoding_backend
+        guided_decoding_disable_fallback!
         guided_decoding_disable_any_whitespace! guided_decoding_disable_additional_properties!""",
     "models that embed or classify": """task runner convert pooler_config override_pooler_config
         io_processor_plugin""",
@@ -84,7 +85,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "model_impl": ("auto", "vllm"), "hf_overrides": ({}, "{}"), "override_generation_config": ({}, "{}"),
     "logits_processors": ([],), "decode_context_parallel_size": (1, "1"), "prefill_context_parallel_size": (1, "1"),
     "config_format": ("auto", "hf"), "chat_template_content_format": ("auto", "string"), "ssl_cert_reqs": (0, "0"),
-    "response_role": ("assistant",), "guided_decoding_backend": ("auto",), "lora_modules": ([],), "middleware": ([],),
+    "response_role": ("assistant",), "guided_decoding_backend": ("auto", "guidance"), "lora_modules": ([],),
+    "middleware": ([],),
     "logprobs_mode": ("raw_logprobs",), "max_logprobs": (*range(21), *map(str, range(21))),
     "fingerprint_mode": ("full", "hash"), "tool_parser_plugin": ("",), "reasoning_parser_plugin": ("",),
     "additional_config": ({}, "{}"), "structured_outputs_config": ({}, "{}"),
