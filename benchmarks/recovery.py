@@ -96,11 +96,11 @@ class Streams:
 
 
 async def streams(
-    server: Streaming, asked: list[list[int]], tokens: int, harm: Callable[[], None] | None = None
+    server: Streaming, asked: list[list[int]], tokens: int, harm: Callable[[], None] | None = None, when: float = 0.5
 ) -> Streams:
-    """All at once. `harm` is called once, when half of all tokens have come."""
+    """All at once. `harm` is called once, when such a part of all tokens has come."""
     found = Streams([""] * len(asked))
-    half = [len(asked) * tokens // 2]
+    half = [int(len(asked) * tokens * when)]
 
     async def one(client: httpx2.AsyncClient, i: int) -> None:
         try:

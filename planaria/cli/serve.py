@@ -9,6 +9,7 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,7 +34,9 @@ from planaria.server.tools import Parsers
 
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet, Hosts
+    from planaria.server.handing_over import HandingOver
     from planaria.server.keeper import Make
+    from planaria.server.serve import Lifecycle
 
 logger = logging.getLogger("planaria.server")
 
@@ -114,6 +117,12 @@ async def _serve(
     from planaria.server.fleet import Fleet
 
     several = config.parallel.api_server_count > 1
+    if settings.replace:
+        from planaria.cli.replace import serve_in_place
+
+        code = await serve_in_place(config, settings, started, skip_tokenizer_init)
+        if code is not None:
+            return code
     journal = None
     if settings.journal is not None:  # before any process is started
         from planaria.server.journal import Journal
@@ -126,10 +135,12 @@ async def _serve(
             folder = names.enter_context(folder_of_names())
         fleet = Fleet(config, bar.enter_context(loading()), *engines(config), folder if several else None)
         _prepare(fleet, planned)
+        succession = Succession(fleet, settings)
+        names.callback(succession.close)
 
         def announce(line: str) -> None:
             bar.close()
-            _announce(line, fleet, started)
+            announce_ready(line, fleet, started)
 
         starting = asyncio.create_task(fleet.start())
         try:
@@ -137,7 +148,7 @@ async def _serve(
             from planaria.server.serve import bind, serve
 
             sock = bind(settings)
-            _set_title(sock, config, settings)
+            set_server_title(sock, config, settings)
             if several:
                 from planaria.server.root_serve import serve_from_root
 
@@ -152,21 +163,40 @@ async def _serve(
                 tokenizer = load_tokenizer(msgspec.convert(config.checkpoint, Checkpoint))
             await starting
             return await serve(
-                fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce, journal=journal
-            )
+                fleet.dispatcher, tokenizer, settings, started=started, sock=sock, announce=announce, journal=journal,
+                begun=succession.open,
+            )  # fmt: skip
         finally:
             with contextlib.suppress(Exception):  # it was awaited before, or something else is why there is no server
                 await starting
             await fleet.close()
 
 
-def _set_title(sock: socket.socket, config: EngineConfig, settings: ServerConfig) -> None:
+class Succession:
+    """By which another process may take the place of this server, once it serves."""
+
+    def __init__(self, fleet: Fleet, settings: ServerConfig, busy: Callable[[], str] = lambda: "") -> None:
+        self.fleet, self.settings, self.busy = fleet, settings, busy
+        self._handing: HandingOver | None = None
+
+    def open(self, life: Lifecycle) -> None:
+        from planaria.server.handing_over import HandingOver
+
+        self._handing = HandingOver(self.fleet, life, self.busy, tls=self.settings.ssl_certfile is not None)
+        self._handing.open()
+
+    def close(self) -> None:
+        if self._handing is not None:
+            self._handing.close()
+
+
+def set_server_title(sock: socket.socket, config: EngineConfig, settings: ServerConfig) -> None:
     host, port = sock.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     set_title("server", port=port, host=host, scheme=scheme, model=config.served_model_name)
 
 
-def _announce(line: str, fleet: Fleet, started: float) -> None:
+def announce_ready(line: str, fleet: Fleet, started: float) -> None:
     facts = fleet.dispatcher.facts
     assert facts is not None
     defaults = said(fleet.config.checkpoint["generation_config"])

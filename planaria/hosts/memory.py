@@ -44,6 +44,14 @@ def make_file(name: str, size: int) -> int | None:
     return fd
 
 
+def reopened(fd: int) -> int:
+    """In place of a descriptor that came from another process: locks on that one would be of both."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(fd)
+
+
 def give_back(fd: int, start: int, end: int) -> None:
     """A file's memory between these: zeros, where it is touched again. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -81,6 +89,15 @@ class KVMemory:
     def of(cls, shared: Shared) -> KVMemory:
         """Raises ProcessGone."""
         return cls(shared.open(), shared)
+
+    @classmethod
+    def given(cls, fd: int) -> KVMemory:
+        """Of a descriptor that another process gave up to this one."""
+        own = reopened(fd)
+        return cls(own, Shared.of(own))
+
+    def fileno(self) -> int:
+        return self._fd
 
     def holds(self, rank: int) -> int:
         """The number of the KV that is in its part; 0: none that counts."""

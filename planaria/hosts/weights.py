@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from planaria.hosts.memory import give_back, make_file
+from planaria.hosts.memory import give_back, make_file, reopened
 from planaria.node import Shared
 
 logger = logging.getLogger("planaria.hosts")
@@ -188,6 +188,15 @@ class WeightsMemory:
     def of(cls, shared: Shared) -> WeightsMemory:
         """Raises ProcessGone."""
         return cls(shared.open(), shared)
+
+    @classmethod
+    def given(cls, fd: int) -> WeightsMemory:
+        """Of a descriptor that another process gave up to this one."""
+        own = reopened(fd)
+        return cls(own, Shared.of(own))
+
+    def fileno(self) -> int:
+        return self._file.number
 
     def open(
         self, digest: bytes, heard: Callable[[float], None] = lambda fraction: None

@@ -31,12 +31,18 @@ def client_name(server: int) -> str:
 
 
 class Attached:
-    """server: this process's number; tell: sends the root a message."""
+    """server: this process's number; tell: sends the root a message. dispatcher: that there is, with engines that have
+    no process any more."""
 
-    def __init__(self, config: EngineConfig, server: int, tell: Callable[[ToRoot], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, server: int, tell: Callable[[ToRoot], None], dispatcher: Dispatcher | None = None
+    ) -> None:
         self.config, self.server, self.tell = config, server, tell
-        self.dispatcher = Dispatcher(config.cache.enable_prefix_caching)
+        self.dispatcher = dispatcher or Dispatcher(config.cache.enable_prefix_caching)
         self.dispatcher.on_changed = self._admit
+        for engine in self.dispatcher.members.values():
+            engine.server, engine.tell = server, tell
+            engine.on_news = functools.partial(self._hear, engine)
         self.listed: dict[int, Listed] = {}
         self.connections: dict[int, tuple[EngineConnection, int]] = {}  # to engines' processes, by number
         self._lost: set[int] = set()  # engines whose process has ended, until there is another
@@ -144,6 +150,18 @@ class Attached:
         except (PlanariaError, TimeoutError) as e:
             error = str(e) or f"engine {order.engine} is not reached"
         return OrderDone(order.id, moved, error)
+
+    def leave(self) -> None:
+        """Have nothing to do with the root any more; what is open waits for other processes."""
+        self._background.cancel()
+        self.dispatcher.on_changed = lambda: None
+        for index, engine in self.dispatcher.members.items():
+            connected = index in self.connections
+            self._disconnect(index)
+            engine.server, engine.tell, engine.turn = 0, None, None
+            if connected:
+                engine.down(True)
+                engine.on_change()
 
     def close(self) -> None:
         """Leave the engines to the root."""

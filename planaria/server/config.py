@@ -73,6 +73,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         option("Keep stored responses in this folder; those that run in the background go on after a restart.",
                metavar="DIR"),
     ] = None  # fmt: skip
+    replace: Annotated[
+        bool,
+        option("Take the place of the server of yours that runs on this port: no request of its clients fails."),
+    ] = False  # fmt: skip
     stores_responses: bool = True  # several API processes keep none
     otlp_traces_endpoint: Annotated[
         str | None, option("Send traces to this collector, by OTLP over HTTP, e.g. http://localhost:4318.")
@@ -107,6 +111,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.journal is not None and not self.stores_responses:
             raise ConfigError(
                 "--journal", self.journal, "is kept by one API process, and there are several",
+                "give --api-server-count 1, or leave it out",
+            )  # fmt: skip
+        if self.replace and not self.port:
+            raise ConfigError("--replace", True, "needs the port of the server that runs", "give its --port")
+        if self.replace and not self.stores_responses:
+            raise ConfigError(
+                "--replace", True, "is for a server of one API process, and there are several",
                 "give --api-server-count 1, or leave it out",
             )  # fmt: skip
         if self.otlp_traces_endpoint is not None:

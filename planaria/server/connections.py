@@ -233,10 +233,13 @@ class Listener:
                 self._say("can't accept connections: %s", e.strerror or e)
                 self._pause(self._loop.call_later(ACCEPT_PAUSE, self._resume))
                 return
-            self.open += 1
-            task = self._loop.create_task(self._shake_hands(conn))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._open(conn)
+
+    def _open(self, conn: socket.socket) -> None:
+        self.open += 1
+        task = self._loop.create_task(self._shake_hands(conn))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
     async def _shake_hands(self, conn: socket.socket) -> None:
         connection: HttpConnection | None = None
@@ -266,6 +269,26 @@ class Listener:
         if now - self._said >= SAY_AGAIN:
             self._said = now
             logger.warning(line, value)
+
+    def pass_on(self, give: Callable[[socket.socket], bool]) -> None:
+        """Give away connections that wait for a request, and whose clients have all that they were sent."""
+        for connection in list(self._waiting):
+            transport = connection.transport
+            able = not transport.is_closing() and not transport.get_write_buffer_size()
+            if able and give(transport.get_extra_info("socket")):
+                transport.abort()  # here alone: nothing is said on it
+
+    def adopt(self, conn: socket.socket) -> None:
+        """One that another process has accepted."""
+        if self._ended or self.tls is not None:
+            conn.close()
+        else:
+            self._open(conn)
+
+    def accept_again(self) -> None:
+        """After `close`."""
+        self._ended = self._paused = False
+        self._loop.add_reader(self.sock, self._accept)
 
     def close(self) -> None:
         if not self._ended:

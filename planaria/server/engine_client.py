@@ -139,6 +139,9 @@ class EngineHandle(EngineConnection):
         self.memory: KVMemory | None = None  # that its KV is in, so that the process after it finds it
         self.weights: WeightsMemory | None = None  # of the node, and so of all engines that are here
 
+    async def prepare(self) -> None:
+        """Have all there that needs neither memory nor cores of an engine; `start` goes on from there."""
+
     async def start(self) -> None:
         """Start it and begin to listen."""
         raise NotImplementedError
@@ -216,19 +219,29 @@ class EngineProcess(EngineHandle):
         self._end = Ending()
         self._folder = ""
 
-    async def start(self) -> None:
-        """Start the process and begin to listen. Raises OSError, with nothing left of it."""
+    async def prepare(self) -> None:
+        """Start the process, which imports and waits to be told what it is for. Raises OSError, with nothing left."""
         self._folder = tempfile.mkdtemp(prefix="planaria-", dir=self.shared_in)  # mode 0700
         try:
-            address = f"ipc://{self._folder}/engine"
-            args = (address, current_level(), *(["again"] if self.again else []))
+            args = (f"ipc://{self._folder}/engine", current_level(), *(["again"] if self.again else []))
             entry = Program(ENGINE, args, self.config.device.devices)
-            kv, weights = (memory.origin if memory is not None else None for memory in (self.memory, self.weights))
-            boot = msgspec.msgpack.encode((self.config, Memories(home(), kv, weights)))
-            spawn = functools.partial(self.host.spawn, (HERE, 0), entry, boot, self._end.news)
+            spawn = functools.partial(self.host.spawn, (HERE, 0), entry, None, self._end.news)
             self.child = await asyncio.to_thread(spawn)  # the first may wait for imports
             self.pid = self.child.place.pid
-            self.connect(address)
+        except BaseException:
+            self.kill()
+            self._close()
+            raise
+
+    async def start(self) -> None:
+        """Start the process, if it isn't yet, and begin to listen. Raises OSError, with nothing left of it."""
+        if self.child is None:
+            await self.prepare()
+        assert self.child is not None
+        try:
+            kv, weights = (memory.origin if memory is not None else None for memory in (self.memory, self.weights))
+            self.child.tell(msgspec.msgpack.encode((self.config, Memories(home(), kv, weights))))
+            self.connect(f"ipc://{self._folder}/engine")
         except BaseException:
             self.kill()
             self._close()

@@ -82,19 +82,21 @@ class Mover(Protocol):
 
 class Fleet:
     """Start with `await start()`; `on_progress` hears how the first start goes. make: gives an engine; hosts: keeps the
-    places for engines that are not processes of this node; shared_in: see EngineKeeper. Called in one event loop."""
+    places for engines that are not processes of this node; shared_in, names: see EngineKeeper; weights: memory that
+    there is for them. Called in one event loop."""
 
     def __init__(
         self, config: EngineConfig, on_progress: Callable[[StartUpNews], None] | None = None,
         make: Make = EngineProcess, hosts: Hosts | None = None, shared_in: str | None = None,
+        names: str | None = None, weights: WeightsMemory | None = None,
     ) -> None:  # fmt: skip
         self.local: LocalHost | None = None  # of this node, where engines are processes of it
         if make is EngineProcess:
             self.local = LocalHost(devices=(), forks={preload.ENGINE: preload.of_an_engine(config)})
             make = functools.partial(EngineProcess, host=self.local)
         self.config, self.on_progress, self.make, self.hosts = config, on_progress, make, hosts
-        self.shared_in = shared_in
-        self.weights = WeightsMemory.make() if config.device.device == "cpu" else None
+        self.shared_in, self.names = shared_in, names
+        self.weights = weights or (WeightsMemory.make() if config.device.device == "cpu" else None)
         self.dispatcher = Dispatcher(config.cache.enable_prefix_caching, self)
         self.mover: Mover = self.dispatcher
         self.members: dict[int, EngineKeeper] = {}  # by number
@@ -111,7 +113,7 @@ class Fleet:
         here = self.config.parallel.distributed_executor_backend in ("uni", "mp")  # else ranks are placed by others
         accelerators = accelerator_ids() if here and self.config.device.device == "cuda" else []
         config = engine_config(self.config, index, size, accelerators)
-        keeper = EngineKeeper(config, self._news(index), self.make, self.shared_in, self.weights)
+        keeper = EngineKeeper(config, self._news(index), self.make, self.shared_in, self.weights, self.names)
         keeper.on_recovery = lambda message: self.dispatcher.on_recovery(message)
         keeper.on_process = lambda: self.dispatcher.on_changed()
         keeper.on_leaving = functools.partial(self._told_to_leave, keeper)
@@ -143,6 +145,10 @@ class Fleet:
             await asyncio.to_thread(self.hosts.release, index)
         del self.members[index]
         self.dispatcher.forget(keeper.engine)
+
+    async def prepare(self) -> None:
+        """Have all there that engines of this node can have before there is room for them."""
+        await asyncio.gather(*(keeper.prepare() for keeper in self.members.values()))
 
     async def start(self) -> None:
         """Start all engines; the dispatcher's `ready` says when they can admit. Raises ConfigError, CapacityError where

@@ -121,6 +121,8 @@ class Gate:
         own_headers = [(b"x-request-id", id.encode())]
         if info.path.startswith(ANTHROPIC):
             own_headers.append((b"request-id", id.encode()))
+        if self.service.leaving and scope["scheme"] == "https":
+            own_headers.append((b"connection", b"close"))  # another can't go on with it
         open_path, traces = scope["path"] in OPEN_PATHS, self.service.traces
         if traces is not None and not open_path:
             traces.begin(info, headers)

@@ -19,6 +19,7 @@ from planaria.server.records import Record
 
 SYNC = 0.2  # seconds from a write to the sync of its file, at least
 RETRY = 1.0  # seconds until what could not be written is tried again
+LOOK = 0.005  # seconds between looks whether all is written
 STUCK = 5.0  # seconds of one turn of the thread after which the disk counts as failing
 _NAMES = ""  # in a round of syncs: the folder
 
@@ -63,6 +64,25 @@ class Journal:
     def stuck(self) -> bool:
         """The disk doesn't answer."""
         return 0.0 < self._began < time.monotonic() - STUCK
+
+    async def lend(self) -> bool:
+        """Have another process take it, when all is written and synced; nothing is put until `take_back`. False: it is
+        not, within `STUCK` seconds."""
+        until = time.monotonic() + STUCK
+        while not self._settled():
+            if time.monotonic() > until:
+                return False
+            await asyncio.sleep(LOOK)
+        self.files.unlock()
+        return True
+
+    def _settled(self) -> bool:
+        with self._changed:
+            return self.queue.idle and not (self._began or self._round or self.files.dirty or self.files.names)
+
+    def take_back(self) -> bool:
+        """False: another process still has it."""
+        return self.files.lock()
 
     async def close(self) -> None:
         """When all is written and synced, or fails, or the disk doesn't answer."""

@@ -151,6 +151,18 @@ class JournalFiles:
             os.fsync(self._folder)
             self.names = False
 
+    def unlock(self) -> None:
+        """Let another have the folder, and keep it open."""
+        fcntl.flock(self._folder, fcntl.LOCK_UN)
+
+    def lock(self) -> bool:
+        """False: another has it."""
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
     def close(self) -> None:
         """Let another have the folder."""
         for fd in self._open.values():

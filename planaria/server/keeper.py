@@ -69,14 +69,15 @@ def _lacking(stream: Stream, facts: EngineFacts) -> int:
 class EngineKeeper:
     """Start with `await start()`; `on_progress` hears how the first start goes. make: a process; shared_in: of several
     API processes, which have its sequences, the folder where its sockets have their names; weights: memory for them, of
-    all engines of this node."""
+    all engines of this node; names: a folder for those names, where others than API processes come too."""
 
     def __init__(
         self, config: EngineConfig, on_progress: Callable[[StartUpNews], None] | None = None,
         make: Make = EngineProcess, shared_in: str | None = None, weights: WeightsMemory | None = None,
+        names: str | None = None,
     ) -> None:  # fmt: skip
         self.config, self.on_progress, self.make, self.shared_in = config, on_progress, make, shared_in
-        self.weights = weights
+        self.weights, self.names = weights, names
         self.index = config.parallel.data_parallel_index
         self.engine = Engine(self.index)
         self.engine.on_news, self.engine.on_replayed = self._hear, self._replayed
@@ -97,7 +98,8 @@ class EngineKeeper:
         self._since = 0.0  # when it began
         self._how = Ended("")  # with it
         self._closing = False
-        self._left = asyncio.Event()  # by `close`
+        self._lent = False  # to another server, whose engine goes on in its place
+        self._left = asyncio.Event()  # by `close` and `lend`
         self._pause = BackOff(LONGEST, SHORTEST)  # for processes that don't come up
         self._resizing = PendingAnswers[EngineResized]()
         self._task: asyncio.Task[None] | None = None
@@ -111,15 +113,19 @@ class EngineKeeper:
 
     # -- processes
 
+    async def prepare(self) -> None:
+        """Have all there that `start` can have before there is room for another engine. Raises as `start`."""
+        await self._another().prepare()
+
     async def start(self) -> None:
         """Start the first; `engine.ready` says when it can admit."""
-        handle = self._another()
+        handle = self.handle or self._another()
         await self._begin(handle)
         self._task = asyncio.create_task(self._supervise(handle))
 
     def _another(self) -> EngineHandle:
         self.handle = self.engine.connection = handle = self.make(self.config, self.engine.hear)
-        handle.again, handle.shared_in = self.engine.facts is not None, self.shared_in
+        handle.again, handle.shared_in = self.engine.facts is not None, self.shared_in or self.names
         if handle.shares_memory and self.memory is None and self.config.device.device == "cpu":
             self.memory = KVMemory.make()
         handle.memory, handle.weights = self.memory, self.weights
@@ -138,7 +144,7 @@ class EngineKeeper:
                 if (pause := self._pause.at - time.monotonic()) > 0:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._left.wait(), pause)
-                if self._closing:
+                if self._closing or self._lent:
                     return
                 handle, unborn = self._another(), None
                 try:
@@ -147,7 +153,7 @@ class EngineKeeper:
                     raise
                 except (PlanariaError, OSError, zmq.ZMQError) as e:  # no descriptor, process or memory for now
                     unborn = Ended(f"did not come up: {e}")
-                if self._closing:  # meanwhile
+                if self._closing or self._lent:  # meanwhile
                     handle.kill()
         except CapacityError as e:
             self.engine.die(Dead("error", f"there is no place for another engine: {e}"))
@@ -177,6 +183,9 @@ class EngineKeeper:
         progressed = engine.down(self.as_told or engine.dead is not None) or elsewhere
         if self._closing or engine.dead is not None:
             return False
+        if self._lent:
+            engine.on_change()
+            return False
         if told:
             logger.info("the engine process %d %s as it was told; starting another", handle.pid, ended.how)
             engine.on_change()
@@ -202,7 +211,7 @@ class EngineKeeper:
 
     def _progressed_elsewhere(self) -> bool:
         """Did API processes' sequences get anywhere? One that is run alone is found out, or cleared."""
-        if self.shared_in is None:
+        if self.shared_in is None and self.names is None:
             return False
         alone = self.turns.now is not None and self.turns.now.free
         return alone or self.engine.stats.generation_tokens > self.engine.before.generation_tokens
@@ -215,6 +224,26 @@ class EngineKeeper:
             handle.end(followed=True)
             asyncio.get_running_loop().call_later(EXIT_TIMEOUT, self._make_end, handle)
             engine.on_change()
+
+    async def lend(self) -> None:
+        """End the process, however, and start no other; returns when it has ended. What is open waits here for an
+        engine of another server, or for `take_back`."""
+        engine, handle = self.engine, self.handle
+        assert handle is not None and self._task is not None
+        self._lent, engine.up, engine.restarting = True, False, True
+        self._left.set()
+        handle.kill()
+        engine.on_change()
+        await asyncio.wait({self._task})
+
+    def take_back(self) -> None:
+        """If it was lent: start another process."""
+        if not self._lent:
+            return
+        self._lent, self._recovery = False, None
+        self._left.clear()
+        self.engine.on_news = self._hear
+        self._task = asyncio.create_task(self._supervise(None))
 
     def _make_end(self, handle: EngineHandle) -> None:
         if self.handle is handle and self.engine.restarting:
@@ -261,6 +290,8 @@ class EngineKeeper:
             return
         self._closing = True
         self._left.set()
+        if self._lent:
+            return
         if self.engine.up:
             self.handle.end()
         else:  # while it loads it hears nothing, and it has nobody to answer

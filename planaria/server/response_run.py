@@ -38,7 +38,7 @@ class ResponseRun:
         """Go on with one of a process that has ended, with the tokens it has."""
         head, kept = entry.kept.head, entry.kept
         why = "it was begun again and again, and nothing came of it" if kept.hopeless else unfit(store, head)
-        if not why and store.journal is not None and (submit := head.submit) is not None:
+        if not why and (submit := head.submit) is not None:
             stream = Choices(submit.prompt, [submit], store.service.tokenizer)
             sequence = stream.sequences[0]
             for tokens in kept.tokens:

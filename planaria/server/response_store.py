@@ -19,7 +19,10 @@ from planaria.server.kept import Kept
 from planaria.server.records import Head, Outcome, PieceRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from planaria.server.journal import Journal
+    from planaria.server.response_passing import RunElsewhere
     from planaria.server.response_run import ResponseRun
     from planaria.server.service import Service
 
@@ -42,7 +45,7 @@ class Entry:
     def __init__(self, kept: Kept, durable: bool) -> None:
         self.kept, self.durable = kept, durable
         self.listed = self.cut = False
-        self.run: ResponseRun | None = None
+        self.run: ResponseRun | RunElsewhere | None = None
         self.more = asyncio.Event()  # replaced each time that it is set
         self.accepted: asyncio.Future[str] | None = None  # "", or why it is not
         self.charged = 0  # bytes that it counts for
@@ -66,6 +69,8 @@ class ResponseStore:
         self.failing: set[str] = set()
         self.over: dict[str, dict[str, Entry]] = {}  # of each owner those that have ended, the first one first
         self.tasks = Background()
+        self.lent: Journal | None = None  # the journal, while another server has it
+        self.on_kept: Callable[[Entry], None] | None = None  # hears of what another server is to have
         self._sweeping: asyncio.TimerHandle | None = None
         self._watching: asyncio.TimerHandle | None = None
 
@@ -88,10 +93,10 @@ class ResponseStore:
             journal.put(Op("remove", id))
         for kept in sorted(found, key=lambda kept: kept.head.created):
             entry = Entry(kept, durable=kept.end is None)
-            self._list(entry)
+            self.enlist(entry)
             if kept.head.id in long:
-                self._rewrite(entry)
-        self._make_room(0, 0)
+                self.rewrite(entry)
+        self.make_room(0, 0)
         journal.start()
 
     async def go_on(self) -> None:
@@ -101,7 +106,7 @@ class ResponseStore:
         open_ones = [entry for entry in self.unfinished.values() if entry.run is None]
         if open_ones:
             tokens = sum(len(part) for entry in open_ones for part in entry.kept.tokens)
-            logger.info("journal: %d responses go on; they have %d tokens", len(open_ones), tokens)
+            logger.info("%d responses go on; they have %d tokens", len(open_ones), tokens)
         for entry in sorted(open_ones, key=lambda entry: entry.kept.head.created):
             if entry.listed and entry.kept.end is None and not entry.cut:
                 ResponseRun.again(self, entry)
@@ -118,14 +123,14 @@ class ResponseStore:
                     self._accept(entry, "")
                 case "written":
                     self.failing.discard(one.id)
-                    self._told(entry, one.count)
+                    self.now_told(entry, one.count)
                 case "failing" if entry.accepted is not None and not entry.accepted.done():
                     self._accept(entry, one.why)
                 case "failing":
                     self._fails(entry, one.why)
                 case "lost":
                     self._fails(entry, one.why)
-                    self._rewrite(entry)
+                    self.rewrite(entry)
 
     def _accept(self, entry: Entry, why: str) -> None:
         if entry.accepted is not None and not entry.accepted.done():
@@ -136,19 +141,19 @@ class ResponseStore:
         if not self.failing:
             logger.error("journal: %s can't be written: %s; what runs goes on without it", entry.kept.head.id, why)
         self.failing.add(entry.kept.head.id)
-        self._told(entry, entry.kept.count)
+        self.now_told(entry, entry.kept.count)
 
-    def _rewrite(self, entry: Entry) -> None:
+    def rewrite(self, entry: Entry) -> None:
         assert self.journal is not None
         self.journal.put(Op("replace", entry.kept.head.id, entry.kept.file(), entry.kept.count))
 
-    def _told(self, entry: Entry, count: int) -> None:
+    def now_told(self, entry: Entry, count: int) -> None:
         kept = entry.kept
         if kept.written(count):
             entry.wake()
-            if kept.over and entry.durable and entry.listed:
+            if kept.over and entry.durable and entry.listed and self.journal is not None:
                 entry.durable = False  # it has come to rest: from now on its file is as short as can be
-                self._rewrite(entry)
+                self.rewrite(entry)
 
     # -- what comes of one
 
@@ -176,25 +181,28 @@ class ResponseStore:
         data = kept.add(told)
         if entry.listed:
             if kept.end is not None:
-                self._note_end(entry)
-            self._charge(entry)
-            self._make_room(0, 0)
+                self.note_end(entry)
+            self.charge(entry)
+            self.make_room(0, 0)
         if journal is None or not entry.listed or not (entry.durable or kept.end is not None):
-            self._told(entry, kept.count)
+            self.now_told(entry, kept.count)
+            if self.on_kept is not None and entry.listed and kept.end is not None:
+                self.on_kept(entry)
             return
         if entry.durable:
             journal.put(Op("append", kept.head.id, data, kept.count))
         else:
-            self._rewrite(entry)
+            self.rewrite(entry)
         if kept.head.id in self.failing:
-            self._told(entry, kept.count)
+            self.now_told(entry, kept.count)
         elif self._watching is None:
             self._watching = asyncio.get_running_loop().call_later(WATCH, self._watch)
 
     def _watch(self) -> None:
         """A disk that doesn't answer holds up nobody for long."""
-        assert self.journal is not None
         self._watching = None
+        if self.journal is None:  # another server has it
+            return
         behind = [entry for entry in self.known.values() if entry.kept.told < entry.kept.count]
         if self.journal.stuck:
             for entry in behind:
@@ -226,8 +234,10 @@ class ResponseStore:
                 )  # fmt: skip
             if head.background:
                 self._refuse_too_many(kept)
-            self._make_room(1, kept.size)
-            self._list(entry)
+            self.make_room(1, kept.size)
+            self.enlist(entry)
+            if self.on_kept is not None and head.background:
+                self.on_kept(entry)
         return entry
 
     def _refuse_too_many(self, kept: Kept) -> None:
@@ -238,7 +248,7 @@ class ResponseStore:
                 param="background", code="overloaded", status=503,
             )  # fmt: skip
 
-    def _list(self, entry: Entry) -> None:
+    def enlist(self, entry: Entry) -> None:
         head = entry.kept.head
         self.known[head.id] = entry
         entry.listed = True
@@ -246,8 +256,8 @@ class ResponseStore:
             self.by_key[head.owner, head.key] = entry
         self.unfinished[head.id] = entry
         if entry.kept.end is not None:
-            self._note_end(entry)
-        self._charge(entry)
+            self.note_end(entry)
+        self.charge(entry)
         if self._sweeping is None:
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
 
@@ -274,14 +284,14 @@ class ResponseStore:
         own = self.over.get(head.owner, {})
         if own.pop(head.id, None) is not None and not own:
             del self.over[head.owner]
-        self._charge(entry)
+        self.charge(entry)
         self.failing.discard(head.id)
         if self.journal is not None:
             self.journal.put(Op("remove", head.id))
         if entry.run is not None and entry.kept.head.background:
             entry.run.cancel("deleted")
 
-    def _charge(self, entry: Entry) -> None:
+    def charge(self, entry: Entry) -> None:
         size = entry.kept.size if entry.listed else 0
         owner = entry.kept.head.owner
         self.sizes[owner] += size - entry.charged
@@ -290,11 +300,11 @@ class ResponseStore:
         if not self.sizes[owner]:
             del self.sizes[owner]
 
-    def _note_end(self, entry: Entry) -> None:
+    def note_end(self, entry: Entry) -> None:
         self.unfinished.pop(entry.kept.head.id, None)
         self.over.setdefault(entry.kept.head.owner, {})[entry.kept.head.id] = entry
 
-    def _make_room(self, count: int, size: int) -> None:
+    def make_room(self, count: int, size: int) -> None:
         """For so many more, of so many bytes."""
         while self.over and (len(self.known) + count > MAX_STORED or self.size + size > MAX_BYTES):
             most = max(self.over, key=self.sizes.__getitem__)

@@ -22,6 +22,18 @@ from planaria.wire import Gone
 REACHED = 10.0  # seconds an API process gets to connect to an engine that has come up
 
 
+def listed(fleet: Fleet, keeper: EngineKeeper) -> Listed:
+    """An engine, as others are told of it."""
+    engine, handle = keeper.engine, keeper.handle
+    found = Listed(
+        index=keeper.index, process=keeper.number, ended=keeper.ended, as_told=keeper.as_told, dead=engine.dead,
+        joined=fleet.dispatcher.joined(keeper.index), leaving=engine.leaving, turn=keeper.turns.now,
+    )  # fmt: skip
+    if handle is not None:
+        found = msgspec.structs.replace(found, pid=handle.pid, address=handle.address, keys=handle.keys)
+    return found
+
+
 class RootEngines:
     """Moves sequences, too: each API process moves its own (see `planaria.server.fleet.Mover`)."""
 
@@ -35,17 +47,7 @@ class RootEngines:
     def publish(self) -> None:
         """Say what there is; nobody is to use those that end."""
         members = sorted(self.fleet.members.items())
-        self.apis.publish(State([self._listed(keeper) for _, keeper in members if not keeper.engine.ending]))
-
-    def _listed(self, keeper: EngineKeeper) -> Listed:
-        engine, handle = keeper.engine, keeper.handle
-        listed = Listed(
-            index=keeper.index, process=keeper.number, ended=keeper.ended, as_told=keeper.as_told, dead=engine.dead,
-            joined=self.fleet.dispatcher.joined(keeper.index), leaving=engine.leaving, turn=keeper.turns.now,
-        )  # fmt: skip
-        if handle is not None:
-            listed = msgspec.structs.replace(listed, pid=handle.pid, address=handle.address, keys=handle.keys)
-        return listed
+        self.apis.publish(State([listed(self.fleet, keeper) for _, keeper in members if not keeper.engine.ending]))
 
     async def hand_over_all(self, engine: Engine) -> int:
         """Raises PlanariaError when nobody can take over."""

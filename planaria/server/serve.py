@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -38,14 +38,20 @@ LAST_ANSWERS = 2.0  # seconds aborted requests get to be told
 ENGINE_LAST_WORDS = 1.0  # seconds after an engine's death for its answers to be written
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """The listening socket's bound socket; port 0 takes any free one. Raises ConfigError."""
+def address_of(config: ServerConfig) -> tuple[int, int, int, Any]:
+    """Where to listen: family, kind, protocol and address of a socket. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host or None, config.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as e:
         raise ConfigError("--host", config.host, f"can't be resolved ({e})") from None
+    return family, kind, protocol, address
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The listening socket's bound socket; port 0 takes any free one. Raises ConfigError."""
+    family, kind, protocol, address = address_of(config)
     # asyncio turns Nagle's algorithm off only where the socket says that it is TCP; with it each answer takes 40 ms.
     sock = socket.socket(family, kind, protocol)
     try:
@@ -86,6 +92,7 @@ class _Server(uvicorn.Server):
     second)."""
 
     on_each_tick: Callable[[], None]
+    listener: Listener
 
     def __init__(self, config: uvicorn.Config, settings: ServerConfig, sock: socket.socket, shared: bool) -> None:
         super().__init__(config)
@@ -103,6 +110,7 @@ class _Server(uvicorn.Server):
             self.sock, make, most=connection_bound(settings.max_connections), header_timeout=settings.header_timeout,
             tls=self.config.ssl, shared=self.shared,
         )  # fmt: skip
+        self.listener = listener
         self.servers = [listener]  # type: ignore[list-item]
         self.started = True
 
@@ -125,9 +133,12 @@ class Lifecycle:
         self._ending: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
         self.failure: PlanariaError | None = None  # why the engine never became ready
-        server.on_each_tick = self.look_at_engine
+        self._pass_on: Callable[[socket.socket], bool] | None = None  # connections, to who has taken over
+        server.on_each_tick = self.look
 
-    async def until_ready(self, started: float, announce: Callable[[str], None] | None) -> None:
+    async def until_ready(
+        self, started: float, announce: Callable[[str], None] | None, begun: Callable[[Lifecycle], None]
+    ) -> None:
         """Say that it is ready, when it is; `failure` keeps why it never will be."""
         service, server = self.service, self.server
         try:
@@ -138,6 +149,7 @@ class Lifecycle:
             service.drain(f"the engine could not start: {e}")
             server.should_exit = True
             return
+        begun(self)
         service.responses.tasks.start(service.responses.go_on())
         url, seconds = url_of(server.sock, server.settings), time.monotonic() - started
         line = f"Planaria serving {service.model_names[0]} at {url} (ready in {seconds:.1f} s)"
@@ -180,6 +192,38 @@ class Lifecycle:
         hurry.cancel()
         self.server.should_exit = True
 
+    # -- another process takes over
+
+    def lend(self) -> bool:
+        """Accept nothing. False: it is ending."""
+        if self._ending is None and not self.server.should_exit:
+            self.server.listener.close()
+        return self._ending is None and not self.server.should_exit
+
+    def leave(self, pass_on: Callable[[socket.socket], bool]) -> None:
+        """Finish what is open and end. pass_on: gives away a connection that waits, or says False: it is to end after
+        the answer that it waits for next, or when it has waited for long."""
+        self._pass_on = pass_on
+        self.service.leaving = True
+
+    def take_back(self) -> None:
+        """Accept again, unless it is ending."""
+        self._pass_on, self.service.leaving = None, False
+        if self._ending is None and not self.server.should_exit:
+            self.server.listener.accept_again()
+
+    def _left(self) -> bool:
+        """Is nothing open any more?"""
+        running = any(entry.run is not None for entry in self.service.responses.unfinished.values())
+        return not (running or self.service.requests or self.server.listener.open)
+
+    def look(self) -> None:
+        self.look_at_engine()
+        if self._pass_on is not None:
+            self.server.listener.pass_on(self._pass_on)
+            if self._left():
+                self.server.should_exit = True
+
     def look_at_engine(self) -> None:
         """Note what it does; if it is dead nothing will come any more, so say it to everyone and end."""
         service = self.service
@@ -212,6 +256,7 @@ async def serve(
     prepare: Callable[[FastAPI], None] = lambda app: None,
     shared: bool = False,
     journal: Journal | None = None,
+    begun: Callable[[Lifecycle], None] = lambda life: None,
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code.
 
@@ -219,7 +264,7 @@ async def serve(
     time.monotonic() of the process's start, for the line that says it is ready. `sock`: already bound (by `bind`).
     `stop`: setting it is a first SIGTERM, again a second, for those who run this inside a program of theirs.
     `prepare`: gets the application before it runs. `shared`: other processes accept connections from `sock` too.
-    `journal`: what responses are kept in, closed at the end.
+    `journal`: what responses are kept in, closed at the end. `begun`: gets the life of the server once it accepts.
     Raises UserError, CapacityError or EngineDead if the engine never becomes ready, ConfigError for options.
     """
     started = time.monotonic() if started is None else started
@@ -236,7 +281,7 @@ async def serve(
     try:
         with heard(life.on_signal) if signals else contextlib.nullcontext():
             running = waiting.start(server.serve(sockets=[sock]))
-            waiting.start(life.until_ready(started, announce))
+            waiting.start(life.until_ready(started, announce, begun))
             if stop is not None:
                 waiting.start(life.obey(stop))
             await running

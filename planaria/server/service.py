@@ -68,6 +68,7 @@ class Service:
         self.metrics.registry.register(ResponseMetrics(self.responses, lambda: self.model_names[0]))
         self.created = int(time.time())
         self.draining = ""  # the reason, for those who are turned away
+        self.leaving = False  # another process has taken over: a connection ends with its next answer, if it is here
         self.open: dict[Generation, None] = {}
         self.reading: dict[asyncio.Timeout, None] = {}  # of requests whose body is still coming
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty

@@ -59,14 +59,15 @@ def segments() -> set[str]:
 
 
 class Server:
-    """`planaria serve ARGS --port 0`, ready when the block begins. module: in place of planaria; prefix: of the
+    """`planaria serve ARGS --port PORT`, ready when the block begins. module: in place of planaria; prefix: of the
     command."""
 
     def __init__(
-        self, *args: str, env: dict[str, str] | None = None, module: str = "planaria", prefix: tuple[str, ...] = ()
-    ) -> None:
+        self, *args: str, env: dict[str, str] | None = None, module: str = "planaria", prefix: tuple[str, ...] = (),
+        port: int = 0,
+    ) -> None:  # fmt: skip
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, "serve", *args, "--port", "0"],
+            [*prefix, sys.executable, "-m", module, "serve", *args, "--port", str(port)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
         )  # fmt: skip
         self.out: queue.SimpleQueue[str | None] = queue.SimpleQueue()
