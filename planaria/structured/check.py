@@ -152,6 +152,9 @@ class GrammarCheck:
                     stream.close()
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the process, whatever it compiles. Idempotent."""
+        process = self._process
+        if process is not None:
+            process.kill()  # who waits for its answer holds the lock
         with self._lock:
             self._end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import threading
 from array import array
 from collections import Counter
@@ -21,6 +22,7 @@ from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import RequestError
 from planaria.structured import constraint
+from planaria.structured.check import GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.structured.vocabulary import make_vocabulary
 from tests.model import checkpoints
@@ -264,3 +266,32 @@ def test_drafts_change_nothing(llm: LLM) -> None:
         found = drafting.generate([prompt] * 6, asked)
         assert [o.outputs[0].token_ids for o in found] == expected
         assert drafting.stats.drafts is not None and sum(drafting.stats.drafts.accepted) > 0
+
+
+def test_the_door_closes_at_once(tmp_path: Path) -> None:
+    """Also while a grammar is being tried that takes a second of a processor."""
+    size = checkpoints.write_tokenizer(tmp_path)
+    text = (tmp_path / "tokenizer.json").read_text()
+    check = GrammarCheck(lambda: Vocabulary(text, size, size - 1))
+    assert check.grammar(StructuredOutputsParams(choice=("a",)), "structured_outputs")
+    process, asked = check._process, threading.Event()
+    assert process is not None and process.stdin is not None
+    exchange = check._exchange
+
+    def told(*what: Any) -> bytes | None:
+        asked.set()
+        return exchange(*what)
+
+    def ask() -> None:
+        with pytest.raises(RequestError):
+            check.grammar(hostile, "structured_outputs")
+
+    check._exchange = told  # type: ignore[method-assign]
+    hostile = StructuredOutputsParams(json={"type": "integer", "multipleOf": 9999991})
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    assert asked.wait(60)
+    check.close()
+    assert process.returncode == -signal.SIGKILL
+    waiting.join(60)
+    assert not waiting.is_alive()
