@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from tests.proc import custom
-from tests.proc.servers import PATIENCE, Server, needs_smollm2
-from tests.proc.test_engine_death import HASH, REAL, SEEN, TOKENS, client_of, run
+from tests.proc.servers import PATIENCE, SMALL, Server, needs_smollm2
+from tests.proc.test_engine_death import HASH, SEEN, TOKENS, client_of, run
 
 pytestmark = needs_smollm2
 
@@ -100,10 +100,10 @@ def test_either_may_be_killed() -> None:
 
 
 def test_what_was_computed_is_not_computed_again() -> None:
-    asked = {"model": "smollm2", "prompt": list(range(1000, 1100)), "max_tokens": 8, "temperature": 0}
-    with Server("smollm2", *REAL) as first:
+    asked = {"model": "smollm2", "prompt": list(range(1000, 1100)), "max_tokens": 4, "temperature": 0}
+    with Server("smollm2", *SMALL) as first:
         before = httpx2.post(first.url + "/v1/completions", json=asked).json()
-        with successor(first, *REAL) as new:
+        with successor(first, *SMALL) as new:
             after = httpx2.post(new.url + "/v1/completions", json=asked).json()
             assert after["choices"] == before["choices"]
             assert after["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
