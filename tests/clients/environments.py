@@ -1,9 +1,10 @@
-"""A virtual environment for each client, made when it is first asked for, with exactly what its `pins.txt` lists."""
+"""A virtual environment for each client, made when it is first asked for, with what its `pins.txt` lists."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -37,5 +38,17 @@ def environment(client: str) -> Path:
                  "--no-compile", "--disable-pip-version-check", "-r", str(pins)],
                 check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
+            borrow(client, folder)
             ready.touch()
     return python
+
+
+def borrow(client: str, folder: Path) -> None:
+    """Link what its `borrowed.txt` lists from the environment of the tests: what is too large to be had twice."""
+    listed = HERE / client / "borrowed.txt"
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for name in listed.read_text().split() if listed.exists() else ():
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(distribution.locate_file(top))))

@@ -8,7 +8,7 @@ from steps import HOST, KEY, MODEL, client, needs, step
 client("anthropic")
 api = Anthropic(base_url=HOST, api_key=KEY, max_retries=0)
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
-GREEDY = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0.0}}
+GREEDY = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0.0}}  # which it has no word for
 TOOL = {"name": "look_up", "description": "Facts of a city.", "input_schema": {
     "type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}}  # fmt: skip
 
