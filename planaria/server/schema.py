@@ -519,6 +519,7 @@ class HealthReport(Strict):
     engine_restarts: int
     last_fault: Fault | None
     last_layout_change: LayoutChange | None  # that no fault asked for
+    drafts: str | None  # who drafts
     engines: list[EngineHealth]
 
 

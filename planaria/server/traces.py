@@ -58,7 +58,7 @@ class Traces:
         self._replaying: dict[int, tuple[Span, int]] = {}  # engine -> of a recovery, and when requests went on
         self._recovered: deque[tuple[int, int, SpanContext]] = deque(maxlen=KEPT)  # engine, when, which
         library, own = logging.getLogger("opentelemetry"), logging.getLogger("planaria")
-        library.handlers, library.propagate = own.handlers, False
+        library.handlers, library.propagate = list(own.handlers), False
 
     def close(self) -> None:
         """Send what is left."""

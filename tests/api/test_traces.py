@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -84,6 +85,13 @@ async def test_a_recovery_is_one_trace_with_its_parts(start, tokens):
 def test_nothing_of_it_is_imported_where_nothing_is_traced():
     code = "import sys, planaria.server.serve; assert 'opentelemetry.sdk' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_the_library_logs_goes_where_ours_goes_and_adds_nothing_to_it():
+    from planaria.server.traces import Traces
+
+    Traces("http://127.0.0.1:9", 1.0).close()
+    assert logging.getLogger("opentelemetry").handlers is not logging.getLogger("planaria").handlers
 
 
 def test_addresses_that_cant_be_are_refused():
