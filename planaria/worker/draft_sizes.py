@@ -8,7 +8,8 @@ costs a step. No clock and no randomness of its own: who runs steps tells the ti
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 FIRST_GUESS = 0.15  # of a step of one token: what another costs, before it was seen
@@ -16,7 +17,11 @@ MEMORY = 0.9  # of an average: the weight of what was before
 CHANCE = 0.6  # that a draft is right, of a row of which nothing is known
 STEADY = 4.0  # drafts that this counts as
 LOOK_AGAIN = 32  # steps without drafts, after which a row gets one
+LEAST = 0.05  # chance of a draft that is thought of
+GAIN = 1.15  # in tokens a second, that drafts must be expected to bring
+HOPELESS = 0.7  # of the best rate: beyond it nothing better is looked for
 MOST_TOKENS = 1 << 10
+AHEAD = 128  # tokens beyond the number asked for, that a table is made for
 
 
 class StepTimes:
@@ -37,7 +42,7 @@ class StepTimes:
     def expected(self, tokens: int) -> float:
         """Never less for more tokens; 0.0: nothing was seen."""
         if tokens >= len(self._table):
-            self._table = self._made(tokens)
+            self._table = self._made(tokens + AHEAD)
         return self._table[tokens]
 
     def _made(self, most: int) -> list[float]:
@@ -87,38 +92,33 @@ class DraftSizes:
         good, counted = self._right[row]
         return good / counted
 
-    def worth(self, row: int) -> bool:
-        """Is it worth guessing for this row at all, now? Where one draft does not pay, now and then to see anew."""
-        one = self.times.expected(1)
-        if not one or self.chance(row) >= (self.times.expected(2) - one) / one:
-            return True
-        self._idle[row] += 1
-        return self._idle[row] % LOOK_AGAIN == 0
-
-    def dealt(self, offered: Mapping[int, int], rows: int, room: int) -> dict[int, int]:
-        """By row, how many of the drafts offered go into a step of so many rows, in which there is room for so many
-        more tokens."""
-        chances = {row: self.chance(row) for row in offered}
-        heap = [(-chance, row, 1) for row, chance in chances.items() if offered[row] > 0]
+    def dealt(self, rows: Sequence[int], most: int, room: int) -> dict[int, int]:
+        """By row, how many drafts it is to have in a step of these rows, in which there is room for so many more
+        tokens. Drafts that gain little are left out: they cost those who wait for the rows without any."""
+        chances = {row: self.chance(row) for row in rows}
+        heap = [(-chance, row, 1) for row, chance in chances.items() if chance >= LEAST]
         heapq.heapify(heap)
         taken: list[int] = []  # rows, in the order in which they get one more
-        tokens, best, best_rate = float(rows), 0, 0.0
-        if time := self.times.expected(rows):
-            best_rate = rows / time
+        tokens, best, best_rate = float(len(rows)), 0, 0.0
+        if time := self.times.expected(len(rows)):
+            best_rate = GAIN * len(rows) / time
         while heap and len(taken) < room:
             gain, row, number = heapq.heappop(heap)
             taken.append(row)
             tokens -= gain
-            if number < offered[row]:
+            if number < most and -gain * chances[row] >= LEAST:
                 heapq.heappush(heap, (gain * chances[row], row, number + 1))
-            time = self.times.expected(rows + len(taken))
+            time = self.times.expected(len(rows) + len(taken))
             rate = tokens / time if time else tokens
             if rate > best_rate:
                 best, best_rate = len(taken), rate
-        sizes = dict.fromkeys(offered, 0)
-        for row in taken[:best]:
-            sizes[row] += 1
-        for row in taken[best:]:  # a look, where it is time for one
-            if sizes[row] == 0 and self._idle[row] and self._idle[row] % LOOK_AGAIN == 0:
+            elif rate < HOPELESS * best_rate:
+                break
+        sizes = Counter(taken[:best])
+        for row in rows:
+            if sizes[row]:
+                continue
+            self._idle[row] += 1
+            if self._idle[row] % LOOK_AGAIN == 0 and sizes.total() < room:
                 sizes[row] = 1
-        return sizes
+        return +sizes

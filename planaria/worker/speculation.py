@@ -114,26 +114,21 @@ class Speculation:
         if alone:
             spent = time.perf_counter() - self._since
             sizes.times.saw(len(rows) + sum(taken), spent + (self._drafting if sum(taken) else 0.0))
-        wanted: dict[int, int] = {}
+        going: list[int] = []
         for row, tokens, count in zip(rows, drawn, taken, strict=True):
-            if not tokens:  # it has ended with an error
-                continue
-            self.drafter.extend(row, tokens)
-            sizes.checked(row, count, len(tokens) - 1)
-            if sizes.worth(row):
-                wanted[row] = self.most
+            if tokens:  # else it has ended with an error
+                self.drafter.extend(row, tokens)
+                sizes.checked(row, count, len(tokens) - 1)
+                going.append(row)
         since = time.perf_counter()
-        offered = {row: drafts[: self.most] for row, drafts in self.drafter.draft(wanted).items() if len(drafts)}
+        dealt = sizes.dealt(going, self.most, self._limit - len(rows))
+        drafts = {row: found[: dealt[row]] for row, found in self.drafter.draft(dealt).items()} if dealt else {}
         self._drafting = time.perf_counter() - since
-        dealt: dict[int, int] = {}
-        if offered:
-            counts = {row: len(drafts) for row, drafts in offered.items()}
-            dealt = sizes.dealt(counts, len(rows), self._limit - len(rows))
         told: Told = np.zeros((len(rows), self.width), np.int32)
         for i, (row, tokens) in enumerate(zip(rows, drawn, strict=True)):
-            count = dealt.get(row, 0)
-            told[i, :HEAD] = max(1, len(tokens)), tokens[-1] if tokens else 0, count
-            told[i, HEAD : HEAD + count] = offered[row][:count] if count else ()
+            own = drafts.get(row, ())
+            told[i, :HEAD] = max(1, len(tokens)), tokens[-1] if tokens else 0, len(own)
+            told[i, HEAD : HEAD + len(own)] = own
         self.hear(rows, told)
         return told
 

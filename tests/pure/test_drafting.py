@@ -113,26 +113,26 @@ def sizes(cost: float, right: int, drafted: int, rows: int = 1) -> DraftSizes:
 
 
 def test_as_many_as_pay() -> None:
-    assert sizes(0.0, 8, 8).dealt({0: 8}, 1, 100) == {0: 8}  # free, and right
-    assert sizes(1.0, 4, 8).dealt({0: 8}, 1, 100) == {0: 0}  # each takes as long as a step
-    assert 0 < sizes(0.15, 1, 2).dealt({0: 8}, 1, 100)[0] < 8  # the first ones pay
-    assert sizes(0.3, 8, 8).dealt({0: 8}, 1, 3) == {0: 3}  # no more than there is room for
-    assert sizes(0.3, 8, 8).dealt({0: 0}, 1, 3) == {0: 0}
+    assert sizes(0.0, 8, 8).dealt([0], 8, 100) == {0: 8}  # free, and right
+    assert sizes(1.0, 4, 8).dealt([0], 8, 100) == {}  # each takes as long as a step
+    assert 0 < sizes(0.15, 1, 2).dealt([0], 8, 100)[0] < 8  # the first ones pay
+    assert sizes(0.3, 8, 8).dealt([0], 8, 3) == {0: 3}  # no more than there is room for
+    assert sizes(0.3, 8, 8).dealt([0], 8, 0) == {}
+    assert sizes(0.9, 8, 8).dealt([0], 8, 100) == {}  # a tenth faster, at best: not worth it
     made = sizes(0.1, 8, 8, rows=2)
     for _ in range(20):
         made.checked(1, 8, 0)
-    assert made.dealt({0: 8, 1: 8}, 2, 100) == {0: 8, 1: 0}  # by what each row's are worth
+    assert made.dealt([0, 1], 8, 100) == {0: 8}  # by what each row's are worth
 
 
 def test_a_row_that_got_none_is_tried_again() -> None:
-    made = sizes(0.5, 0, 8)
-    looks = [made.worth(0) for _ in range(2 * LOOK_AGAIN)]
-    assert looks.count(True) == 2
-    assert made.dealt({0: 8}, 1, 100) == {0: 1}
+    made = sizes(0.2, 0, 8)
+    looks = [made.dealt([0], 8, 100) for _ in range(2 * LOOK_AGAIN)]
+    assert looks.count({0: 1}) == 2 and looks.count({}) == 2 * LOOK_AGAIN - 2
     made.checked(0, 1, 1)
     made.leave(0)
     made.enter(0)
-    assert made.worth(0)  # another request
+    assert made.dealt([0], 8, 100)  # another request
 
 
 def test_counted() -> None:
