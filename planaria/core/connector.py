@@ -314,7 +314,8 @@ class LaneConnector:
     def work(self, tokens: int, *, computes: bool) -> KVWork | None:
         """For the step that is planned, after its rows, with so many tokens of histories: what is saved keeps pace with
         them. computes: some lane has rows."""
-        self._ahead()
+        if computes:  # else memory gets no shorter, and what a disk refuses would be asked for again and again
+            self._ahead()
         saves: list[tuple[BlockKey, int]] = []
         copied = self.counts.busy_bytes if computes else self.counts.idle_bytes
         room = max(1, copied // self.counts.block_bytes, tokens // self.lane.block_size)

@@ -275,6 +275,21 @@ def test_what_falls_out_of_memory_is_saved_before() -> None:
     assert ranks.core.tier.hits > 0
 
 
+def test_an_engine_without_requests_asks_for_nothing_that_was_refused() -> None:
+    """Memory gets no shorter then; a disk that refuses one block after the other would keep it busy for ever."""
+    ranks = Ranks([{}, {}], num_blocks=16)
+    ranks.writes = False
+    for number in range(6):
+        ranks.ask(f"r{number}", [number] * 13, 2)
+        while ranks.core.has_requests():
+            ranks.step()
+    for _ in range(60):
+        refused = tuple(ranks.connector.saving)[:1]
+        ranks.core.hear({rank: KVNews(refused=refused) for rank in range(2)})
+        ranks.step()
+    assert ranks.saved and not ranks.connector.busy
+
+
 def test_a_background_requests_blocks_are_saved_while_it_runs() -> None:
     ranks = Ranks([{}, {}])
     ranks.ask("a", [1] * 9, 20, persist=True)
