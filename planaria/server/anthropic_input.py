@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planaria.errors import RequestError
 from planaria.server.messages import MAX_MESSAGES, MAX_PARTS
 from planaria.server.schema import ChatCompletionRequest, ResponseFormat
 from planaria.server.schema_anthropic import CountTokensRequest, MessagesRequest
 from planaria.server.tools import MAX_TOOLS
+from planaria.server.wrong import listed, said, wrong
 
 ROLES = ("user", "assistant", "system")
 
@@ -21,7 +21,7 @@ def translated(body: MessagesRequest | CountTokensRequest, *, thinks: bool) -> C
     kwargs = dict(body.chat_template_kwargs or {})
     if body.thinking is not None and body.thinking.type != "adaptive":
         if body.thinking.type == "enabled" and not thinks:
-            raise _wrong("thinking", "can't be enabled on a server without --reasoning-parser", "unsupported_parameter")
+            raise wrong("thinking", "can't be enabled on a server without --reasoning-parser", "unsupported_parameter")
         kwargs.setdefault("enable_thinking", body.thinking.type == "enabled")
     fields["chat_template_kwargs"] = kwargs or None
     if (config := body.output_config) is not None:
@@ -41,13 +41,13 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if tools is not None:
         if not isinstance(tools, list):
-            raise _wrong("tools", "must be a list of tools")
+            raise wrong("tools", "must be a list of tools")
         if len(tools) > MAX_TOOLS:
-            raise _wrong("tools", f"has {len(tools)} entries; at most {MAX_TOOLS}", "invalid_value")
+            raise wrong("tools", f"has {len(tools)} entries; at most {MAX_TOOLS}", "invalid_value")
         found["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(tools)]
     if choice is not None:
         if choice.type == "tool" and choice.name is None:
-            raise _wrong("tool_choice.name", "is required", "missing_required_parameter")
+            raise wrong("tool_choice.name", "is required", "missing_required_parameter")
         named = {"type": "function", "function": {"name": choice.name}}
         found["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
         found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -56,30 +56,23 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
 
 def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
-        raise _wrong(place, "must be an object with name and input_schema")
+        raise wrong(place, "must be an object with name and input_schema")
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        raise _wrong(
-            f"{place}.type", f"must be 'custom': tools of a server's own are not here, got {_said(kind)}",
+        raise wrong(
+            f"{place}.type", f"must be 'custom': tools of a server's own are not here, got {said(kind)}",
             "unsupported_content",
         )  # fmt: skip
     if not isinstance(tool.get("input_schema"), Mapping):
-        raise _wrong(f"{place}.input_schema", "must be an object, a JSON schema")
+        raise wrong(f"{place}.input_schema", "must be an object, a JSON schema")
     function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
 def _conversation(body: CountTokensRequest) -> list[dict[str, Any]]:
-    given = body.messages
-    if not isinstance(given, list):
-        raise _wrong("messages", "must be a list of messages")
-    if not given:
-        raise _wrong("messages", "is empty: it needs at least one message", "invalid_value")
-    if len(given) > MAX_MESSAGES:
-        raise _wrong("messages", f"has {len(given)} entries; at most {MAX_MESSAGES}", "invalid_value")
-    parts = sum(len(m["content"]) for m in given if isinstance(m, Mapping) and isinstance(m.get("content"), list))
-    if parts > MAX_PARTS:
-        raise _wrong("messages", f"has {parts} content blocks; at most {MAX_PARTS}", "invalid_value")
+    given = listed(
+        body.messages, "messages", one="message", most=MAX_MESSAGES, parts="content blocks", most_parts=MAX_PARTS
+    )  # fmt: skip
     messages = []
     if body.system is not None:
         messages.append({"role": "system", "content": _text(body.system, "system")})
@@ -91,15 +84,15 @@ def _conversation(body: CountTokensRequest) -> list[dict[str, Any]]:
 def _message(message: Any, place: str) -> list[dict[str, Any]]:
     """A message with results of tools is several: one for each result, before what else it says."""
     if not isinstance(message, Mapping):
-        raise _wrong(place, "must be an object with role and content")
+        raise wrong(place, "must be an object with role and content")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {_said(role)}", "invalid_value")
+        raise wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {said(role)}", "invalid_value")
     place = f"{place}.content"
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise _wrong(place, "must be a string or a list of blocks")
+        raise wrong(place, "must be a string or a list of blocks")
     results: list[dict[str, Any]] = []
     own: dict[str, Any] = {"role": role}
     texts: list[str] = []
@@ -119,8 +112,8 @@ def _message(message: Any, place: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             own["reasoning_content"] = own.get("reasoning_content", "") + _string(block, "thinking", at)
         elif kind != "redacted_thinking" or role != "assistant":
-            raise _wrong(at, f"must be a block of text, or of a tool, that a message of role {role!r} may have, got "
-                             f"{_said(kind)}", "unsupported_content")  # fmt: skip
+            raise wrong(at, f"must be a block of text, or of a tool, that a message of role {role!r} may have, got "
+                             f"{said(kind)}", "unsupported_content")  # fmt: skip
     if texts or len(own) > 1 or not results:
         results.append({**own, "content": "\n".join(texts)})
     return results
@@ -129,7 +122,7 @@ def _message(message: Any, place: str) -> list[dict[str, Any]]:
 def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     given = block.get("input")
     if not isinstance(given, Mapping):
-        raise _wrong(f"{place}.input", "must be an object")
+        raise wrong(f"{place}.input", "must be an object")
     function = {"name": _string(block, "name", place), "arguments": given}
     return {"id": _string(block, "id", place), "type": "function", "function": function}
 
@@ -139,13 +132,13 @@ def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or len(content) > MAX_PARTS:
-        raise _wrong(place, f"must be a string or a list of at most {MAX_PARTS} blocks")
+        raise wrong(place, f"must be a string or a list of at most {MAX_PARTS} blocks")
     texts = []
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind != "text":
-            raise _wrong(
-                f"{place}.{i}", f"must be a block of type 'text' (no other is supported), got {_said(kind)}",
+            raise wrong(
+                f"{place}.{i}", f"must be a block of type 'text' (no other is supported), got {said(kind)}",
                 "unsupported_content",
             )  # fmt: skip
         texts.append(_string(block, "text", f"{place}.{i}"))
@@ -155,13 +148,5 @@ def _text(content: Any, place: str) -> str:
 def _string(block: Mapping[str, Any], name: str, place: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise _wrong(f"{place}.{name}", "must be a string")
+        raise wrong(f"{place}.{name}", "must be a string")
     return value
-
-
-def _said(value: object) -> str:
-    return repr(value[:80]) if isinstance(value, str) else "null" if value is None else type(value).__name__
-
-
-def _wrong(place: str, rule: str, code: str = "invalid_type") -> RequestError:
-    return RequestError(f"{place} {rule}", param=place, code=code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -114,6 +115,39 @@ def _json(model: type[BaseModel]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
 
 
+def _add(
+    app: FastAPI,
+    path: str,
+    endpoint: Callable[[Request], Any],
+    answer: type[BaseModel] | None,
+    body: type[BaseModel] | None = None,
+    *,
+    method: str = "",
+    errors: tuple[int, ...],
+    content: dict[str, Any] | None = None,
+) -> None:
+    """A route as it works and as it is documented. errors: statuses it may answer besides 200."""
+    ok = {**(_json(answer) if answer is not None else {}), **(content or {})}
+    answers: dict[int | str, dict[str, Any]] = {200: {"description": "OK", "content": ok}}
+    for status in errors:
+        shape: type[BaseModel] = schema.HealthReport if endpoint is health.health else schema.ErrorResponse
+        if path.startswith(ANTHROPIC):
+            shape = schema_anthropic.AnthropicErrorResponse
+        answers[status] = {"description": _ERRORS[status], "content": _json(shape)}
+    extra: dict[str, Any] = {}
+    if 422 in errors:
+        extra["parameters"] = [_IDEMPOTENCY_KEY]
+    method = method or ("GET" if body is None else "POST")
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": _json(body)}
+    app.add_api_route(
+        path, endpoint, methods=[method], response_model=None, response_class=Response, responses=answers,
+        openapi_extra=extra, operation_id=endpoint.__name__,
+    )  # fmt: skip
+    if method == "GET":
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
+
+
 def _routes(app: FastAPI) -> None:
     stream = {
         "text/event-stream": {
@@ -126,36 +160,7 @@ def _routes(app: FastAPI) -> None:
         }
     }
 
-    def add(
-        path: str,
-        endpoint: Callable[[Request], Any],
-        answer: type[BaseModel] | None,
-        body: type[BaseModel] | None = None,
-        *,
-        method: str = "",
-        errors: tuple[int, ...],
-        content: dict[str, Any] | None = None,
-    ) -> None:
-        ok = {**(_json(answer) if answer is not None else {}), **(content or {})}
-        answers: dict[int | str, dict[str, Any]] = {200: {"description": "OK", "content": ok}}
-        for status in errors:
-            shape: type[BaseModel] = schema.HealthReport if endpoint is health.health else schema.ErrorResponse
-            if path.startswith(ANTHROPIC):
-                shape = schema_anthropic.AnthropicErrorResponse
-            answers[status] = {"description": _ERRORS[status], "content": _json(shape)}
-        extra: dict[str, Any] = {}
-        if 422 in errors:
-            extra["parameters"] = [_IDEMPOTENCY_KEY]
-        method = method or ("GET" if body is None else "POST")
-        if body is not None:
-            extra["requestBody"] = {"required": True, "content": _json(body)}
-        app.add_api_route(
-            path, endpoint, methods=[method], response_model=None, response_class=Response, responses=answers,
-            openapi_extra=extra, operation_id=endpoint.__name__,
-        )  # fmt: skip
-        if method == "GET":
-            app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
-
+    add = partial(_add, app)
     post = (400, 401, 404, 408, 413, 415, 500, 503)
     once = (*post, 422)
     add(

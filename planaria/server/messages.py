@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from planaria.errors import RequestError
+from planaria.server.wrong import kind_of, listed, said, wrong
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 16_384
@@ -23,38 +23,30 @@ def check_messages(messages: object, place: str = "messages") -> list[dict[str, 
     Fields that are not named here are the template's to read and pass unchanged; those that are null are left out.
     `place`: what an error calls the list. Raises RequestError, whose `param` is the place of what is wrong.
     """
-    if not isinstance(messages, (list, tuple)):
-        raise _wrong(place, f"must be a list of messages, got {_kind(messages)}")
-    if not messages:
-        raise _wrong(place, "is empty: it needs at least one message")
-    if len(messages) > MAX_MESSAGES:
-        raise _wrong(place, f"has {len(messages)} entries; at most {MAX_MESSAGES}", "invalid_value")
-    parts = sum(len(m["content"]) for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), list))
-    if parts > MAX_PARTS:
-        raise _wrong(place, f"has {parts} content parts; at most {MAX_PARTS}", "invalid_value")
-    return [_message(message, f"{place}[{i}]") for i, message in enumerate(messages)]
+    given = listed(messages, place, one="message", most=MAX_MESSAGES, parts="content parts", most_parts=MAX_PARTS)
+    return [_message(message, f"{place}[{i}]") for i, message in enumerate(given)]
 
 
 def _message(message: object, place: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _wrong(place, f"must be an object with role and content, got {_kind(message)}")
+        raise wrong(place, f"must be an object with role and content, got {kind_of(message)}")
     for name in message:
         if not isinstance(name, str):
-            raise _wrong(place, f"has a field whose name is {_kind(name)}; names are strings")
+            raise wrong(place, f"has a field whose name is {kind_of(name)}; names are strings")
     role = message.get("role")
     if role is None:
-        raise _wrong(f"{place}.role", f"is required: one of {', '.join(ROLES)}", "missing_required_parameter")
+        raise wrong(f"{place}.role", f"is required: one of {', '.join(ROLES)}", "missing_required_parameter")
     if role not in ROLES:
-        given = repr(role[:80]) if isinstance(role, str) else _kind(role)
-        raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {given}", "invalid_value")
+        given = said(role)
+        raise wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {given}", "invalid_value")
     if not isinstance(message.get("name", ""), str | None):
-        raise _wrong(f"{place}.name", f"must be a string, got {_kind(message['name'])}")
+        raise wrong(f"{place}.name", f"must be a string, got {kind_of(message['name'])}")
     out = {name: value for name, value in message.items() if value is not None}
     out["content"] = _content(message.get("content"), role, f"{place}.content")
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
-            raise _wrong(f"{place}.tool_calls", "must be a list of objects")
+            raise wrong(f"{place}.tool_calls", "must be a list of objects")
         out["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
     for name, older in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if name in out:
@@ -70,18 +62,18 @@ def _content(content: object, role: str, place: str) -> str:
         return content
     if content is None:
         if role != "assistant":  # whose turn may be tool calls alone
-            raise _wrong(place, f"is required for role {role!r}", "missing_required_parameter")
+            raise wrong(place, f"is required for role {role!r}", "missing_required_parameter")
         return ""
     if not isinstance(content, (list, tuple)):
-        raise _wrong(place, f"must be a string or a list of parts, got {_kind(content)}")
+        raise wrong(place, f"must be a string or a list of parts, got {kind_of(content)}")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get(kind) if isinstance(part, Mapping) and kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            shown = repr(kind[:80]) if isinstance(kind, str) else _kind(part)
+            shown = said(kind) if isinstance(kind, str) else kind_of(part)
             rule = f"must be a part of type 'text' with a text (no other is supported), got {shown}"
-            raise _wrong(f"{place}[{i}]", rule, "unsupported_content")
+            raise wrong(f"{place}[{i}]", rule, "unsupported_content")
         texts.append(text)
     return "\n".join(texts)
 
@@ -97,7 +89,7 @@ def _call(call: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     except ValueError:
         return call
     except RecursionError:
-        raise _wrong(f"{place}.function.arguments", "is nested too deeply", "invalid_value") from None
+        raise wrong(f"{place}.function.arguments", "is nested too deeply", "invalid_value") from None
 
 
 def check_depth(value: object, place: str) -> None:
@@ -112,12 +104,4 @@ def check_depth(value: object, place: str) -> None:
         ]
         if not level:
             return
-    raise _wrong(place, f"is nested too deeply: at most {MAX_DEPTH} levels", "invalid_value")
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
-
-
-def _wrong(place: str, rule: str, code: str = "invalid_type") -> RequestError:
-    return RequestError(f"{place} {rule}", param=place, code=code)
+    raise wrong(place, f"is nested too deeply: at most {MAX_DEPTH} levels", "invalid_value")

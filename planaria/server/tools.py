@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.errors import RequestError
 from planaria.server.messages import check_depth
+from planaria.server.wrong import said, wrong
 from planaria.types import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -94,11 +94,15 @@ def check_tools(
     if mode is None:
         mode = "auto" if given else "none"
     elif mode not in ("none", "auto") and not given:
-        raise _wrong(choice_place, f"needs tools to choose from, and {place} has none")
+        raise wrong(choice_place, f"needs tools to choose from, and {place} has none", "invalid_value")
     for name in only or ():
         if name not in names:
             known = ", ".join(names)[:200]
-            raise _wrong(choice_place, f"names {name[:MAX_TOOL_NAME]!r}, which is not declared; there is: {known}")
+            raise wrong(
+                choice_place,
+                f"names {name[:MAX_TOOL_NAME]!r}, which is not declared; there is: {known}",
+                "invalid_value",
+            )
     schemas = names if only is None else {name: names[name] for name in only}
     return Tools(given, schemas if mode != "none" else {}, mode, parallel is not False)
 
@@ -107,47 +111,48 @@ def _declared(tools: object, place: str) -> tuple[list[dict[str, Any]], dict[str
     if tools is None:
         return [], {}
     if not isinstance(tools, (list, tuple)):
-        raise _wrong(place, "must be a list of tools", "invalid_type")
+        raise wrong(place, "must be a list of tools", "invalid_type")
     if len(tools) > MAX_TOOLS:
-        raise _wrong(place, f"has {len(tools)} entries; at most {MAX_TOOLS}")
+        raise wrong(place, f"has {len(tools)} entries; at most {MAX_TOOLS}", "invalid_value")
     names: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools):
         name, schema = _tool(tool, f"{place}[{i}]")
         if name in names:
-            raise _wrong(f"{place}[{i}].function.name", f"{name!r} is declared twice")
+            raise wrong(f"{place}[{i}].function.name", f"{name!r} is declared twice", "invalid_value")
         names[name] = schema
     given = [_plain(tool, f"{place}[{i}]") for i, tool in enumerate(tools)]
     try:
         size = len(msgspec.json.encode(given))
     except (TypeError, ValueError) as e:
-        raise _wrong(place, f"can't be written as JSON: {e}") from None
+        raise wrong(place, f"can't be written as JSON: {e}", "invalid_value") from None
     if size > MAX_TOOLS_SIZE:
-        raise _wrong(place, f"is {size} bytes of JSON; at most {MAX_TOOLS_SIZE}")
+        raise wrong(place, f"is {size} bytes of JSON; at most {MAX_TOOLS_SIZE}", "invalid_value")
     return given, names
 
 
 def _tool(tool: object, place: str) -> tuple[str, dict[str, Any]]:
     """A tool's name and the schema of its arguments."""
     if not isinstance(tool, Mapping):
-        raise _wrong(place, "must be an object with type and function", "invalid_type")
+        raise wrong(place, "must be an object with type and function", "invalid_type")
     kind = tool.get("type", "function")
     if kind != "function":
-        raise _wrong(f"{place}.type", f"must be 'function' (no other is supported), got {_said(kind)}")
+        raise wrong(f"{place}.type", f"must be 'function' (no other is supported), got {said(kind)}", "invalid_value")
     function = tool.get("function")
     if not isinstance(function, Mapping):
-        raise _wrong(f"{place}.function", "must be an object with a name", "invalid_type")
+        raise wrong(f"{place}.function", "must be an object with a name", "invalid_type")
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or len(name) > MAX_TOOL_NAME or not _NAME.match(name):
-        raise _wrong(
+        raise wrong(
             f"{place}.function.name",
-            f"must be 1 to {MAX_TOOL_NAME} letters, digits, '_', '-' and '.', got {_said(name)}",
+            f"must be 1 to {MAX_TOOL_NAME} letters, digits, '_', '-' and '.', got {said(name)}",
+            "invalid_value",
         )
     if not isinstance(function.get("description", ""), str | None):
-        raise _wrong(f"{place}.function.description", "must be a string", "invalid_type")
+        raise wrong(f"{place}.function.description", "must be a string", "invalid_type")
     if not isinstance(schema, Mapping | None):
-        raise _wrong(f"{place}.function.parameters", "must be an object, a JSON schema", "invalid_type")
+        raise wrong(f"{place}.function.parameters", "must be an object, a JSON schema", "invalid_type")
     if schema is not None and schema.get("type", "object") != "object":
-        raise _wrong(f"{place}.function.parameters.type", "must be 'object': arguments have names")
+        raise wrong(f"{place}.function.parameters.type", "must be 'object': arguments have names", "invalid_value")
     return name, dict(schema or {})
 
 
@@ -169,25 +174,25 @@ def _choice(choice: object, place: str) -> tuple[str | None, list[str] | None]:
             name = function.get("name") if isinstance(function, Mapping) else None
             if isinstance(name, str):
                 return "named", [name]
-            raise _wrong(f"{place}.function.name", "is required", "missing_required_parameter")
+            raise wrong(f"{place}.function.name", "is required", "missing_required_parameter")
         allowed = choice.get("allowed_tools")
         if kind == "allowed_tools" and isinstance(allowed, Mapping):
             return _allowed(allowed, f"{place}.allowed_tools")
     rule = "must be none, auto, required, or an object with type 'function' or 'allowed_tools'"
-    raise _wrong(place, f"{rule}, got {_said(choice)}")
+    raise wrong(place, f"{rule}, got {said(choice)}", "invalid_value")
 
 
 def _allowed(allowed: Mapping[str, Any], place: str) -> tuple[str, list[str]]:
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required"):
-        raise _wrong(f"{place}.mode", "must be auto or required")
+        raise wrong(f"{place}.mode", "must be auto or required", "invalid_value")
     if not isinstance(tools, (list, tuple)) or not tools or len(tools) > MAX_TOOLS:
-        raise _wrong(f"{place}.tools", f"must be a list of 1 to {MAX_TOOLS} tools")
+        raise wrong(f"{place}.tools", f"must be a list of 1 to {MAX_TOOLS} tools", "invalid_value")
     functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
     named = [function.get("name") if isinstance(function, Mapping) else None for function in functions]
     names = [name for name in named if isinstance(name, str)]
     if len(names) < len(tools):
-        raise _wrong(f"{place}.tools", "must be objects with type 'function' and a function's name")
+        raise wrong(f"{place}.tools", "must be objects with type 'function' and a function's name", "invalid_value")
     return mode, list(dict.fromkeys(names))
 
 
@@ -210,25 +215,25 @@ def reading_of(
 def _format_of(tools: Tools, parsers: Parsers, template: str, place: str, choice_place: str) -> str:
     formats, reads_tools = about(template)
     if not reads_tools:
-        raise _wrong(
+        raise wrong(
             place, "can't be told to this model: its chat template has no place for tools; give --chat-template one "
             "that has", "unsupported_parameter",
         )  # fmt: skip
     name = parsers.tool_call_parser
     if name is None:
         if not formats:
-            raise _wrong(
+            raise wrong(
                 place, "can't be used: how this model writes calls can't be seen in its chat template; start the "
                 "server with --tool-call-parser", "unsupported_parameter",
             )  # fmt: skip
         name = formats[0]
     elif formats and name not in formats:
-        raise _wrong(
+        raise wrong(
             place, f"can't be used: this server reads calls as --tool-call-parser {name} says, and its chat template "
             f"is one of {formats[0]}", "unsupported_parameter",
         )  # fmt: skip
     if tools.mode == "auto" and parsers.enable_auto_tool_choice is False:
-        raise _wrong(
+        raise wrong(
             choice_place, "'auto' is off on this server (--no-enable-auto-tool-choice)", "unsupported_parameter"
         )
     return name
@@ -331,12 +336,8 @@ def thinking_first(params: SamplingParams, reading: Reading | None, tokenizer: T
 def refuse_both(params: SamplingParams, tools: Tools, place: str = "tool_choice") -> None:
     """Raise RequestError where an answer would have to be a call and something else."""
     if tools.forced and (params.grammar or params.structured_outputs is not None):
-        raise _wrong(place, "can't force a call in an answer that has to have another form (response_format, ...)")
-
-
-def _said(value: object) -> str:
-    return repr(value[:80]) if isinstance(value, str) else "null" if value is None else type(value).__name__
-
-
-def _wrong(place: str, rule: str, code: str = "invalid_value") -> RequestError:
-    return RequestError(f"{place} {rule}", param=place, code=code)
+        raise wrong(
+            place,
+            "can't force a call in an answer that has to have another form (response_format, ...)",
+            "invalid_value",
+        )

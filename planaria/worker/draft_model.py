@@ -47,8 +47,8 @@ class RankDraft:
         self._weights: DraftWeights | None = None
 
     def of(self, config: EngineConfig, mesh: Mesh, threads: int) -> DraftWeights | None:
-        """None: no model drafts, or not on this rank."""
-        if config.draft is None or not mesh.samples:
+        """None: no model drafts, or not on this rank, or a class of the user's does instead."""
+        if config.draft is None or not mesh.samples or config.parallel.sd_worker_cls != "auto":
             return None
         self._weights = self._weights or DraftWeights(config, threads)
         return self._weights

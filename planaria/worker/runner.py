@@ -7,6 +7,7 @@ that go on by themselves. A step costs a few array operations for those and a li
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -17,8 +18,10 @@ from planaria.kernels.ops import Array, Batch
 from planaria.protocol import LanePlan, LaneResult, Row
 from planaria.types import TokenLogprobs
 from planaria.worker.sampler import Follower, Sampler
-from planaria.worker.speculation import Speculation
 from planaria.worker.stage import Stage
+
+if TYPE_CHECKING:
+    from planaria.worker.speculation import Speculation
 
 
 class Runner:

@@ -33,8 +33,8 @@ Drawn = list[list[int]]
 class Speculation:
     """Of a rank with `rows` rows of up to `most` drafts. drafter: where this rank draws tokens."""
 
-    def __init__(self, rows: int, most: int, batch: Batch, drafter: Drafter | None) -> None:
-        self.most, self.batch, self.drafter = most, batch, drafter
+    def __init__(self, rows: int, most: int, vocab_size: int, batch: Batch, drafter: Drafter | None) -> None:
+        self.most, self.vocab_size, self.batch, self.drafter = most, vocab_size, batch, drafter
         self.sizes = DraftSizes()
         self.counts: npt.NDArray[np.int32] = np.zeros(rows, np.int32)  # of drafts
         self.drafts: npt.NDArray[np.int32] = np.zeros((rows, most), np.int32)
@@ -122,15 +122,20 @@ class Speculation:
                 going.append(row)
         since = time.perf_counter()
         dealt = sizes.dealt(going, self.most, self._limit - len(rows))
-        drafts = {row: found[: dealt[row]] for row, found in self.drafter.draft(dealt).items()} if dealt else {}
+        found = self.drafter.draft(dealt) if dealt else {}
+        drafts = {row: self._known(found.get(row, ())[:most]) for row, most in dealt.items()}
         self._drafting = time.perf_counter() - since
         told: Told = np.zeros((len(rows), self.width), np.int32)
         for i, (row, tokens) in enumerate(zip(rows, drawn, strict=True)):
             own = drafts.get(row, ())
             told[i, :HEAD] = max(1, len(tokens)), tokens[-1] if tokens else 0, len(own)
             told[i, HEAD : HEAD + len(own)] = own
-        self.hear(rows, told)
         return told
+
+    def _known(self, drafts: Sequence[int]) -> Sequence[int]:
+        """Up to the first that is no token: kernels look up whatever is asked for."""
+        wrong = next((i for i, token in enumerate(drafts) if not 0 <= token < self.vocab_size), len(drafts))
+        return drafts[:wrong]
 
     def close(self) -> None:
         if self.drafter is not None:
@@ -139,16 +144,15 @@ class Speculation:
 
 def make_speculation(
     config: EngineConfig, batch: Batch, num_blocks: int, weights: DraftWeights | None, *, draws: bool
-) -> Speculation | None:
-    """None: rows don't draft. weights: of a model that drafts. draws: does this rank draw? Raises ConfigError."""
-    if config.speculative is None:
-        return None
+) -> Speculation:
+    """Where rows draft. weights: of a model that drafts. draws: does this rank draw? Raises ConfigError."""
     drafter: Drafter | None = None
     if draws and weights is not None:
         drafter = DraftModel(config, weights, batch, num_blocks)
     elif draws:
         drafter = make_drafter(config)
-    return Speculation(config.scheduler.max_num_seqs, config.scheduler.max_drafts, batch, drafter)
+    scheduler = config.scheduler
+    return Speculation(scheduler.max_num_seqs, scheduler.max_drafts, config.model.vocab_size, batch, drafter)
 
 
 def _lines(logits: Any, lines: list[int]) -> Any:

@@ -279,7 +279,6 @@ class Worker:
         from planaria.worker.micro_batches import make_forward
         from planaria.worker.runner import Runner
         from planaria.worker.sampler import Follower
-        from planaria.worker.speculation import make_speculation
 
         assert self.ops is not None
         since = time.perf_counter()
@@ -309,10 +308,12 @@ class Worker:
             self.sampler = make_sampler(self.config, self.boot.threads)
         else:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
-        guesses = make_speculation(
-            self.config, batch, command.num_blocks, self.draft.of(self.config, self.mesh, self.boot.threads),
-            draws=self.mesh.samples,
-        )  # fmt: skip
+        guesses = None
+        if self.config.speculative is not None:
+            from planaria.worker.speculation import make_speculation
+
+            weights = self.draft.of(self.config, self.mesh, self.boot.threads)
+            guesses = make_speculation(self.config, batch, command.num_blocks, weights, draws=self.mesh.samples)
         stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges), speculation=guesses

@@ -142,6 +142,17 @@ def test_a_model_drafts(told: tuple[str, list[Any]], tmp_path: Path) -> None:
         LLM(folder, speculative_config={"model": str(other)}, **OPTIONS)
 
 
+def test_what_is_no_token_is_not_looked_up(told: tuple[str, list[Any]]) -> None:
+    """And a class of the user's drafts in a model's place."""
+    folder, plain = told
+    options = {**OPTIONS, "kv_cache_memory": "8MiB", "speculative_config": {"model": folder}}
+    with LLM(folder, sd_worker_cls="tests.model.drafters.Wild", **options) as llm:
+        assert answers(llm) == plain
+        drafts = llm.stats.drafts
+        assert drafts is not None and 0 < drafts.drafted <= drafts.checks
+        assert llm.collective_rpc(lambda worker: worker.draft._weights is None) == [True]
+
+
 class Late(Stage):
     """Of a rank before the last: what others say of its steps lies in `messages`."""
 
@@ -162,7 +173,7 @@ class Late(Stage):
 def test_what_is_told_of_a_row_is_not_for_who_came_after() -> None:
     """With stages the message about a step may be read when its row belongs to another request, of another turn."""
     batch = Batch(32, 4, 8, 16)
-    speculation = Speculation(4, 2, batch, None)
+    speculation = Speculation(4, 2, 100, batch, None)
     stage = Late(batch, speculation.width)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, max_drafts=2)
     runner = Runner(batch, lambda: None, Follower(4, 100), config, 16, stage, speculation=speculation)
