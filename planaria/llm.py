@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import itertools
 import logging
 import operator
 import os
-import queue
 import sys
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +24,7 @@ from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.parallel import refuse_outer_launcher, refuse_several_engines
 from planaria.config.resolve import resolve
 from planaria.config.vllm_words import ours
+from planaria.engine_thread import EngineThread, OnFailure, Waiting
 from planaria.errors import ConfigError, EngineDead, RequestError
 from planaria.prompts import Prompt, content_of, refuse, salt_of
 from planaria.server.inputs import child_seed, grammar_check, submissions
@@ -46,7 +44,7 @@ from planaria.server.tools import (
     thinking_first,
 )
 from planaria.tokenizer_words import TokenizerWords
-from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
+from planaria.types import Delta, SamplingParams, TokenLogprobs
 from planaria.wire import (
     Cancel,
     EngineFacts,
@@ -58,14 +56,12 @@ from planaria.wire import (
     Progress,
     StartUpNews,
     Submit,
-    ToEngine,
 )
 
 logger = logging.getLogger("planaria")
 
 Message = dict[str, Any]
 OnProgress = Callable[[StartUpNews], None]
-LOOK = 1.0  # seconds between an idle engine's looks at its ranks
 
 
 @dataclass(frozen=True)
@@ -197,10 +193,11 @@ class _Front:
             self.tokenizer = load_tokenizer(msgspec.convert(self.config.checkpoint, Checkpoint))
         self.facts: EngineFacts
         self.stats = EngineStats()
-        self._grammars = grammar_check(self.tokenizer, lambda: self.facts)
+        me = weakref.ref(self)  # neither the engine nor what checks grammars holds who uses it
+        self._grammars = grammar_check(self.tokenizer, lambda: front.facts if (front := me()) else None)
         weakref.finalize(self, self._grammars.close)
         self._numbers, self._on_progress, self._to = itertools.count(), on_progress, deliver
-        self._loop = build_loop(self.config, self._hear)
+        self._loop = build_loop(self.config, lambda message: front._hear(message) if (front := me()) else None)
 
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, Output):
@@ -521,13 +518,6 @@ def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
     return tqdm(total=total, desc="Processed prompts")
 
 
-@dataclass(eq=False)
-class _Open:
-    stream: Choices
-    pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-
-
 class AsyncLLM(_Front):
     """A model in this process that streams to asyncio. The engine runs in a thread of its own.
 
@@ -537,78 +527,23 @@ class AsyncLLM(_Front):
     """
 
     def __init__(self, model: str, *, on_progress: OnProgress | None = None, **options: Any) -> None:
-        super().__init__(model, options, on_progress, self._deliver)
+        super().__init__(model, options, on_progress, lambda delta: engine.deliver(delta))
         refuse_outer_launcher(self.config.parallel, "AsyncLLM")
-        self._inbox: queue.SimpleQueue[ToEngine | str | None] = queue.SimpleQueue()  # "look" at the ranks; None: end
-        self._open: dict[str, _Open] = {}
-        self._loop.on_loss = lambda: self._inbox.put("look")
-        self._failure: BaseException | None = None
-        self._ended = ""  # why nothing will come any more
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="planaria-engine", daemon=True)
-        self._thread.start()
-        started.wait()
-        if self._failure is not None:
-            raise self._failure
-        atexit.register(self.close)
+        self._engine = engine = EngineThread(self._loop)
+        self.facts = engine.start()
+        self._finalizer = weakref.finalize(self, engine.close)
+        self._finalizer.atexit = True
+        atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
 
-    def _run(self, started: threading.Event) -> None:
-        try:
-            self.facts = self._loop.start()
-        except BaseException as e:  # whatever it was, the constructor raises it
-            self._failure = e
-            return
-        finally:
-            started.set()
-        try:
-            self._turns()
-            self._loop.close()
-        except Exception as e:
-            logger.exception("the engine's thread failed")
-            self._ended = f"the engine's thread failed: {type(e).__name__}: {e}"
-        self._ended = self._ended or (self._loop.dead.message if self._loop.dead else "the engine was closed")
-        for id, target in list(self._open.items()):
-            self._tell(target, Delta(id, 0, [], FinishReason.ERROR, error=self._ended))
+    @property
+    def is_failed(self) -> bool:
+        """Has the engine given up? Nothing is answered any more."""
+        return self._engine.failure is not None
 
-    def _turns(self) -> None:
-        # A rank's end ends the wait for messages; that one is stopped shows only to who looks.
-        idle = LOOK if self._loop.watches() else None
-        while not self._loop.stopping:
-            while True:
-                try:
-                    message = self._inbox.get(block=not self._loop.busy(), timeout=idle)
-                except queue.Empty:
-                    break
-                if message is None:
-                    return
-                if isinstance(message, str):
-                    break
-                self._loop.handle(message)
-            if not self._loop.step():
-                self._loop.check()
-
-    def _deliver(self, delta: Delta) -> None:
-        """In the engine's thread: to the event loop of its request."""
-        target = self._open.get(delta.request_id)
-        if target is not None:
-            self._tell(target, delta)
-
-    def _tell(self, target: _Open, delta: Delta) -> None:
-        try:
-            target.loop.call_soon_threadsafe(self._push, target, delta)
-        except RuntimeError:  # that event loop was closed with the stream still open
-            if self._open.pop(delta.request_id, None) is not None:
-                self._inbox.put(Cancel(delta.request_id))
-
-    def _push(self, target: _Open, delta: Delta) -> None:
-        piece = target.stream.take(delta)
-        if piece is None:
-            return
-        if piece.finish is not None:
-            self._open.pop(delta.request_id, None)
-        if piece.cancel:
-            self._inbox.put(Cancel(delta.request_id))
-        target.pieces.put_nowait(piece)
+    def register_failure_callback(self, callback: OnFailure) -> None:
+        """Have it called once, in the engine's thread, when the engine gives up; at once if it has. What it raises is
+        logged. `close` is no failure."""
+        self._engine.on_failure(callback)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -616,14 +551,14 @@ class AsyncLLM(_Front):
         """Stream a completion, a piece per step and choice. Leaving the loop early cancels it. Raises RequestError."""
         params = sampling_params or self.get_default_sampling_params()
         _, stream, submits = self._stream(self._encode(prompt), params, priority, salt_of(prompt))
-        target = _Open(stream)
+        engine, target = self._engine, Waiting(stream)
         for submit in submits:
-            self._open[submit.id] = target
-            self._inbox.put(submit)
-        if self._ended:  # looked at after `_open` was filled in: the ending thread answers what it finds there
+            engine.waiting[submit.id] = target
+            engine.inbox.put(submit)
+        if engine.ended:  # looked at after `waiting` was filled in: the ending thread answers what it finds there
             for submit in submits:
-                self._open.pop(submit.id, None)
-            raise EngineDead(self._ended)
+                engine.waiting.pop(submit.id, None)
+            raise EngineDead(engine.ended)
         try:
             while not stream.done or not target.pieces.empty():
                 piece = await target.pieces.get()
@@ -633,12 +568,8 @@ class AsyncLLM(_Front):
                 )  # fmt: skip
         finally:
             for submit in submits:
-                if self._open.pop(submit.id, None) is not None:
-                    self._inbox.put(Cancel(submit.id))
+                engine.forget(submit.id)
 
     def close(self) -> None:
         """Free everything. Idempotent."""
-        if self._thread.is_alive():
-            self._inbox.put(None)
-            self._thread.join()
-        atexit.unregister(self.close)
+        self._finalizer()

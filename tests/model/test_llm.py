@@ -6,6 +6,7 @@ import asyncio
 import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,7 +154,7 @@ def test_async_streams(folder: str, llm: LLM) -> None:
 
     asyncio.run(main())
     engine.close()
-    assert not engine._thread.is_alive()
+    assert not engine._engine.alive and not engine.is_failed
 
 
 def test_an_engine_that_ends_answers_its_streams(folder: str) -> None:
@@ -175,16 +176,38 @@ def test_an_engine_that_ends_answers_its_streams(folder: str) -> None:
             with pytest.raises(EngineDead):
                 await anext(aiter(engine.generate(IDS, params)))
 
+    told: list[str] = []
     engine = AsyncLLM(folder, **OPTIONS)
+    engine.register_failure_callback(lambda failure: told.append(str(failure)))
     asyncio.run(main(engine, engine.close))
+    assert not told and not engine.is_failed
 
     broken = AsyncLLM(folder, **OPTIONS)
+    broken.register_failure_callback(lambda failure: 1 // 0)
+    broken.register_failure_callback(lambda failure: told.append(str(failure)))
 
     def fail() -> bool:
         raise ZeroDivisionError("on purpose")
 
     asyncio.run(main(broken, lambda: setattr(broken._loop, "step", fail)))
+    assert broken.is_failed and len(told) == 1 and "on purpose" in told[0]
+    broken.register_failure_callback(lambda failure: told.append(str(failure)))
+    assert told[1:] == told[:1], "who comes late is told at once"
     broken.close()
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_an_engine_that_nobody_has_any_more_ends(folder: str, kind: type[LLM | AsyncLLM]) -> None:
+    llm = kind(folder, **OPTIONS)
+    gone, loop = weakref.ref(llm), llm._loop
+    thread = llm._engine._thread if isinstance(llm, AsyncLLM) else None
+    del llm
+    gc.collect()
+    assert gone() is None
+    if thread is not None:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert loop.gang.link is None
 
 
 def test_what_ends_the_start_is_raised_whatever_it_is(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
