@@ -50,6 +50,7 @@ def all_steps(exchange: All2All, comm: Comm, width: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("name", [way for way in EXCHANGES if EXCHANGES[way].library])
+@pytest.mark.row("P9")
 def test_every_token_gets_its_experts_sum(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(2 * width)
     install(monkeypatch, world)

@@ -65,6 +65,7 @@ def all_steps(exchange: All2All, comm: Comm, width: int, in_order: bool = True) 
 @pytest.mark.parametrize("kind", ["shared", "gloo", "nccl"])
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize(("name", "dealt"), WAYS)
+@pytest.mark.row("P9")
 def test_tokens_go_to_all_ranks_and_their_sums_come_back(kind: str, width: int, name: str, dealt: bool) -> None:
     group = Group(kind, 2 * width)
     try:
@@ -88,6 +89,7 @@ class Heard:
 
 
 @pytest.mark.parametrize(("dealt", "told"), [(False, [(0, 5), (2, 4)]), (True, [(0, 2), (1, 3), (2, 2), (3, 2)])])
+@pytest.mark.row("P23")
 def test_each_token_is_told_once_by_the_tensor_ranks_that_share_them(dealt: bool, told: list[tuple[int, int]]) -> None:
     heard = Heard(1, 4)
     exchange = make("naive", heard, 2, (MOST, 4 * HIDDEN), dealt=dealt)  # type: ignore[arg-type]

@@ -74,6 +74,7 @@ def parallel_with(given: dict[str, Any]) -> ParallelConfig:
 
 
 @pytest.mark.parametrize("given", [{}, EP, ROUND_ROBIN], ids=["sliced", "linear", "round-robin"])
+@pytest.mark.row("P6")
 def test_a_rank_reads_its_own_experts_only(folders: dict[str, Path], given: dict[str, Any]) -> None:
     """Every expert's bytes are read by the ranks together once, and each rank reads half of them."""
     folder = folders["qwen2_moe"]

@@ -157,6 +157,7 @@ def test_async_streams(folder: str, llm: LLM) -> None:
     assert not engine._engine.alive and not engine.is_failed
 
 
+@pytest.mark.row("X10")
 def test_an_engine_that_ends_answers_its_streams(folder: str) -> None:
     """Closed, or failed in its thread, with streams open: each ends with an error, and the next is refused."""
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -197,6 +198,7 @@ def test_an_engine_that_ends_answers_its_streams(folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+@pytest.mark.row("X11")
 def test_an_engine_that_nobody_has_any_more_ends(folder: str, kind: type[LLM | AsyncLLM]) -> None:
     llm = kind(folder, **OPTIONS)
     gone, loop = weakref.ref(llm), llm._loop

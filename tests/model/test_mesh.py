@@ -442,6 +442,7 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
     group.close()
 
 
+@pytest.mark.row("P1")
 def test_coordinates() -> None:
     assert axes(3, Layout(tp=2, pp=3)) == {"tp": (2, 3), "pp": (1, 3, 5), "ep": (3,), "experts": (3,)}
     assert axes(3, Layout(tp=2, pp=3), experts=True)["experts"] == (2, 3)

@@ -314,6 +314,7 @@ def test_a_rank_that_fails_by_itself_is_named(small: EngineConfig) -> None:
         assert "rank 1 gave up" in replies[0].message and "plan for step 7" in replies[1].message  # type: ignore[union-attr]
 
 
+@pytest.mark.row("X8")
 def test_micro_steps_of_several_rows_are_in_flight(small: EngineConfig) -> None:
     """Two rows in turn, all plans given before the first result is read: a stage has its next step before the other is
     done, and a row's token is there when the row goes on."""

@@ -142,6 +142,7 @@ def test_a_model_drafts(told: tuple[str, list[Any]], tmp_path: Path) -> None:
         LLM(folder, speculative_config={"model": str(other)}, **OPTIONS)
 
 
+@pytest.mark.row("P17")
 def test_what_is_no_token_is_not_looked_up(told: tuple[str, list[Any]]) -> None:
     """And a class of the user's drafts in a model's place."""
     folder, plain = told

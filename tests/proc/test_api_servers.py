@@ -121,6 +121,7 @@ def serving(server: Server) -> list[int]:
     return [row["pid"] for row in rows if row["role"] == "api" and row["state"] == "ready"]
 
 
+@pytest.mark.row("P21")
 def test_all_serve_and_the_sums_are_right(server: Server, expected: list[Outcome]) -> None:  # noqa: F811
     before = metric(server, "vllm:request_success_total"), metric(server, "vllm:generation_tokens_total")
     both = lines(server, 3)

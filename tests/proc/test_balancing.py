@@ -48,6 +48,7 @@ def moved_by(engine: Engine) -> tuple[int, int]:
     return stats.rearrangements, stats.bytes_moved
 
 
+@pytest.mark.row("P7")
 def test_the_same_tokens_while_experts_move(engine: Engine, expected: list[list[int]]) -> None:
     for _ in range(2):
         assert engine.run(ASKED) == expected
@@ -94,6 +95,7 @@ class Killer:
         pytest.param(PlaceExperts, False, id="committing", marks=pytest.mark.long),
     ],
 )  # fmt: skip
+@pytest.mark.row("E5")
 def test_a_rank_that_dies_in_the_middle_costs_a_pause(
     engine: Engine, expected: list[list[int]], kind: type[Command], before: bool
 ) -> None:

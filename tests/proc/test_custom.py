@@ -35,6 +35,7 @@ def two(small: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.row("P17", "X9")
 def test_every_rank_answers_in_rank_order(two: LLM) -> None:
     pids = two.facts.ranks
     assert two.collective_rpc("where") == [[0, pids[0], 2], [1, pids[1], 2]]
@@ -42,17 +43,20 @@ def test_every_rank_answers_in_rank_order(two: LLM) -> None:
     assert os.getpid() not in pids
 
 
+@pytest.mark.row("X6")
 def test_the_launcher_is_the_custom_one(two: LLM) -> None:
     assert two.facts.executor == "nice"
     assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in two.facts.ranks] == [5, 5]
 
 
+@pytest.mark.row("P17", "X6")
 def test_the_worker_is_the_custom_one(two: LLM) -> None:
     two.generate([PROMPT], GREEDY)
     for commands in two.collective_rpc("what_came"):
         assert commands[:3] == ["Join", "Regroup", "Load"] and "StepPlan" in commands and commands[-1] == "Call"
 
 
+@pytest.mark.row("X9")
 def test_a_call_is_ordered_with_the_steps_in_flight(two: LLM) -> None:
     """From inside a generation: it is done between two steps, on both ranks after the same one."""
     seen: list[list[list[str]]] = []
@@ -77,6 +81,7 @@ def test_a_failure_names_the_rank_and_the_engine_goes_on(two: LLM) -> None:
     assert len(two.generate([PROMPT], GREEDY)[0].outputs[0].token_ids) == 8
 
 
+@pytest.mark.row("X7")
 def test_a_timeout_leaves_the_call_running(two: LLM, tmp_path: Path) -> None:
     path = tmp_path / "go"
     pending = two._loop.call("wait_for", (str(path),))
@@ -91,6 +96,7 @@ def test_a_timeout_leaves_the_call_running(two: LLM, tmp_path: Path) -> None:
     assert [answer[0] for answer in two.collective_rpc("where")] == [0, 1]
 
 
+@pytest.mark.row("X7")
 def test_a_timeout_on_a_rank_of_this_process(small: Path, tmp_path: Path) -> None:
     path = tmp_path / "go"
     with LLM(

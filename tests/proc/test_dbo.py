@@ -70,6 +70,7 @@ def in_turn(places: Sequence[int], count: int) -> bool:
     return any(list(places[i : i + 2 * count]) == [*range(count)] * 2 for i in range(len(places)))
 
 
+@pytest.mark.row("P12")
 def test_the_tokens_are_those_of_one_rank(engine: Engine, expected: list[list[int]]) -> None:
     ask(engine, "look_on")
     assert engine.run(ASKED) == expected

@@ -126,6 +126,7 @@ BALANCED = [{"enable_eplb": True, "eplb_config": {**OFTEN, "use_async": aside}} 
 
 @pytest.mark.long
 @pytest.mark.parametrize("more", [{}, *BALANCED], ids=["", "balanced", "balanced aside"])
+@pytest.mark.row("P26")
 def test_an_outer_launcher_starts_the_ranks_of_all_lanes(
     folder: Path, expected: list[list[int]], more: dict[str, Any]
 ) -> None:

@@ -91,6 +91,7 @@ def joined(rank: int, board: Board, size: int = 3) -> Circle:
     return circle
 
 
+@pytest.mark.row("P25")
 def test_a_round_gives_everybodys_part_to_everybody() -> None:
     def program(rank: int, board: Board) -> list[object]:
         circle = joined(rank, board)
@@ -169,6 +170,7 @@ def engine(rank: int, board: Board, world: int, *, slow: bool = False, depth: in
 
 
 @pytest.mark.parametrize(("world", "depth"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.row("P25")
 def test_engines_plan_alike(world: int, depth: int) -> None:
     """Whatever time ranks take, and with seeds that each process draws for itself: rank 0's hold."""
 
@@ -262,6 +264,7 @@ class Program:
         return found
 
 
+@pytest.mark.row("P26", "X5")
 def test_torchrun_gives_the_same_tokens_and_one_process_prints(generate: list[str], one_process: list[object]) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
@@ -287,6 +290,7 @@ def test_a_program_sees_the_same_in_every_process(tmp_path: Path, small: Path, o
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.row("X5")
 def test_a_killed_ranks_name_is_everybodys_error(tmp_path: Path, small: Path, victim: int) -> None:
     """In the middle of a step, in which the others wait for it."""
     with Program(tmp_path, 2, str(small), [LONG] * 200, {**SMALL, "tensor_parallel_size": 2}) as program:

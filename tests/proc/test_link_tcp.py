@@ -257,6 +257,7 @@ class Cable:
         self.server.close()
 
 
+@pytest.mark.row("X10")
 def test_a_cut_cable_and_a_stopped_rank_are_noticed_within_the_heartbeat() -> None:
     """Neither says anything; both ends of the cable learn of it."""
     link = TcpLink(3, heartbeat=HEARTBEAT)
@@ -303,6 +304,7 @@ def test_who_is_forgotten_while_it_is_there_is_fenced_and_may_come_again() -> No
         link.close()
 
 
+@pytest.mark.row("P3")
 def test_the_port_is_bound_before_it_is_told() -> None:
     link = TcpLink(1)
     number = int(link.address.rpartition(":")[2])

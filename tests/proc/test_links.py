@@ -106,6 +106,7 @@ def test_sizes_from_10_bytes_to_64_megabytes(kind: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.row("X3")
 def test_the_size_of_a_chunk_is_an_option(kind: str) -> None:
     with Ranks(kind, 2, chunk_bytes=1 << 13) as ranks:
         for size in (10, 1 << 13, 1 << 20):

@@ -42,6 +42,7 @@ def ranks_of(pid: int) -> list[int]:
     return titled(pid, "worker")
 
 
+@pytest.mark.row("X2")
 def test_the_same_answers_as_uni(small: Path) -> None:
     args = ["generate", str(small), *TINY, "--prompt-token-ids", "5,6,7", "--max-tokens", "24", "--json"]
     lines = [json.loads(planaria(*args, *more).stdout) for more in ([], MP)]
@@ -90,6 +91,7 @@ def test_uni_refuses_two_ranks() -> None:
         LLM("smollm2", tensor_parallel_size=2, distributed_executor_backend="uni")
 
 
+@pytest.mark.row("X10")
 def test_a_killed_rank_is_named_at_once() -> None:
     """In the middle of a step: one error that names rank and phase, soon; nothing is left."""
     llm = LLM("smollm2", **OPTIONS, recovery_limit=0)
@@ -152,6 +154,7 @@ def test_a_rank_killed_under_load_answers_every_stream() -> None:
 
 
 @pytest.mark.parametrize("victim", ["server", "engine"])
+@pytest.mark.row("X11")
 def test_nothing_is_left_behind(victim: str) -> None:
     """SIGKILL of the server or of the engine: engine and rank end soon, no shared memory stays."""
     before = segments()

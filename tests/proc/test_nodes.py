@@ -125,6 +125,7 @@ def one_process(generate: list[str]) -> list[object]:
 # -- ranks that compute
 
 
+@pytest.mark.row("P18")
 def test_two_nodes_on_one_machine_give_the_same_tokens(generate: list[str], one_process: list[object]) -> None:
     args = [*generate, "-pp", "2", "--nnodes", "2", "--master-port", str(free_port())]
     with Command(*args, "--node-rank", "1") as other:
@@ -148,6 +149,7 @@ def two_networks() -> Iterator[list[tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize("layout", ["-pp", pytest.param("-tp", marks=pytest.mark.long)])
+@pytest.mark.row("X2")
 def test_two_networks_give_the_same_tokens(
     layout: str, generate: list[str], one_process: list[object], two_networks: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
@@ -265,6 +267,7 @@ def test_a_node_has_one_agent() -> None:
         assert first.wait() == 0
 
 
+@pytest.mark.row("P24")
 def test_nodes_that_differ_are_refused_by_field() -> None:
     port = free_port()
     with agent(port, "--max-num-seqs", "17") as other:
@@ -324,6 +327,7 @@ def test_another_secret_never_joins_and_a_stopped_rank_is_killed() -> None:
         assert other.wait() == 0
 
 
+@pytest.mark.row("P3")
 def test_a_port_in_use_is_said_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.proc.servers import TINY
 from tests.proc.test_nodes import SECRET, Command, two_networks
 
 __all__ = ["two_networks"]  # a fixture
 
 
+@pytest.mark.row("R12")
 def test_a_rank_that_others_cannot_reach_is_named(
     small: Path, two_networks: list[tuple[str, ...]], tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ class Run:
 
 
 @pytest.mark.parametrize("interval", [1, 7, 100])
+@pytest.mark.row("E4")
 def test_balancedness_is_logged_every_so_many_steps(caplog: pytest.LogCaptureFixture, interval: int) -> None:
     caplog.set_level(logging.INFO, "planaria.engine")
     run = Run((8, 8, 0, 0), log_balancedness=True, log_balancedness_interval=interval)

@@ -92,6 +92,7 @@ def test_a_rank_that_computes_nothing_has_room_for_any_kv() -> None:
     assert blocks == [16, 16]
 
 
+@pytest.mark.row("P10")
 def test_only_so_many_load_at_a_time() -> None:
     loads = [c.ranks for c in commands_of(starting(tp=2, pp=2, loading=3), 4) if isinstance(c, Load)]
     assert loads == [(0, 1, 2), (3,)]

@@ -47,6 +47,7 @@ def test_a_call_is_left_alone_and_what_follows_waits_for_it() -> None:
     link.close()
 
 
+@pytest.mark.row("X1")
 def test_without_a_call_nothing_is_handed_over() -> None:
     rank = Slow()
     link = DirectLink([rank])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,6 +153,7 @@ def two_ranks(**config: object) -> Ranks:
     return Ranks(ExpertBalance(EPLBConfig(**config), maps, BYTES), [[8, 8, 0, 0]])  # type: ignore[arg-type]
 
 
+@pytest.mark.row("E2")
 def test_load_is_asked_for_now_and_then_and_looked_at_every_interval() -> None:
     ranks = two_ranks(window_size=32, step_interval=64)
     for number in range(1, 64):
@@ -166,6 +168,7 @@ def test_load_is_asked_for_now_and_then_and_looked_at_every_interval() -> None:
     assert ranks.state.rearranging
 
 
+@pytest.mark.row("E5")
 def test_a_commit_waits_for_every_rank_and_beside_steps_for_what_they_tell() -> None:
     for use_async in (False, True):
         ranks = two_ranks(window_size=1, step_interval=1, use_async=use_async)

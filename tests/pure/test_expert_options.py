@@ -104,6 +104,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+@pytest.mark.row("P7")
 def test_refused(case: tuple[str, dict[str, Any], str, str]) -> None:
     _, given, value, way_out = case
     given = dict(given)
@@ -141,6 +142,7 @@ def test_shapes_a_library_has_no_kernels_for(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.row("P9")
 def test_each_exchange_is_taken_where_it_can_run(backend: str) -> None:
     config, notes = resolved(SMALL, "cuda", EVERY_LIBRARY, **EP, **DP2, all2all_backend=backend)
     assert config.all2all_backend == backend and not notes
@@ -158,6 +160,7 @@ def test_what_changes_nothing_is_said() -> None:
         assert len(resolved(**given)[1]) == 1 and line in resolved(**given)[1][0]
 
 
+@pytest.mark.row("P8")
 def test_round_robin_with_replicas_is_linear() -> None:
     given = {**EP, **EPLB, **TP2, "expert_placement_strategy": "round_robin"}
     assert resolved(**given) == (resolved(**given)[0], []) and resolved(**given)[0].enable_eplb
@@ -168,6 +171,7 @@ def test_round_robin_with_replicas_is_linear() -> None:
                      "knows none"]  # fmt: skip
 
 
+@pytest.mark.row("P23")
 def test_what_is_derived() -> None:
     both, _ = resolved(**EP, **TP2, **DP2)
     assert both.expert_parallel_size == 4 and both.use_sequence_parallel_moe
@@ -178,6 +182,7 @@ def test_what_is_derived() -> None:
     assert [b for b in BACKENDS if not taken[b].use_sequence_parallel_moe] == ["pplx", "flashinfer_all2allv"]
 
 
+@pytest.mark.row("P12")
 def test_when_a_step_is_split() -> None:
     """Strictly above the threshold of its kind."""
     dbo, _ = resolved(**EP, **DP2, enable_dbo=True, ubatch_size=4)

@@ -22,6 +22,7 @@ from planaria.topology.experts import STRATEGIES, ExpertMap
         (ExpertMap.round_robin(2, 3), [(0,), (1,), ()]),
     ],
 )
+@pytest.mark.row("P6", "P8")
 def test_what_each_rank_holds(made: ExpertMap, held: list[tuple[int, ...]]) -> None:
     assert [made.of(rank) for rank in range(made.num_ranks)] == held
 

@@ -183,6 +183,7 @@ def test_keep_moves_nobody_whose_slot_is_still_there(cluster, before, after, str
             assert new.local_ranks[number] not in {new.local_ranks[n] for n in others}
 
 
+@pytest.mark.row("D6")
 def test_a_fleet_grows_beside_what_it_has_and_shrinks_from_its_end() -> None:
     cluster = cluster_of(4, 4, 2)
     old = pack(cluster, Layout(dp=2, tp=2), "strict", 1)
@@ -214,6 +215,7 @@ def where(packing: Packing) -> list[tuple[str, int, int]]:
     return [(at.node, at.device, local) for at, local in zip(firsts, packing.local_ranks, strict=True)]
 
 
+@pytest.mark.row("D2")
 def test_strict() -> None:
     cluster = cluster_of(4, 3, 8, 4, head=2)
     packing = pack(cluster, Layout(dp=4, tp=2), "strict", 2)
@@ -227,6 +229,7 @@ def test_strict() -> None:
     assert pack(cluster_of(8, 8, 8, 8), Layout(dp=4, tp=8)).local == 1
 
 
+@pytest.mark.row("D2")
 def test_fill() -> None:
     cluster = cluster_of(4, 3, 8, 4, head=2)
     packing = pack(cluster, Layout(dp=5, tp=2), "fill", 1)
@@ -239,6 +242,7 @@ def test_fill() -> None:
     )
 
 
+@pytest.mark.row("D2")
 def test_span() -> None:
     packing = pack(cluster_of(2, 2, 2, 2, 2), Layout(dp=2, tp=4), "span")
     assert [engine.nodes for engine in packing.engines] == [("n0", "n1"), ("n2", "n3")]
@@ -302,6 +306,7 @@ def test_refused(case) -> None:
         assert pack(cluster, layout, strategy, local).layout == e.value.nearest
 
 
+@pytest.mark.row("D3")
 def test_the_numbers_of_a_refusal() -> None:
     with pytest.raises(HeadTooSmall) as head:
         pack(FOUR, Layout(dp=4, tp=4), "strict", 4)
@@ -350,6 +355,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.row("D4")
 def test_the_users_placement_groups() -> None:
     packing = pack_groups(GROUPS, [0, 1], Layout(dp=2, tp=2), head="b")
     assert [[(s.node, s.device) for s in e.slots] for e in packing.engines] == [
@@ -370,6 +376,7 @@ def test_the_users_placement_groups() -> None:
             pack_groups(groups, local_ranks, layout, head="b")
 
 
+@pytest.mark.row("D3")
 def test_the_node_that_comes_first() -> None:
     """By its address: its engines are the first ones, and it must be there."""
     cluster = Cluster((Node.of("n0", 1, "10.0.0.1"), Node.of("n1", 1, "10.0.0.2"), Node.of("n2", 1, "10.0.0.1")), "n0")

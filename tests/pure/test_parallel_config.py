@@ -79,6 +79,7 @@ DP4, DP_RAY = {"data_parallel_size": 4}, {"data_parallel_backend": "ray"}
         (LAPTOP, "cpu", MP, "mp"),  # one rank, as asked
     ],
 )
+@pytest.mark.row("P16")
 def test_the_back_end_is_chosen(machine: Machine, device: str, options: dict[str, Any], backend: str) -> None:
     assert resolved(machine, device, **options).distributed_executor_backend == backend
 
@@ -202,6 +203,7 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+@pytest.mark.row("P13")
 def test_refused(case: tuple[str, Machine, str, dict[str, Any], str, str]) -> None:
     _, machine, device, options, value, way_out = case
     with pytest.raises(ConfigError) as e:
@@ -220,6 +222,7 @@ def test_refused(case: tuple[str, Machine, str, dict[str, Any], str, str]) -> No
         (99, 1, None, "--tensor-parallel-size 99"),
     ],
 )
+@pytest.mark.row("P1")
 def test_a_layout_that_cannot_be_dealt_is_refused(
     tp: int, pp: int, partition: tuple[int, ...] | None, value: str
 ) -> None:
@@ -228,6 +231,7 @@ def test_a_layout_that_cannot_be_dealt_is_refused(
         deal(MODEL, tp, pp, partition)
 
 
+@pytest.mark.row("P2", "P4", "P5")
 def test_engines_of_a_server() -> None:
     """Local unset is all of them, or 1; a rank or a start rank says who balances."""
     assert (resolved().data_parallel_size_local, list(resolved().replicas)) == (1, [0])
@@ -270,6 +274,7 @@ def test_engines_over_nodes() -> None:
     assert (alone.parallel.nnodes, alone.parallel.over_nodes, alone.device.devices) == (1, False, (6,))
 
 
+@pytest.mark.row("P21")
 def test_processes_of_a_server() -> None:
     """Each knows which one it is; an engine's is none of them."""
     config = msgspec.structs.replace(CONFIG, parallel=resolved(**DP4, api_server_count=2))
@@ -280,6 +285,7 @@ def test_processes_of_a_server() -> None:
             as_api_process(config.parallel, rank)
 
 
+@pytest.mark.row("P2")
 def test_a_node_with_the_server_only() -> None:
     """The same command everywhere, or the number that the other nodes have."""
     front, other = (resolved(**DP4, nnodes=3, node_rank=rank, data_parallel_size_local=0) for rank in (0, 1))
@@ -290,6 +296,7 @@ def test_a_node_with_the_server_only() -> None:
     assert resolved(**DP4, **TP2, nnodes=9, data_parallel_size_local=0).engine_nodes == EngineNodes(1, 9, 1, 2)
 
 
+@pytest.mark.row("P3")
 def test_engines_over_nodes_in_other_words() -> None:
     """As vLLM's users say it: an address and a port for where nodes meet, nodes without a server headless."""
     met = {"data_parallel_address": "10.0.0.2", "data_parallel_rpc_port": 4321}
@@ -308,6 +315,7 @@ def test_engines_over_nodes_in_other_words() -> None:
     assert resolved(**DP4, **DP_RAY, data_parallel_address="10.0.0.2").data_parallel_address == "10.0.0.2"
 
 
+@pytest.mark.row("P11")
 def test_the_choice_of_the_all_reduce_is_not_batch_invariance_s() -> None:
     """Shared memory adds in rank order: the plain collective would cost time and change no bit."""
     for invariant in (False, True):
@@ -315,6 +323,7 @@ def test_the_choice_of_the_all_reduce_is_not_batch_invariance_s() -> None:
         assert not config.disable_custom_all_reduce
 
 
+@pytest.mark.row("P22")
 def test_the_environments_replicas_are_read_only_without_the_option() -> None:
     assert resolved(replica(2), **DP4).data_parallel_size == 4
 
@@ -345,6 +354,7 @@ def test_what_needs_torch_says_so(device: DeviceConfig, options: dict[str, Any],
         assert option in str(refusal.value) and 'pip install "planaria[torch]"' in str(refusal.value)
 
 
+@pytest.mark.row("P18")
 def test_ranks_and_nodes() -> None:
     config = resolved(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3)
     assert (config.world_size, config.local_world_size, ranks_here(config)) == (6, 2, 2)
@@ -431,6 +441,7 @@ def test_every_option_has_its_flag(command: str) -> None:
         ({"pipeline_parallel_size": 3}, True, "cuda", 3),
     ],
 )
+@pytest.mark.row("P27", "X8")
 def test_steps_in_flight(options: dict[str, Any], ahead: bool | None, device: str, steps: int) -> None:
     assert steps_in_flight(resolved(BOX, device, **options), ahead, device) == steps
 
@@ -470,6 +481,7 @@ def test_a_module_that_is_not_there_is_refused_without_importing() -> None:
             check_module("--worker-cls", path)
 
 
+@pytest.mark.row("P26")
 def test_the_environment_of_an_outer_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -488,6 +500,7 @@ def test_the_environment_of_an_outer_launcher(monkeypatch: pytest.MonkeyPatch) -
         outer_launcher()
 
 
+@pytest.mark.row("P22")
 def test_the_environment_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spmd_data_parallel() is None
     monkeypatch.setenv("PLANARIA_DP_SIZE", "4")
@@ -527,6 +540,7 @@ def changed(name: str) -> EngineConfig:
 
 
 @pytest.mark.parametrize("name", sorted(hash_fields(CONFIG)))
+@pytest.mark.row("P24")
 def test_a_field_that_shapes_the_computation_changes_the_hash(name: str) -> None:
     other = changed(name)
     assert compute_hash(other) != compute_hash(CONFIG)
@@ -545,10 +559,12 @@ def test_what_is_not_hashed_exists() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NOT_HASHED))
+@pytest.mark.row("P24")
 def test_a_field_that_does_not_leaves_it(name: str) -> None:
     assert compute_hash(changed(name)) == compute_hash(CONFIG)
 
 
+@pytest.mark.row("P24")
 def test_the_layout_in_force_is_joined() -> None:
     assert compute_hash(CONFIG, "tp=2 pp=1") == compute_hash(CONFIG, "tp=2 pp=1")
     assert compute_hash(CONFIG, "tp=2 pp=1") != compute_hash(CONFIG, "tp=1 pp=2")
@@ -561,6 +577,7 @@ def test_the_hash_is_the_same_in_another_process_and_order() -> None:
     assert {"parallel.pp_layer_partition", "model.num_layers", "cache.block_size"} <= set(hash_fields(CONFIG))
 
 
+@pytest.mark.row("P24")
 def test_what_else_is_compared() -> None:
     mine = compared(CONFIG)
     assert mine["all-reduce"] == "fast" and mine["worker class"] == "auto" and mine["torch"] != "not installed"

@@ -87,6 +87,7 @@ def test_natural_order() -> None:
 
 
 @given(layouts, st.sets(st.sampled_from(AXES)))
+@pytest.mark.row("P1")
 def test_every_axis_partitions_the_world(layout, axes) -> None:
     groups = layout.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.size))

@@ -116,6 +116,7 @@ def test_an_address_that_swallows_packets() -> None:
             one.close()
 
 
+@pytest.mark.row("R12")
 def test_a_pair_that_does_not_meet_is_named() -> None:
     members = [hello(0), hello(1), hello(2, address="127.0.0.1")]
     assert unreachable(members[1], members, {}) == ""

@@ -40,6 +40,7 @@ def test_every_expert_has_a_slot_and_no_layer_is_worse_than_dealt_in_order(asked
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]), st.data())
+@pytest.mark.row("E6")
 def test_at_least_as_balanced_as_the_published_greedy(
     here: int, nodes: int, each: int, groups: int, data: st.DataObject
 ) -> None:
@@ -57,6 +58,7 @@ def slots_with(made: ExpertMap, expert: int) -> list[int]:
     return [slot for slot, held in enumerate(made.slots) if held == expert]
 
 
+@pytest.mark.row("E3")
 def test_hot_experts_are_repeated_on_ranks_of_their_own() -> None:
     load = [90, 30, 10, 10, 10, 10]
     assert replicate(load, 8) == [3, 1, 1, 1, 1, 1]
@@ -74,6 +76,7 @@ def together(made: ExpertMap) -> bool:
 
 
 @given(loads(8), loads(8), st.sampled_from([0.0, 0.05, 1.0]))
+@pytest.mark.row("E6")
 def test_groups_stay_on_a_node_where_they_divide_it(load: list[int], after: list[int], least_gain: float) -> None:
     """Unless experts dealt in order are more balanced than any such map."""
 
@@ -122,6 +125,7 @@ def step(*layers: list[int]) -> bytes:
 
 
 @given(st.lists(st.lists(st.integers(0, 1 << 40), min_size=6, max_size=6), max_size=12), st.integers(1, 5))
+@pytest.mark.row("E1")
 def test_the_window_is_the_last_steps(steps: list[list[int]], size: int) -> None:
     window = LoadWindow(2, 3, size)
     for counts in steps:
@@ -147,6 +151,7 @@ def test_load_of_another_shape_is_refused() -> None:
         LoadWindow(1, 3, 10).add(step([1, 2]))
 
 
+@pytest.mark.row("E4")
 def test_balancedness_is_mean_over_maximum_of_all_layers() -> None:
     placed = ExpertMap.linear(4, 2)
     assert balancedness([[3, 3, 1, 1]], [placed]) == pytest.approx(4 / 6)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from planaria.core.resize import COMMITTED, KEPT, PREPARING, ROLLED_BACK, Refused, Resizes, Room, room_in_memory
 
 
+@pytest.mark.row("D7")
 def test_growing_and_shrinking_take_the_last_ones() -> None:
     books = Resizes()
     up, new = books.ask("a", 4, [0, 1], [0, 1])
@@ -79,6 +80,7 @@ def test_only_the_latest_are_remembered() -> None:
     assert len(list(books)) == KEPT
 
 
+@pytest.mark.row("D6")
 def test_what_fits() -> None:
     room = room_in_memory(10 << 30, 3 << 30, 1)
     assert room.engines == 4 and "each needs 3.00 GiB" in room.why and "10.00 GiB are free" in room.why

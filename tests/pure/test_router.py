@@ -67,6 +67,7 @@ def test_the_same_calls_make_the_same_choices_in_another_process() -> None:
     assert there.stdout.split() == here["out"]
 
 
+@pytest.mark.row("D9")
 def test_work_goes_where_least_is() -> None:
     router = fleet(2)
     assert {send(router, "a", prompt(1)), send(router, "b", prompt(2))} == {0, 1}
@@ -174,6 +175,7 @@ def test_the_same_id_joins_once() -> None:
         router.join(0)
 
 
+@pytest.mark.row("D9")
 def test_a_snapshot_is_the_truth_and_what_happens_after_it_corrects_it() -> None:
     router = fleet(2, FULL)
     router.snapshot(0, EngineStats(kv_usage=0.5))  # another front end's requests

@@ -214,6 +214,7 @@ def test_what_was_taken_is_not_counted_as_free_before_ray_says_so(make: Any) -> 
     assert [len(node.devices) for node in engine.host.slots().nodes] == [1, 2]
 
 
+@pytest.mark.row("R4")
 def test_of_a_users_group_only_its_spare_bundles_are_used(make: Any) -> None:
     ray = Ray(a=4, b=4)
     engine = make(ray, group_of(TWO, "a", "b", owned=False, others=((5, "b"),)))

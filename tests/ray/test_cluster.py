@@ -33,6 +33,7 @@ def nodes() -> Iterator[Any]:
         yield cluster
 
 
+@pytest.mark.row("R2")
 def test_a_cluster_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has left behind is killed, and the next one begins as if it had never been."""
     import ray.cluster_utils
@@ -87,6 +88,7 @@ def free_again(connection: Any, count: int) -> None:
     wait_until("slots are free again", lambda: connection.snapshot(SLOT).num_devices == count)
 
 
+@pytest.mark.row("R2")
 def test_it_joins_and_does_not_end_a_cluster_that_was_there(connection: Any) -> None:
     assert not connection.started and connection.resource("cpu") == SLOT
     cluster = connection.snapshot(SLOT)
@@ -103,6 +105,7 @@ def plan(capsys: Any, *args: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.row("R3")
 def test_each_rank_is_on_the_node_that_was_planned(connection: Any, small: Path, capsys: Any) -> None:
     with LLM(str(small), **SMALL) as llm:
         expected = answers(llm, PROMPTS, 8)
@@ -136,6 +139,7 @@ def test_plans_of_this_cluster(connection: Any, group: Any, capsys: Any) -> None
     assert connection.alive and not live_groups()
 
 
+@pytest.mark.row("P15")
 def test_a_users_group_is_used_and_kept(connection: Any, group: Any, small: Path) -> None:
     """Its tensor group on one node: so none on the driver's, which has one slot."""
     with LLM(str(small), **SMALL, **ray_options("tp2"), null_worker=True, placement_group=group.id.hex()) as llm:
@@ -165,6 +169,7 @@ def test_a_users_group_that_is_too_small_or_unknown_is_refused(connection: Any, 
         obtain(connection, Layout(), bundle_indices=(0,))
 
 
+@pytest.mark.row("R4")
 def test_the_enclosing_group_is_used(connection: Any, group: Any) -> None:
     """Seen from a task inside it."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -182,6 +187,7 @@ def test_the_enclosing_group_is_used(connection: Any, group: Any) -> None:
     assert len(bundles) == 2 and 0 not in bundles and not owned
 
 
+@pytest.mark.row("R5")
 def test_a_broken_rule_is_not_waited_for(connection: Any) -> None:
     with pytest.raises(CapacityError, match="driver's node"):
         obtain(connection, Layout(tp=2), driver_inside=True)
@@ -191,6 +197,7 @@ def test_a_broken_rule_is_not_waited_for(connection: Any) -> None:
     free_again(connection, 3)
 
 
+@pytest.mark.row("R5")
 def test_a_cluster_that_grows_is_waited_for(nodes: Any, connection: Any) -> None:
     found: list[Any] = []
     waiting = threading.Thread(target=lambda: found.append(obtain(connection, Layout(pp=5), wait=120)))
@@ -205,6 +212,7 @@ def test_a_cluster_that_grows_is_waited_for(nodes: Any, connection: Any) -> None
     nodes.remove_node(node)
 
 
+@pytest.mark.row("R6")
 def test_a_driver_that_must_be_inside_is(connection: Any) -> None:
     got = obtain(connection, Layout(pp=2), driver_inside=True)
     assert got.placement.slots[0].node == connection.node

@@ -14,6 +14,7 @@ from planaria.executor.ray.names import actor_name
 from planaria.topology import Bundle, Infeasible, Layout, cluster_of_bundles, place, place_at
 
 
+@pytest.mark.row("R5")
 def test_a_wait_is_said_after_ten_seconds_then_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = 0.0, list[str]()
     monkeypatch.setattr(patience.time, "monotonic", lambda: now)
@@ -38,6 +39,7 @@ def test_a_wait_is_said_after_ten_seconds_then_ever_less_often(monkeypatch: pyte
     assert said[0] == "waiting for 2 x GPU: none is free (10 s of 100 s)" and "not any more" not in "".join(said)
 
 
+@pytest.mark.row("R5")
 def test_the_last_error_names_both_numbers_and_the_flag_only_where_it_helps() -> None:
     text = str(too_small(Layout(tp=2), "GPU", 2, 1, "one node is small", 30.0))
     for part in (
@@ -48,6 +50,7 @@ def test_the_last_error_names_both_numbers_and_the_flag_only_where_it_helps() ->
     assert "--tensor-parallel-size" not in str(too_small(Layout(), "GPU", 1, 0, "none", 30.0))
 
 
+@pytest.mark.row("R8")
 def test_names_have_the_coordinates_that_differ_and_the_epoch() -> None:
     assert actor_name("ab", Layout(), 0, 0) == "planaria-ab-e0"
     assert actor_name("ab", Layout(tp=2), 1, 3) == "planaria-ab-tp1-e3"
@@ -61,12 +64,14 @@ def bundles(*rows: tuple[str, float]) -> list[Bundle]:
     return [Bundle(index, node, devices) for index, (node, devices) in enumerate(rows)]
 
 
+@pytest.mark.row("R7")
 def test_bundles_are_taken_from_the_drivers_node_then_by_node_then_by_index() -> None:
     table = bundles(("b", 1), ("a", 1), ("driver", 0), ("c", 1), ("driver", 1), ("a", 1))
     placement = place(cluster_of_bundles(table, head="driver"), Layout(pp=4), span=True)
     assert [slot.device for slot in placement.slots] == [4, 1, 5, 0]
 
 
+@pytest.mark.row("R7")
 def test_explicit_bundles_are_taken_as_they_are() -> None:
     table = bundles(("a", 1), ("b", 1), ("b", 0), ("a", 1))
     assert [slot.node for slot in place_at(table, Layout(tp=2), (3, 1)).slots] == ["a", "b"]
@@ -75,11 +80,13 @@ def test_explicit_bundles_are_taken_as_they_are() -> None:
             place_at(table, Layout(tp=2), indices)
 
 
+@pytest.mark.row("R4")
 def test_a_group_with_too_few_device_bundles_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"1 of them hold a device \(GPU\), tp=2 needs 2"):
         check_bundles(bundles(("a", 1), ("a", 0)), Layout(tp=2), "GPU", 1.0)
 
 
+@pytest.mark.row("R3")
 def test_a_bundle_must_reserve_what_a_rank_asks_for_and_one_device_at_most() -> None:
     with pytest.raises(ConfigError, match=r"reserves 0.5 x GPU, a rank asks for 1"):
         check_bundles(bundles(("a", 1), ("a", 0.5)), Layout(), "GPU", 1.0)
@@ -88,6 +95,7 @@ def test_a_bundle_must_reserve_what_a_rank_asks_for_and_one_device_at_most() -> 
         cluster_of_bundles(bundles(("a", 2)))
 
 
+@pytest.mark.row("R3")
 def test_a_rank_on_the_drivers_node_can_be_asked_for() -> None:
     with pytest.raises(Infeasible, match="driver's node"):
         place(cluster_of_bundles(bundles(("a", 1)), head="driver"), Layout(), driver_inside=True)
@@ -105,10 +113,12 @@ def test_a_rank_on_the_drivers_node_can_be_asked_for() -> None:
         ("HOME", Scope.NEVER), ("PLANARIA_DP_RANK", Scope.NEVER),
     ],
 )  # fmt: skip
+@pytest.mark.row("R11")
 def test_classes_of_variables(name: str, expected: Scope) -> None:
     assert kind(name) is expected
 
 
+@pytest.mark.row("R11")
 def test_computed_wins_over_the_nodes_own_which_wins_over_the_drivers() -> None:
     driver = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "t0p", "CUDA_VISIBLE_DEVICES": "7", "GLOO_SOCKET_IFNAME": "e", "X": "1"}
     offer = offered(driver)
@@ -127,6 +137,7 @@ def test_the_same_environment_is_no_change() -> None:
     assert merge({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "INFO"}, {}) == []
 
 
+@pytest.mark.row("R11")
 def test_what_a_process_reads_at_its_start() -> None:
     offer = {"LD_PRELOAD": "x.so", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": "/p", "NCCL_DEBUG": "INFO"}
     assert set(read_at_start(offer)) == {"LD_PRELOAD", "OMP_WAIT_POLICY", "PYTHONPATH"}

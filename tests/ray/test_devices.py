@@ -51,6 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         os.environ.pop("RAY_ADDRESS", None)
 
 
+@pytest.mark.row("P14", "R9", "R10")
 def test_what_ranks_on_accelerators_reserve_and_are_started_with(
     cluster: Any, weightless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def launcher(ranks: int, **settings: Any) -> RayLauncher:
     return RayLauncher(parallel, "cuda", "tests.ray.nobody:Nobody", RaySettings(**settings))
 
 
+@pytest.mark.row("R6")
 def test_a_tensor_group_on_several_nodes_is_warned_of(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
     """And one that must have the driver's node is refused when nothing is free there."""
     two, three, inside = launcher(2), launcher(3), launcher(1, driver_inside=True, wait=0.0)

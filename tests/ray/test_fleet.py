@@ -111,6 +111,7 @@ def check_plan(server: Server, planned: tuple[dict[str, Any], str], actors: Rese
     assert next(ranks, None) is None
 
 
+@pytest.mark.row("D1")
 def test_engines_and_ranks_are_where_it_was_planned(server: Server, planned: tuple[dict[str, Any], str]) -> None:
     import ray
 
@@ -148,6 +149,7 @@ def test_what_is_elsewhere_is_said(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.row("D5")
 def test_requests_go_on_when_an_engine_is_lost(
     server: Server,
     expected: Any,  # noqa: F811
@@ -161,6 +163,7 @@ def test_requests_go_on_when_an_engine_is_lost(
     assert len(live_groups()) == 2
 
 
+@pytest.mark.row("D6", "D7")
 def test_the_fleet_changes_its_size(server: Server, expected: Any) -> None:  # noqa: F811
     grown = scale(server, 3)
     assert grown["state"] == "committed" and len(live_groups()) == 3
@@ -195,6 +198,7 @@ def test_an_engine_whose_node_is_gone_gets_another(
     cluster.add_node(num_cpus=1, resources={SLOT: 2}, include_dashboard=False)
 
 
+@pytest.mark.row("X11")
 def test_nothing_is_left(server: Server, cluster: Any) -> None:
     import ray
 
@@ -232,6 +236,7 @@ def test_an_engine_of_several_nodes_is_where_it_was_planned(cluster: Any, undist
 
 
 @pytest.mark.long
+@pytest.mark.row("D1")
 def test_of_a_fleet_that_can_not_start_nothing_is_left(cluster: Any, undisturbed: Any) -> None:
     """One engine's rank fails while it comes up."""
     import ray
@@ -253,6 +258,7 @@ def groups(cluster: Any, undisturbed: Any) -> Iterator[list[Any]]:
         remove_placement_group(group)
 
 
+@pytest.mark.row("D4")
 def test_groups_of_the_users_are_checked(groups: list[Any]) -> None:
     from planaria.executor.ray.given import GivenGroups
 
@@ -279,6 +285,7 @@ def test_groups_of_the_users_are_checked(groups: list[Any]) -> None:
     assert [engine["local_rank"] for engine in planned[0]["engines"]] == [1, 0]
 
 
+@pytest.mark.row("D4")
 def test_engines_in_groups_of_the_users(groups: list[Any], undisturbed: Any) -> None:
     """Used and kept; a smaller fleet leaves them, a larger one has none."""
     import ray

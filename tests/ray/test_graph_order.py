@@ -70,6 +70,7 @@ def answer(link: RayGraphLink, ways: Ways, number: int, rank: int) -> None:
 COMMANDS: list[Command] = [step(0), step(1), Call("expert_load"), PlaceExperts(1, ()), step(4), step(5)]
 
 
+@pytest.mark.row("X4")
 def test_commands_of_the_other_way_wait_for_all_answers(link: RayGraphLink, ways: Ways) -> None:
     for number, command in enumerate(COMMANDS):
         link.send(number, command)
@@ -102,6 +103,7 @@ def test_the_end_does_not_wait(link: RayGraphLink, ways: Ways) -> None:
     assert ways.out == [COMMANDS[0], Exit()]
 
 
+@pytest.mark.row("X4")
 def test_a_step_that_waited_tells_of_a_graph_that_is_gone(link: RayGraphLink, ways: Ways) -> None:
     link.send(0, Call("expert_load"))
     link.send(1, step(1))

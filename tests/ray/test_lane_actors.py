@@ -44,6 +44,7 @@ def test_lanes_of_actors(local_ray: Any, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}], ids=["lanes", "lanes of stages"])
+@pytest.mark.row("X4")
 def test_lanes_through_a_compiled_graph(local_ray: Any, tmp_path: Path, layout: dict[str, int]) -> None:
     """Each lane's edges are its own; with another epoch all ranks are new, and so is the graph."""
     model = str(write_checkpoint(tmp_path, "qwen2_moe", **MODEL))
@@ -62,6 +63,7 @@ def test_lanes_through_a_compiled_graph(local_ray: Any, tmp_path: Path, layout: 
 @pytest.mark.long
 @pytest.mark.parametrize("use_async", [False, True], ids=["steps wait", "aside"])
 @pytest.mark.parametrize("link", ["queue", "compiled-graph"])
+@pytest.mark.row("D8")
 def test_experts_move_between_actors_while_requests_run(
     local_ray: Any, tmp_path: Path, link: str, use_async: bool
 ) -> None:

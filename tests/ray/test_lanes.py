@@ -76,6 +76,7 @@ def lanes(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[La
         yield Lanes(server, model, expected)
 
 
+@pytest.mark.row("D1")
 def test_each_lane_has_a_group_and_the_engine_sits_in_the_first(lanes: Lanes) -> None:
     lanes.check(2)
     assert any("dp=2: 2 ranks on 2 nodes, strict, 1 engine on each" in line for line in lanes.server.log)
@@ -85,6 +86,7 @@ def test_each_lane_has_a_group_and_the_engine_sits_in_the_first(lanes: Lanes) ->
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), pytest.param((3, 1, 2), marks=pytest.mark.long)])
+@pytest.mark.row("D8")
 def test_lanes_come_and_go_with_their_groups_while_requests_stream(lanes: Lanes, sizes: tuple[int, ...]) -> None:
     for size in sizes:
         lanes.run(lambda size=size: lanes.scaled(size))

@@ -149,6 +149,7 @@ def child_of(several: Any) -> tuple[RayChild, queue.SimpleQueue[str]]:
 @pytest.mark.parametrize(("there", "how"), [
     ((True,), "returned 7"), ((False,), "can't be watched: Ray is gone (ConnectionError)"),
 ])  # fmt: skip
+@pytest.mark.row("R13")
 def test_the_end_of_an_actor_is_seen_and_made_certain(there: tuple[bool, ...], how: str) -> None:
     """What it is told before it has come up, it hears then."""
     several = Several(Ray(*there), threading.Event())
@@ -162,6 +163,7 @@ def test_the_end_of_an_actor_is_seen_and_made_certain(there: tuple[bool, ...], h
     assert child.ended == how and several.ended == [child], "once"
 
 
+@pytest.mark.row("R13")
 def test_one_that_is_killed_while_it_comes_up_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     several = Several(Ray(), threading.Event())
     child, heard = child_of(several)

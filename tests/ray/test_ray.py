@@ -86,6 +86,7 @@ def strike(llm: LLM, victim: int, how: signal.Signals) -> float:
         )),
     ],
 )  # fmt: skip
+@pytest.mark.row("X3", "R14")
 def test_the_same_answers_and_nothing_left(
     local_ray: Any, small: Path, expected: Any, layout: str, link: str, end: tuple[int, signal.Signals] | None
 ) -> None:
@@ -137,6 +138,7 @@ def test_an_actor_is_replaced_and_requests_go_on(
     assert not any(alive(pid) for pid in [*before, *after])
 
 
+@pytest.mark.row("P15")
 def test_what_a_rank_is_given_and_what_listens(local_ray: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's variables, one that is read at start and one that isn't; the user's own runtime environment; none of
     Planaria's secrets. Every socket is this machine's own, and Ray asks for its token. An exception is answered."""
@@ -184,6 +186,7 @@ def test_the_command_line(weightless: str) -> None:
     assert not any(alive(pid) for pid in line["ranks"])
 
 
+@pytest.mark.row("R1")
 def test_ray_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
