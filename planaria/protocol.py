@@ -19,7 +19,7 @@ import msgspec
 
 from planaria.topology.experts import Maps, Move
 from planaria.topology.layout import Layout
-from planaria.types import SamplingParams, TokenLogprobs
+from planaria.types import KVLease, SamplingParams, TokenLogprobs
 
 # Token ids, array("i"). A prompt is the one thing here that is long: as an array it travels as its bytes, where a tuple
 # would be made of one object per token on every rank. Nobody changes one that is in a message.
@@ -60,11 +60,13 @@ LanePlan = tuple[Row, ...]
 
 class KVLoad(msgspec.Struct, frozen=True, array_like=True):
     """Bring back what is stored under `keys[i]` into `blocks[i]`, from the first on up to the first that isn't there.
-    `number`: of the load, in this epoch."""
+    `number`: of the load, in this epoch. `lease`: it is in `lease.blocks[i]` of another engine, if that block still has
+    the key; else in this engine's own store."""
 
     number: int
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
+    lease: KVLease | None = None
 
 
 class KVWork(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +84,8 @@ class KVWork(msgspec.Struct, frozen=True, array_like=True):
 class KVNews(msgspec.Struct, frozen=True, array_like=True):
     """What a rank's connector has done since it last said so. Every load that isn't dropped ends in `loaded` (number,
     blocks from the first on that are there whole, seconds), every save in `stored` or in `refused`. `gone`: keys that
-    can't be brought back any more; `errors`: counted by kind; `why`: nothing is stored now, in words."""
+    can't be brought back any more; `errors`: counted by kind; `why`: nothing is stored now, in words; `failed`: of
+    loads from other engines that ended early, why, in a word."""
 
     loaded: tuple[tuple[int, int, float], ...] = ()
     stored: tuple[bytes, ...] = ()
@@ -90,6 +93,7 @@ class KVNews(msgspec.Struct, frozen=True, array_like=True):
     gone: tuple[bytes, ...] = ()
     errors: dict[str, int] = {}
     why: str = ""
+    failed: dict[int, str] = {}
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):

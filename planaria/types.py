@@ -32,6 +32,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    LENT = "lent"  # of no request: it goes on in another engine, with what this one has computed
 
 
 @dataclass(frozen=True)
@@ -235,12 +236,23 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
                 yield token, logprob, rank
 
 
+class KVLease(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of an engine that hold the beginning of a history, kept for who goes on with it (planaria.core.transfer).
+    id: of the lease; number: of the KV, and so of the engine's process and epoch; blocks: from the history's first on;
+    memory: the file they are in, as planaria.node.Shared."""
+
+    id: int
+    number: int
+    blocks: tuple[int, ...]
+    memory: tuple[int, int, int]
+
+
 class Request:
     """The only durable thing in the engine. `history = prompt + output`; `computed` says how much of it is in KV."""
 
     __slots__ = (
-        "arrival", "computed", "eos_ids", "id", "lane", "max_tokens", "output", "params", "persist", "priority",
-        "prompt", "salt", "seed",
+        "arrival", "computed", "eos_ids", "id", "lane", "lease", "lends", "max_tokens", "output", "params", "persist",
+        "priority", "prompt", "salt", "seed",
     )  # fmt: skip
 
     def __init__(
@@ -257,11 +269,14 @@ class Request:
         output: list[int] | None = None,
         salt: str = "",
         persist: bool = False,
+        lends: bool = False,
+        lease: KVLease | None = None,
     ) -> None:
         self.id, self.prompt, self.params, self.seed = id, prompt, params, seed
         self.max_tokens, self.eos_ids, self.arrival, self.priority = max_tokens, eos_ids, arrival, priority
         self.output: list[int] = output if output is not None else []
         self.salt, self.persist = salt, persist  # whose KV it may share; is its own wanted again?
+        self.lends, self.lease = lends, lease  # after its first token; what another engine has lent to it
         self.computed = 0
         self.lane: int | None = None
 
@@ -289,3 +304,4 @@ class Delta(msgspec.Struct, array_like=True):
     num_cached: int = 0  # prompt tokens that came from the prefix cache (known at the first delta)
     queued: float = 0.0  # seconds until its first step was planned (known at the first delta)
     error: str | None = None
+    lease: KVLease | None = None  # with finish "lent"

@@ -10,15 +10,17 @@ import msgspec
 from planaria.core.stats import EngineStats as EngineStats
 from planaria.core.stats import ExpertStats as ExpertStats
 from planaria.core.stats import TierStats as TierStats
+from planaria.core.stats import TransferStats as TransferStats
 from planaria.topology import LaneGroup, Layout
 from planaria.topology.table import CameUp
-from planaria.types import Delta, SamplingParams
+from planaria.types import Delta, KVLease, SamplingParams
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """One sequence to generate (a request with n > 1 is n of these). `output`: tokens it already has (re-admission).
     `cache_salt`: its KV is found by requests with the same one alone. `persist`: what is computed of it is wanted
-    again, also after a restart."""
+    again, also after a restart. `lends`: it ends here with its first token, finish "lent", and goes on elsewhere with
+    the lease of that delta; `lease`: what another engine has lent to it."""
 
     id: str
     prompt: list[int]
@@ -30,6 +32,15 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     output: list[int] = []
     cache_salt: str = ""
     persist: bool = False
+    lends: bool = False
+    lease: KVLease | None = None
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """Nobody needs the lease `id` of the KV `number` any more. Unknown ones are ignored."""
+
+    number: int
+    id: int
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -257,7 +268,7 @@ class EngineState(msgspec.Struct, frozen=True):
         return "leaving" if self.leaving else self.state
 
 
-ToEngine = Submit | Cancel | Gone | Report | ReportExperts | ResizeEngine | Share | Shutdown
+ToEngine = Submit | Cancel | Release | Gone | Report | ReportExperts | ResizeEngine | Share | Shutdown
 StartUpNews = Phase | Progress
 FromEngine = (
     EngineFacts

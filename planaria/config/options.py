@@ -525,6 +525,7 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     engine_nodes: Annotated[EngineNodes | None, UNHASHED] = None  # of several engines on nodes without Ray
     ray_dp_pack_strategy: str = "strict"  # see planaria.topology.packing
     lanes: Annotated[int, UNHASHED] = 1  # of an engine: its data-parallel ranks, which share the model's experts
+    splits_prefill: Annotated[bool, UNHASHED] = False  # engines of two kinds read each other's KV
     api_process_rank: Annotated[int, UNHASHED] = 0  # which of these server processes this is; -1: it is an engine's
     eplb_config: EPLBConfig = EPLBConfig()  # type: ignore[assignment]
     all2all_backend: str = DEFAULT

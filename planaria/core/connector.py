@@ -1,5 +1,6 @@
-"""KV that is kept outside of memory: which blocks of a request are fetched, which are saved. The core's side of a
-connector; what a rank does is planaria.worker.connector, and between them are `StepPlan.kv` and `StepResult.kv`.
+"""KV that is kept outside of memory, or in another engine's: which blocks of a request are fetched, which are saved.
+The core's side of a connector; what a rank does is planaria.worker.connector, and between them are `StepPlan.kv` and
+`StepResult.kv`. How blocks come to count, and who holds them for others, is planaria.core.transfer.
 
 Rules it keeps
 - A key is usable only where every rank of the lane has said that it has its part. A block counts as loaded only when
@@ -19,10 +20,15 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from planaria.core.kv_cache import KEY, BlockKey
+import msgspec
+
+from planaria.core.kv_cache import BlockKey
 from planaria.core.sequence import SequenceState
-from planaria.core.stats import TierStats
+from planaria.core.stats import TierStats, TransferStats
+from planaria.core.transfer import Fetch
+from planaria.hosts.kv_keys import KEY
 from planaria.protocol import KVLoad, KVNews, KVWork
+from planaria.types import KVLease
 
 if TYPE_CHECKING:
     from planaria.core.scheduler import Lane
@@ -70,20 +76,6 @@ def _mean(before: float | None, new: float) -> float:
     return new if before is None else before + SMOOTH * (new - before)
 
 
-class Fetch:
-    """Blocks of a request on their way. hits: of memory, before them; missing: ranks that haven't answered (bits);
-    usable: blocks from the first on that all who have answered have."""
-
-    __slots__ = ("began", "blocks", "entry", "hits", "keys", "missing", "number", "seconds", "until", "usable")
-
-    def __init__(
-        self, number: int, entry: SequenceState, hits: list[int], keys: list[BlockKey], blocks: list[int], ranks: int,
-    ) -> None:  # fmt: skip
-        self.number, self.entry, self.hits, self.keys, self.blocks = number, entry, hits, keys, blocks
-        self.missing, self.usable, self.seconds = ranks, len(blocks), 0.0
-        self.began = self.until = 0.0
-
-
 class TierCounts:
     """Of an engine, whatever becomes of its lanes. block_bytes: of one rank's part of a block; busy_bytes, idle_bytes:
     that a rank copies in a step which computes, or doesn't."""
@@ -94,6 +86,25 @@ class TierCounts:
         self.saved_bytes = self.loaded_bytes = 0
         self.errors: Counter[str] = Counter()
         self.rates = Rates()
+        self.transfers = TransferStats()
+
+    def ended(self, fetch: Fetch, block_size: int, ranks: int, now: float) -> None:
+        """All ranks have answered."""
+        usable, missing = fetch.usable, fetch.usable < len(fetch.blocks)
+        if fetch.lease is not None:
+            self.transferred(fetch, usable, ranks, (fetch.failed or "missing") if missing else "")
+            return
+        if usable:
+            self.rates.loaded(usable, fetch.seconds, now)
+        if missing:
+            self.errors["missing"] += 1
+        self.hits += usable * block_size
+        self.loaded_bytes += usable * self.block_bytes * ranks
+
+    def transferred(self, fetch: Fetch, usable: int, ranks: int, failed: str) -> None:
+        bytes = usable * ranks * self.block_bytes
+        done = TransferStats(1, usable, bytes, fetch.seconds, {failed: 1} if failed else {})
+        self.transfers = self.transfers.added(done)
 
     def stats(self, lanes: Iterable[LaneConnector]) -> TierStats:
         lanes = list(lanes)
@@ -105,10 +116,11 @@ class TierCounts:
 
 
 class LaneConnector:
-    """Of one lane in one epoch. stored: of each of its ranks, the keys that it has, one behind the other."""
+    """Of one lane in one epoch. stored: of each of its ranks, the keys that it has, one behind the other; saves: there
+    is somewhere to save blocks."""
 
-    def __init__(self, lane: Lane, stored: Sequence[bytes], counts: TierCounts) -> None:
-        self.lane, self.counts, self.rates = lane, counts, counts.rates
+    def __init__(self, lane: Lane, stored: Sequence[bytes], counts: TierCounts, *, saves: bool = True) -> None:
+        self.lane, self.counts, self.rates, self.saves = lane, counts, counts.rates, saves
         self.all = (1 << len(stored)) - 1
         self.ranks_of: dict[BlockKey, int] = {}  # ranks that have a key, as bits
         self.num_stored = 0  # keys that all have
@@ -153,7 +165,7 @@ class LaneConnector:
         for key in news.refused:
             self._answered(rank, key)
         for number, count, seconds in news.loaded:
-            self._loaded(rank, number, count, seconds)
+            self._loaded(rank, number, count, seconds, news.failed.get(number, ""))
 
     def _answered(self, rank: int, key: BlockKey) -> None:
         missing = self.saving.get(key)
@@ -167,13 +179,9 @@ class LaneConnector:
             self.counts.saved += 1
             self.counts.saved_bytes += self.counts.block_bytes * self.all.bit_count()
 
-    def _loaded(self, rank: int, number: int, count: int, seconds: float) -> None:
+    def _loaded(self, rank: int, number: int, count: int, seconds: float, failed: str) -> None:
         fetch = self.fetches.get(number)
-        if fetch is None:  # dropped
-            return
-        fetch.missing &= ~(1 << rank)
-        fetch.usable, fetch.seconds = min(fetch.usable, count), max(fetch.seconds, seconds)
-        if not fetch.missing:
+        if fetch is not None and fetch.confirm(rank, count, seconds, failed):  # else it was dropped
             self._done(fetch)
 
     # -- fetching
@@ -184,26 +192,36 @@ class LaneConnector:
         if entry.fetched:
             return entry.fetch is not None
         lane, first = self.lane, len(hits)
+        free = lane.pool.num_free - lane.pool.num_idle(hits)
+        if (lease := entry.request.lease) is not None and free >= usable - first:
+            entry.request.lease = None  # once
+            if blocks := lease.blocks[first:usable]:
+                lease = msgspec.structs.replace(lease, blocks=blocks)
+                self._begin(entry, hits, entry.keys[first : first + len(blocks)], lease)
+                return True
         keys = entry.keys[first:usable]
         count = next((i for i, key in enumerate(keys) if self.ranks_of.get(key) != self.all), len(keys))
         queued = sum(len(fetch.blocks) for fetch in self.fetches.values())
         tokens = count * lane.block_size
-        free = lane.pool.num_free - lane.pool.num_idle(hits)
         if count < LEAST or count > free or not self.rates.worth(count, queued, tokens, lane.now):
             return False
         self.counts.queries += usable * lane.block_size - first * lane.block_size
+        self._begin(entry, hits, keys[:count])
+        return True
+
+    def _begin(self, entry: SequenceState, hits: list[int], keys: list[BlockKey], lease: KVLease | None = None) -> None:
+        lane = self.lane
         lane.pool.share(hits)
         self.numbers += 1
-        fetch = Fetch(self.numbers, entry, list(hits), keys[:count], lane.pool.take(count), self.all)
-        patience = UNKNOWN if self.rates.token is None else tokens * self.rates.token
+        fetch = Fetch(self.numbers, entry, list(hits), keys, lane.pool.take(len(keys)), self.all, lease)
+        patience = UNKNOWN if self.rates.token is None else len(keys) * lane.block_size * self.rates.token
         fetch.began, fetch.until = lane.now, lane.now + max(PATIENCE, patience)
         self.fetches[fetch.number] = fetch
         entry.fetch, entry.fetched = fetch, True
         entry.owned = [key for key in fetch.keys if key not in lane.computing]
         for key in entry.owned:
             lane.computing[key] = entry
-        self.loads.append(KVLoad(fetch.number, tuple(fetch.keys), tuple(fetch.blocks)))
-        return True
+        self.loads.append(fetch.load)
 
     def _done(self, fetch: Fetch) -> None:
         """All ranks have what is usable of it, and their checksums fit: the request waits with it."""
@@ -212,13 +230,7 @@ class LaneConnector:
         for key, block in zip(fetch.keys[:usable], fetch.blocks, strict=False):
             lane.pool.remember(block, key)
         lane.pool.release(fetch.blocks[usable:])
-        if usable:
-            self.rates.loaded(usable, fetch.seconds, lane.now)
-        if usable < len(fetch.blocks):
-            self.counts.errors["missing"] += 1
-        tokens = usable * lane.block_size
-        self.counts.hits += tokens
-        self.counts.loaded_bytes += usable * self.counts.block_bytes * self.all.bit_count()
+        self.counts.ended(fetch, lane.block_size, self.all.bit_count(), lane.now)
         request = entry.request
         entry.blocks = fetch.hits + fetch.blocks[:usable]
         entry.remembered = len(entry.blocks)
@@ -237,9 +249,11 @@ class LaneConnector:
             self.lane.computing.pop(key, None)
         fetch.entry.owned = []
 
-    def drop(self, fetch: Fetch) -> None:
+    def drop(self, fetch: Fetch, why: str = "dropped") -> None:
         """Nobody waits for it any more."""
         self._end(fetch)
+        if fetch.lease is not None:
+            self.counts.transferred(fetch, 0, 0, why)
         self.loads = [load for load in self.loads if load.number != fetch.number]
         self.dropped.append(fetch.number)
         self.lane.pool.release(fetch.hits + fetch.blocks)
@@ -266,7 +280,7 @@ class LaneConnector:
 
     def want(self, keys: Iterable[BlockKey], blocks: Iterable[int]) -> None:
         """Save these blocks, which are committed."""
-        if any(self.why.values()):
+        if not self.saves or any(self.why.values()):
             return
         for key, block in zip(keys, blocks, strict=False):
             known = self.ranks_of.get(key) == self.all or key in self.saving or key in self.queue
@@ -308,8 +322,9 @@ class LaneConnector:
         """Give up what takes too long."""
         for fetch in [fetch for fetch in self.fetches.values() if self.lane.now >= fetch.until]:
             self.counts.given_up += 1
-            self.rates.slow(len(fetch.blocks), self.lane.now - fetch.began, self.lane.now)
-            self.drop(fetch)
+            if fetch.lease is None:
+                self.rates.slow(len(fetch.blocks), self.lane.now - fetch.began, self.lane.now)
+            self.drop(fetch, "slow")
 
     def work(self, tokens: int, *, computes: bool) -> KVWork | None:
         """For the step that is planned, after its rows, with so many tokens of histories: what is saved keeps pace with

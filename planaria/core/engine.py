@@ -19,6 +19,7 @@ from planaria.core.kv_index import LaneIndex, NoIndex, name_of
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.core.stats import DraftStats, EngineStats
+from planaria.core.transfer import expire, lenders, lent
 from planaria.protocol import KVNews, KVWork, StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request
 
@@ -52,13 +53,13 @@ class EngineCore:
         self.lane_ranks = 1
         self.sizes: dict[int, int] = {}  # tokens of steps in flight, where rates are measured
 
-    def connect(self, stored: Mapping[int, bytes], block_bytes: int) -> None:
-        """Ranks can keep blocks outside of memory. stored: the keys that each has, one behind the other; block_bytes:
-        of a rank's part of a block."""
+    def connect(self, stored: Mapping[int, bytes], block_bytes: int, *, saves: bool = True) -> None:
+        """Ranks can have blocks from outside of memory. stored: the keys that each has there, one behind the other;
+        block_bytes: of a rank's part of a block; saves: they can keep blocks there, too."""
         self.tier.block_bytes, self.lane_ranks = max(1, block_bytes), len(stored) // len(self.lanes)
         for number, lane in enumerate(self.lanes):
             ranks = range(number * self.lane_ranks, (number + 1) * self.lane_ranks)
-            lane.connector = LaneConnector(lane, [stored[rank] for rank in ranks], self.tier)
+            lane.connector = LaneConnector(lane, [stored[rank] for rank in ranks], self.tier, saves=saves)
 
     def full_blocks(self) -> list[set[int]]:
         """Of each lane, blocks that are full and count."""
@@ -135,6 +136,7 @@ class EngineCore:
         """
         if self.adopted:
             self._drop_unclaimed(now)
+        expire(self.lanes, now)
         if not any(lane.has_work() for lane in self.lanes):
             return None
         if self.quarantine.faults and not self._only_suspects():
@@ -286,7 +288,7 @@ class EngineCore:
         """A token, or its end, shows that a request is not what failed. It waits while others have to run alone."""
         was_alone = self.quarantine.cleared(delta.request_id)
         if was_alone and delta.finish is None and self.quarantine.suspects():
-            self.lane_of[delta.request_id].pause(delta.request_id)
+            holding.pause(self.lane_of[delta.request_id], delta.request_id)
         self._release()
 
     def _release(self) -> None:
@@ -309,6 +311,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         lanes = self.lanes
+        found = [lane.connector for lane in lanes if lane.connector is not None and lane.connector.saves]
         return EngineStats(
             step=self.committed,
             epoch=self.epoch,
@@ -321,6 +324,7 @@ class EngineCore:
             prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
             generation_tokens=self.generation_tokens,
             replayed_tokens=self.replayed_tokens,
-            tier=self.tier.stats(found) if (found := [lane.connector for lane in lanes if lane.connector]) else None,
+            tier=self.tier.stats(found) if found else None,
             drafts=reduce(DraftStats.added, (lane.drafts for lane in lanes)) if self.config.max_drafts else None,
+            transfers=self.tier.transfers.added(lent(lanes)) if lenders(lanes) else None,
         )

@@ -136,3 +136,13 @@ def again(lane: Lane, row: int) -> None:
         lane.leave(entry, at_once=True)
     lane.rewind(entry)
     heapq.heappush(lane.waiting, (entry.key, entry))
+
+
+def pause(lane: Lane, request_id: str) -> None:
+    """Send a running request back to waiting; its tokens stay."""
+    entry = lane.entries[request_id]
+    if entry.row is not None and not entry.leaving:
+        lane.leave(entry, at_once=True)
+        lane.rewind(entry)
+        heapq.heappush(lane.waiting, (entry.key, entry))
+        lane.collect()

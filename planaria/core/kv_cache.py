@@ -18,8 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
+from planaria.hosts.kv_keys import KEY
+
 BlockKey = bytes
-KEY = 16  # bytes
 
 
 class KeyScope(NamedTuple):

@@ -16,30 +16,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from planaria.core.kv_cache import KEY, BlockKey
+from planaria.core.kv_cache import BlockKey
+from planaria.hosts.kv_keys import DIGEST, FIRST, HEAD, KEY, Shape
 from planaria.types import Request
-
-HEAD, DIGEST = 6, 64  # numbers, bytes
-FIRST = HEAD * 8 + DIGEST
-
-
-class Shape(NamedTuple):
-    """Of KV: lanes, blocks of each, tokens of a block, rows, blocks of a row at most."""
-
-    lanes: int
-    num_blocks: int
-    block_size: int
-    rows: int
-    width: int
-
-    @property
-    def lane_bytes(self) -> int:
-        size = self.num_blocks * (KEY + 1) + self.rows * (8 + 4 + 4 * self.width + KEY)
-        return -(-size // 64) * 64
-
-    @property
-    def size(self) -> int:
-        return FIRST + 16 + self.lanes * self.lane_bytes
 
 
 class HeldBlocks(NamedTuple):
@@ -115,15 +94,8 @@ class BufferIndex:
         self._counts = part(rows * 4).cast("i")
         self._tables = part(rows * 4 * shape.width).cast("i")
         self._names = part(rows * KEY)
-        self._keys = part(shape.num_blocks * KEY)
-        self._flags = part(shape.num_blocks)
-
-    def remember(self, block: int, key: BlockKey) -> None:
-        self._keys[block * KEY : (block + 1) * KEY] = key
-        self._flags[block] = 1
-
-    def forget(self, block: int) -> None:
-        self._flags[block] = 0
+        self.keys = shape.keys_of(buffer, number)
+        self.remember, self.forget = self.keys.remember, self.keys.forget
 
     def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None:
         self._counts[row] = 0
@@ -142,16 +114,13 @@ class BufferIndex:
 
     def load(self) -> tuple[dict[int, BlockKey], dict[bytes, HeldBlocks]]:
         """Keys by block, and what rows hold by name."""
-        keys = {
-            block: bytes(self._keys[block * KEY : (block + 1) * KEY]) for block, set in enumerate(self._flags) if set
-        }
         held = {}
         for row, count in enumerate(self._counts):
             blocks = self._tables[row * self.shape.width : row * self.shape.width + count].tolist()
             length = min(self.lengths[row], count * self.shape.block_size)
             if length > 0:
                 held[bytes(self._names[row * KEY : (row + 1) * KEY])] = HeldBlocks(blocks, length)
-        return keys, held
+        return self.keys.all(), held
 
 
 def full_blocks(index: LaneIndex) -> set[int]:

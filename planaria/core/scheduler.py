@@ -31,6 +31,7 @@ from planaria.core.policy import POLICIES, Key
 from planaria.core.sequence import NEVER, MicroStep, SequenceState
 from planaria.core.stats import DraftStats
 from planaria.core.step import StepBuilder
+from planaria.core.transfer import Lender
 from planaria.protocol import LanePlan, LaneResult
 from planaria.types import Delta, FinishReason, Request, TokenLogprobs
 
@@ -58,6 +59,7 @@ class Lane:
         self.index: LaneIndex = index or NoIndex(scheduler.max_num_seqs)
         self.held: dict[bytes, HeldBlocks] = {}  # of requests that may come, by name
         self.connector: LaneConnector | None = None  # to what is kept outside of memory
+        self.lender: Lender | None = None  # to other engines
         self.reset(0)
 
     def reset(self, step: int, pool: BlockPool | None = None) -> None:
@@ -111,22 +113,13 @@ class Lane:
             return None
         entry.open = False
         self._quit(entry)
-        self._collect()
+        self.collect()
         return entry
 
     def present(self) -> list[str]:
         """Requests that a step in flight may be computing, in the order they would be served."""
         held = (entry for entry in self.at_row if entry is not None and entry.open)
         return [entry.request.id for entry in sorted(held, key=lambda e: e.key)]
-
-    def pause(self, request_id: str) -> None:
-        """Send a running request back to waiting; its tokens stay."""
-        entry = self.entries[request_id]
-        if entry.row is not None and not entry.leaving:
-            self.leave(entry, at_once=True)
-            self.rewind(entry)
-            heapq.heappush(self.waiting, (entry.key, entry))
-            self._collect()
 
     def lost(self, step: int, micro_steps: int, *, kept: bool = False) -> None:
         """The worker's state is gone: every open request waits again, in its old order, with its tokens. kept: but not
@@ -137,6 +130,8 @@ class Lane:
             self.connector = None
         if kept:
             holding.hold_all(self)
+        else:
+            self.lender = None
         for entry in self.entries.values():
             if not kept:
                 self.rewind(entry)
@@ -221,7 +216,8 @@ class Lane:
     def preempt(self) -> int:
         """Send the last running request in policy order back to waiting. Returns its row, -1 where blocks come from one
         that waits with some."""
-        if (self.connector is not None and self.connector.make_room()) or holding.make_room(self, self.waiting):
+        lenders = (self.connector, self.lender)
+        if any(each is not None and each.make_room() for each in lenders) or holding.make_room(self, self.waiting):
             return -1
         running = [e for e in self.entries.values() if e.row is not None and (e.auto or e in self.prefilling)]
         victim = max(running, key=lambda e: e.key)
@@ -231,7 +227,7 @@ class Lane:
         self.rewind(victim)
         heapq.heappush(self.waiting, (victim.key, victim))
         self.preemptions += 1
-        self._collect()
+        self.collect()
         return row
 
     def rewind(self, entry: SequenceState) -> None:
@@ -242,7 +238,7 @@ class Lane:
         entry.blocks, entry.owned, entry.remembered, entry.fetched = [], [], 0, False
         entry.end_tick = entry.next_event = NEVER
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Take back what no step in flight needs. Not in the midst of a commit: rows that follow may be leaving, and
         have their last token in it."""
         kept: deque[tuple[int, int, list[int]]] = deque()
@@ -285,7 +281,7 @@ class Lane:
             if at is not None and at.open:
                 deltas.append(self._finish(at, Delta(at.request.id, len(at.request.output), [], error=message),
                                            FinishReason.ERROR))  # fmt: skip
-        self._collect()
+        self.collect()
         return deltas
 
     def token(self, entry: SequenceState, token: int, logprobs: list[TokenLogprobs] | None) -> Delta:
@@ -307,6 +303,9 @@ class Lane:
             return self._finish(entry, delta, FinishReason.STOP)
         if len(output) >= request.max_tokens:
             return self._finish(entry, delta, FinishReason.LENGTH)
+        if request.lends and self.lender is not None:
+            delta.lease = self.lender.lend(entry)
+            return self._finish(entry, delta, FinishReason.LENT)
         return delta
 
     def computed_to(self, entry: SequenceState, cursor: int) -> None:

@@ -9,7 +9,7 @@ from planaria.core.policy import Key
 from planaria.types import Request, TokenLogprobs
 
 if TYPE_CHECKING:
-    from planaria.core.connector import Fetch
+    from planaria.core.transfer import Fetch
 
 NEVER = 1 << 62
 

@@ -31,6 +31,29 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     why: str = ""  # nothing is written now; empty: all is well
 
 
+class TransferStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of KV blocks between engines of a server. Counters count from the engine's start."""
+
+    transfers: int = 0  # that were begun here
+    blocks: int = 0  # that came, and count
+    received_bytes: int = 0  # by all ranks
+    seconds: float = 0.0  # until all ranks had theirs
+    failed: dict[str, int] = {}  # transfers of which not all came, by reason
+    lent: int = 0  # histories
+    held: int = 0  # blocks that are lent now
+    expired: int = 0  # leases that nobody released
+    taken_back: int = 0  # because running requests needed the memory
+
+    def added(self, other: TransferStats) -> TransferStats:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        reasons = {**self.failed, **other.failed}
+        failed = {why: self.failed.get(why, 0) + other.failed.get(why, 0) for why in reasons}
+        return TransferStats(**sums, failed=failed, held=other.held)
+
+
+_SUMMED = ("transfers", "blocks", "received_bytes", "seconds", "lent", "expired", "taken_back")
+
+
 class DraftStats(msgspec.Struct, frozen=True, array_like=True):
     """Of tokens that workers guessed and steps checked. accepted: how many were right, by their place behind a row's
     last token. Counters count from the engine's start."""
@@ -71,3 +94,4 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     experts: ExpertStats | None = None  # None: they are not balanced
     tier: TierStats | None = None  # None: there is none
     drafts: DraftStats | None = None  # None: no row drafts
+    transfers: TransferStats | None = None  # None: the server has engines of one kind

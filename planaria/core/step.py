@@ -166,7 +166,8 @@ class StepBuilder:
                 holders = [item, *passed, *lane.waiting]
                 holder = holding.last(holders)
                 may = lane.held or (holder is not None and (holder.key >= entry.key or lane.only is not None))
-                if may and holding.make_room(lane, holders):
+                alone = lane.lender is not None and lane.lender.make_room(alone=True)
+                if alone or (may and holding.make_room(lane, holders)):
                     heapq.heappush(lane.waiting, item)
                     continue
                 passed.append(item)
@@ -235,5 +236,6 @@ class StepBuilder:
         turn.num_rows += 1
         entry.auto, entry.turn = True, self.number
         entry.auto_from, entry.auto_start = turn.tick + 1, entry.planned
-        entry.end_tick = turn.tick + entry.request.max_tokens - len(entry.request.output) if not self.drafts else NEVER
+        tokens = 1 if entry.request.lends else entry.request.max_tokens - len(entry.request.output)
+        entry.end_tick = turn.tick + tokens if not self.drafts else NEVER
         self._schedule(entry)

@@ -14,6 +14,7 @@ import msgspec
 
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
+from planaria.core.transfer import lend_from
 from planaria.errors import CapacityError, WorkersLost
 from planaria.executor.gang import Gang, Refusal
 from planaria.executor.recovery import Reformations, Replay, layout_name, told, told_replay
@@ -125,8 +126,11 @@ class Epochs:
         if damaged := sum(map(len, self.gang.kv.damaged.values())):
             logger.warning("%d KV blocks are not what their checksums say, and are computed again", damaged)
             core.cut(self.gang.kv.damaged)
-        if self.gang.kv.stored:
-            core.connect(self.gang.kv.stored, self.gang.kv.block_bytes)
+        kv = self.gang.kv
+        if kv.stored:
+            core.connect(kv.stored, kv.block_bytes, saves=kv.config.cache.kv_tier is not None)
+        if kv.config.parallel.splits_prefill and kv.origin is not None:
+            lend_from(core.lanes, kv.there.number, msgspec.structs.astuple(kv.origin))
 
     def watch(self, deltas: list[Delta]) -> bool:
         """Tell when all sequences go on that a fault had interrupted. Is that so now?"""

@@ -14,9 +14,10 @@ from planaria.config.digest import compute_hash
 from planaria.config.options import EngineConfig
 from planaria.core import kv_index
 from planaria.core.kv_cache import KeyScope
-from planaria.core.kv_index import BufferIndex, LaneIndex, Shape
+from planaria.core.kv_index import BufferIndex, LaneIndex
 from planaria.errors import CapacityError
 from planaria.executor.bring_up import BringUp, CommittedKV
+from planaria.hosts.kv_keys import FIRST, Shape
 from planaria.node import Shared
 from planaria.topology import Layout
 
@@ -73,7 +74,7 @@ class GangKV:
         layout = self.config.parallel.layout
         # Numbers begin anywhere: what another engine has left on some node must not bear the number of this one's.
         self.there = CommittedKV(layout, int.from_bytes(os.urandom(6), "little"))
-        left = kv_index.found(self.memory.index(kv_index.FIRST), self._digest(layout))
+        left = kv_index.found(self.memory.index(FIRST), self._digest(layout))
         if left is not None and left[1] == self._shape(layout, left[1].num_blocks):
             number, shape = left
             buffer = self.memory.index(shape.size)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from planaria.config.options import EngineConfig
+from planaria.core import transfer
 from planaria.core.engine import EngineCore
 from planaria.errors import EngineDead, PlanariaError, UserError, WorkersLost
 from planaria.executor.backend import Launcher, Link
@@ -40,6 +41,7 @@ from planaria.wire import (
     EngineFacts,
     FromEngine,
     Output,
+    Release,
     Report,
     ReportExperts,
     ResizeEngine,
@@ -104,7 +106,7 @@ class EngineLoop:
             self.core.lost(gang.epoch, gang.num_blocks, layout.pp, kept=kv.kept, indexes=kv.indexes)
         self.epochs.connect(self.core)
         kv.known = self.core.full_blocks
-        self._limit_steps()
+        self.limit_steps()
         gang.seconds["engine"] = self.clock() - began
         self.balancing.formed()
         gang.stand_by()
@@ -150,13 +152,17 @@ class EngineLoop:
         self.on_loss()
 
     def watches(self) -> bool:
-        """Are there ranks whose silence must be looked for, by calling `check` about once a second?"""
-        return self.gang.link is not None and bool(self.gang.link.pulses())
+        """Are there ranks whose silence must be looked for, or leases whose end, by calling `check` about once a
+        second?"""
+        lends = self.core is not None and any(lender.leases for lender in transfer.lenders(self.core.lanes))
+        return lends or (self.gang.link is not None and bool(self.gang.link.pulses()))
 
     def check(self) -> None:
         """Look for ranks that ended or fell silent while nothing was running; about once a second."""
         if self.gang.link is None or self.dead is not None:
             return
+        if self.core is not None and transfer.expire(self.core.lanes, self.clock()):
+            self._emit([], stepped=True)
         try:
             self.gang.check()
             self.layout_change.look(not self._has_work())
@@ -203,16 +209,20 @@ class EngineLoop:
                     message.id, message.prompt, message.params, message.seed, max_tokens=message.max_tokens,
                     eos_ids=message.eos_ids, arrival=self.clock(), priority=message.priority,
                     output=list(message.output), salt=message.cache_salt, persist=message.persist,
+                    lends=message.lends, lease=message.lease,
                 )  # fmt: skip
                 self._emit(self.core.admit(request))
             case Cancel():
                 self._emit(self.core.cancel(message.id))
+            case Release():
+                transfer.release(self.core.lanes, message.number, message.id)
+                self._emit([], stepped=True)
             case Report():
                 self.reports.ask(self.dead is not None)
             case ReportExperts():
                 self.emit(self.balancing.report())
             case Share():
-                self._share(message.engines)
+                share(self, message.engines)
             case ResizeEngine():
                 try:
                     self.layout_change.ask(message, self.dead is not None)
@@ -221,17 +231,7 @@ class EngineLoop:
             case Shutdown():
                 self.stopping, self.gang.launcher.followed = True, message.followed
 
-    def _share(self, engines: int) -> None:
-        """Take another share of the node's cores: at once where a rank computes alone, else with the next epoch."""
-        gang = self.gang
-        device = msgspec.structs.replace(gang.config.device, sharers=engines)
-        gang.config = msgspec.structs.replace(gang.config, device=device)
-        if gang.link is not None and self.dead is None and gang.ledger.world_size == 1:
-            self._limit_steps()
-            (boot,) = boots_for(gang.config, gang.places, gang.link)
-            self.call("use_threads", (boot.threads,))
-
-    def _limit_steps(self) -> None:
+    def limit_steps(self) -> None:
         """With few threads a step of many tokens takes long, and every stream waits for it."""
         if self.core is not None and self.gang.link is not None and self.config.scheduler.auto_batched_tokens:
             threads = min(boot.threads for boot in boots_for(self.gang.config, self.gang.places, self.gang.link))
@@ -311,7 +311,7 @@ class EngineLoop:
         if ticket.failed is not None:
             raise self.gang.loss_of(self.gang.root_cause(ticket.failed))
         if isinstance(ticket.command, StepPlan):
-            if self.config.cache.kv_tier is not None:
+            if self.core.lanes[0].connector is not None:
                 self.core.hear(news_of(ticket))
             drawn = [ticket.replies[rank] for rank in self.gang.layout.drawing]
             self._commit(ticket.command, [reply for reply in drawn if isinstance(reply, StepResult)])
@@ -366,6 +366,17 @@ def news_of(ticket: Ticket) -> dict[int, KVNews]:
     """What ranks' connectors said with a step, by rank."""
     said = {rank: reply.kv for rank, reply in ticket.replies.items() if isinstance(reply, StepResult)}
     return {rank: news for rank, news in said.items() if news is not None}
+
+
+def share(loop: EngineLoop, engines: int) -> None:
+    """Take another share of the node's cores: at once where a rank computes alone, else with the next epoch."""
+    gang = loop.gang
+    device = msgspec.structs.replace(gang.config.device, sharers=engines)
+    gang.config = msgspec.structs.replace(gang.config, device=device)
+    if gang.link is not None and loop.dead is None and gang.ledger.world_size == 1:
+        loop.limit_steps()
+        (boot,) = boots_for(gang.config, gang.places, gang.link)
+        loop.call("use_threads", (boot.threads,))
 
 
 def save_last(loop: EngineLoop) -> None:

@@ -24,7 +24,7 @@ class Unconnected:
         return b""
 
     def begin(self, work: KVWork) -> None:
-        self._loads += [(load.number, 0, 0.0) for load in work.loads]
+        self._loads += [(load.number, 0, 0.0) for load in work.loads if load.lease is None]
         self._refused += [key for key, _ in work.saves]
 
     def finished(self, *, waits: bool) -> KVNews | None:

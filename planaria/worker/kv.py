@@ -14,15 +14,16 @@ import msgspec
 import numpy as np
 
 from planaria.checkpoint.identity import weights_digest
-from planaria.config.digest import compared
+from planaria.config.digest import compared, compute_hash
 from planaria.config.options import EngineConfig
 from planaria.errors import ConfigError
 from planaria.executor.boot import RankBoot
 from planaria.hosts.memory import KVMemory
 from planaria.node import ProcessGone
-from planaria.protocol import KVNews, StepPlan
+from planaria.protocol import KVNews, KVWork, StepPlan
 from planaria.topology.layout import Layout
 from planaria.worker.connector import RankConnector, Unconnected
+from planaria.worker.kv_shared import SharedKV
 from planaria.worker.kv_sums import BlockSums
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class RankKV:
         self.made: tuple[int, int] | None = None
         self.own = False  # has this process computed what is in them?
         self.connector: RankConnector | None = None  # of this epoch
+        self.shared: SharedKV | None = None  # of other engines, in this epoch
         self.sums: BlockSums | None = None
         self.enter(boot)
 
@@ -112,9 +114,12 @@ class RankKV:
     def connect(self, config: EngineConfig, layout: Layout, model: Any, ops: Ops) -> dict[str, Any]:
         """Open this rank's part of what is configured. Facts: `stored`, keys."""
         self.disconnect()
+        if config.parallel.splits_prefill and self.memory is not None:
+            blocks, digest = model.kv_blocks(config.cache.block_size), compute_hash(config, str(layout))
+            self.shared = SharedKV(self.rank, blocks, digest, self.sums)
         tier = config.cache.kv_tier
         if tier is None:
-            return {}
+            return {"stored": b""} if self.shared is not None else {}
         from planaria.config.machine import own_folder
         from planaria.worker.kv_store import BlockStore
         from planaria.worker.kv_tier import DiskTier
@@ -141,19 +146,30 @@ class RankKV:
         if self.connector is not None:
             self.connector.close(last=last)
             self.connector = None
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
 
     def begin(self, plan: StepPlan, lane: int) -> None:
         """What comes before a step's computation."""
+        work = plan.kv[lane] if plan.kv else KVWork()
         if plan.kv and self.connector is not None:
-            self.connector.begin(plan.kv[lane])
+            self.connector.begin(work)
+        if self.shared is not None:
+            self.shared.begin(work)
+            self.shared.copy(idle=work.waits)
 
     def finished(self, plan: StepPlan, lane: int, runner: Runner) -> KVNews | None:
         """The step was computed. What came of what was begun with it, and with those before."""
         if self.sums is not None:
             self.sums.filled(plan.lanes[lane], runner)
+        came = self.shared.finished() if self.shared is not None else None
         if self.connector is None:
-            return None
-        return self.connector.finished(waits=bool(plan.kv) and plan.kv[lane].waits)
+            return came
+        news = self.connector.finished(waits=bool(plan.kv) and plan.kv[lane].waits and came is None)
+        if news is None or came is None:
+            return news or came
+        return msgspec.structs.replace(news, loaded=news.loaded + came.loaded, failed=came.failed)
 
 
 def identity_of(config: EngineConfig, layout: Layout, rank: int, kernels: str, weights: str) -> bytes:

@@ -36,6 +36,15 @@ class BlockSums:
         for block in blocks:
             self.table[block] = self._sum(block)
 
+    def copied(self, blocks: Sequence[int], sums: npt.NDArray[np.int64]) -> int:
+        """These came from another engine, where each has such a sum. How many of them, from the first on, hold what
+        they held there?"""
+        for done, (block, sum) in enumerate(zip(blocks, sums.tolist(), strict=True)):
+            if self._sum(block) != sum:
+                return done
+            self.table[block] = sum
+        return len(blocks)
+
     def filled(self, plan: LanePlan, runner: Runner) -> None:
         """A step with this plan was computed. Rows that enter begin with blocks that have theirs."""
         for change in plan:

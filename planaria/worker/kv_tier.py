@@ -70,10 +70,11 @@ class DiskTier:
         return keys
 
     def begin(self, work: KVWork) -> None:
+        loads = [load for load in work.loads if load.lease is None]
         with self._lock:
             self._open.difference_update(work.dropped)
-            self._open.update(load.number for load in work.loads)
-        for load in work.loads:
+            self._open.update(load.number for load in loads)
+        for load in loads:
             self._loads.put(load)
         for key, block in work.saves:
             self._take(key, block)

@@ -1,7 +1,7 @@
 """Lanes of an engine that have nothing in a step: counted, and made by pausing some.
 
-A pause is what a request that must run alone does to the others (`Lane.pause`, `Lane.only`): here to any lane, at any
-time. It ends after a while, or when nothing else is left to compute.
+A pause is what a request that must run alone does to the others (`holding.pause`, `Lane.only`): here to any lane, at
+any time. It ends after a while, or when nothing else is left to compute.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from planaria.core import holding
 from planaria.core.scheduler import Lane
 from planaria.protocol import StepPlan
 
@@ -42,7 +43,7 @@ class Lanes:
         self.sim.world.note("lane {} is paused for {:.2f} s", wish.lane % len(lanes), wish.seconds)
         self.sim.counts["pauses"] += 1
         for id in list(lane.entries):
-            lane.pause(id)
+            holding.pause(lane, id)
         if lane.only is None:
             lane.only = NOBODY
             self.sim.world.at(wish.seconds, self.go_on)

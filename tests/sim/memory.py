@@ -10,7 +10,8 @@ import random
 from array import array
 from typing import TYPE_CHECKING
 
-from planaria.core.kv_index import BufferIndex, Shape, begin, found
+from planaria.core.kv_index import BufferIndex, begin, found
+from planaria.hosts.kv_keys import Shape
 from planaria.hosts.memory import KVMemory
 from planaria.protocol import Allocate, StepPlan
 from planaria.topology import Layout

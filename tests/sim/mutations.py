@@ -227,7 +227,7 @@ def collect_in_the_midst_of_a_commit() -> Iterator[None]:
     def collect(self: Lane, entry: Any, *, keep_open: bool = False, at_once: bool = False) -> None:
         leave(self, entry, keep_open=keep_open, at_once=at_once)
         if not keep_open:
-            self._collect()
+            self.collect()
 
     with patch.object(Lane, "leave", collect):
         yield

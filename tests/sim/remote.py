@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from planaria.core.engine import EngineCore
-from planaria.core.kv_index import Shape
 from planaria.executor.recovery import layout_name
 from planaria.hosts.host import how_it_ended
+from planaria.hosts.kv_keys import Shape
 from planaria.protocol import StepPlan, StepResult
 from planaria.server.engine_client import EngineProcess
 from planaria.topology import Layout

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from planaria.core.connector import Fetch, LaneConnector
+from planaria.core.connector import LaneConnector
 from planaria.core.kv_cache import KeyScope
 from planaria.core.step import StepBuilder
+from planaria.core.transfer import Fetch
 from planaria.protocol import KVWork
 from planaria.topology import Layout
 from planaria.worker import kv, kv_store
@@ -51,14 +52,13 @@ def leave_the_part_out() -> Iterator[None]:
 @contextmanager
 def believe_the_first_rank() -> Iterator[None]:
     """A block is there when one rank has it."""
-    loaded = LaneConnector._loaded
+    confirm = Fetch.confirm
 
-    def first(self: LaneConnector, rank: int, number: int, count: int, seconds: float) -> None:
-        if number in self.fetches:
-            self.fetches[number].missing = 1 << rank
-        loaded(self, rank, number, count, seconds)
+    def first(self: Fetch, rank: int, *said: Any) -> bool:
+        self.missing = 1 << rank
+        return confirm(self, rank, *said)
 
-    with patch.object(LaneConnector, "_loaded", first):
+    with patch.object(Fetch, "confirm", first):
         yield
 
 
@@ -100,8 +100,8 @@ def save_what_is_there_now() -> Iterator[None]:
 def tell_nobody_what_is_dropped() -> Iterator[None]:
     drop = LaneConnector.drop
 
-    def silent(self: LaneConnector, fetch: Fetch) -> None:
-        drop(self, fetch)
+    def silent(self: LaneConnector, fetch: Fetch, *why: str) -> None:
+        drop(self, fetch, *why)
         self.dropped.clear()
 
     with patch.object(LaneConnector, "drop", silent):
