@@ -82,7 +82,7 @@ def build(ops: Any, layers: str, head: str, blocks: int, tokens: int = 2048) -> 
         for (qkv, out, gate_up, down), norm1, norm2, kv in stack:
             q = o.rope_store(o.linear(o.rms_norm(x, norm1, 1e-5), qkv), kv, rope, HEADS, KV_HEADS, DIM)
             x = o.linear(o.attend(q, kv, HEADS, KV_HEADS, DIM, DIM**-0.5), out, residual=x)
-            x = o.linear(o.silu_mul(o.linear(o.rms_norm(x, norm2, 1e-5), gate_up)), down, residual=x)
+            x = o.linear(o.gated(o.linear(o.rms_norm(x, norm2, 1e-5), gate_up)), down, residual=x)
         return o.logits(o.rms_norm(o.take(x), last, 1e-5), table)
 
     return forward

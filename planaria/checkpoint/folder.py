@@ -33,8 +33,8 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
     """The checkpoint in a folder with config.json and safetensors. Raises ModelError naming the file at fault."""
     config = read_json(folder / "config.json", missing="a model folder needs it; is this the right folder?")
     quantized = config.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else "?"
+    method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else "?"
+    if quantized and method != "mxfp4":
         raise ModelError(
             f"{folder}: weights quantized with {method} are not supported; use the unquantized checkpoint "
             "(--quantization packs it at load) or a GGUF file"

@@ -13,7 +13,8 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     `name` and `shape` are Hugging Face's ([out, in] for a matrix), `kind` is the element type in lower case (f32,
     f16, bf16, q4_1, ...), `file` an index into `Checkpoint.files`, `offset` and `nbytes` in bytes.
     `rotated_heads` > 0: the rows of each of so many heads are stored with rotary pairs adjacent (2i, 2i + 1), not
-    as two halves (i, i + d/2) as in Hugging Face's layout; the loader puts them back.
+    as two halves (i, i + d/2) as in Hugging Face's layout; the loader puts them back. `parts`: of a tensor that is made
+    of several, by its kind (planaria.loader.composed); then offset and file say nothing.
     """
 
     name: str
@@ -23,6 +24,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     nbytes: int
     rotated_heads: int = 0
+    parts: tuple[TensorInfo, ...] = ()
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -126,15 +126,22 @@ class Operations(Protocol):
 
     spread: bool  # are experts shared with the ranks of other lanes?
 
-    def embed(self, table: Weight, vocab: range | None = None) -> Act:
-        """[T, H] float32: rows of the table for the batch's tokens. The table may be the packed output head. vocab: the
-        token ids of its rows, where other ranks of the group hold the others."""
+    def embed(self, table: Weight, vocab: range | None = None, scale: float = 1.0) -> Act:
+        """[T, H] float32: rows of the table for the batch's tokens, times `scale`. The table may be the packed output
+        head. vocab: the token ids of its rows, where other ranks of the group hold the others."""
 
     def hidden(self, columns: int) -> Act:
         """[T, H] float32: the batch's `hidden`, instead of `embed` on a stage that isn't the first."""
 
     def rms_norm(self, x: Act, weight: Any, eps: float) -> Act:
         """x / sqrt(mean(x^2) + eps) * weight, in the activation dtype. x: the residual, or a product."""
+
+    def layer_norm(self, x: Act, weight: Any, bias: Any, eps: float) -> Act:
+        """(x - mean) / sqrt(variance + eps) * weight + bias, in the activation dtype. x: the residual."""
+
+    def linear_norm(self, x: Act, weight: Weight, norm: Any, eps: float, residual: Act) -> Act:
+        """x W^T + bias of all ranks of the group together, each of which has some of K; RMS-normalised, in float32, and
+        added to the residual."""
 
     def linear(self, x: Act, weight: Weight, residual: Act | None = None, *, reduce: bool = False) -> Act:
         """x W^T + bias, in the activation dtype; with `residual` (float32): adds that to it and returns it. With
@@ -149,10 +156,12 @@ class Operations(Protocol):
 
     def attend(
         self, q: Act, kv: KVLayer, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
-        window: int | None = None,
+        window: int | None = None, cap: float = 0.0, sinks: Any = None,
     ) -> Act:  # fmt: skip
         """Causal attention of each token over its sequence's cache (its own key included), query head h reading kv head
-        h // (heads / kv_heads); with `window` w, only positions > p - w. [T, heads * head_dim], activation dtype."""
+        h // (heads / kv_heads); with `window` w, only positions > p - w. [T, heads * head_dim], activation dtype.
+        With `cap` scores are cap * tanh(score / cap). sinks: a `vector` [heads], the score of one key more, whose value
+        is 0."""
 
     def by_head(self, x: Act, weight: Weight, num_heads: int, rope: RopeTable | None = None) -> Act:
         """Every head's columns of x times its own rows of the weight [heads * N, K]: x [T, heads * K] to
@@ -167,8 +176,15 @@ class Operations(Protocol):
         """Causal attention of q [T, heads * width] over its sequence's cache, whose rows are the keys of all heads and
         whose first `rank` columns are the values. [T, heads * rank], activation dtype."""
 
-    def silu_mul(self, gate_up: Act) -> Act:
-        """silu(first half) * second half of the columns."""
+    def gated(self, gate_up: Act, kind: str = "silu") -> Act:
+        """Of the halves g, u of the columns: "silu": silu(g) * u; "gelu_tanh": gelu(g) * u by tanh; "clamped": with
+        g = min(g, 7) and u = clamp(u, -7, 7), g * sigmoid(1.702 g) * (u + 1)."""
+
+    def gelu(self, x: Act) -> Act:
+        """By tanh; in place of x."""
+
+    def clip(self, x: Act, limit: float) -> Act:
+        """To [-limit, limit]; in place of x."""
 
     def wide_norm(
         self, qkv: Act, widths: tuple[int, int], whole: tuple[int, int], q_norm: Any, k_norm: Any, eps: float, *,
@@ -181,7 +197,7 @@ class Operations(Protocol):
         """x times the sigmoid of a float32 column [T, 1]."""
 
     def scores(self, x: Act, weight: Weight) -> Act:
-        """x W^T in float32 [T, N]; nothing is summed over ranks."""
+        """x W^T + bias in float32 [T, N]; nothing is summed over ranks."""
 
     def route(self, logits: Act, rule: MoEConfig, slots: Slots, correction: Any = None) -> Routing:
         """Which experts each token chooses by float32 logits [T, experts], and with which weights. Of experts (and
@@ -189,11 +205,11 @@ class Operations(Protocol):
 
     def experts(
         self, x: Act, routing: Routing, weights: Weight, slots: Slots, residual: Act | None = None, *,
-        reduce: bool = False,
+        reduce: bool = False, kind: str = "silu",
     ) -> Act:  # fmt: skip
-        """For each row the sum, in order of its choice, of weight * down(silu(gate x) * up x) over the chosen experts
-        whose slots this rank holds; float32. A row's result does not depend on the others. Added to `residual` where
-        one is given, after summing over the ranks with `reduce`; else a new activation."""
+        """For each row the sum, in order of its choice, of weight * down(gated(gate x, up x)) over the chosen experts
+        whose slots this rank holds, with their biases; float32. A row's result does not depend on the others. Added to
+        `residual` where one is given, after summing over the ranks with `reduce`; else a new activation."""
 
     def dispatch(self, x: Act, routing: Routing) -> tuple[Act, Routing]:
         """Where experts are `spread`: the rows of all lanes, for `experts` (without a residual)."""
@@ -205,9 +221,11 @@ class Operations(Protocol):
     def take(self, x: Act) -> Act:
         """Rows of x at the batch's sample_index: [S, H]."""
 
-    def logits(self, x: Act, weight: Weight, vocab: range | None = None, size: int | None = None) -> Act:
-        """x W^T in float32, [S, vocabulary]. vocab, size: the token ids of the weight's rows, of how many in all; then
-        rank 0 of the group gets the whole, and what the others get means nothing."""
+    def logits(
+        self, x: Act, weight: Weight, vocab: range | None = None, size: int | None = None, cap: float = 0.0
+    ) -> Act:  # fmt: skip
+        """x W^T in float32, [S, vocabulary]; with `cap` cap * tanh(it / cap). vocab, size: token ids of the weight's
+        rows, of how many in all; then rank 0 of the group gets the whole, and what the others get means nothing."""
 
 
 class CacheMemory(Protocol):
@@ -270,17 +288,17 @@ class Ops(Protocol):
         on: called between steps, what was compiled stays good."""
 
     def form(self, weight: Weight) -> tuple[int, ...]:
-        """Of a packed weight without a bias: at most 7 numbers from which `blank` makes another of its kind and shape,
+        """Of a packed weight: at most 8 numbers from which `blank` makes another of its kind and shape,
         on any rank with the same back end and dtype."""
 
     def blank(self, form: Sequence[int]) -> Weight:
         """A weight whose `memory` is to be filled. May be called beside steps, by one thread at a time."""
 
     def memory(self, weight: Weight) -> Array:
-        """All bytes of a packed weight without a bias: copied to another of its form they make it the same weight."""
+        """All bytes of a packed weight, its bias among them: copied to another of its form they make it the same."""
 
     def release(self, weight: Weight) -> None:
-        """A weight without a bias isn't used any more: its memory goes to later ones, or back to the system."""
+        """A weight isn't used any more: its memory goes to later ones, or back to the system."""
 
     def compile(
         self, forward: Callable[[Operations], Act], batch: Batch, lanes: All2All | None = None

@@ -35,10 +35,24 @@ LOGIT_ROWS = 16384  # rows of the output head taken to float32 at a time, so tha
 
 @dataclass
 class Linear:
-    """weight [N, K], bias [N] or None."""
+    """weight [N, K], bias [N] or None; both are views of `whole`, one after the other."""
 
     weight: Tensor
     bias: Tensor | None
+    whole: Tensor
+
+    @classmethod
+    def of(cls, whole: Tensor, rows: int, columns: int, biased: int) -> Linear:
+        weight = whole[: rows * columns].view(rows, columns)
+        return cls(weight, whole[rows * columns :] if biased else None, whole)
+
+
+@dataclass
+class SlotExperts:
+    """Of a rank's slots. table: for the GPU's kernels, which know neither biases nor another activation than silu."""
+
+    pairs: list[tuple[Linear, Linear]]
+    table: triton_experts.Table | None
 
 
 @dataclass
@@ -142,6 +156,22 @@ class StepTensors:
         return SequenceGroup(self._put(rows), self._put(slots), self._put(positions))
 
 
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
+) -> Tensor:
+    """q [B, heads, Q, D], keys and values [B, kv_heads, L, D]; cap, sinks: see `Operations.attend`."""
+    groups = q.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+    scores = (q @ keys.transpose(2, 3)).float() * scale
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    return (weights.to(values.dtype) @ values).to(q.dtype)
+
+
 class TorchOps:
     """`Ops` in eager torch. dtype: of activations, weights and cache; the residual stream is float32. tp: the tensor
     ranks that hold the other parts."""
@@ -169,7 +199,10 @@ class TorchOps:
 
     def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Linear:
         values = dequantise(weight) if isinstance(weight, Quantized) else weight
-        return Linear(self._keep(values, self.dtype), None if bias is None else self._keep(bias, self.dtype))
+        kept = self._keep(values, self.dtype)
+        whole = kept.view(-1) if bias is None else torch.cat([kept.view(-1), self._keep(bias, self.dtype)])
+        rows, columns = values.shape
+        return Linear.of(whole, rows, columns, bias is not None)
 
     def vector(self, values: npt.NDArray[Any]) -> Tensor:
         return self._keep(values, torch.float32)
@@ -214,12 +247,12 @@ class TorchOps:
 
     # Forward
 
-    def embed(self, table: Linear, vocab: range | None = None) -> Tensor:
+    def embed(self, table: Linear, vocab: range | None = None, scale: float = 1.0) -> Tensor:
         if self.tp.size == 1 or vocab is None:
-            return F.embedding(self.step.tokens, table.weight).float()
+            return F.embedding(self.step.tokens, table.weight).float() * scale
         ids = self.step.tokens - vocab.start
         here = (ids >= 0) & (ids < len(vocab))
-        h = F.embedding(ids.where(here, 0), table.weight).float() * here[:, None]
+        h = F.embedding(ids.where(here, 0), table.weight).float() * here[:, None] * scale
         self.tp.all_reduce(self._shared(h))
         return h
 
@@ -233,6 +266,15 @@ class TorchOps:
     def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.float()
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps).to(self.dtype)
+
+    def linear_norm(self, x: Tensor, weight: Linear, norm: Tensor, eps: float, residual: Tensor) -> Tensor:
+        y = F.linear(x, weight.weight, weight.bias).float()
+        if self.tp.size > 1:
+            self.tp.all_reduce(self._shared(y))
+        return residual.add_(self._norm(y, norm, eps))
 
     def linear(self, x: Tensor, weight: Linear, residual: Tensor | None = None, *, reduce: bool = False) -> Tensor:
         y = F.linear(x, weight.weight, weight.bias)
@@ -265,7 +307,7 @@ class TorchOps:
 
     def attend(
         self, q: Tensor, kv: SlotKV, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
-        window: int | None = None,
+        window: int | None = None, cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         q = q.view(-1, num_heads, head_dim)
         out = torch.empty_like(q)
@@ -273,9 +315,12 @@ class TorchOps:
             queries, keys, values = (
                 x.transpose(1, 2) for x in (q[group.rows], kv.keys[group.slots], kv.values[group.slots])
             )
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads
-            )
+            if cap or sinks is not None:
+                attended = _attend(queries, keys, values, mask, scale, cap, sinks)
+            else:
+                attended = F.scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads
+                )
             out[group.rows] = attended.transpose(1, 2)
         return out.flatten(1)
 
@@ -304,9 +349,18 @@ class TorchOps:
             out[group.rows] = attended.transpose(1, 2)
         return out.flatten(1)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, kind: str = "silu") -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(self.dtype)
+        if kind == "clamped":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(self.dtype)
+        return ((F.gelu(gate, approximate="tanh") if kind == "gelu_tanh" else F.silu(gate)) * up).to(self.dtype)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x.float(), approximate="tanh").to(self.dtype)
+
+    def clip(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp(-limit, limit)
 
     def wide_norm(
         self, qkv: Tensor, widths: tuple[int, int], whole: tuple[int, int], q_norm: Tensor, k_norm: Tensor, eps: float,
@@ -323,23 +377,29 @@ class TorchOps:
         return (x.float() * logit.sigmoid()).to(self.dtype)
 
     def scores(self, x: Tensor, weight: Linear) -> Tensor:
-        return x.float() @ weight.weight.float().T
+        return F.linear(x.float(), weight.weight.float(), None if weight.bias is None else weight.bias.float())
 
-    def group(self, experts: Sequence[tuple[Linear, Linear]]) -> triton_experts.Table:
-        return triton_experts.Table.of([(gate_up.weight, down.weight) for gate_up, down in experts])
+    def group(self, experts: Sequence[tuple[Linear, Linear]]) -> SlotExperts:
+        bare = self._triton and not any(weight.bias is not None for pair in experts for weight in pair)
+        table = triton_experts.Table.of([(a.weight, b.weight) for a, b in experts]) if bare else None
+        return SlotExperts(list(experts), table)
 
-    def put(self, experts: triton_experts.Table, slot: int, expert: tuple[Linear, Linear]) -> None:
-        experts.put(slot, (expert[0].weight, expert[1].weight))
+    def put(self, experts: SlotExperts, slot: int, expert: tuple[Linear, Linear]) -> None:
+        experts.pairs[slot] = expert
+        if experts.table is not None:
+            experts.table.put(slot, (expert[0].weight, expert[1].weight))
 
     def form(self, weight: Linear) -> tuple[int, ...]:
         rows, columns = weight.weight.shape
-        return rows, columns
+        return rows, columns, int(weight.bias is not None)
 
     def blank(self, form: Sequence[int]) -> Linear:
-        return Linear(torch.empty(tuple(form), dtype=self.dtype, device=self.device), None)
+        rows, columns, biased = form
+        whole = torch.empty(rows * (columns + biased), dtype=self.dtype, device=self.device)
+        return Linear.of(whole, rows, columns, biased)
 
     def memory(self, weight: Linear) -> Array:
-        return self._shared(weight.weight.view(-1).view(torch.uint8))
+        return self._shared(weight.whole.view(torch.uint8))
 
     def release(self, weight: Linear) -> None:
         """The last reference frees it."""
@@ -350,13 +410,13 @@ class TorchOps:
         return mixture.route(logits, rule, slots, correction, self.step.positions)
 
     def experts(
-        self, x: Tensor, routing: mixture.Routing, weights: triton_experts.Table, slots: Slots,
-        residual: Tensor | None = None, *, reduce: bool = False,
+        self, x: Tensor, routing: mixture.Routing, weights: SlotExperts, slots: Slots,
+        residual: Tensor | None = None, *, reduce: bool = False, kind: str = "silu",
     ) -> Tensor:  # fmt: skip
-        if self._triton:
-            y = triton_experts.experts(x.contiguous(), routing.slots, routing.weights, weights, slots.held)
+        if weights.table is not None and kind == "silu":
+            y = triton_experts.experts(x.contiguous(), routing.slots, routing.weights, weights.table, slots.held)
         else:
-            y = mixture.experts(x, routing, weights.weights, slots.held, self.silu_mul)
+            y = mixture.experts(x, routing, weights.pairs, slots.held, lambda both: self.gated(both, kind))
         if reduce and self.tp.size > 1:
             self.tp.all_reduce(self._shared(y))
         return y if residual is None else residual.add_(y)
@@ -377,9 +437,13 @@ class TorchOps:
     def take(self, x: Tensor) -> Tensor:
         return x[self.step.sample_index]
 
-    def logits(self, x: Tensor, weight: Linear, vocab: range | None = None, size: int | None = None) -> Tensor:
+    def logits(
+        self, x: Tensor, weight: Linear, vocab: range | None = None, size: int | None = None, cap: float = 0.0
+    ) -> Tensor:  # fmt: skip
         x = x.float()
         out = torch.cat([x @ rows.float().T for rows in torch.split(weight.weight, LOGIT_ROWS)], dim=-1)
+        if cap:
+            out = torch.tanh(out / cap) * cap
         if self.tp.size == 1 or vocab is None:
             return out
         assert size is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,13 @@ class Routing:
 
     slots: Tensor
     weights: Tensor
+
+
+class Product(Protocol):
+    """weight [N, K], bias [N] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 def route(logits: Tensor, rule: MoEConfig, slots: Slots, correction: Tensor | None, positions: Tensor) -> Routing:
@@ -53,8 +61,8 @@ def first(values: Tensor, count: int) -> Tensor:
 
 
 def experts(
-    x: Tensor, routing: Routing, weights: Sequence[tuple[Tensor, Tensor]], held: range,
-    silu_mul: Callable[[Tensor], Tensor],
+    x: Tensor, routing: Routing, weights: Sequence[tuple[Product, Product]], held: range,
+    gated: Callable[[Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
     """See `Ops.experts`: float32 [T, H]."""
     flat = routing.slots.flatten()
@@ -66,8 +74,8 @@ def experts(
         rows = order[at : at + counts[slot]]
         at += counts[slot]
         if len(rows):
-            inner = silu_mul(F.linear(x[rows // routing.slots.shape[1]], gate_up))
-            products[rows] = F.linear(inner, down).float()
+            inner = gated(F.linear(x[rows // routing.slots.shape[1]], gate_up.weight, gate_up.bias))
+            products[rows] = F.linear(inner, down.weight, down.bias).float()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     each = products.view(*routing.slots.shape, x.shape[1]) * routing.weights[..., None]
     for j in range(each.shape[1]):

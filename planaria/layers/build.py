@@ -31,8 +31,10 @@ def build(
     there = packings is not None and packings.whole
     num_weights = 0 if there else _check(config, weights, quantization, shard)
     load = WeightLoader(weights, ops, quantization, None if there else progress, num_weights, packings)
-    rope = load.rope(config.rope, config.head_dim, max_positions or config.max_position)
-    return Model(config, load, shard, rope, ops)
+    length, local = max_positions or config.max_position, config.local_rope
+    rope = load.rope(config.rope, config.head_dim, length)
+    ropes = rope, rope if local is None else load.rope(local, config.head_dim, length)
+    return Model(config, load, shard, ropes, ops)
 
 
 def _check(config: ModelConfig, weights: Source, quantization: str, shard: Shard) -> int:
@@ -40,11 +42,11 @@ def _check(config: ModelConfig, weights: Source, quantization: str, shard: Shard
     # First with a loader that only checks, the whole model, so that a damaged checkpoint fails on every rank before
     # minutes of reading.
     checked = WeightLoader(weights, None, quantization)
-    Model(config, checked, Shard.full(config), None, None)
+    Model(config, checked, Shard.full(config), (None, None), None)
     _warn_of_unused(config, checked)
     if shard != Shard.full(config):
         checked = WeightLoader(weights, None, quantization)
-        Model(config, checked, shard, None, None)
+        Model(config, checked, shard, (None, None), None)
     return checked.num_weights
 
 

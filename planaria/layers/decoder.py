@@ -15,44 +15,26 @@ from planaria.kernels.ops import Act, KVLayer, Operations, Ops, RopeTable, Weigh
 from planaria.layers.mla import LatentAttention
 from planaria.layers.mlp import MLP
 from planaria.layers.moe import MoE
+from planaria.layers.norms import RMSNorm, WideNorm, into, norm_of
 from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard, scaled
 
 
-class RMSNorm:
-    def __init__(self, load: WeightLoader, name: str, size: int, eps: float) -> None:
-        self.weight, self.eps = load.vector(f"{name}.weight", size), eps
-
-    def __call__(self, ops: Operations, x: Act) -> Act:
-        return ops.rms_norm(x, self.weight, self.eps)
-
-
-class WideNorm:
-    """RMS norms of q and of k over all their heads, on all ranks."""
-
-    def __init__(
-        self, c: ModelConfig, name: str, load: WeightLoader, shard: Shard, queries: range, keys: range
-    ) -> None:
-        self.whole = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.widths, self.eps, self.counts_keys = (len(queries), len(keys)), c.norm_eps, shard.leads_keys(c)
-        self.q = load.vector(f"{name}.q_norm.weight", self.whole[0], queries)
-        self.k = load.vector(f"{name}.k_norm.weight", self.whole[1], keys)
-
-    def __call__(self, ops: Operations, qkv: Act) -> Act:
-        return ops.wide_norm(qkv, self.widths, self.whole, self.q, self.k, self.eps, counts_keys=self.counts_keys)
-
-
 class Attention:
-    """Fused q, k, v; rotary position; paged cache; output projection into the residual."""
+    """Fused q, k, v; rotary position; paged cache; output projection into the residual, by `after` where that is a
+    norm."""
 
     kv: KVLayer
 
-    def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard, rope: RopeTable) -> None:
+    def __init__(
+        self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard, rope: RopeTable, after: RMSNorm | None
+    ) -> None:
         name, dim = f"model.layers.{layer}.self_attn", c.head_dim
         queries, keys = scaled(shard.heads, dim), scaled(shard.kv_heads, dim)
         self.num_heads, self.num_kv_heads, self.head_dim = len(shard.heads), len(shard.kv_heads), dim
-        self.rope, self.eps, self.scale, self.window = rope, c.norm_eps, dim**-0.5, c.window(layer)
+        self.rope, self.eps, self.window, self.after = rope, c.norm_eps, c.window(layer), after
+        self.scale, self.cap, self.clip = c.attention_scale or dim**-0.5, c.score_cap, c.qkv_clip
         self.qkv: Weight = load.linear(
             [
                 TensorPart(f"{name}.q_proj", c.num_heads * dim, queries),
@@ -65,20 +47,26 @@ class Attention:
             [TensorPart(f"{name}.o_proj", c.hidden_size, range(c.hidden_size))],
             queries, c.num_heads * dim, bias=c.output_bias and shard.leads,
         )  # fmt: skip
-        self.q_norm = load.vector(f"{name}.q_norm.weight", dim) if c.qk_norm else None
-        self.k_norm = load.vector(f"{name}.k_norm.weight", dim) if c.qk_norm else None
+        self.q_norm, self.k_norm = (
+            load.vector(f"{name}.{part}_norm.weight", dim, plus=c.norm_offset) if c.qk_norm else None for part in "qk"
+        )
+        self.sinks = load.vector(f"{name}.sinks", c.num_heads, shard.heads) if c.sinks else None
         self.wide = WideNorm(c, name, load, shard, queries, keys) if c.wide_qk_norm else None
 
     def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
         qkv = ops.linear(x, self.qkv)
         if self.wide is not None:
             qkv = self.wide(ops, qkv)
+        if self.clip:
+            qkv = ops.clip(qkv, self.clip)
         q = ops.rope_store(
             qkv, self.kv, self.rope, self.num_heads, self.num_kv_heads, self.head_dim,
             self.q_norm, self.k_norm, self.eps,
         )  # fmt: skip
-        x = ops.attend(q, self.kv, self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window)
-        return ops.linear(x, self.output, h, reduce=True)
+        x = ops.attend(
+            q, self.kv, self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window, self.cap, self.sinks
+        )  # fmt: skip
+        return into(ops, x, self.output, h, self.after)
 
     def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:
         self.kv = ops.kv_layer(num_blocks, block_size, self.num_kv_heads, self.head_dim)
@@ -90,29 +78,42 @@ class Attention:
 class DecoderLayer:
     def __init__(self, c: ModelConfig, layer: int, load: WeightLoader, shard: Shard, rope: RopeTable) -> None:
         name = f"model.layers.{layer}"
-        self.input_norm = RMSNorm(load, f"{name}.input_layernorm", c.hidden_size, c.norm_eps)
-        self.attention = (Attention if c.mla is None else LatentAttention)(c, layer, load, shard, rope)
-        self.post_norm = RMSNorm(load, f"{name}.post_attention_layernorm", c.hidden_size, c.norm_eps)
+        self.input_norm = norm_of(c, load, f"{name}.input_layernorm")
+        # with four norms, two are of what a block adds
+        names = ("post_attention_layernorm", "post_feedforward_layernorm") if c.branch_norms else ()
+        after = [RMSNorm(load, f"{name}.{each}", c.hidden_size, c.norm_eps, c.norm_offset) for each in names]
+        attention_norm, mlp_norm = after or (None, None)
+        self.attention = (
+            Attention(c, layer, load, shard, rope, attention_norm) if c.mla is None
+            else LatentAttention(c, layer, load, shard, rope)
+        )  # fmt: skip
+        before = "pre_feedforward_layernorm" if c.branch_norms else "post_attention_layernorm"
+        self.mlp_norm = norm_of(c, load, f"{name}.{before}")
         self.mlp = MoE(c, layer, load, shard) if c.is_moe(layer) else MLP(
             load, f"{name}.mlp", c.hidden_size, c.intermediate_size, shard.mlp_columns, bias=c.mlp_bias,
-            leads=shard.leads,
+            leads=shard.leads, kind=c.activation, names=c.mlp_names, after=mlp_norm,
         )  # fmt: skip
 
     def __call__(self, ops: Operations, h: Act) -> Act:
         h = self.attention(ops, self.input_norm(ops, h), h)
-        return self.mlp(ops, self.post_norm(ops, h), h)
+        return self.mlp(ops, self.mlp_norm(ops, h), h)
 
 
 class Model:
-    """A decoder, or a stage of one, with its weights. `layers` is in order; call `make_kv` before the first step."""
+    """A decoder, or a stage of one, with its weights. `layers` is in order; call `make_kv` before the first step.
+    ropes: of layers without a window, and of those with one."""
 
-    def __init__(self, c: ModelConfig, load: WeightLoader, shard: Shard, rope: RopeTable, ops: Ops | None) -> None:
+    def __init__(
+        self, c: ModelConfig, load: WeightLoader, shard: Shard, ropes: tuple[RopeTable, RopeTable], ops: Ops | None
+    ) -> None:
         self.config, self.shard, self._ops = c, shard, ops
         self.first, self.last = shard.first(), shard.last(c)  # does it embed tokens, does it end in logits
         tied, table = c.tie_word_embeddings, (shard.vocab, c.vocab_size, c.hidden_size)
         self.embedding = load.table("model.embed_tokens", *table) if self.first or (tied and self.last) else None
-        self.layers = [DecoderLayer(c, layer, load, shard, rope) for layer in shard.layers]
-        self.norm = RMSNorm(load, "model.norm", c.hidden_size, c.norm_eps) if self.last else None
+        self.layers = [
+            DecoderLayer(c, layer, load, shard, ropes[c.window(layer) is not None]) for layer in shard.layers
+        ]
+        self.norm = norm_of(c, load, "model.norm", c.logit_scale) if self.last else None
         self.head = self.embedding if tied else load.table("lm_head", *table) if self.last else None
         self.blocks = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
         self._dense_bytes = load.num_bytes - self._expert_bytes()
@@ -120,12 +121,13 @@ class Model:
     def forward(self, ops: Operations) -> Act:
         """Logits [S, vocabulary] of the positions the batch wants them for; of a stage that isn't the last, the
         residual [T, H]."""
-        h = ops.embed(self.embedding, self.shard.vocab) if self.first else ops.hidden(self.config.hidden_size)
+        c, vocab = self.config, self.shard.vocab
+        h = ops.embed(self.embedding, vocab, c.embedding_scale) if self.first else ops.hidden(c.hidden_size)
         for layer in self.layers:
             h = layer(ops, h)
         if self.norm is None:
             return h
-        return ops.logits(self.norm(ops, ops.take(h)), self.head, self.shard.vocab, self.config.vocab_size)
+        return ops.logits(self.norm(ops, ops.take(h)), self.head, vocab, c.vocab_size, c.logit_cap)
 
     def _expert_bytes(self) -> int:
         ops = self._ops

@@ -13,7 +13,7 @@ from planaria.kernels.ops import Act, Operations, Ops, Slots, Weight, replicas_o
 from planaria.layers.mlp import MLP
 from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
-from planaria.models.shard import Shard
+from planaria.models.shard import Shard, scaled
 
 Expert = tuple[Weight, Weight]  # gate over up, and down
 
@@ -26,7 +26,8 @@ class MoE:
         assert c.moe is not None and shard.experts is not None
         self.rule, moe, block = c.moe, c.moe, f"model.layers.{layer}.{c.moe.block}"
         size = moe.intermediate_size
-        self.router: Weight = load.plain(f"{block}.gate", moe.num_experts, c.hidden_size)
+        self.kind, self.leads = c.activation, shard.leads or len(shard.expert_columns) == size
+        self.router: Weight = load.plain(f"{block}.{moe.router}", moe.num_experts, c.hidden_size, bias=moe.biases)
         bias = f"{block}.gate.e_score_correction_bias"
         self.correction = load.vector(bias, moe.num_experts) if moe.correction_bias else None
         self.number = c.moe_layers.index(layer)
@@ -46,15 +47,20 @@ class MoE:
     def read(self, load: WeightLoader, experts: Iterable[int]) -> None:
         """From the checkpoint, those that aren't held."""
         block, width, size, columns = self._sizes
-        hidden, (gate, up, down) = range(width), self.rule.names
+        hidden, (*first, down), bias = range(width), self.rule.names, self.rule.biases
         for expert in experts:
             if expert in self.held:
                 continue
             name = f"{block}.experts.{expert}"
-            both = [TensorPart(f"{name}.{part}", size, columns) for part in (gate, up)]
+            if len(first) == 1:  # gate and up in one, their rows in turn
+                turns = range(2 * len(columns))
+                parts = [TensorPart(f"{name}.{first[0]}", 2 * size, scaled(columns, 2), (*turns[::2], *turns[1::2]))]
+            else:
+                parts = [TensorPart(f"{name}.{part}", size, columns) for part in first]
+            back = [TensorPart(f"{name}.{down}", width, hidden)]
             self.held[expert] = (
-                load.linear(both, hidden, width, travels=self.travels),
-                load.linear([TensorPart(f"{name}.{down}", width, hidden)], columns, size, travels=self.travels),
+                load.linear(parts, hidden, width, bias=bias, travels=self.travels),
+                load.linear(back, columns, size, bias=bias and self.leads, travels=self.travels),
             )
 
     def place(self, ops: Ops, experts: Sequence[int], held: range) -> None:
@@ -79,7 +85,7 @@ class MoE:
         routing = ops.route(ops.scores(x, self.router), self.rule, self.slots, self.correction)
         if ops.spread:
             every, chosen = ops.dispatch(x, routing)
-            h = ops.combine(ops.experts(every, chosen, self.experts, self.slots), h)
+            h = ops.combine(ops.experts(every, chosen, self.experts, self.slots, kind=self.kind), h)
         else:
-            h = ops.experts(x, routing, self.experts, self.slots, h, reduce=True)
+            h = ops.experts(x, routing, self.experts, self.slots, h, reduce=True, kind=self.kind)
         return h if self.shared is None else self.shared(ops, x, h)

@@ -98,8 +98,8 @@ class WeightLoader:
         self._threads = int(getattr(ops, "threads", 1))
         self._itemsize = 4 if str(getattr(ops, "dtype", "")).endswith("float32") else 2
 
-    def vector(self, name: str, size: int, part: range | None = None) -> Any:
-        """A norm's weight, float32; `part` of it."""
+    def vector(self, name: str, size: int, part: range | None = None, *, plus: float = 0.0, times: float = 1.0) -> Any:
+        """A norm's weight, float32; `part` of it. (w + plus) * times."""
         part = part or range(size)
         self._expect(name, (size,), len(part))
         if self._ops is None:
@@ -107,12 +107,12 @@ class WeightLoader:
         ops, own = self._ops, part
 
         def make() -> Any:
-            packed = ops.vector(self._float(name, cut(own, size)))
+            packed = ops.vector((self._float(name, cut(own, size)) + np.float32(plus)) * np.float32(times))
             self.num_bytes += 4 * len(own)
             self._finish([name])
             return packed
 
-        return self._thing(f"vector {name} {part} of {size}", make)
+        return self._thing(f"vector {name} {part} of {size} {plus} {times}", make)
 
     def linear(
         self, parts: Sequence[TensorPart], columns: range, size: int, *, bias: bool = False, kind: str = "",
@@ -139,9 +139,9 @@ class WeightLoader:
 
         return make() if travels else self._thing(f"linear {list(parts)} {columns} of {size} {bias} {kind}", make)
 
-    def plain(self, name: str, rows: int, columns: int) -> Weight:
+    def plain(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Weight:
         """All of a matrix that is kept in the activation dtype, whatever the others are packed to."""
-        return self.linear([TensorPart(name, rows, range(rows))], range(columns), columns, kind="none")
+        return self.linear([TensorPart(name, rows, range(rows))], range(columns), columns, bias=bias, kind="none")
 
     def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
         """Experts read by `linear`, as one."""

@@ -19,6 +19,7 @@ from planaria.kernels import quant
 from planaria.kernels.numbers import BFLOAT16, float8_values, to_float32
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import BLOCK, PACKED_KINDS
+from planaria.loader.composed import composed
 
 DTYPES: dict[str, Any] = {
     "f64": np.float64, "f32": np.float32, "f16": np.float16, "bf16": BFLOAT16,
@@ -67,6 +68,11 @@ class WeightSource:
         """
         info = self._info(name)
         row_range, col_range = _ranges(info, rows, cols)
+        if info.parts:
+            made = composed(info, row_range, col_range, self._part)
+            if isinstance(made, Quantized):
+                return quant.dequantise(made) if dequantise else made
+            return to_float32(made) if dequantise else made
         raw = self._rows(info, row_range)
         if info.kind in DTYPES:
             values = raw if raw.ndim < 2 else raw[:, col_range.start : col_range.stop]
@@ -87,6 +93,10 @@ class WeightSource:
         """Tell the system that a tensor's pages aren't needed in this process any more (views stay valid: they are
         read again when touched). Keeps resident memory low while weights are packed one after the other."""
         info = self._info(name)
+        for part in info.parts or (info,):
+            self._forget(part)
+
+    def _forget(self, info: TensorInfo) -> None:
         mapped = self._maps.get(info.file)
         if mapped is None or not hasattr(mapped[0], "madvise"):
             return
@@ -104,6 +114,11 @@ class WeightSource:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _part(self, part: TensorInfo, rows: range, columns: range) -> Array:
+        """A tensor of another's parts, in these ranges of its first two dimensions."""
+        raw = self._rows(part, rows)
+        return raw[:, columns.start : columns.stop]
 
     def _info(self, name: str) -> TensorInfo:
         try:

@@ -10,7 +10,8 @@ OPTIONAL = {
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "longrope": ("factor", "attention_factor"),
 }
-ACTIVATIONS = ("silu", "swish")
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+WINDOWED, FULL = "sliding_attention", "full_attention"
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -18,10 +19,7 @@ def common(hf: HF, generation: HF, *, head_dim: int | None = None) -> HF:
     """Arguments of ModelConfig. `head_dim`: what the family takes where config.json has none."""
     activation = hf.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
-        raise refuse("hidden_act", activation, "is not supported; supported: silu")
-    if hf.get("quantization_config"):
-        rule = "weights quantised this way can't be read; use plain weights or a GGUF file"
-        raise refuse("quantization_config", hf["quantization_config"], rule)
+        raise refuse("hidden_act", activation, f"is not supported; supported: {', '.join(ACTIVATIONS)}")
     hidden, heads = size(hf, "hidden_size"), size(hf, "num_attention_heads")
     kv_heads = size(hf, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -46,6 +44,7 @@ def common(hf: HF, generation: HF, *, head_dim: int | None = None) -> HF:
         "max_position": reach,
         "norm_eps": number(hf, "rms_norm_eps", 1e-6),
         "rope": rope,
+        "activation": ACTIVATIONS[activation],
         "tie_word_embeddings": flag(hf, "tie_word_embeddings"),
         "eos_ids": eos,
         "dtype": dtype,
@@ -60,17 +59,29 @@ def windows(hf: HF) -> tuple[int | None, ...]:
     types = hf.get("layer_types")
     if types is None:
         first = layers if window is None else size(hf, "max_window_layers", 28, least=0)
-        types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+        types = [FULL if i < first else WINDOWED for i in range(layers)]
+    return by_type(layers, types, window)
+
+
+def by_type(layers: int, types: object, window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer by its type; empty for none."""
     if not isinstance(types, list) or len(types) != layers:
         raise refuse("layer_types", types, f"must be a list of {layers} names, one a layer")
     for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise refuse("layer_types", kind, "is not supported; supported: full_attention, sliding_attention")
-    if "sliding_attention" not in types:
+        if kind not in (FULL, WINDOWED):
+            raise refuse("layer_types", kind, f"is not supported; supported: {FULL}, {WINDOWED}")
+    if WINDOWED not in types:
         return ()
     if window is None:
-        raise refuse("layer_types", "sliding_attention", "needs use_sliding_window and sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+        raise refuse("layer_types", WINDOWED, "needs use_sliding_window and sliding_window")
+    return tuple(window if kind == WINDOWED else None for kind in types)
+
+
+def patterned(hf: HF, every: int, window: int) -> tuple[int | None, ...]:
+    """Windows in all layers but each `every`-th where config.json has no `layer_types`; `window` where it has none."""
+    layers = size(hf, "num_hidden_layers", most=MOST_LAYERS)
+    types = hf.get("layer_types") or [WINDOWED if (i + 1) % every else FULL for i in range(layers)]
+    return by_type(layers, types, size(hf, "sliding_window", window))
 
 
 def rotary(hf: HF, head_dim: int) -> tuple[RopeConfig, int]:

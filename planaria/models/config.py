@@ -66,8 +66,10 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_intermediate_size: int = 0  # of the shared experts together; 0: none
     shared_gate: bool = False  # the shared experts' output times the sigmoid of a gate
     dense_layers: tuple[int, ...] = ()  # these have a plain MLP
+    biases: bool = False  # of the experts, and of the router
+    router: str = "gate"
     block: str = "mlp"  # how tensors are named: model.layers.N.<block>.experts.E.<gate, up, down>.weight
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # or gate and up in one, rows in turn, and down
     shared_name: str = "shared_expert"
 
 
@@ -85,6 +87,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int
     norm_eps: float
     rope: RopeConfig
+    local_rope: RopeConfig | None = None  # of layers with a window; None: the same
+    activation: str = "silu"  # see `Operations.gated`
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: no gate
+    layer_norms: bool = False  # with means and biases, in place of RMS norms
+    norm_offset: float = 0.0  # added to weights of norms
+    branch_norms: bool = False  # what a block adds to the residual is normalised too: four norms a layer
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    score_cap: float = 0.0  # scores are cap * tanh(score / cap); 0: as they are
+    logit_cap: float = 0.0
+    logit_scale: float = 1.0
+    qkv_clip: float = 0.0  # q, k and v are kept within it; 0: as they are
+    sinks: bool = False  # each head has one key more, without a value
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # on q, k, v
     output_bias: bool = False  # on o
@@ -113,10 +128,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_parameters(self) -> int:
         """Number of weights, biases and norms among them, the tied embedding counted once."""
-        layer = self._attention_parameters() + 2 * self.hidden_size
+        norm = self.hidden_size * (1 + self.layer_norms)
+        layer = self._attention_parameters() + (4 if self.branch_norms else 2) * norm
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         blocks = sum(self._block_parameters(i) for i in range(self.num_layers))
-        return layer * self.num_layers + blocks + tables + self.hidden_size
+        return layer * self.num_layers + blocks + tables + norm
 
     def _attention_parameters(self) -> int:
         """Of one layer."""
@@ -125,16 +141,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             biases = self.attention_bias * ((self.mla.q_lora_rank or 0) + self.mla.width)
             return self.mla.num_parameters(hidden, self.num_heads) + biases + output_bias
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = self.qk_norm * 2 * self.head_dim + self.wide_qk_norm * (q + kv)
+        norms = self.qk_norm * 2 * self.head_dim + self.wide_qk_norm * (q + kv) + self.sinks * self.num_heads
         return hidden * (2 * q + 2 * kv) + self.attention_bias * (q + 2 * kv) + output_bias + norms
 
     def _block_parameters(self, layer: int) -> int:
         """Of a layer's MLP or experts."""
         if self.moe is None or not self.is_moe(layer):
-            return 3 * self.hidden_size * self.intermediate_size + self.mlp_bias * (
-                2 * self.intermediate_size + self.hidden_size
-            )
+            first = len(self.mlp_names) - 1
+            biases = first * self.intermediate_size + self.hidden_size
+            return (first + 1) * self.hidden_size * self.intermediate_size + self.mlp_bias * biases
         moe = self.moe
         columns = moe.num_experts * moe.intermediate_size + moe.shared_intermediate_size
         router = moe.num_experts * (self.hidden_size + moe.correction_bias)
+        if moe.biases:
+            router += moe.num_experts * (1 + 2 * moe.intermediate_size + self.hidden_size)
         return 3 * self.hidden_size * columns + router + moe.shared_gate * self.hidden_size

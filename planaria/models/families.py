@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planaria.models.common import common, windows
+from planaria.models.common import FULL, WINDOWED, common, patterned, rotary, windows
 from planaria.models.config import ModelConfig
 from planaria.models.experts import dense_layers, mixture
-from planaria.models.fields import HF, MOST_LAYERS, flag, refuse, size
+from planaria.models.fields import HF, MOST_LAYERS, flag, number, refuse, size
 from planaria.models.latent import latent, shared_and_routed
 
 FAMILIES: dict[str, Callable[[HF, HF], ModelConfig]] = {}  # (config.json, generation_config.json)
@@ -53,12 +53,11 @@ def mixtral(hf: HF, generation: HF) -> HF:
 @family("OlmoeForCausalLM")
 def olmoe(hf: HF, generation: HF) -> HF:
     """Experts in every layer; q and k are RMS-normalised over all heads together."""
-    if hf.get("clip_qkv") is not None:
-        raise refuse("clip_qkv", hf["clip_qkv"], "clipping q, k and v is not supported")
+    clip = 0.0 if hf.get("clip_qkv") is None else number(hf, "clip_qkv")
     moe = mixture(
         hf, count="num_experts", width="intermediate_size", default_k=8, renormalize=flag(hf, "norm_topk_prob")
     )
-    return {**common(hf, generation), **biases(hf), "wide_qk_norm": True, "moe": moe}
+    return {**common(hf, generation), **biases(hf), "wide_qk_norm": True, "qkv_clip": clip, "moe": moe}
 
 
 @family("Qwen2ForCausalLM")
@@ -117,6 +116,109 @@ def deepseek_v3(hf: HF, generation: HF) -> HF:
         num_groups=size(hf, "n_group", 8), top_groups=size(hf, "topk_group", 4), group_score="sum2",
     )  # fmt: skip
     return {**latent(hf, generation, interleaved=flag(hf, "rope_interleave", True)), "moe": moe}
+
+
+@family("GemmaForCausalLM")
+def gemma(hf: HF, generation: HF) -> HF:
+    """Embeddings times sqrt(hidden size), norms' weights around 0, GELU (also where config.json says "gelu")."""
+    if flag(hf, "use_bidirectional_attention"):
+        raise refuse("use_bidirectional_attention", True, "tokens that see later ones are not supported")
+    own = {"tie_word_embeddings": True, **hf, "hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh"}
+    return {
+        **common(own, generation, head_dim=256), **biases(hf), "norm_offset": 0.0 if flag(hf, "plain_norms") else 1.0,
+        "embedding_scale": size(hf, "hidden_size") ** 0.5,
+    }  # fmt: skip
+
+
+@family("Gemma2ForCausalLM")
+def gemma2(hf: HF, generation: HF) -> HF:
+    """Gemma with four norms, windows in every other layer, soft caps on scores and logits."""
+    caps = {"score_cap": cap(hf, "attn_logit_softcapping", 50.0), "logit_cap": cap(hf, "final_logit_softcapping", 30.0)}
+    return {
+        **gemma(hf, generation), **caps, "branch_norms": True, "windows": patterned(hf, 2, 4096),
+        "attention_scale": number(hf, "query_pre_attn_scalar", 256) ** -0.5,
+    }  # fmt: skip
+
+
+@family("Gemma3ForCausalLM")
+def gemma3(hf: HF, generation: HF) -> HF:
+    """Gemma 2 without caps, q and k normalised per head, five layers in six with a window and a rotary embedding of
+    their own."""
+    params, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    if not isinstance(params, dict) or not isinstance(scaling, dict):
+        raise refuse("rope_parameters", params, "must be an object, as must rope_scaling")
+    if FULL not in params and WINDOWED not in params:
+        params = {
+            FULL: {"rope_theta": hf.get("rope_theta") or 1e6, **params, **scaling},
+            WINDOWED: {"rope_theta": hf.get("rope_local_base_freq") or 1e4},
+        }
+    whole, near = (
+        {**hf, "rope_scaling": None, "rope_parameters": {"rope_theta": theta, **(params.get(kind) or {})}}
+        for kind, theta in ((FULL, 1e6), (WINDOWED, 1e4))
+    )
+    fields = gemma2({"attn_logit_softcapping": None, "final_logit_softcapping": None, **whole}, generation)
+    return {
+        **fields, "qk_norm": True, "windows": patterned(hf, size(hf, "sliding_window_pattern", 6), 4096),
+        "local_rope": rotary(near, fields["head_dim"])[0], "max_position": size(hf, "max_position_embeddings"),
+    }  # fmt: skip
+
+
+@family("Phi3ForCausalLM")
+def phi3(hf: HF, generation: HF) -> HF:
+    """And Phi-4. Checkpoints have q, k and v in one tensor, and gate and up (checkpoint/fused.py takes them apart)."""
+    return {**common({"rms_norm_eps": 1e-5, **hf}, generation), "windows": one_window(hf)}
+
+
+@family("GraniteForCausalLM")
+def granite(hf: HF, generation: HF) -> HF:
+    """Llama with multipliers. With h = r g, h + r f(norm(h)) is r (g + f(norm(g))) but for the norm's epsilon, which is
+    r^2 times smaller: so the residual is kept divided by its multiplier r."""
+    fields, residual = llama(hf, generation), number(hf, "residual_multiplier", 1.0)
+    return {
+        **fields, "norm_eps": fields["norm_eps"] / residual**2,
+        "embedding_scale": number(hf, "embedding_multiplier", 1.0) / residual,
+        "attention_scale": number(hf, "attention_multiplier", 1.0),
+        "logit_scale": 1 / number(hf, "logits_scaling", 1.0),
+    }  # fmt: skip
+
+
+@family("Starcoder2ForCausalLM")
+def starcoder2(hf: HF, generation: HF) -> HF:
+    """Layer norms, a plain MLP, biases everywhere."""
+    own = {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", **hf}
+    own["rms_norm_eps"] = number(hf, "norm_epsilon", 1e-5)
+    fields, bias = common(own, generation), flag(hf, "use_bias", True)
+    if fields["activation"] != "gelu_tanh":
+        raise refuse("hidden_act", hf["hidden_act"], "is not supported in a plain MLP; supported: gelu_pytorch_tanh")
+    return {
+        **fields, "attention_bias": bias, "output_bias": bias, "mlp_bias": bias, "mlp_names": ("c_fc", "c_proj"),
+        "layer_norms": True, "windows": one_window(hf),
+    }  # fmt: skip
+
+
+@family("GptOssForCausalLM")
+def gpt_oss(hf: HF, generation: HF) -> HF:
+    """Experts with biases and a clamped gate, sinks, windows in every other layer."""
+    for field, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if hf.get(field, value) != value:
+            raise refuse(field, hf[field], f"must be {value}: the gate is made for that")
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    scaling = {} if hf.get("rope_scaling") or hf.get("rope_parameters") else {"rope_scaling": yarn}
+    fields = common({"rope_theta": 150000.0, **hf, **scaling}, generation, head_dim=64)
+    moe = mixture(
+        hf, count="num_local_experts", width="intermediate_size", default_k=4, renormalize=True, biases=True,
+        router="router", names=("gate_up_proj", "down_proj"),
+    )  # fmt: skip
+    bias = flag(hf, "attention_bias", True)
+    return {
+        **fields, "attention_bias": bias, "output_bias": bias, "activation": "clamped", "sinks": True, "moe": moe,
+        "windows": patterned(hf, 2, 128),
+    }  # fmt: skip
+
+
+def cap(hf: HF, field: str, default: float) -> float:
+    """Of a soft cap: null is none."""
+    return 0.0 if field in hf and hf[field] is None else number(hf, field, default)
 
 
 def biases(hf: HF) -> HF:

@@ -64,6 +64,6 @@ def _of_layer(config: ModelConfig, shard: Shard, layer: int) -> int:
     else:
         attention = 2 * hidden * (len(shard.heads) + len(shard.kv_heads)) * config.head_dim
     if moe is None or not config.is_moe(layer):
-        return attention + 2 * hidden + 3 * hidden * len(shard.mlp_columns)
+        return attention + 2 * hidden + len(config.mlp_names) * hidden * len(shard.mlp_columns)
     experts = len(shard.slots) * len(shard.expert_columns) + len(shard.shared_columns)
     return attention + 2 * hidden + 3 * hidden * experts + moe.num_experts * hidden

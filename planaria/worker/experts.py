@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from planaria.layers.decoder import Model
     from planaria.layers.moe import Expert
 
-FORM = 8  # numbers that a packed weight is told by
+FORM = 9  # numbers that a packed weight is told by
 
 
 class Experts:

@@ -162,18 +162,18 @@ def test_logits_of_taken_rows(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("half", [16, 33, 208])
 @pytest.mark.parametrize("rows", [1, 12, 130])
-def test_silu_mul(ops: CpuOps, half: int, rows: int) -> None:
+def test_gated(ops: CpuOps, half: int, rows: int) -> None:
     """Halves of whole panels are fused with the product; others are not: the same numbers either way."""
     x = Rows(ops, rand(rows, 64) * 3)
     w = rand(2 * half, 64, seed=1) / 3
     both = rounded(x.normed() @ rounded(w, ops.dtype).T, ops.dtype)
     want = torch.nn.functional.silu(both[:, :half]) * both[:, half:]
     packed = ops.pack(w)
-    got = x.run(lambda o, h: o.silu_mul(o.linear(h, packed)))
+    got = x.run(lambda o, h: o.gated(o.linear(h, packed)))
     close(got, want, ops.dtype)
     # what comes after finds zeros in the padding
     down = rand(32, half, seed=5) / 8
-    close(x.run(lambda o, h: o.linear(o.silu_mul(o.linear(h, packed)), ops.pack(down))),
+    close(x.run(lambda o, h: o.linear(o.gated(o.linear(h, packed)), ops.pack(down))),
           rounded(want, ops.dtype) @ rounded(down, ops.dtype).T, ops.dtype)  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def whole_model(ops: CpuOps, kind: str | None) -> Callable[[Any], Any]:
         for qkv, out, gate_up, down, kv in layers:
             q = o.rope_store(o.linear(o.rms_norm(x, one, 1e-5), qkv), kv, rope, heads, kv_heads, dim)
             x = o.linear(o.attend(q, kv, heads, kv_heads, dim, dim**-0.5), out, residual=x)
-            x = o.linear(o.silu_mul(o.linear(o.rms_norm(x, one, 1e-5), gate_up)), down, residual=x)
+            x = o.linear(o.gated(o.linear(o.rms_norm(x, one, 1e-5), gate_up)), down, residual=x)
         return o.logits(o.rms_norm(o.take(x), one, 1e-5), table)
 
     return forward

@@ -196,7 +196,7 @@ def test_silu_and_gates() -> None:
 
             def forward(ops: Any, table: Any = table, up: Any = up, down: Any = down, norm: Any = norm) -> Any:
                 h = ops.embed(table)
-                return ops.take(ops.linear(ops.silu_mul(ops.linear(ops.rms_norm(h, norm, 1e-5), up)), down, residual=h))
+                return ops.take(ops.linear(ops.gated(ops.linear(ops.rms_norm(h, norm, 1e-5), up)), down, residual=h))
 
             results.append(run(ops, forward, batch_of(list(range(30)))))
             ops.close()

@@ -91,7 +91,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tie_word_embeddings", {"tie_word_embeddings": "yes"}),
     ("eos_token_id", {"eos_token_id": "</s>"}),
     ("dtype", {"torch_dtype": "float64"}),
-    ("quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
     ("rope_theta", {"rope_theta": 0}),
     ("rope_scaling", {"rope_scaling": "linear"}),
     ("rope_scaling.rope_type", {"rope_scaling": {"type": "mrope"}}),

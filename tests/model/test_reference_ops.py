@@ -92,13 +92,13 @@ def test_a_packed_weight_counts_as_its_values(kind: str) -> None:
     torch.testing.assert_close(TorchOps().linear(x, TorchOps().pack(packed)), x @ dequantise(packed).T)
 
 
-def test_rms_norm_and_silu_mul() -> None:
+def test_rms_norm_and_gated() -> None:
     ops = TorchOps()
     x, weight = torch.randn(4, 10), torch.randn(10)
     want = [[v / math.sqrt(sum(u * u for u in row) / 10 + 1e-3) for v in row] for row in x.tolist()]
     torch.testing.assert_close(ops.rms_norm(x, ops.vector(weight), 1e-3), torch.tensor(want) * weight)
     gated = [[g / (1 + math.exp(-g)) * u for g, u in zip(row[:5], row[5:], strict=True)] for row in x.tolist()]
-    torch.testing.assert_close(ops.silu_mul(x), torch.tensor(gated))
+    torch.testing.assert_close(ops.gated(x), torch.tensor(gated))
 
 
 @pytest.mark.parametrize("rotated", [DIM, DIM // 2])

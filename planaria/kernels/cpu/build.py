@@ -22,8 +22,8 @@ from planaria.kernels.objects import CodeMachine, initialise, object_file
 
 PROGRAM = ("collective", "threads", "products", "grouped", "mla", "program")  # the interpreter, in reading order
 SOURCES = (
-    *PROGRAM, "build", "compiler", "emit", "expert_kernels", "fields", "mla_values", "layout", "micro", "native",
-    "target", "vector",
+    *PROGRAM, "activations", "build", "compiler", "emit", "expert_kernels", "fields", "mla_values", "layout", "micro",
+    "native", "target", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
@@ -81,13 +81,15 @@ def _program(target: Target) -> str:
 
 def compile_object(target: Target) -> bytes:
     """Object code of everything for one target, with the C symbol `planaria_run`."""
+    from planaria.kernels.cpu.activations import activation_module
     from planaria.kernels.cpu.expert_kernels import expert_module
     from planaria.kernels.cpu.micro import DECLARATIONS, matrix_module
     from planaria.kernels.cpu.mla_values import mla_module
     from planaria.kernels.cpu.vector import vector_module
 
     machine = _machine(target)
-    parts = [matrix_module(target), vector_module(target), expert_module(target), mla_module(target), _program(target)]
+    modules = (matrix_module, vector_module, activation_module, expert_module, mla_module, _program)
+    parts = [module(target) for module in modules]
     return machine.emit(machine.binding.parse_assembly("\n".join([DECLARATIONS, *parts])))
 
 

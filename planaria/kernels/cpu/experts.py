@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from planaria.errors import ConfigError
 from planaria.kernels.cpu import layout
+from planaria.kernels.cpu.activations import ACTIVATIONS
 from planaria.kernels.cpu.expert_kernels import SIGMOID, SOFTMAX
 from planaria.kernels.cpu.fields import CombineOp, GroupedOp, RouteOp, SortOp
 from planaria.kernels.cpu.micro import STORE_ACT, STORE_F32
@@ -51,7 +52,7 @@ class RoutingBuffers:
 def group(experts: Sequence[tuple[Packed, Packed]]) -> ExpertTable:
     """Checks that all are alike: one operation computes them all."""
     for packed in zip(*experts, strict=True):
-        if len({(p.kind, p.rows, p.columns) for p in packed}) > 1:
+        if len({(p.kind, p.rows, p.columns, p.biased) for p in packed}) > 1:
             raise ValueError("the experts of a layer have weights of different kinds or shapes")
     columns = experts[0][1].columns if experts else 0
     if columns % 16:
@@ -88,7 +89,7 @@ class ExpertOps:
 
     def experts(
         self, x: Act, routing: RoutingBuffers, weights: ExpertTable, slots: Slots, residual: Act | None = None, *,
-        reduce: bool = False,
+        reduce: bool = False, kind: str = "silu",
     ) -> Act:  # fmt: skip
         recorder, held, k = self.recorder, slots.held, routing.slots.columns
         recorder.expect(x, "experts")
@@ -109,10 +110,11 @@ class ExpertOps:
             (down, weights.tables[1], (inner, inner_ld), (y, y_ld), 0),
         ):
             recorder.wants_product(w, most)
-            recorder.add(  # the experts have no biases: the first one's zeros do for all
+            recorder.add(  # experts without biases share the first one's zeros
                 GroupedOp, kind=w.kind, table=table, stride=w.stride, scales=w.scales, length=w.length, x=source,
                 ldx=ldx, out=out, ldo=ldo, mode=STORE_ACT if half else STORE_F32, bias=w.bias, held=len(held),
-                half=half, temp=recorder.tile_bytes(w), panels=w.panels, starts=starts,
+                half=half, temp=recorder.tile_bytes(w), panels=w.panels, starts=starts, act=ACTIVATIONS[kind],
+                own_bias=w.panels * w.stride if w.biased else 0,
             )  # fmt: skip
         summed = reduce and recorder.tp.size > 1
         target = recorder.new(x.rows, down.rows, "float32") if residual is None or summed else residual

@@ -27,10 +27,10 @@ class Operation(int):
 
 class EmbedOp(Operation):
     """Rows of a table of `rows` tokens, of which `first` is the first; others give zeros where it is `partial`.
-    scales: their offset in a panel; length: steps or blocks along K."""
+    scales: their offset in a panel; length: steps or blocks along K. factor: of the rows, 0 for none."""
 
     code = 1
-    kind, w, stride, scales, length, out, ldo, tokens, rows, first, partial = range(1, 12)
+    kind, w, stride, scales, length, out, ldo, tokens, rows, first, partial, factor = range(1, 13)
 
 
 class NormOp(Operation):
@@ -42,10 +42,10 @@ class NormOp(Operation):
 
 class LinearOp(Operation):
     """stride: bytes of a panel. half: panels of one half of a fused gated activation (0: plain), `temp` its place in
-    scratch memory. attend: the row of the attention whose keys to ask for, or 0."""
+    scratch memory, `act` its kind. attend: the row of the attention whose keys to ask for, or 0."""
 
     code = 3
-    kind, w, stride, scales, length, x, ldx, out, ldo, mode, bias, rows, half, temp, panels, attend = range(1, 17)
+    kind, w, stride, scales, length, x, ldx, out, ldo, mode, bias, rows, half, temp, panels, attend, act = range(1, 18)
 
 
 class RopeOp(Operation):
@@ -56,16 +56,17 @@ class RopeOp(Operation):
 
 class AttendOp(Operation):
     """groups: key heads. chunk_bytes: from one chunk of 16 tokens to the next, group_bytes: from one group to the next.
-    keys_are_values: their first columns, `value_dim` of them."""
+    keys_are_values: their first columns, `value_dim` of them. cap: what scores are multiplied by before their tanh, and
+    `scale` what after it; 0 for none. sinks: a float32 for each head, or 0."""
 
     code = 5
     q, ldq, out, ldo, cache, block_bytes, chunk_bytes, block_size, heads, groups, dim, scale, window = range(1, 14)
-    seq_start, seq_len, seq_row, table, ld_table, group_bytes, value_dim, keys_are_values = range(14, 22)
+    seq_start, seq_len, seq_row, table, ld_table, group_bytes, value_dim, keys_are_values, cap, sinks = range(14, 24)
 
 
-class SiluOp(Operation):
+class GatedOp(Operation):
     code = 6
-    x, ldx, out, ldo, half, padded, rows = range(1, 8)
+    x, ldx, out, ldo, half, padded, rows, act = range(1, 9)
 
 
 class TakeOp(Operation):
@@ -133,10 +134,10 @@ class SortOp(Operation):
 
 class GroupedOp(LinearOp):
     """A LinearOp for each slot's rows: table: addresses of the slots' weights, held: how many slots, starts: first row
-    of each."""
+    of each. own_bias: how far behind its weight a slot's bias is; 0: all have `bias`."""
 
     code = 34
-    table, held, starts = LinearOp.w, LinearOp.rows, LinearOp.attend
+    table, held, starts, own_bias = LinearOp.w, LinearOp.rows, LinearOp.attend, LinearOp.act + 1
 
 
 class CombineOp(Operation):
@@ -163,6 +164,39 @@ class RescaleOp(Operation):
 
     code = 38
     x, ldx, sums, lds, first, second, last, rows, whole_first, whole_last, first_weight, last_weight, eps = range(1, 14)
+
+
+class GeluOp(Operation):
+    """In place."""
+
+    code = 39
+    x, ldx, padded, rows = range(1, 5)
+
+
+class ClipOp(Operation):
+    """In place."""
+
+    code = 40
+    x, ldx, padded, rows, limit = range(1, 6)
+
+
+class CapOp(Operation):
+    """x = outer * tanh(inner * x) of float32, in place."""
+
+    code = 41
+    x, ldx, padded, rows, inner, outer = range(1, 7)
+
+
+class LayerNormOp(Operation):
+    code = 42
+    x, ldx, weight, bias, out, ldo, padded, count, eps, rows = range(1, 11)
+
+
+class AddNormOp(Operation):
+    """RMS norm of x, added to the target; both float32."""
+
+    code = 43
+    x, ldx, weight, target, ldt, padded, count, eps, rows = range(1, 10)
 
 
 class ExchangeOp(Operation):

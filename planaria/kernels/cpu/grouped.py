@@ -168,6 +168,8 @@ def op_grouped(c: int, row: fields.GroupedOp, tid: int, ticket: int) -> None:
                 continue
             part, panel = (unit - passed) // groups, (unit - passed) % groups * most
             put(line, fields.LinearOp.w, get(row.table, s))
+            if row.own_bias:
+                put(line, fields.LinearOp.bias, get(row.table, s) + row.own_bias)
             put(line, fields.LinearOp.x, row.x + first * row.ldx)
             put(line, fields.LinearOp.out, row.out + first * row.ldo)
             begin, stop = rows * part // parts, rows * (part + 1) // parts

@@ -125,8 +125,32 @@ def norm(x: int, weight: int, out: int, padded: int, count: int, eps: int) -> No
     """RMS norm of a row."""
 
 
-def silu(gate: int, up: int, out: int, count: int, padded: int) -> None:
-    """silu(gate) * up of a row."""
+def gated(kind: int, gate: int, up: int, out: int, count: int, padded: int) -> None:
+    """A gated activation of a row (activations.gated)."""
+
+
+def gelu(x: int, padded: int) -> None:
+    """A row in place."""
+
+
+def clip(x: int, padded: int, limit: int) -> None:
+    """A row in place, to [-limit, limit]."""
+
+
+def cap(x: int, count: int, inner: int, outer: int) -> None:
+    """outer * tanh(inner * x) of float32, in place."""
+
+
+def scale(x: int, count: int, factor: int) -> None:
+    """float32 in place, times the factor."""
+
+
+def layer_norm(x: int, weight: int, bias: int, out: int, padded: int, count: int, eps: int) -> None:
+    """Layer norm of a row."""
+
+
+def add_norm(x: int, weight: int, target: int, padded: int, count: int, eps: int) -> None:
+    """RMS norm of a float32 row, added to another."""
 
 
 def softmax(scores: int, p: int, padded: int, lo: int, hi: int, scale: int, state: int) -> None:

@@ -4,6 +4,8 @@ dense   [N/16][K/pair][16][pair], K padded to 16.
 packed  [N/16] of codes, then scales; K in blocks of 32. Codes are q4: [K/8][16] words of 32 bits, whose nibble i is
         k = 0,2,4,6,1,3,5,7 [i]; q8: [K][16] signed bytes. Scales are the file's float16, [K/32][16] scale, for
         q4_1 [K/32][2][16] scale and minimum. So a packed weight takes what it takes in the file.
+
+Behind the panels is the bias, float32 [N/16][16], where there is one.
 """
 
 from __future__ import annotations
@@ -44,8 +46,13 @@ class Packed:
         return int(self.data.ctypes.data)
 
     @property
+    def biased(self) -> bool:
+        return self.data.nbytes > self.panels * self.stride
+
+    @property
     def nbytes(self) -> int:
-        return int(self.data.nbytes)
+        """Of its panels, the bias not among them."""
+        return self.panels * self.stride
 
 
 def up(value: int, unit: int) -> int:
@@ -59,18 +66,15 @@ def pack(
     """Weight [N, K] and bias [N] or None in the layout above. Raises ValueError for a shape or kind it can't take."""
     rows, columns = weight.shape
     panels = up(rows, 16) // 16
-    shift = arena.take(panels * 64).view(np.float32)
-    if bias is not None:
-        if bias.shape != (rows,):
-            raise ValueError(f"bias of shape {tuple(bias.shape)} for a weight of {rows} rows; expected ({rows},)")
-        shift[:rows] = to_float32(bias)
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(f"bias of shape {tuple(bias.shape)} for a weight of {rows} rows; expected ({rows},)")
     if isinstance(weight, Quantized):
-        return _pack_blocks(weight, shift, panels, arena, threads)
+        return _pack_blocks(weight, bias, panels, arena, threads)
     steps = up(columns, 16) // target.pair
-    data = arena.take(panels * steps * 64)
+    data, shift = _room(panels, steps * 64, bias, arena)
     stored, width = (to_bfloat16 if target.item == 2 else to_float32), steps * target.pair
     # the pair of neighbours along K moves as one 32-bit word
-    out = data.view(np.int32).reshape(panels, steps, 16)
+    out = data[: panels * steps * 64].view(np.int32).reshape(panels, steps, 16)
 
     def some(first: int, last: int) -> None:
         piece = stored(weight[first * 16 : last * 16])
@@ -85,18 +89,30 @@ def pack(
     return Packed(DENSE, rows, columns, panels, steps, steps * 64, 0, data, shift)
 
 
+def _room(panels: int, stride: int, bias: Array | None, arena: PartMemory) -> tuple[npt.NDArray[np.uint8], Array]:
+    """Memory of a weight, and the bias as its kernels read it."""
+    if bias is None:
+        return arena.take(panels * stride), arena.take(panels * 64).view(np.float32)
+    data = arena.take(panels * (stride + 64))
+    shift = data[panels * stride :].view(np.float32)
+    shift[: len(bias)] = to_float32(bias)
+    return data, shift
+
+
 def form_of(w: Packed) -> tuple[int, ...]:
     """What `blank` makes another of."""
-    return w.kind, w.rows, w.columns, w.panels, w.length, w.stride, w.scales
+    return w.kind, w.rows, w.columns, w.panels, w.length, w.stride, w.scales, int(w.biased)
 
 
 def blank(numbers: Sequence[int], bias: npt.NDArray[Any], arena: PartMemory) -> Packed:
     """A weight of a `form`, all zeros. bias: zeros, as many as it has rows in its panels."""
-    kind, rows, columns, panels, length, stride, scales = numbers
-    return Packed(kind, rows, columns, panels, length, stride, scales, arena.take(panels * stride), bias)
+    kind, rows, columns, panels, length, stride, scales, biased = numbers
+    data = arena.take(panels * (stride + 64 * biased))
+    own = data[panels * stride :].view(np.float32) if biased else bias
+    return Packed(kind, rows, columns, panels, length, stride, scales, data, own)
 
 
-def _pack_blocks(weight: Quantized, shift: Array, panels: int, arena: PartMemory, threads: int) -> Packed:
+def _pack_blocks(weight: Quantized, bias: Array | None, panels: int, arena: PartMemory, threads: int) -> Packed:
     kind = KINDS.get(weight.kind)
     if kind is None:
         raise ValueError(f"packed weight of kind {weight.kind!r}: kernels take {', '.join(KINDS)}")
@@ -113,8 +129,8 @@ def _pack_blocks(weight: Quantized, shift: Array, panels: int, arena: PartMemory
     code_bytes = blocks * (512 if kind == Q8_0 else 256)
     scale_bytes = blocks * (64 if kind == Q4_1 else 32)
     stride = up(code_bytes + scale_bytes, 64)
-    data = arena.take(panels * stride)
-    lines = data.reshape(panels, stride)
+    data, shift = _room(panels, stride, bias, arena)
+    lines = data[: panels * stride].reshape(panels, stride)
     head = 4 if kind == Q4_1 else 2
 
     def some(first: int, last: int) -> None:

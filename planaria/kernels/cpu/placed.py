@@ -30,7 +30,7 @@ def placed(thing: Any, offset_of: Callable[[int], int]) -> PackedAt:
 def _parts(thing: Any) -> tuple[str, tuple[int, ...], tuple[npt.NDArray[Any], ...]]:
     match thing:
         case Packed():
-            return "packed", form_of(thing), (thing.data, thing.bias)
+            return "packed", form_of(thing), (thing.data,) if thing.biased else (thing.data, thing.bias)
         case Vector():
             return "vector", (thing.length,), (thing.values,)
         case Rope():
@@ -44,8 +44,9 @@ def found(at: PackedAt, memory: npt.NDArray[np.uint8]) -> Any:
     if [array.nbytes for array in arrays] != [size for _, size in at.arrays]:
         raise ValueError(f"a {at.kind} that ends beyond {memory.nbytes} bytes")
     match at.kind, at.numbers, arrays:
-        case "packed", (kind, rows, columns, panels, length, stride, scales), (data, bias):
-            if panels * stride == data.nbytes and panels * 64 == bias.nbytes:
+        case "packed", (kind, rows, columns, panels, length, stride, scales, biased), (data, *apart):
+            bias = data[panels * stride :] if biased else apart[0] if apart else data[:0]
+            if panels * (stride + 64 * biased) == data.nbytes and panels * 64 == bias.nbytes:
                 return Packed(kind, rows, columns, panels, length, stride, scales, data, bias.view(np.float32))
         case "vector", (length,), (values,):
             if values.nbytes >= 4 * length:

@@ -168,7 +168,7 @@ def block(c: int, row: fields.LinearOp, mine: int, sums: int, first: int, last: 
         product(c, row, mine, my_sums, first, last, panel + half, stop + half, up, ld, STORE_ACT, stop)
         count = (stop - panel) * 16
         for r in range(last - first):
-            native.silu(gate + r * ld, up + r * ld, out + r * ldo + panel * wide, count, count)
+            native.gated(row.act, gate + r * ld, up + r * ld, out + r * ldo + panel * wide, count, count)
         panel = stop
 
 

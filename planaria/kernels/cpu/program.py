@@ -14,6 +14,8 @@ from planaria.kernels.cpu.native import TARGET, atomic_add, atomic_get, get, get
 from planaria.kernels.cpu.products import tiles
 from planaria.kernels.cpu.threads import barrier, bring, clear, rows_from, scratch, sleep_while, wake_all, whole_chunks
 
+ONE = 1065353216  # float32 bits of 1
+
 # Operations
 
 
@@ -27,6 +29,8 @@ def op_embed(c: int, row: fields.EmbedOp, tid: int) -> None:
             token = 0  # callers check; this only keeps a mistake from reading foreign memory
         panel = row.w + (token >> 4) * row.stride
         native.embed(row.kind, panel, panel + row.scales, token & 15, row.length, row.out + t * row.ldo)
+        if row.factor:
+            native.scale(row.out + t * row.ldo, row.ldo >> 2, row.factor)
 
 
 def op_norm(c: int, row: fields.NormOp, tid: int) -> None:
@@ -39,10 +43,39 @@ def op_norm(c: int, row: fields.NormOp, tid: int) -> None:
             native.norm(x, row.weight, out, row.padded, row.count, row.eps)
 
 
-def op_silu(c: int, row: fields.SiluOp, tid: int) -> None:
+def op_gated(c: int, row: fields.GatedOp, tid: int) -> None:
     for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
         x, half = row.x + r * row.ldx, row.half
-        native.silu(x, x + half * TARGET.item, row.out + r * row.ldo, half, row.padded)
+        native.gated(row.act, x, x + half * TARGET.item, row.out + r * row.ldo, half, row.padded)
+
+
+def op_gelu(c: int, row: fields.GeluOp, tid: int) -> None:
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
+        native.gelu(row.x + r * row.ldx, row.padded)
+
+
+def op_clip(c: int, row: fields.ClipOp, tid: int) -> None:
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
+        native.clip(row.x + r * row.ldx, row.padded, row.limit)
+
+
+def op_cap(c: int, row: fields.CapOp, tid: int) -> None:
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
+        native.cap(row.x + r * row.ldx, row.padded, row.inner, row.outer)
+
+
+def op_layer_norm(c: int, row: fields.LayerNormOp, tid: int) -> None:
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
+        x, out = row.x + r * row.ldx, row.out + r * row.ldo
+        bring(x + row.ldx, row.ldx)
+        native.layer_norm(x, row.weight, row.bias, out, row.padded, row.count, row.eps)
+
+
+def op_add_norm(c: int, row: fields.AddNormOp, tid: int) -> None:
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
+        x, target = row.x + r * row.ldx, row.target + r * row.ldt
+        bring(x + row.ldx, row.ldx)
+        native.add_norm(x, row.weight, target, row.padded, row.count, row.eps)
 
 
 def op_take(c: int, row: fields.TakeOp, tid: int) -> None:
@@ -109,6 +142,9 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
     for r in range(rows):
         put32(state, 4 * r, -246811958)  # float32 bits of LOWEST
         put32(state, 4 * r + 1, 0)
+        if row.sinks:  # as a key seen before all others, whose value is 0
+            put32(state, 4 * r, get32(row.sinks, h * group + r % group))
+            put32(state, 4 * r + 1, ONE)
     for i in range(rows * dim // 2):
         put(o, i, 0)
     start = 0
@@ -134,6 +170,8 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
             hi = min(at + 1 - start, chunks * 16)
             for g in range(group):
                 r = i * group + g
+                if row.cap:
+                    native.cap(scores + r * layout.KEY_TILE * 4, chunks * 16, row.cap, ONE)
                 native.softmax(
                     scores + r * layout.KEY_TILE * 4, p + r * layout.KEY_TILE * item, chunks * 16, lo, hi, row.scale,
                     state + 16 * r,

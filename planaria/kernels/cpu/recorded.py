@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from planaria.kernels.cpu import fields, layout, mla_rows
+from planaria.kernels.cpu.activations import ACTIVATIONS
 from planaria.kernels.cpu.caches import PagedKV, PagedLatents
 from planaria.kernels.cpu.experts import ExpertOps
 from planaria.kernels.cpu.micro import ADD_RESIDUAL, STORE_ACT, STORE_F32
@@ -20,13 +21,13 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps):
         self.recorder, self.spread = recorder, recorder.lanes is not None
         self.batch, self.target = recorder.batch, recorder.target
 
-    def embed(self, table: Packed, vocab: range | None = None) -> Act:
+    def embed(self, table: Packed, vocab: range | None = None, scale: float = 1.0) -> Act:
         whole = self.recorder.tp.size == 1 or vocab is None
         out = self.recorder.new(layout.ROWS_TOKENS, table.columns, "float32")
         self.recorder.add(
             fields.EmbedOp, kind=table.kind, w=table, stride=table.stride, scales=table.scales, length=table.length,
             out=out, tokens=self.batch.tokens, rows=table.rows, first=0 if whole or vocab is None else vocab.start,
-            partial=not whole,
+            partial=not whole, factor=None if scale == 1.0 else float(scale),
         )  # fmt: skip
         return out if whole else self.recorder.reduce(out, out)
 
@@ -48,6 +49,30 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps):
         )  # fmt: skip
         return out
 
+    def layer_norm(self, x: Act, weight: Vector, bias: Vector, eps: float) -> Act:
+        self.recorder.expect(x, "layer_norm", "float32")
+        if not weight.length == bias.length == x.columns:
+            raise ValueError(f"layer_norm: {weight.length} weights and {bias.length} biases for {x.columns} columns")
+        out = self.recorder.new(x.rows, x.columns)
+        self.recorder.add(
+            fields.LayerNormOp, x=x, weight=weight, bias=bias, out=out, padded=up(x.columns, 16), count=x.columns,
+            eps=eps, rows=x.rows,
+        )  # fmt: skip
+        return out
+
+    def linear_norm(self, x: Act, weight: Packed, norm: Vector, eps: float, residual: Act) -> Act:
+        self.recorder.expect(residual, "the residual of linear_norm", "float32")
+        y = self.scores(x, weight)
+        if not norm.length == y.columns == residual.columns:
+            raise ValueError(f"linear_norm: a norm of {norm.length} for {y.columns} columns")
+        if self.recorder.tp.size > 1:
+            self.recorder.reduce(y, y)
+        self.recorder.add(
+            fields.AddNormOp, x=y, weight=norm, target=residual, padded=up(y.columns, 16), count=y.columns, eps=eps,
+            rows=y.rows,
+        )  # fmt: skip
+        return residual
+
     def linear(self, x: Act, weight: Packed, residual: Act | None = None, *, reduce: bool = False) -> Act:
         """x W^T + bias; added to `residual` in float32, unrounded, where one is given."""
         if residual is None:
@@ -62,11 +87,21 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps):
     def scores(self, x: Act, weight: Packed) -> Act:
         return self._linear(x, weight, self.recorder.new(x.rows, weight.rows, "float32"), STORE_F32)
 
-    def logits(self, x: Act, weight: Packed, vocab: range | None = None, size: int | None = None) -> Act:
+    def logits(
+        self, x: Act, weight: Packed, vocab: range | None = None, size: int | None = None, cap: float = 0.0
+    ) -> Act:  # fmt: skip
         if self.recorder.tp.size == 1 or vocab is None or size is None:
-            return self.scores(x, weight)
+            return self._capped(self.scores(x, weight), cap)
         part, whole = self.recorder.gathered(x.rows, vocab, size)
-        return self.recorder.gather(self._linear(x, weight, part, STORE_F32), whole, vocab)
+        return self.recorder.gather(self._capped(self._linear(x, weight, part, STORE_F32), cap), whole, vocab)
+
+    def _capped(self, x: Act, cap: float) -> Act:
+        """cap * tanh(x / cap), in place."""
+        if cap:
+            self.recorder.add(
+                fields.CapOp, x=x, padded=up(x.columns, 16), rows=x.rows, inner=1 / cap, outer=float(cap)
+            )  # fmt: skip
+        return x
 
     def _linear(self, x: Act, w: Packed, out: Act, mode: int) -> Act:
         self.recorder.expect(x, "linear")
@@ -76,6 +111,7 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps):
         self.recorder.add(
             fields.LinearOp, kind=w.kind, w=w, stride=w.stride, scales=w.scales, length=w.length, x=x, out=out,
             mode=mode, bias=w.bias, rows=x.rows, half=0, temp=self.recorder.tile_bytes(w), panels=w.panels, attend=0,
+            act=0,
         )  # fmt: skip
         return out
 
@@ -101,14 +137,17 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps):
 
     def attend(
         self, q: Act, kv: PagedKV, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
-        window: int | None = None,
+        window: int | None = None, cap: float = 0.0, sinks: Vector | None = None,
     ) -> Act:  # fmt: skip
         self.recorder.expect(q, "attend")
+        if sinks is not None and sinks.length != num_heads:
+            raise ValueError(f"attend: {sinks.length} sinks for {num_heads} heads")
         kv.check(num_heads, num_kv_heads, head_dim)
         both = 2 * 16 * head_dim * self.target.item  # of keys and of values
         return self._attend(
             q, kv, self.recorder.new(q.rows, q.columns), heads=num_heads, groups=num_kv_heads, dim=head_dim,
-            value_dim=head_dim, scale=scale, window=window, chunk_bytes=both, group_bytes=kv.block_size // 16 * both,
+            value_dim=head_dim, scale=cap or scale, window=window, chunk_bytes=both,
+            group_bytes=kv.block_size // 16 * both, cap=scale / cap if cap else None, sinks=sinks,
         )  # fmt: skip
 
     def mla_attend(self, q: Act, kv: PagedLatents, num_heads: int, rank: int, scale: float) -> Act:
@@ -124,7 +163,8 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps):
 
     def _attend(
         self, q: Act, kv: PagedKV | PagedLatents, out: Act, *, heads: int, groups: int, dim: int, value_dim: int,
-        scale: float, window: int | None, chunk_bytes: int, group_bytes: int,
+        scale: float, window: int | None, chunk_bytes: int, group_bytes: int, cap: float | None = None,
+        sinks: Vector | None = None,
     ) -> Act:  # fmt: skip
         """Attention of `groups` groups of heads. chunk_bytes: of a chunk of 16 tokens of a group, up to the next;
         group_bytes: from the chunks of one group to those of the next, 0 where they read the same, whose first columns
@@ -137,18 +177,32 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps):
             block_size=kv.block_size, heads=heads, groups=groups, dim=dim, scale=scale, window=window,
             seq_start=batch.seq_start, seq_len=batch.seq_len, seq_row=batch.seq_row, table=batch.block_table,
             ld_table=batch.block_table.strides[0], group_bytes=group_bytes, value_dim=value_dim,
-            keys_are_values=group_bytes == 0,
+            keys_are_values=group_bytes == 0, cap=cap, sinks=sinks,
         )  # fmt: skip
         return out
 
-    def silu_mul(self, gate_up: Act) -> Act:
-        self.recorder.expect(gate_up, "silu_mul")
+    def gated(self, gate_up: Act, kind: str = "silu") -> Act:
+        self.recorder.expect(gate_up, "gated")
         if gate_up.columns % 2:
-            raise ValueError(f"silu_mul: {gate_up.columns} columns are not two halves")
+            raise ValueError(f"gated: {gate_up.columns} columns are not two halves")
         half = gate_up.columns // 2
         out = self.recorder.new(gate_up.rows, half)
-        self.recorder.add(fields.SiluOp, x=gate_up, out=out, half=half, padded=up(half, 16), rows=gate_up.rows)
+        self.recorder.add(
+            fields.GatedOp, x=gate_up, out=out, half=half, padded=up(half, 16), rows=gate_up.rows, act=ACTIVATIONS[kind]
+        )  # fmt: skip
         return out
+
+    def gelu(self, x: Act) -> Act:
+        """In place."""
+        self.recorder.expect(x, "gelu")
+        self.recorder.add(fields.GeluOp, x=x, padded=up(x.columns, 16), rows=x.rows)
+        return x
+
+    def clip(self, x: Act, limit: float) -> Act:
+        """In place."""
+        self.recorder.expect(x, "clip")
+        self.recorder.add(fields.ClipOp, x=x, padded=up(x.columns, 16), rows=x.rows, limit=float(limit))
+        return x
 
     def wide_norm(
         self, qkv: Act, widths: tuple[int, int], whole: tuple[int, int], q_norm: Vector, k_norm: Vector, eps: float, *,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planaria.kernels.cpu.fields import CODE, ROW_WORDS, AttendOp, ExchangeOp, LinearOp, Operation, SiluOp
+from planaria.kernels.cpu.fields import CODE, ROW_WORDS, AttendOp, ExchangeOp, GatedOp, LinearOp, Operation
 from planaria.kernels.cpu.layout import FORESIGHT_BYTES
 from planaria.kernels.cpu.memory import ALIGN, Region
 
@@ -76,11 +76,12 @@ class Tape:
         kept: list[TapeRow] = []
         for row in self.rows:
             before = kept[-1] if kept else None
-            if before is not None and row.op is SiluOp and before.op is LinearOp:
+            if before is not None and row.op is GatedOp and before.op is LinearOp:
                 product, half = before.fields["out"], row.fields["half"]
                 alone = product is row.fields["x"] and product is not result and uses[id(product)] == 2
                 if alone and before.fields["half"] == 0 and isinstance(half, int) and half % 16 == 0:
                     before.fields |= {"out": row.fields["out"], "ldo": row.fields["ldo"], "half": half // 16}
+                    before.fields["act"] = row.fields["act"]
                     continue
             kept.append(row)
         self.rows = kept

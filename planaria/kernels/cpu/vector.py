@@ -1,4 +1,4 @@
-"""Row operations: IR of everything that is not an inner product (norm, rotation, softmax, activation, copies).
+"""Row operations: IR of everything that is not an inner product (norm, rotation, softmax, copies).
 
 Rows are padded to 16 elements; the padding of every buffer is 0 and stays 0.
 """
@@ -89,21 +89,6 @@ def norm(target: Target) -> str:
         act.store(f.vec("fmul", v, f.floats(weight, i)), act.place(out, i))
 
     f.each("%padded", 16, write)
-    return f.end()
-
-
-def silu(target: Target) -> str:
-    """out[0:padded] = silu(gate) * up for `count` elements, 0 after them."""
-    f = Function("pl_silu", ("gate", "up", "out", "count", "padded"))
-    act = Elements(f, target)
-    gate, up, out = f.ptr("%gate"), f.ptr("%up"), f.ptr("%out")
-
-    def body(i: str) -> None:
-        mask = below(f, lanes(f, i), "%count")
-        g, u = act.load_some(act.place(gate, i), mask), act.load_some(act.place(up, i), mask)
-        act.store(f.vec("fmul", f.vec("fdiv", g, one_and_exp(f, g)), u), act.place(out, i))
-
-    f.each("%padded", 16, body)
     return f.end()
 
 
@@ -368,7 +353,7 @@ def vector_module(target: Target) -> str:
     columns = {kind: embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)} | {DENSE: embed_dense(target)}
     pause = "call void @llvm.x86.sse2.pause() " if X86 else ""
     return "\n".join([
-        norm(target), silu(target), softmax(target), divide(target), rotate(target), store_key(target),
+        norm(target), softmax(target), divide(target), rotate(target), store_key(target),
         store_value(target), block_sums(target), copy(), widen(target), put_past(), add(), *columns.values(),
         dispatcher("pl_embed", EMBED_ARGS, "kind", columns), "declare void @llvm.x86.sse2.pause()\n" if X86 else "",
         f"define void @pl_relax() nounwind alwaysinline {{ {pause}ret void }}\n",

@@ -1,0 +1,193 @@
+"""Families that differ from Llama in more than sizes, against Transformers: read from their files as they are written,
+whole, in chunks and batches, on both back ends, and by several ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from planaria import LLM, SamplingParams
+from planaria.checkpoint import resolve_checkpoint
+from planaria.kernels.ops import Quantized
+from planaria.kernels.quant import dequantise
+from planaria.layers.build import build
+from planaria.loader import WeightSource
+from planaria.models import model_config
+from tests.model.checkpoints import load_reference, write_checkpoint
+from tests.model.driver import Driver
+from tests.model.test_models import one_torch_thread  # noqa: F401
+
+TOLERANCE = 1e-4  # of log-probabilities
+TIED = {"tie_word_embeddings": True}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 9, "num_hidden_layers": 3, **TIED}
+LONG = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.5 + 0.5 * i for i in range(6)]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **LONG}
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
+    "logits_scaling": 0.3, **TIED,
+}  # fmt: skip
+GPT_OSS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9, "intermediate_size": 64,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {"head_dim": 32, **TIED}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "gemma3_text",
+        {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}},
+    ),
+    "phi3": ("phi3", {"sliding_window": 9, "pad_token_id": None}),
+    "phi4-mini": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32, "pad_token_id": None}),
+    "granite": ("granite", GRANITE),
+    "starcoder2": ("starcoder2", {"sliding_window": 9, **TIED, "norm_epsilon": 1e-2}),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "olmoe-clipped": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.8, "pad_token_id": None}),
+}  # fmt: skip
+GREEDY = ("gemma2", "gemma3", "phi4-mini", "granite", "starcoder2", "gpt-oss", "olmoe-clipped")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(name: str, **more: Any) -> tuple[Path, Any]:
+        key = name + repr(more)
+        if key not in made:
+            family, overrides = CASES[name]
+            folder = write_checkpoint(tmp_path_factory.mktemp(name), family, **{**overrides, **more})
+            made[key] = folder, load_reference(folder)
+        return made[key]
+
+    return get
+
+
+def make_model(folder: Path, ops: Any) -> Any:
+    found = resolve_checkpoint(str(folder))
+    with WeightSource(found) as weights:
+        return build(model_config(found.config), weights, ops, quantization="keep")
+
+
+def distance(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((logits.log_softmax(-1) - reference.log_softmax(-1)).abs().max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_transformers(name: str, checkpoint: Any, make_ops: Any) -> None:
+    folder, reference = checkpoint(name)
+    ops = make_ops()
+    model = make_model(folder, ops)
+    draw = random.Random(name)
+    prompts = [[draw.randrange(131) for _ in range(length)] for length in (1, 5, 18, 41)]
+    with torch.no_grad():
+        wanted = [reference(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    if name == "phi4-mini":  # its tables are those of the longest text that is served, Transformers' of each text's
+        prompts, wanted = prompts[3:], wanted[3:]
+    assert min(float(w.std()) for w in wanted) > 0.5  # else a wrong model could pass
+    alone = Driver(model, ops, block_size=16)
+    together = Driver(model, ops, block_size=16, seed=1)
+    found = together.step(dict(enumerate(prompts)))
+    for i, want in enumerate(wanted):
+        assert distance(alone.whole(i, prompts[i], chunk=7), want) < TOLERANCE
+        assert distance(found[i], want) < TOLERANCE
+
+
+def said_by(reference: Any, prompt: list[int], tokens: list[int]) -> list[int]:
+    """What Transformers would say after the prompt and each of the tokens: the same if it always says them."""
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + tokens])).logits[0]
+    chosen: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return chosen
+
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "kv_cache_memory": "32MiB"}
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_tokens_equal_those_of_transformers(name: str, checkpoint: Any) -> None:
+    """20 prompts at once through the engine, in chunks; each alone says the same."""
+    folder, reference = checkpoint(name)
+    draw = random.Random(name)
+    prompts = [[draw.randrange(3, 131) for _ in range(draw.randrange(33, 60))] for _ in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(folder), skip_tokenizer_init=True, max_num_batched_tokens=96, max_num_seqs=32, **OPTIONS) as llm:
+        results = llm.generate(prompts, params)
+        alone = llm.generate(prompts[:1], params)
+    for prompt, result in zip(prompts, results, strict=True):
+        said = list(result.outputs[0].token_ids)
+        assert said_by(reference, prompt, said) == said and len(said) == 12
+    assert alone[0].outputs[0].token_ids == results[0].outputs[0].token_ids
+
+
+UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "num_hidden_layers": 2}
+RANKS = [("gemma3", 2, 1), ("gemma2", 2, 2), ("starcoder2", 2, 1), ("gpt-oss", 2, 1), ("granite", 1, 2), ("phi3", 2, 1)]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), RANKS)
+def test_ranks_say_the_same(name: str, tp: int, pp: int, checkpoint: Any) -> None:
+    """Three KV heads on two ranks, layers on two stages."""
+    types = {"layer_types": ["sliding_attention", "full_attention"]} if "gemma" in name else {}
+    folder, reference = checkpoint(name, **UNEVEN, **types)
+    draw = random.Random(name)
+    prompts = [[draw.randrange(3, 131) for _ in range(draw.randrange(1, 40))] for _ in range(4)]
+    with LLM(
+        str(folder), skip_tokenizer_init=True, tensor_parallel_size=tp, pipeline_parallel_size=pp, threads=1, **OPTIONS
+    ) as llm:
+        results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    for prompt, result in zip(prompts, results, strict=True):
+        said = list(result.outputs[0].token_ids)
+        assert said_by(reference, prompt, said) == said and len(said) == 6
+
+
+def to_mxfp4(values: Any) -> tuple[Any, Any, Any]:
+    """[..., K] as (codes [..., K / 32, 16], exponents [..., K / 32], the values they say)."""
+    blocks = values.reshape(*values.shape[:-1], -1, 32)
+    most = np.abs(blocks).max(-1, keepdims=True)
+    exponents = np.clip(np.ceil(np.log2(np.maximum(most, 1e-30) / 6)), -20, 15)
+    halves = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    near = np.abs(np.abs(blocks / 2.0**exponents)[..., None] - halves).argmin(-1)
+    codes = (near | (blocks < 0) * 8).astype(np.uint8)
+    exact = np.where(blocks < 0, -1, 1) * halves[near] * 2.0**exponents
+    packed = codes[..., ::2] | codes[..., 1::2] << 4
+    return packed, (exponents[..., 0] + 127).astype(np.uint8), exact.reshape(values.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_mxfp4_experts_are_read_exactly(tp: int, checkpoint: Any, tmp_path: Path) -> None:
+    """They stay packed, and say what Transformers says with the values that they stand for."""
+    source, _ = checkpoint("gpt-oss")
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    tensors, exact = dict(load_file(source / "model.safetensors")), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        turned = np.ascontiguousarray(tensors.pop(name).transpose(0, 2, 1))
+        blocks, scales, values = to_mxfp4(turned)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        exact[name] = np.ascontiguousarray(values.transpose(0, 2, 1))
+    for folder, contents in ((plain, {**load_file(source / "model.safetensors"), **exact}), (packed, tensors)):
+        folder.mkdir()
+        save_file(contents, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((source / "config.json").read_text())
+        if folder == packed:
+            config["quantization_config"] = {"quant_method": "mxfp4"}
+        (folder / "config.json").write_text(json.dumps(config))
+    found = resolve_checkpoint(str(packed))
+    with WeightSource(found) as weights:
+        expert = weights.get("model.layers.0.mlp.experts.1.gate_up_proj.weight")
+        assert isinstance(expert, Quantized) and expert.kind == "q8_0"
+        assert np.array_equal(dequantise(expert), exact["model.layers.0.mlp.experts.gate_up_proj"][1].T)
+    reference, draw = load_reference(plain), random.Random(tp)
+    prompts = [[draw.randrange(3, 131) for _ in range(20)] for _ in range(4)]
+    with LLM(str(packed), skip_tokenizer_init=True, tensor_parallel_size=tp, threads=1, **OPTIONS) as llm:
+        results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    for prompt, result in zip(prompts, results, strict=True):
+        said = list(result.outputs[0].token_ids)
+        assert said_by(reference, prompt, said) == said
