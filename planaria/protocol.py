@@ -81,18 +81,28 @@ class KVWork(msgspec.Struct, frozen=True, array_like=True):
     waits: bool = False
 
 
+class StoreNews(msgspec.Struct, frozen=True, array_like=True):
+    """Of one store of a rank, in its parts of blocks: `there` now; `saved` and `loaded` since it last said so, and
+    `errors`, by kind. `why`: nothing is saved in it now, in words."""
+
+    there: int = 0
+    saved: int = 0
+    loaded: int = 0
+    errors: dict[str, int] = {}
+    why: str = ""
+
+
 class KVNews(msgspec.Struct, frozen=True, array_like=True):
     """What a rank's connector has done since it last said so. Every load that isn't dropped ends in `loaded` (number,
     blocks from the first on that are there whole, seconds), every save in `stored` or in `refused`. `gone`: keys that
-    can't be brought back any more; `errors`: counted by kind; `why`: nothing is stored now, in words; `failed`: of
-    loads from other engines that ended early, why, in a word."""
+    can't be brought back any more; `stores`: of those that have anything to say, by name; `failed`: of loads from
+    other engines that ended early, why, in a word."""
 
     loaded: tuple[tuple[int, int, float], ...] = ()
     stored: tuple[bytes, ...] = ()
     refused: tuple[bytes, ...] = ()
     gone: tuple[bytes, ...] = ()
-    errors: dict[str, int] = {}
-    why: str = ""
+    stores: dict[str, StoreNews] = {}
     failed: dict[int, str] = {}
 
 

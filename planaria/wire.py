@@ -9,6 +9,7 @@ import msgspec
 
 from planaria.core.stats import EngineStats as EngineStats
 from planaria.core.stats import ExpertStats as ExpertStats
+from planaria.core.stats import StoreStats as StoreStats
 from planaria.core.stats import TierStats as TierStats
 from planaria.core.stats import TransferStats as TransferStats
 from planaria.topology import LaneGroup, Layout

@@ -339,6 +339,16 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             metavar="DIR[,SIZE]",
         ),
     ] = None
+    kv_offloading_size: Annotated[
+        float | None,
+        option(
+            "Memory of the node, in GiB, for KV blocks that the cache has no room for: of an engine, all its ranks "
+            "together.",
+            least=TINY,
+            hashed=False,
+            metavar="GIB",
+        ),
+    ] = None
     async_scheduling: Annotated[bool | None, option("Plan a step while one runs.", hashed=True)] = None
     speculative_config: Annotated[
         str | dict[str, Any] | None,
@@ -439,13 +449,20 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`memory`: bytes for KV, None: chosen from what the machine has."""
+    """`memory`: bytes for KV, None: chosen from what the machine has. `kv_offloading`: bytes for blocks of all ranks of
+    an engine beside it."""
 
     block_size: int = 16
     memory: int | None = None
     enable_prefix_caching: bool = True
     kv_checksums: bool = True
     kv_tier: TierConfig | None = None
+    kv_offloading: int = 0
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Are there stores of blocks outside of the cache?"""
+        return self.kv_tier is not None or bool(self.kv_offloading)
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):

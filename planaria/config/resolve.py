@@ -41,6 +41,7 @@ from planaria.env import environment
 from planaria.errors import ConfigError
 from planaria.models import model_config
 from planaria.models.deal import deal
+from planaria.node import available_memory
 
 logger = logging.getLogger("planaria.config")
 
@@ -48,6 +49,7 @@ logger = logging.getLogger("planaria.config")
 # the longest step; a GPU wants more.
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 TIER_SIZE = "10GiB"
+GIB = 1 << 30
 LOGIT_ROWS = 256  # beyond one per row: positions of prompt logprobs in one step
 
 
@@ -119,23 +121,39 @@ def _faults(options: EngineOptions, parallel: ParallelConfig) -> FaultConfig:
     return FaultConfig(**picked(FaultConfig, options))
 
 
+def _check_store(flag: str, value: object, options: EngineOptions, device: str) -> None:
+    """Raise ConfigError where there can be no store of KV blocks outside of the cache."""
+    why = None
+    if not options.enable_prefix_caching:
+        why = "is found by the prefix cache, which --no-enable-prefix-caching turns off"
+    elif device != "cpu" or options.null_worker:
+        why = "is for KV in the memory of a CPU"
+    elif options.distributed_executor_backend == "external_launcher":
+        why = "is for ranks that Planaria starts"
+    if why is not None:
+        raise ConfigError(flag, value, why, "leave it out")
+
+
+def _offloading(options: EngineOptions, device: str) -> int:
+    """Bytes. Raises ConfigError."""
+    size, flag = options.kv_offloading_size, "--kv-offloading-size"
+    if size is None:
+        return 0
+    _check_store(flag, size, options, device)
+    there = available_memory()
+    if size * GIB > there and options.distributed_executor_backend != "ray":  # whose workers may be elsewhere
+        raise ConfigError(flag, size, f"GiB are more than the {there / GIB:.1f} that are free here", "give less")
+    return int(size * GIB)
+
+
 def _tier(options: EngineOptions, device: str) -> TierConfig | None:
     """Raises ConfigError."""
     if options.kv_tier is None:
         return None
-
-    def refuse(why: str, fix: str = "leave it out") -> ConfigError:
-        return ConfigError("--kv-tier", options.kv_tier, why, fix)
-
+    _check_store("--kv-tier", options.kv_tier, options, device)
     folder, _, size = options.kv_tier.partition(",")
     if not folder:
-        raise refuse("names no folder", "write DIR or DIR,SIZE")
-    if not options.enable_prefix_caching:
-        raise refuse("is found by the prefix cache, which --no-enable-prefix-caching turns off")
-    if device != "cpu" or options.null_worker:
-        raise refuse("is for KV in the memory of a CPU")
-    if options.distributed_executor_backend == "external_launcher":
-        raise refuse("is for ranks that Planaria starts")
+        raise ConfigError("--kv-tier", options.kv_tier, "names no folder", "write DIR or DIR,SIZE")
     tier = TierConfig(folder=os.path.abspath(folder), size=parse_bytes(size or TIER_SIZE, "--kv-tier"))
     if options.distributed_executor_backend != "ray":  # whose workers may be elsewhere
         own_folder("--kv-tier", tier.folder)
@@ -222,7 +240,14 @@ def resolve(options: EngineOptions) -> EngineConfig:
             max_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
             max_logit_rows=options.max_num_seqs + LOGIT_ROWS,
         ),
-        cache=CacheConfig(**{**picked(CacheConfig, options), "memory": memory, "kv_tier": _tier(options, device_name)}),
+        cache=CacheConfig(
+            **{
+                **picked(CacheConfig, options),
+                "memory": memory,
+                "kv_tier": _tier(options, device_name),
+                "kv_offloading": _offloading(options, device_name),
+            }
+        ),  # fmt: skip
         device=device,
         parallel=parallel,
         faults=_faults(options, parallel),

@@ -62,8 +62,8 @@ ABSENT = {
     "models that embed or classify": """task runner convert pooler_config override_pooler_config
         io_processor_plugin""",
     "prompts of embeddings, images or sounds": "enable_prompt_embeds! enable_mm_embeds! mm_encoder_only!",
-    "KV on the move": """kv_transfer_config kv_events_config ec_transfer_config kv_offloading_size
-        kv_offloading_backend weight_transfer_config""",
+    "KV on the move": """kv_transfer_config kv_events_config ec_transfer_config kv_offloading_backend
+        weight_transfer_config""",
     "KV in fewer bits": "kv_cache_dtype calculate_kv_scales!",
     "context parallel": """decode_context_parallel_size prefill_context_parallel_size dcp_kv_cache_interleave_size
         cp_kv_cache_interleave_size""",
@@ -86,7 +86,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],), "decode_context_parallel_size": (1, "1"), "prefill_context_parallel_size": (1, "1"),
     "config_format": ("auto", "hf"), "chat_template_content_format": ("auto", "string"), "ssl_cert_reqs": (0, "0"),
     "response_role": ("assistant",), "guided_decoding_backend": ("auto", "guidance"), "lora_modules": ([],),
-    "middleware": ([],),
+    "middleware": ([],), "kv_offloading_backend": ("native",),
     "logprobs_mode": ("raw_logprobs",), "max_logprobs": (*range(21), *map(str, range(21))),
     "fingerprint_mode": ("full", "hash"), "tool_parser_plugin": ("",), "reasoning_parser_plugin": ("",),
     "additional_config": ({}, "{}"), "structured_outputs_config": ({}, "{}"),

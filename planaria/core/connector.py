@@ -16,7 +16,7 @@ Rules it keeps
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,10 @@ import msgspec
 
 from planaria.core.kv_cache import BlockKey
 from planaria.core.sequence import SequenceState
-from planaria.core.stats import TierStats, TransferStats
+from planaria.core.stats import StoreStats, TierStats, TransferStats
 from planaria.core.transfer import Fetch
 from planaria.hosts.kv_keys import KEY
-from planaria.protocol import KVLoad, KVNews, KVWork
+from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
 from planaria.types import KVLease
 
 if TYPE_CHECKING:
@@ -82,9 +82,10 @@ class TierCounts:
 
     def __init__(self) -> None:
         self.block_bytes, self.busy_bytes, self.idle_bytes = 1, BUSY_BYTES, IDLE_BYTES
-        self.queries = self.hits = self.saved = self.given_up = 0
-        self.saved_bytes = self.loaded_bytes = 0
-        self.errors: Counter[str] = Counter()
+        self.queries = self.hits = self.given_up = self.missing = 0
+        self.saved: Counter[str] = Counter()  # ranks' parts of blocks, by store
+        self.loaded: Counter[str] = Counter()
+        self.errors: dict[str, Counter[str]] = {}
         self.rates = Rates()
         self.transfers = TransferStats()
 
@@ -96,58 +97,63 @@ class TierCounts:
             return
         if usable:
             self.rates.loaded(usable, fetch.seconds, now)
-        if missing:
-            self.errors["missing"] += 1
+        self.missing += missing
         self.hits += usable * block_size
-        self.loaded_bytes += usable * self.block_bytes * ranks
 
     def transferred(self, fetch: Fetch, usable: int, ranks: int, failed: str) -> None:
         bytes = usable * ranks * self.block_bytes
         done = TransferStats(1, usable, bytes, fetch.seconds, {failed: 1} if failed else {})
         self.transfers = self.transfers.added(done)
 
+    def hear(self, stores: Mapping[str, StoreNews]) -> None:
+        for name, news in stores.items():
+            self.saved[name] += news.saved
+            self.loaded[name] += news.loaded
+            self.errors.setdefault(name, Counter()).update(news.errors)
+
     def stats(self, lanes: Iterable[LaneConnector]) -> TierStats:
         lanes = list(lanes)
-        why = next((why for lane in lanes for why in lane.why.values() if why), "")
-        return TierStats(
-            max((lane.num_stored for lane in lanes), default=0), self.queries, self.hits, self.saved, self.saved_bytes,
-            self.loaded_bytes, self.given_up, dict(self.errors), why,
+        stores = {name: self._of(name, lanes) for lane in lanes for rank in lane.stores for name in rank}
+        return TierStats(self.queries, self.hits, self.given_up, self.missing, stores)
+
+    def _of(self, name: str, lanes: Sequence[LaneConnector]) -> StoreStats:
+        told = [[rank.get(name, StoreNews()) for rank in lane.stores] for lane in lanes]
+        return StoreStats(
+            max(min(news.there for news in ranks) for ranks in told), self.saved[name] // len(told[0]),
+            self.saved[name] * self.block_bytes, self.loaded[name] * self.block_bytes,
+            dict(self.errors.get(name, {})), next((news.why for ranks in told for news in ranks if news.why), ""),
         )  # fmt: skip
 
 
 class LaneConnector:
-    """Of one lane in one epoch. stored: of each of its ranks, the keys that it has, one behind the other; saves: there
-    is somewhere to save blocks."""
+    """Of one lane in one epoch. stored: of each of its ranks, the keys that each of its stores has, one behind the
+    other."""
 
-    def __init__(self, lane: Lane, stored: Sequence[bytes], counts: TierCounts, *, saves: bool = True) -> None:
-        self.lane, self.counts, self.rates, self.saves = lane, counts, counts.rates, saves
+    def __init__(self, lane: Lane, stored: Sequence[Mapping[str, bytes]], counts: TierCounts) -> None:
+        self.lane, self.counts, self.rates = lane, counts, counts.rates
         self.all = (1 << len(stored)) - 1
         self.ranks_of: dict[BlockKey, int] = {}  # ranks that have a key, as bits
-        self.num_stored = 0  # keys that all have
-        for rank, keys in enumerate(stored):
-            for at in range(0, len(keys), KEY):
-                self._has(rank, keys[at : at + KEY])
+        self.stores = [{name: StoreNews(len(keys) // KEY) for name, keys in stores.items()} for stores in stored]
+        for rank, stores in enumerate(stored):
+            for keys in stores.values():
+                for at in range(0, len(keys), KEY):
+                    self._has(rank, keys[at : at + KEY])
         self.fetches: dict[int, Fetch] = {}
         self.numbers = 0
         self.loads: list[KVLoad] = []  # to be told
         self.dropped: list[int] = []
         self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # to be saved: the block of each
         self.saving: dict[BlockKey, int] = {}  # ranks that haven't answered, as bits
-        self.why: dict[int, str] = {}
         self.waits = 0  # without news of a save
         self.most = min(256, max(4, STAGED // counts.block_bytes))
 
     # -- what ranks say
 
     def _has(self, rank: int, key: BlockKey) -> None:
-        before = self.ranks_of.get(key, 0)
-        self.ranks_of[key] = after = before | 1 << rank
-        self.num_stored += after == self.all and before != self.all
+        self.ranks_of[key] = self.ranks_of.get(key, 0) | 1 << rank
 
     def _lacks(self, rank: int, key: BlockKey) -> None:
-        before = self.ranks_of.get(key, 0)
-        self.num_stored -= before == self.all
-        if after := before & ~(1 << rank):
+        if after := self.ranks_of.get(key, 0) & ~(1 << rank):
             self.ranks_of[key] = after
         else:
             self.ranks_of.pop(key, None)
@@ -155,8 +161,8 @@ class LaneConnector:
     def hear(self, rank: int, news: KVNews) -> None:
         """rank: counted in the lane."""
         self.waits = 0
-        self.why[rank] = news.why
-        self.counts.errors.update(news.errors)
+        self.stores[rank].update(news.stores)
+        self.counts.hear(news.stores)
         for key in news.gone:
             self._lacks(rank, key)
         for key in news.stored:
@@ -173,11 +179,8 @@ class LaneConnector:
             return
         if missing := missing & ~(1 << rank):
             self.saving[key] = missing
-            return
-        del self.saving[key]
-        if self.ranks_of.get(key) == self.all:
-            self.counts.saved += 1
-            self.counts.saved_bytes += self.counts.block_bytes * self.all.bit_count()
+        else:
+            del self.saving[key]
 
     def _loaded(self, rank: int, number: int, count: int, seconds: float, failed: str) -> None:
         fetch = self.fetches.get(number)
@@ -269,7 +272,6 @@ class LaneConnector:
         """Bring nothing back of what is stored by now, in this epoch."""
         self.ranks_of.clear()
         self.queue.clear()
-        self.num_stored = 0
 
     def close(self) -> None:
         """The epoch is over: no rank writes anything into a block any more."""
@@ -280,8 +282,8 @@ class LaneConnector:
 
     def want(self, keys: Iterable[BlockKey], blocks: Iterable[int]) -> None:
         """Save these blocks, which are committed."""
-        if not self.saves or any(self.why.values()):
-            return
+        if any(all(news.why for news in stores.values()) for stores in self.stores):
+            return  # some rank can save nothing, or has nowhere to
         for key, block in zip(keys, blocks, strict=False):
             known = self.ranks_of.get(key) == self.all or key in self.saving or key in self.queue
             if not known and len(self.queue) < QUEUE:

@@ -53,13 +53,13 @@ class EngineCore:
         self.lane_ranks = 1
         self.sizes: dict[int, int] = {}  # tokens of steps in flight, where rates are measured
 
-    def connect(self, stored: Mapping[int, bytes], block_bytes: int, *, saves: bool = True) -> None:
-        """Ranks can have blocks from outside of memory. stored: the keys that each has there, one behind the other;
-        block_bytes: of a rank's part of a block; saves: they can keep blocks there, too."""
+    def connect(self, stored: Mapping[int, Mapping[str, bytes]], block_bytes: int) -> None:
+        """Ranks can have blocks from outside of the cache. stored: of each, by store, keys one behind the other, if it
+        has stores; block_bytes: of a rank's part of a block."""
         self.tier.block_bytes, self.lane_ranks = max(1, block_bytes), len(stored) // len(self.lanes)
         for number, lane in enumerate(self.lanes):
             ranks = range(number * self.lane_ranks, (number + 1) * self.lane_ranks)
-            lane.connector = LaneConnector(lane, [stored[rank] for rank in ranks], self.tier, saves=saves)
+            lane.connector = LaneConnector(lane, [stored[rank] for rank in ranks], self.tier)
 
     def full_blocks(self) -> list[set[int]]:
         """Of each lane, blocks that are full and count."""
@@ -311,7 +311,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         lanes = self.lanes
-        found = [lane.connector for lane in lanes if lane.connector is not None and lane.connector.saves]
+        found = [lane.connector for lane in lanes if lane.connector is not None and any(lane.connector.stores)]
         return EngineStats(
             step=self.committed,
             epoch=self.epoch,

@@ -17,16 +17,13 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
     rearranged_at: float = 0.0  # when the last one had ended, in seconds since 1970; 0: none has
 
 
-class TierStats(msgspec.Struct, frozen=True, array_like=True):
-    """Of KV blocks on disk. Counters count from the engine's start."""
+class StoreStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of one store of KV blocks (memory, disk). Counters count from the engine's start."""
 
-    stored: int = 0  # blocks that all ranks could bring back now
-    queries: int = 0  # tokens of prompts that were not in memory, looked up
-    hits: int = 0  # of them brought back
+    stored: int = 0  # blocks of which each rank has its part
     saved: int = 0  # blocks written, by all ranks
     saved_bytes: int = 0
     loaded_bytes: int = 0
-    given_up: int = 0  # loads that took too long, so that their tokens were computed
     errors: dict[str, int] = {}  # by kind
     why: str = ""  # nothing is written now; empty: all is well
 
@@ -52,6 +49,16 @@ class TransferStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 _SUMMED = ("transfers", "blocks", "received_bytes", "seconds", "lent", "expired", "taken_back")
+
+
+class TierStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of KV blocks that are kept outside of the cache. Counters count from the engine's start."""
+
+    queries: int = 0  # tokens of prompts that were not in the cache, looked up
+    hits: int = 0  # of them brought back
+    given_up: int = 0  # loads that took too long, so that their tokens were computed
+    missing: int = 0  # loads of which not all came: ranks lacked them, or had them damaged
+    stores: dict[str, StoreStats] = {}  # by name
 
 
 class DraftStats(msgspec.Struct, frozen=True, array_like=True):

@@ -128,7 +128,7 @@ class Epochs:
             core.cut(self.gang.kv.damaged)
         kv = self.gang.kv
         if kv.stored:
-            core.connect(kv.stored, kv.block_bytes, saves=kv.config.cache.kv_tier is not None)
+            core.connect(kv.stored, kv.block_bytes)
         if kv.config.parallel.splits_prefill and kv.origin is not None:
             lend_from(core.lanes, kv.there.number, msgspec.structs.astuple(kv.origin))
 

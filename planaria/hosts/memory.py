@@ -2,8 +2,8 @@
 
 One memory file for an engine, without a name, handed on by descriptor (see node.Shared): it ends with its owner. First
 come words, one for each rank: which KV is in its part, 0 for none. Then an index, which the engine writes, and the
-parts. They are far apart in the file, and take memory where they were written. Who computes in it holds a lock, so that
-another engine can wait until nobody does.
+parts, each with what a rank keeps of KV that its caches have no room for. They are far apart in the file, and take
+memory where they were written. Who computes in it holds a lock, so that another engine can wait until nobody does.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RANKS = 1024
 INDEX = 1 << 20  # where it begins
 PART = 1 << 40  # bytes of addresses, for each rank
 SUMS = 1 << 30  # bytes at the end of a part, for checksums
+KEPT = 1 << 39  # bytes of a part before what is kept beside caches
 ALIGN = 2 << 20
 LOOK = 0.005  # seconds
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -115,6 +116,10 @@ class KVMemory:
         """A number for each block of its part; zeros, where nothing has been written since the part was cleared."""
         return memoryview(mmap.mmap(self._fd, 8 * num_blocks, offset=PART * (rank + 2) - SUMS)).cast("q")
 
+    def kept(self, rank: int, size: int) -> mmap.mmap:
+        """Memory for what its rank keeps beside its caches; with zeros, where nobody has written."""
+        return mmap.mmap(self._fd, size, offset=PART * (rank + 1) + KEPT)
+
     def index(self, size: int) -> memoryview:
         return memoryview(mmap.mmap(self._fd, size, offset=INDEX))
 
@@ -142,8 +147,10 @@ class KVMemory:
         give_back(self._fd, INDEX, PART * (RANKS + 1))
 
     def clear_part(self, rank: int) -> None:
-        self._words[rank] = 0
-        give_back(self._fd, PART * (rank + 1), PART * (rank + 2))
+        """All but what it keeps beside its caches."""
+        self._words[rank], start = 0, PART * (rank + 1)
+        give_back(self._fd, start, start + KEPT)
+        give_back(self._fd, start + PART - SUMS, start + PART)
 
     def close(self) -> None:
         """What is mapped stays until it is let go of."""

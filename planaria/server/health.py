@@ -43,7 +43,9 @@ def health_of(service: Service) -> dict[str, object]:
             {
                 "engine": engine.index, "state": engine.shown,
                 "epoch": engine.stats.epoch, "running": engine.stats.running, "waiting": engine.stats.waiting,
-                "kv_tier": None if (tier := engine.stats.tier) is None else tier.why or "ok",
+                "kv_tier": None
+                if (tier := engine.stats.tier) is None
+                else {name: store.why or "ok" for name, store in tier.stores.items()},
             }
             for engine in client.engines()
         ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from planaria.core.stats import DraftStats
 from planaria.server.faults import FaultLog
 from planaria.types import FinishReason
-from planaria.wire import EngineState, ExpertStats, TierStats
+from planaria.wire import EngineState, ExpertStats, StoreStats, TierStats
 
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -62,16 +62,20 @@ _EXPERTS: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, C
 )  # fmt: skip
 
 
-# Of engines that keep KV blocks on disk.
-_TIER: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[TierStats], float]], ...] = (
-    (GaugeMetricFamily, "blocks", "KV blocks on disk that all ranks can bring back.", lambda tier: tier.stored),
-    (GaugeMetricFamily, "writable", "1 while blocks are written.", lambda tier: not tier.why),
-    (CounterMetricFamily, "queries", "Tokens for whose KV the disk was asked.", lambda tier: tier.queries),
-    (CounterMetricFamily, "hits", "Tokens whose KV came from disk.", lambda tier: tier.hits),
-    (CounterMetricFamily, "saved_blocks", "KV blocks written.", lambda tier: tier.saved),
-    (CounterMetricFamily, "saved_bytes", "Of all ranks.", lambda tier: tier.saved_bytes),
-    (CounterMetricFamily, "loaded_bytes", "Of all ranks.", lambda tier: tier.loaded_bytes),
-    (CounterMetricFamily, "given_up", "Times that computing was faster than the disk.", lambda tier: tier.given_up),
+# Of engines that keep KV blocks outside of the cache; and of each of their stores.
+_Kind = type[GaugeMetricFamily | CounterMetricFamily]
+_TIER: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
+    ("queries", "Tokens for whose KV stores were asked.", lambda tier: tier.queries),
+    ("hits", "Tokens whose KV came from stores.", lambda tier: tier.hits),
+    ("given_up", "Times that computing was faster than a store.", lambda tier: tier.given_up),
+    ("missing", "Times that not all came, as a rank lacked it or had it damaged.", lambda tier: tier.missing),
+)
+_STORE: tuple[tuple[_Kind, str, str, Callable[[StoreStats], float]], ...] = (
+    (GaugeMetricFamily, "blocks", "KV blocks in a store that all ranks can bring back.", lambda store: store.stored),
+    (GaugeMetricFamily, "writable", "1 while blocks are written.", lambda store: not store.why),
+    (CounterMetricFamily, "saved_blocks", "KV blocks written.", lambda store: store.saved),
+    (CounterMetricFamily, "saved_bytes", "Of all ranks.", lambda store: store.saved_bytes),
+    (CounterMetricFamily, "loaded_bytes", "Of all ranks.", lambda store: store.loaded_bytes),
 )
 
 
@@ -89,23 +93,29 @@ def of_engines(engines: Iterable[EngineState], model: str) -> Iterator[Metric]:
             for engine in engines:
                 family.add_metric([model, str(engine.index)], number(engine))
             yield family
-    yield from _of_tiers([engine for engine in engines if engine.stats.tier is not None], model)
+    yield from _of_tiers({str(e.index): e.stats.tier for e in engines if e.stats.tier is not None}, model)
 
 
-def _of_tiers(engines: Iterable[EngineState], model: str) -> Iterator[Metric]:
-    for kind, name, text, number in _TIER:
-        family = kind(f"planaria:kv_tier_{name}", text, labels=["model_name", "engine"])
-        for engine in engines:
-            if engine.stats.tier is not None:
-                family.add_metric([model, str(engine.index)], number(engine.stats.tier))
+def _of_tiers(tiers: Mapping[str, TierStats], model: str) -> Iterator[Metric]:
+    """tiers: by engine."""
+    labels = ["model_name", "engine"]
+    for name, text, number in _TIER:
+        family = CounterMetricFamily(f"planaria:kv_tier_{name}", text, labels=labels)
+        for engine, tier in tiers.items():
+            family.add_metric([model, engine], number(tier))
         yield family
-    errors = CounterMetricFamily(
-        "planaria:kv_tier_errors", "Blocks that could not be written or brought back.",
-        labels=["model_name", "engine", "kind"],
-    )  # fmt: skip
-    for engine in engines:
-        for name, count in (engine.stats.tier.errors if engine.stats.tier is not None else {}).items():
-            errors.add_metric([model, str(engine.index), name], count)
+    labels += ["store"]
+    stores = [([model, engine, name], found) for engine, tier in tiers.items() for name, found in tier.stores.items()]
+    for kind, name, text, of in _STORE:
+        each = kind(f"planaria:kv_tier_{name}", text, labels=labels)
+        for at, store in stores:
+            each.add_metric(at, of(store))
+        yield each
+    text = "Blocks that could not be written or brought back."
+    errors = CounterMetricFamily("planaria:kv_tier_errors", text, labels=[*labels, "kind"])
+    for at, store in stores:
+        for why, count in store.errors.items():
+            errors.add_metric([*at, why], count)
     yield errors
 
 

@@ -496,7 +496,7 @@ class EngineHealth(Strict):
     epoch: int
     running: int
     waiting: int
-    kv_tier: str | None  # "ok", or why no KV blocks are written to disk now; null: there is no such tier
+    kv_tier: dict[str, str] | None  # of each store "ok", or why no KV blocks are written to it now; null: there is none
 
 
 class LayoutChange(Strict):

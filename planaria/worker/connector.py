@@ -2,35 +2,38 @@
 
 `begin` is called before a step computes and never waits for what is outside; what came of it `finished` says after
 that step or a later one. Bytes come into a block only while its load isn't dropped, and only once they are known to be
-the right ones. planaria.worker.kv_tier is one, for files; the core's side is planaria.core.connector.
+the right ones. planaria.worker.kv_tier is one, for stores of blocks; the core's side is planaria.core.connector.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from planaria.protocol import KVNews, KVWork
+from planaria.protocol import KVNews, KVWork, StoreNews
 
 
 class Unconnected:
-    """A rank that has nowhere to keep anything, and says so. why: in words."""
+    """A store that a rank has not, and says so (as kv_tier.StoreThreads is one that it has). why: in words."""
 
-    def __init__(self, why: str) -> None:
-        self.why, self._said = why, False
+    def __init__(self, name: str, why: str) -> None:
+        self.name, self.why, self._said = name, why, False
         self._loads: list[tuple[int, int, float]] = []
         self._refused: list[bytes] = []
 
     def stored(self) -> bytes:
         return b""
 
+    def has(self, key: bytes) -> bool:
+        return False
+
     def begin(self, work: KVWork) -> None:
-        self._loads += [(load.number, 0, 0.0) for load in work.loads if load.lease is None]
+        self._loads += [(load.number, 0, 0.0) for load in work.loads]
         self._refused += [key for key, _ in work.saves]
 
-    def finished(self, *, waits: bool) -> KVNews | None:
+    def finished(self) -> KVNews | None:
         if self._said and not (self._loads or self._refused):
             return None
-        news = KVNews(tuple(self._loads), refused=tuple(self._refused), why=self.why)
+        news = KVNews(tuple(self._loads), refused=tuple(self._refused), stores={self.name: StoreNews(why=self.why)})
         self._said, self._loads, self._refused = True, [], []
         return news
 
@@ -41,8 +44,8 @@ class Unconnected:
 class RankConnector(Protocol):
     """Of one rank in one epoch."""
 
-    def stored(self) -> bytes:
-        """The keys that this rank could bring back, one behind the other."""
+    def stored(self) -> dict[str, bytes]:
+        """The keys that this rank could bring back, by store, one behind the other."""
         ...
 
     def begin(self, work: KVWork) -> None:

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import mmap
 import platform
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,7 +18,7 @@ import numpy as np
 
 from planaria.checkpoint.identity import weights_digest
 from planaria.config.digest import compared, compute_hash
-from planaria.config.options import EngineConfig
+from planaria.config.options import EngineConfig, TierConfig
 from planaria.errors import ConfigError
 from planaria.executor.boot import RankBoot
 from planaria.hosts.memory import KVMemory
@@ -28,6 +31,7 @@ from planaria.worker.kv_sums import BlockSums
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
+    from planaria.worker.kv_tier import Store
     from planaria.worker.runner import Runner
 
 FEWEST = 16  # blocks that a folder must have room for
@@ -117,29 +121,44 @@ class RankKV:
         if config.parallel.splits_prefill and self.memory is not None:
             blocks, digest = model.kv_blocks(config.cache.block_size), compute_hash(config, str(layout))
             self.shared = SharedKV(self.rank, blocks, digest, self.sums)
-        tier = config.cache.kv_tier
-        if tier is None:
-            return {"stored": b""} if self.shared is not None else {}
-        from planaria.config.machine import own_folder
-        from planaria.worker.kv_store import BlockStore
-        from planaria.worker.kv_tier import DiskTier
+        if not config.cache.keeps_blocks:
+            return {"stored": {}} if self.shared is not None else {}
+        from planaria.worker.kv_tier import RATE, KVStores, StoreThreads
 
-        try:
-            own_folder("--kv-tier", tier.folder)
-            weights = weights_digest(config.checkpoint.get("files", ()))
-            blocks = model.kv_blocks(config.cache.block_size)
-            size = sum(part.shape[1] for part in blocks)
-            if tier.size < FEWEST * size:
-                raise ConfigError(
-                    "--kv-tier", tier.size, f"has no room for {FEWEST} blocks of {size} bytes", "give more"
-                )
-            identity = identity_of(config, layout, self.rank, f"{getattr(ops, 'target', '')} {size}", weights)
-            loaded = self.sums.note if self.sums is not None else None
-            self.connector = DiskTier(BlockStore(tier.folder, identity, size, tier.size), blocks, loaded)
-        except (OSError, ConfigError) as e:
-            logger.warning("rank %d keeps no KV blocks: %s", self.rank, e)
-            self.connector = Unconnected(f"rank {self.rank} keeps no KV blocks; its log says why")
+        blocks, news = model.kv_blocks(config.cache.block_size), threading.Condition()
+        size = sum(part.shape[1] for part in blocks)
+        kernels, loaded = f"{getattr(ops, 'target', '')} {size}", self.sums.note if self.sums is not None else None
+
+        def opened(name: str, make: Callable[[bytes], Store], rate: float) -> StoreThreads | Unconnected:
+            try:
+                weights = weights_digest(config.checkpoint.get("files", ()))
+                store = make(identity_of(config, layout, self.rank, kernels, weights))
+                return StoreThreads(name, store, blocks, loaded, news=news, rate=rate)
+            except (OSError, ValueError, ConfigError) as e:
+                logger.warning("rank %d keeps no KV blocks in the store %s: %s", self.rank, name, e)
+                return Unconnected(name, f"rank {self.rank} keeps no KV blocks there; its log says why")
+
+        stores = []
+        if config.cache.kv_offloading:
+            share = config.cache.kv_offloading // layout.size
+            stores.append(opened("memory", lambda identity: self._in_memory(identity, size, share), math.inf))
+        if config.cache.kv_tier is not None:
+            tier = config.cache.kv_tier
+            stores.append(opened("disk", lambda identity: _on_disk(identity, size, tier), RATE))
+        self.connector = KVStores(stores, news)
         return {"stored": self.connector.stored()}
+
+    def _in_memory(self, identity: bytes, size: int, most: int) -> Store:
+        """In memory of the node, where there is any, so that it outlives this process."""
+        from planaria.worker.kv_memory import MemoryStore, slots_of
+
+        if slots_of(most, size) < FEWEST:
+            raise ConfigError(
+                "--kv-offloading-size", f"{most} bytes of a rank", f"has no room for {FEWEST} blocks of {size} bytes",
+                "give more",
+            )  # fmt: skip
+        memory = self.memory.kept(self.rank, most) if self.memory is not None else mmap.mmap(-1, most)
+        return MemoryStore(memory, identity, size)
 
     def disconnect(self, *, last: bool = False) -> None:
         """Nothing is written into a block any more. last: the process ends."""
@@ -170,6 +189,16 @@ class RankKV:
         if news is None or came is None:
             return news or came
         return msgspec.structs.replace(news, loaded=news.loaded + came.loaded, failed=came.failed)
+
+
+def _on_disk(identity: bytes, size: int, tier: TierConfig) -> Store:
+    from planaria.config.machine import own_folder
+    from planaria.worker.kv_store import BlockStore
+
+    own_folder("--kv-tier", tier.folder)
+    if tier.size < FEWEST * size:
+        raise ConfigError("--kv-tier", tier.size, f"has no room for {FEWEST} blocks of {size} bytes", "give more")
+    return BlockStore(tier.folder, identity, size, tier.size)
 
 
 def identity_of(config: EngineConfig, layout: Layout, rank: int, kernels: str, weights: str) -> bytes:

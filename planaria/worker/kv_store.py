@@ -46,6 +46,22 @@ class StoreError(Exception):
         self.kind = kind
 
 
+class Uses:
+    """When blocks were used, in nanoseconds. Of those that are used one after the other, which are the blocks of one
+    history in order, the later ones count as older: without its beginning the end of a history is of no use."""
+
+    def __init__(self) -> None:
+        self._burst = 0, 0, 0  # when it began, when the last was, how many
+
+    def stamp(self) -> int:
+        now = time.time_ns()
+        began, last, count = self._burst
+        if now - last > BURST or now < last:
+            began, count = now, 0
+        self._burst = began, now, count + 1
+        return began - 1000 * count
+
+
 def head_of(identity: bytes, key: bytes, payload: bytearray | memoryview) -> bytes:
     """Of a file with this payload."""
     seal = hashlib.sha256(identity + key)
@@ -67,7 +83,7 @@ class BlockStore:
         self.file_bytes = HEAD.size + size
         self._since = most  # bytes written since the folder was looked at; at once, the first time
         self._count = 0
-        self._burst = 0, 0, 0  # of uses: when it began, when the last was, how many
+        self._uses = Uses()
         self._seen: list[tuple[str, int]] = []  # folders and when they were last changed
 
     def changed(self) -> bool:
@@ -113,7 +129,7 @@ class BlockStore:
                 raise StoreError("damaged", "not what its checksum says")
             if time.time() - found.st_mtime > USED:
                 with contextlib.suppress(OSError):  # of a folder that can only be read
-                    os.utime(fd, ns=self._stamp())
+                    os.utime(fd, ns=(self._uses.stamp(),) * 2)
         except OSError as e:
             raise StoreError("read", e.strerror or repr(e)) from None
         finally:
@@ -133,7 +149,7 @@ class BlockStore:
             fd = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 _write(fd, head_of(self.identity, key, payload), payload)
-                os.utime(fd, ns=self._stamp())
+                os.utime(fd, ns=(self._uses.stamp(),) * 2)
             finally:
                 os.close(fd)
             os.rename(work, path)
@@ -144,16 +160,6 @@ class BlockStore:
             raise StoreError("full" if full else "write", e.strerror or repr(e)) from None
         self._since += self.file_bytes
         return gone
-
-    def _stamp(self) -> tuple[int, int]:
-        """When a block was used. Of those that are used one after the other, which are the blocks of one history in
-        order, the later ones count as older: without its beginning the end of a history is of no use."""
-        now = time.time_ns()
-        began, last, count = self._burst
-        if now - last > BURST or now < last:
-            began, count = now, 0
-        self._burst = began, now, count + 1
-        return (began - 1000 * count,) * 2
 
     def remove(self, key: bytes) -> None:
         """What is no block any more."""

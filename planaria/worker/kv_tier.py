@@ -1,8 +1,10 @@
-"""KV blocks on disk: a rank's connector to a folder. One thread reads, one writes; a step waits for neither.
+"""KV blocks outside of the cache: a rank's connector to stores of them, the fastest first. In each one thread reads and
+one writes; a step waits for neither, and no store for another.
 
 What is read lies aside until its seal is checked, and goes into its block under a lock which is also held when the load
 is dropped: so a disk that answers late writes into nobody's block. What is to be saved is copied before the step, by
-the rank itself; the writer is as slow as it likes, and what it has no room for is refused.
+the rank itself; the writer is as slow as it likes, and what it has no room for is refused. All stores are given what is
+to be saved; what is to be brought back each brings as far as it has it, at the same time.
 """
 
 from __future__ import annotations
@@ -13,18 +15,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from planaria.protocol import KVLoad, KVNews, KVWork
-from planaria.worker.kv_store import KEY, BlockStore, StoreError
+from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
+from planaria.worker.connector import Unconnected
+from planaria.worker.kv_store import KEY, StoreError
 
 logger = logging.getLogger("planaria.worker")
 
 Blocks = Sequence[npt.NDArray[np.uint8]]  # of each cache: [blocks, bytes]
 
-RATE = 512 << 20  # bytes that are written in a second, at most
+RATE = 512 << 20  # bytes that are written to a disk in a second, at most
 STAGED = 128 << 20  # bytes that wait to be written
 WAIT = 0.02  # seconds that a rank with nothing to compute waits for news
 LOOK = 30.0  # seconds after which is looked for what others have written and removed
@@ -32,18 +36,41 @@ PAUSE = 10.0  # seconds in which nothing is written after the disk has refused
 LAST = 2.0  # seconds for what is still to be written at the end
 
 
-class DiskTier:
-    """blocks: of the caches of this epoch; store: of this rank's part; loaded: hears which blocks came. clock:
-    seconds."""
+class Store(Protocol):
+    """What keeps a rank's parts of blocks, each of `size` bytes, whole or not at all."""
+
+    size: int
+
+    def changed(self) -> bool:
+        """Have others brought or removed any since `keys`?"""
+        ...
+
+    def keys(self, *, gently: bool = False) -> bytes:
+        """Of what there is, one behind the other."""
+        ...
+
+    def read(self, key: bytes, into: memoryview) -> None:
+        """Raises StoreError, unless it is all there as it was kept."""
+        ...
+
+    def write(self, key: bytes, payload: bytearray) -> list[bytes]:
+        """Returns keys that had to go for it. Raises StoreError."""
+        ...
+
+    def remove(self, key: bytes) -> None: ...
+
+
+class StoreThreads:
+    """One store of a rank. blocks: of the caches of this epoch; loaded: hears which blocks came; news: of all the
+    rank's stores, notified when there is some; rate: bytes that are written in a second, at most. clock: seconds."""
 
     def __init__(
-        self, store: BlockStore, blocks: Blocks, loaded: Callable[[list[int]], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, name: str, store: Store, blocks: Blocks, loaded: Callable[[list[int]], None] | None = None, *,
+        news: threading.Condition | None = None, rate: float = RATE, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.store, self.blocks, self.clock = store, blocks, clock
+        self.name, self.store, self.blocks, self.rate, self.clock = name, store, blocks, rate, clock
         self.loaded = loaded or (lambda blocks: None)
-        self._lock = threading.Lock()  # of all below, and of every write into a block
-        self._news = threading.Condition(self._lock)
+        self._news = self._lock = news or threading.Condition()  # of all below, and of every write into a block
         self._open: set[int] = set()  # loads that are not dropped
         self._known: set[bytes] = set()  # keys that the core has been told of, or will be
         self._loaded: list[tuple[int, int, float]] = []
@@ -51,14 +78,16 @@ class DiskTier:
         self._refused: list[bytes] = []
         self._gone: list[bytes] = []
         self._errors: Counter[str] = Counter()
-        self._why = self._said = ""
+        self._counts = 0, 0  # blocks saved and loaded
+        self._why = ""
+        self._said = 0, ""  # blocks there, and why
         self._staged = 0
         self._paused = 0.0  # until then nothing is written
         self._loads: queue.SimpleQueue[KVLoad | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[tuple[bytes, bytearray] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=work, name=f"planaria-kv-{name}", daemon=True)
-            for name, work in (("read", self._read), ("write", self._write))
+            threading.Thread(target=work, name=f"planaria-kv-{does}", daemon=True)
+            for does, work in (("read", self._read), ("write", self._write))
         ]
         for thread in self._threads:
             thread.start()
@@ -67,14 +96,18 @@ class DiskTier:
         keys = self.store.keys()
         with self._lock:
             self._known = split(keys)
+            self._said = len(self._known), ""
         return keys
 
+    def has(self, key: bytes) -> bool:
+        """Was it there, when last looked?"""
+        return key in self._known
+
     def begin(self, work: KVWork) -> None:
-        loads = [load for load in work.loads if load.lease is None]
         with self._lock:
             self._open.difference_update(work.dropped)
-            self._open.update(load.number for load in loads)
-        for load in loads:
+            self._open.update(load.number for load in work.loads)
+        for load in work.loads:
             self._loads.put(load)
         for key, block in work.saves:
             self._take(key, block)
@@ -95,27 +128,28 @@ class DiskTier:
             at = end
         self._saves.put((key, payload))
 
-    def finished(self, *, waits: bool) -> KVNews | None:
+    def finished(self) -> KVNews | None:
+        """With `news`."""
         with self._news:
-            if waits and not self._has_news:
-                self._news.wait(WAIT)
             if self._why and self.clock() >= self._paused:
                 self._why = ""
             if not self._has_news:
                 return None
-            news = KVNews(
-                tuple(self._loaded), tuple(self._stored), tuple(self._refused), tuple(self._gone), dict(self._errors),
-                self._why,
-            )  # fmt: skip
+            there, loaded = len(self._known), tuple(self._loaded)
+            saves, loads = self._counts
+            figures = StoreNews(there, saves, loads, dict(self._errors), self._why)
+            stored = [key for key in self._stored if key in self._known]  # else it had to go again
+            refused = [*self._refused, *(key for key in self._stored if key not in self._known)]
+            gone = [key for key in self._gone if key not in self._known]
             for said in (self._loaded, self._stored, self._refused, self._gone, self._errors):
                 said.clear()
-            self._said = self._why
-            return news
+            self._counts, self._said = (0, 0), (there, self._why)
+            return KVNews(loaded, tuple(stored), tuple(refused), tuple(gone), {self.name: figures})
 
     @property
     def _has_news(self) -> bool:
         said = self._loaded or self._stored or self._refused or self._gone or self._errors
-        return bool(said) or self._why != self._said
+        return bool(said) or self._said != (len(self._known), self._why)
 
     def close(self, *, last: bool) -> None:
         with self._lock:
@@ -148,6 +182,7 @@ class DiskTier:
                 if load.number in self._open:
                     self._open.discard(load.number)
                     self._loaded.append((load.number, count, self.clock() - began))
+                    self._counts = self._counts[0], self._counts[1] + count
                     self._news.notify()
 
     def look(self) -> None:
@@ -201,7 +236,7 @@ class DiskTier:
                 continue
             if now < free:
                 time.sleep(free - now)
-            free = max(now, free) + len(payload) / RATE
+            free = max(now, free) + len(payload) / self.rate
             try:
                 gone = self.store.write(key, payload)
                 self._saved(key, payload, kept=True)
@@ -218,6 +253,7 @@ class DiskTier:
             (self._stored if kept else self._refused).append(key)
             if kept:
                 self._known.add(key)
+                self._counts = self._counts[0] + 1, self._counts[1]
                 self._why = ""
             self._news.notify()
 
@@ -227,7 +263,85 @@ class DiskTier:
             first, self._why = not self._why, f"nothing can be written: {error}"
             self._paused = self.clock() + PAUSE
         if first:
-            logger.warning("KV blocks are not kept in %s for now: %s", self.store.folder, error)
+            logger.warning("KV blocks are not kept in the store %s for now: %s", self.name, error)
+
+
+class KVStores:
+    """A rank's stores, the fastest first, with one condition. See planaria.worker.connector."""
+
+    def __init__(self, stores: Sequence[StoreThreads | Unconnected], news: threading.Condition) -> None:
+        self.stores, self._news = stores, news
+        self._parts: dict[int, _Parts] = {}  # of loads
+
+    def stored(self) -> dict[str, bytes]:
+        return {store.name: store.stored() for store in self.stores}
+
+    def begin(self, work: KVWork) -> None:
+        for number in work.dropped:
+            self._parts.pop(number, None)
+        loads: list[list[KVLoad]] = [[] for _ in self.stores]
+        for load in work.loads:
+            if load.lease is not None:
+                continue
+            parts = self._parts[load.number] = _Parts(len(load.keys))
+            for i, key in enumerate(load.keys):
+                at = next((at for at, store in enumerate(self.stores) if store.has(key)), -1)
+                parts.of.setdefault(at % len(self.stores), []).append(i)
+            for at, places in parts.of.items():
+                keys, blocks = zip(*((load.keys[i], load.blocks[i]) for i in places), strict=True)
+                loads[at].append(KVLoad(load.number, keys, blocks))
+        for store, part in zip(self.stores, loads, strict=True):
+            store.begin(KVWork(work.dropped, tuple(part), work.saves))
+
+    def finished(self, *, waits: bool) -> KVNews | None:
+        with self._news:
+            said = [store.finished() for store in self.stores]
+            if waits and not any(said):
+                self._news.wait(WAIT)
+                said = [store.finished() for store in self.stores]
+            if not any(said):
+                return None
+            loaded = [
+                ended
+                for at, news in enumerate(said)
+                if news
+                for part in news.loaded
+                if (ended := self._ended(at, part))
+            ]
+            found = [news for news in said if news]
+            gone = {key for news in found for key in news.gone if not any(store.has(key) for store in self.stores)}
+            return KVNews(
+                tuple(loaded), tuple(key for news in found for key in news.stored),
+                tuple(key for news in found for key in news.refused), tuple(sorted(gone)),
+                {name: figures for news in found for name, figures in news.stores.items()},
+            )  # fmt: skip
+
+    def _ended(self, at: int, part: tuple[int, int, float]) -> tuple[int, int, float] | None:
+        """A store's part of a load. Of the whole load, when it was the last."""
+        number, count, seconds = part
+        parts = self._parts.get(number)
+        if parts is None:  # dropped
+            return None
+        places = parts.of.pop(at)
+        if count < len(places):
+            parts.usable = min(parts.usable, places[count])
+        parts.seconds = max(parts.seconds, seconds)
+        if parts.of:
+            return None
+        del self._parts[number]
+        return number, parts.usable, parts.seconds
+
+    def close(self, *, last: bool) -> None:
+        for store in self.stores:
+            store.close(last=last)
+
+
+class _Parts:
+    """Of a load: by store the places in it of what that one brings; usable: blocks from the first on that are there."""
+
+    def __init__(self, usable: int) -> None:
+        self.of: dict[int, list[int]] = {}
+        self.usable, self.seconds = usable, 0.0
 
 
 def split(keys: bytes) -> set[bytes]:

@@ -28,6 +28,7 @@ COUNTERS = {
     "planaria:recovery_expert_needed_bytes", "planaria:recovery_experts_read", "planaria:kv_tier_queries",
     "planaria:kv_tier_hits", "planaria:kv_tier_saved_blocks", "planaria:kv_tier_saved_bytes",
     "planaria:kv_tier_loaded_bytes", "planaria:kv_tier_given_up", "planaria:kv_tier_errors",
+    "planaria:kv_tier_missing",
 }  # fmt: skip
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",

@@ -5,6 +5,7 @@ what it was costs its computation, and nothing else.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,12 +21,13 @@ from planaria.config import machine
 from planaria.config.machine import own_folder
 from planaria.config.options import EngineOptions
 from planaria.config.resolve import resolve
-from planaria.core.stats import TierStats
+from planaria.core.stats import StoreStats, TierStats
 from planaria.errors import ConfigError
-from planaria.protocol import KVLoad, KVNews, KVWork
+from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
 from planaria.worker import kv_store, kv_tier
+from planaria.worker.kv_memory import MemoryStore
 from planaria.worker.kv_store import HEAD, PART, BlockStore, StoreError
-from planaria.worker.kv_tier import DiskTier
+from planaria.worker.kv_tier import KVStores, StoreThreads, split
 from tests.model.checkpoints import write_checkpoint
 from tests.model.engines import Engine, texts
 from tests.proc.servers import wait_until
@@ -77,6 +79,10 @@ def tier_of(engine: Engine) -> TierStats:
     return stats
 
 
+def disk_of(engine: Engine) -> StoreStats:
+    return tier_of(engine).stores["disk"]
+
+
 # -- an engine that comes back
 
 
@@ -84,16 +90,18 @@ def tier_of(engine: Engine) -> TierStats:
 def test_a_prefix_comes_back_after_a_restart(model: str, tmp_path: Path, tp: int) -> None:
     with engine(model, tmp_path / "kv", tp=tp) as first:
         tokens = first.run(ASKED)
-        assert settle(first).saved == 37  # the full blocks of the long one; the short one isn't wanted again
+        assert (
+            settle(first).stores["disk"].saved == 37
+        )  # the full blocks of the long one; the short one isn't wanted again
     assert len(files(tmp_path / "kv")) == 37 * tp
     with engine(model, tmp_path / "kv", tp=tp) as second:
         assert second.run(ASKED) == tokens
-        found = tier_of(second)
-        assert (found.hits, found.stored, found.errors) == (37 * 16, 37, {})
+        found = disk_of(second)
+        assert (tier_of(second).hits, found.stored, found.errors) == (37 * 16, 37, {})
     files(tmp_path / "kv")[0].unlink()  # what one rank lacks is of use to none
     with engine(model, tmp_path / "kv", tp=tp) as third:
         assert third.run(ASKED) == tokens
-        assert tier_of(third).stored == 36 and tier_of(third).hits < 37 * 16
+        assert disk_of(third).stored == 36 and tier_of(third).hits < 37 * 16
 
 
 def test_nothing_of_other_weights_comes_back(model: str, tmp_path: Path) -> None:
@@ -104,7 +112,7 @@ def test_nothing_of_other_weights_comes_back(model: str, tmp_path: Path) -> None
     other = str(write_checkpoint(tmp_path / "other", "llama", seed=1, **sizes))
     with engine(other, tmp_path / "kv") as second:
         second.run(ASKED)
-        assert tier_of(second).stored == 0
+        assert disk_of(second).stored == 0
     with engine(model, tmp_path / "kv") as third:
         third.run(ASKED)
         assert tier_of(third).hits == 37 * 16
@@ -118,7 +126,7 @@ def test_what_was_done_to_the_files_costs_their_computation_and_nothing_else(mod
         HARMS[number % len(HARMS)](path)
     with engine(model, tmp_path / "kv") as second:
         assert second.run(ASKED) == tokens
-        assert sum(tier_of(second).errors.values()) > 0
+        assert sum(disk_of(second).errors.values()) > 0
 
 
 def test_a_rank_without_a_folder_says_so(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +137,8 @@ def test_a_rank_without_a_folder_says_so(model: str, tmp_path: Path, monkeypatch
     with engine(model, tmp_path / "kv") as first:
         first.run(ASKED)
         found = settle(first)
-    assert "its log says why" in found.why and found.saved == found.hits == 0 and not files(tmp_path / "kv")
+        disk = found.stores["disk"]
+    assert "its log says why" in disk.why and disk.saved == found.hits == 0 and not files(tmp_path / "kv")
 
 
 # -- a rank's files
@@ -300,27 +309,27 @@ class Slow(BlockStore):
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[tuple[DiskTier, Slow]]:
+def slow(tmp_path: Path) -> Iterator[tuple[StoreThreads, Slow]]:
     kept = Slow(tmp_path / "kv")
-    tier = DiskTier(kept, [np.zeros((8, SIZE // 2), np.uint8), np.zeros((8, SIZE // 2), np.uint8)])
+    tier = StoreThreads("disk", kept, [np.zeros((8, SIZE // 2), np.uint8), np.zeros((8, SIZE // 2), np.uint8)])
     yield tier, kept
     kept.may.set()
     tier.close(last=True)
 
 
-def news_of(tier: DiskTier) -> KVNews:
+def news_of(tier: StoreThreads) -> KVNews:
     found: list[KVNews] = []
-    wait_until("there is news", lambda: found.extend(filter(None, [tier.finished(waits=True)])) or found)
+    wait_until("there is news", lambda: found.extend(filter(None, [tier.finished()])) or found)
     return found[0]
 
 
-def fill(tier: DiskTier, block: int, number: int) -> None:
+def fill(tier: StoreThreads, block: int, number: int) -> None:
     both = np.frombuffer(payload(number), np.uint8).reshape(2, -1)
     for part, half in zip(tier.blocks, both, strict=True):
         part[block] = half
 
 
-def test_blocks_go_out_and_come_in(slow: tuple[DiskTier, Slow]) -> None:
+def test_blocks_go_out_and_come_in(slow: tuple[StoreThreads, Slow]) -> None:
     tier, kept = slow
     kept.may.set()
     fill(tier, 3, 1)
@@ -329,12 +338,13 @@ def test_blocks_go_out_and_come_in(slow: tuple[DiskTier, Slow]) -> None:
     assert news_of(tier).stored == (KEYS[1],)
     tier.begin(KVWork(loads=(KVLoad(7, (KEYS[1], KEYS[2]), (5, 6)),)))
     news = news_of(tier)
-    assert [load[:2] for load in news.loaded] == [(7, 1)] and news.gone == (KEYS[2],) and news.errors == {"gone": 1}
+    assert [load[:2] for load in news.loaded] == [(7, 1)] and news.gone == (KEYS[2],)
+    assert news.stores == {"disk": StoreNews(1, 0, 1, {"gone": 1})}
     assert b"".join(part[5].tobytes() for part in tier.blocks) == payload(1)
     assert not any(part[6].any() for part in tier.blocks)
 
 
-def test_what_another_server_has_written_is_seen(slow: tuple[DiskTier, Slow]) -> None:
+def test_what_another_server_has_written_is_seen(slow: tuple[StoreThreads, Slow]) -> None:
     tier, kept = slow
     assert tier.stored() == b""
     tier.look()
@@ -344,16 +354,16 @@ def test_what_another_server_has_written_is_seen(slow: tuple[DiskTier, Slow]) ->
     assert news_of(tier).stored == (KEYS[1], KEYS[2])
     kept.remove(KEYS[1])
     tier.look()
-    assert news_of(tier) == KVNews(gone=(KEYS[1],))
+    assert news_of(tier) == KVNews(gone=(KEYS[1],), stores={"disk": StoreNews(1)})
     tier.look()
-    assert tier.finished(waits=False) is None
+    assert tier.finished() is None
 
 
-def test_a_slow_disk_writes_into_no_block_of_another(slow: tuple[DiskTier, Slow]) -> None:
+def test_a_slow_disk_writes_into_no_block_of_another(slow: tuple[StoreThreads, Slow]) -> None:
     tier, kept = slow
     BlockStore.write(kept, KEYS[1], payload(1))
     tier.begin(KVWork(loads=(KVLoad(1, (KEYS[1],), (5,)),)))
-    assert kept.reads.wait(30) and tier.finished(waits=True) is None
+    assert kept.reads.wait(30) and tier.finished() is None
     tier.begin(KVWork(dropped=(1,)))
     kept.may.set()
     tier.begin(KVWork(loads=(KVLoad(2, (KEYS[1],), (6,)),)))
@@ -361,7 +371,7 @@ def test_a_slow_disk_writes_into_no_block_of_another(slow: tuple[DiskTier, Slow]
     assert not tier.blocks[0][5].any() and tier.blocks[0][6].any()
 
 
-def test_what_waits_to_be_written_is_bounded(slow: tuple[DiskTier, Slow], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_to_be_written_is_bounded(slow: tuple[StoreThreads, Slow], monkeypatch: pytest.MonkeyPatch) -> None:
     tier, kept = slow
     monkeypatch.setattr(kv_tier, "STAGED", 3 * SIZE)
     tier.begin(KVWork(saves=tuple((key, 0) for key in KEYS[:5])))
@@ -379,17 +389,125 @@ def test_a_disk_that_refuses_is_let_be_for_a_while(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(BlockStore, "write", refuse)
     monkeypatch.setattr(kv_tier, "RATE", 1 << 60)
-    tier = DiskTier(store(tmp_path / "kv"), [np.zeros((8, SIZE), np.uint8)], clock=lambda: now[0])
+    tier = StoreThreads("disk", store(tmp_path / "kv"), [np.zeros((8, SIZE), np.uint8)], clock=lambda: now[0])
     tier.begin(KVWork(saves=((KEYS[1], 0),)))
     news = news_of(tier)
-    assert news.refused == (KEYS[1],) and news.errors == {"write": 1} and "Read-only" in news.why
+    assert news.refused == (KEYS[1],) and news.stores["disk"].errors == {"write": 1}
+    assert "Read-only" in news.stores["disk"].why
     tier.begin(KVWork(saves=((KEYS[2], 0),)))
     assert news_of(tier).refused == (KEYS[2],) and tries == [KEYS[1]]
     now[0] += kv_tier.PAUSE
-    assert news_of(tier).why == ""
+    assert news_of(tier).stores["disk"].why == ""
     tier.begin(KVWork(saves=((KEYS[3], 0),)))
     assert news_of(tier).refused == (KEYS[3],) and tries == [KEYS[1], KEYS[3]]
     tier.close(last=True)
+
+
+# -- in memory of the node
+
+
+def in_memory(number: int, *, most: int = 1 << 20, name: bytes = b"i" * 16) -> MemoryStore:
+    """As a process with this number finds it: those of before have left what is in it."""
+    return MemoryStore(LEFT.setdefault(number, mmap.mmap(-1, most)), name, SIZE)
+
+
+LEFT: dict[int, mmap.mmap] = {}
+
+
+def test_what_is_in_memory_is_there_for_the_process_after_it() -> None:
+    kept, into = in_memory(1), bytearray(SIZE)
+    for number in (1, 2):
+        assert kept.write(KEYS[number], payload(number)) == []
+    for found in (kept, in_memory(1)):
+        assert set(split(found.keys())) == {KEYS[1], KEYS[2]}
+        found.read(KEYS[2], memoryview(into))
+        assert into == payload(2)
+    found.remove(KEYS[2])
+    assert in_memory(1).keys() == KEYS[1]
+    with pytest.raises(StoreError, match="not kept"):
+        found.read(KEYS[2], memoryview(into))
+    assert in_memory(1, name=b"j" * 16).keys() == b"" == in_memory(1).keys()  # another rank's part: all begins anew
+
+
+@pytest.mark.parametrize("at", [0, 10, 40, 63, SIZE])
+def test_memory_that_was_scribbled_over_holds_no_block(at: int) -> None:
+    kept = in_memory(2)
+    kept.write(KEYS[1], payload(1))
+    slot = kept._slots[KEYS[1]][0]
+    part = kept._head(slot) if at < 64 else kept._payload(slot)
+    part[at % SIZE % 64] ^= 1
+    after, key = in_memory(2), KEYS[1]
+    for key in split(after.keys()) | {KEYS[1]}:
+        with pytest.raises(StoreError):
+            after.read(key, memoryview(bytearray(SIZE)))
+    del LEFT[2]
+
+
+def test_in_memory_the_beginning_of_a_history_goes_last_and_what_was_used_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [10**18]
+    monkeypatch.setattr(kv_store.time, "time_ns", lambda: now[0])
+    kept = in_memory(3, most=11 * SIZE)
+    gone = []
+    for keys in (KEYS[:5], KEYS[5:9]):
+        for key in keys:
+            gone += kept.write(key, payload(1))
+        now[0] += 2 * kv_store.BURST
+    for key in KEYS[:5]:
+        kept.read(key, memoryview(bytearray(SIZE)))
+    now[0] += 2 * kv_store.BURST
+    for key in KEYS[20:23]:
+        gone += kept.write(key, payload(1))
+    assert gone == [KEYS[8], KEYS[7], KEYS[6]]
+
+
+def test_a_load_comes_from_several_stores_at_once(tmp_path: Path) -> None:
+    """What one lacks, or has damaged, ends it there; what is dropped says nothing."""
+    news = threading.Condition()
+    blocks = [np.zeros((8, SIZE), np.uint8)]
+    kept = [in_memory(4), store(tmp_path / "kv")]
+    names = ("memory", "disk")
+    for number in (1, 3):
+        kept[0].write(KEYS[number], payload(number))
+    for number in (2, 4, 5):
+        kept[1].write(KEYS[number], payload(number))
+    rank = KVStores([StoreThreads(n, each, blocks, news=news) for n, each in zip(names, kept, strict=True)], news)
+    assert {name: len(keys) for name, keys in rank.stored().items()} == {"memory": 32, "disk": 48}
+
+    def loaded(number: int) -> tuple[int, int]:
+        rank.begin(KVWork(loads=(KVLoad(number, tuple(KEYS[1:6]), (1, 2, 3, 4, 5)),)))
+        found: list[KVNews] = []
+        wait_until(
+            "it is there",
+            lambda: found.extend(filter(None, [rank.finished(waits=True)])) or any(n.loaded for n in found),
+        )
+        return next(news.loaded[0][:2] for news in found if news.loaded)
+
+    assert loaded(1) == (1, 5)
+    assert all(blocks[0][number].tobytes() == payload(number) for number in range(1, 6))
+    kept[0]._payload(kept[0]._slots[KEYS[3]][0])[7] ^= 1
+    assert loaded(2) == (2, 2)
+    rank.begin(KVWork(saves=((KEYS[9], 1),)))
+    wait_until(
+        "both have it",
+        lambda: rank.finished(waits=True) is None and all(KEYS[9] in split(each.keys()) for each in kept),
+    )
+    rank.close(last=True)
+
+
+def test_a_prefix_comes_back_from_memory(model: str) -> None:
+    options: dict[str, Any] = {"threads": 1, "max_model_len": 1024, "max_num_batched_tokens": 128}
+    with Engine(model, kv_offloading_size=0.25, kv_cache_memory="520KiB", **options) as engine:
+        tokens = engine.run(ASKED)
+        for number in range(3):
+            engine.run(texts(200 + number, [(600, 8)]))
+        settle(engine)
+        before = tier_of(engine)
+        assert engine.run(ASKED) == tokens
+        found = tier_of(engine)
+        memory = found.stores["memory"]
+        assert found.hits - before.hits >= 30 * 16 and memory.loaded_bytes and not memory.errors, found
 
 
 # -- at the door
@@ -400,7 +518,9 @@ def test_a_disk_that_refuses_is_let_be_for_a_while(tmp_path: Path, monkeypatch: 
     [
         ({"kv_tier": ",1GiB"}, "names no folder"), ({"kv_tier": "x,much"}, "not a size"),
         ({"kv_tier": "x", "enable_prefix_caching": False}, "prefix cache"),
-        ({"kv_tier": "x", "null_worker": True}, "CPU"), ({"kv_tier": "/proc/nothing/kv"}, "can't be made"),
+        ({"kv_tier": "x", "null_worker": True}, "CPU"), ({"kv_offloading_size": 1e6}, "are free here"),
+        ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "prefix cache"),
+        ({"kv_tier": "/proc/nothing/kv"}, "can't be made"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_is_refused_at_the_door(model: str, given: dict[str, Any], why: str) -> None:

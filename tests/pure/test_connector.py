@@ -11,7 +11,7 @@ from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import connector
 from planaria.core.connector import LaneConnector, Rates
 from planaria.core.engine import EngineCore
-from planaria.protocol import KVLoad, KVNews, StepPlan, StepResult
+from planaria.protocol import KVLoad, KVNews, StepPlan, StepResult, StoreNews
 from planaria.types import Delta, Request, SamplingParams
 from tests.reference_worker import HashWorker, hash_tokens
 
@@ -28,7 +28,7 @@ class Ranks:
     ) -> None:
         scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=200, max_model_len=SIZE * num_blocks)
         self.core = EngineCore(scheduler, CacheConfig(block_size=SIZE), num_blocks)
-        self.core.connect({rank: b"".join(store) for rank, store in enumerate(stores)}, block_bytes)
+        self.core.connect({rank: {"disk": b"".join(store)} for rank, store in enumerate(stores)}, block_bytes)
         self.stores, self.prompt_seconds = stores, prompt_seconds
         self.workers = [HashWorker(num_blocks, SIZE, VOCAB) for _ in stores]
         self.open: list[KVLoad] = []  # told, not dropped
@@ -166,7 +166,7 @@ def test_a_fetch_that_brings_nothing_counts_once() -> None:
     ranks.run()
     stats = ranks.core.stats()
     assert ranks.tokens["b"] == EXPECTED and (stats.prefix_queries, stats.prefix_hits) == (30, 0)
-    assert stats.tier is not None and stats.tier.errors == {"missing": 1}
+    assert stats.tier is not None and stats.tier.missing == 1
 
 
 def test_what_one_rank_lacks_nobody_asks_for() -> None:
@@ -178,7 +178,7 @@ def test_what_one_rank_lacks_nobody_asks_for() -> None:
     ranks.step()
     assert [load.keys for load in ranks.open] == [tuple(keys[:3])]
     ranks.core.hear({0: KVNews(gone=(keys[1],))})
-    assert ranks.core.stats().tier.stored == 6  # type: ignore[union-attr]
+    assert ranks.core.stats().tier.stores["disk"].stored == 7  # type: ignore[union-attr]
     ranks.run()
     assert ranks.tokens["b"] == EXPECTED
 
@@ -317,12 +317,13 @@ def test_saves_wait_for_ranks_and_are_bounded() -> None:
 
 def test_nothing_is_saved_while_a_rank_can_not() -> None:
     ranks = Ranks([{}, {}])
-    ranks.core.hear({1: KVNews(errors={"full": 1}, why="the disk is full")})
+    ranks.core.hear({1: KVNews(stores={"disk": StoreNews(errors={"full": 1}, why="the disk is full")})})
     ranks.ask("a", PROMPT, 6, persist=True)
     ranks.run()
     tier = ranks.core.stats().tier
-    assert not ranks.saved and tier is not None and (tier.why, tier.errors) == ("the disk is full", {"full": 1})
-    ranks.core.hear({1: KVNews()})
+    assert not ranks.saved and tier is not None
+    assert (tier.stores["disk"].why, tier.stores["disk"].errors) == ("the disk is full", {"full": 1})
+    ranks.core.hear({1: KVNews(stores={"disk": StoreNews()})})
     ranks.ask("b", PROMPT, 6, persist=True)
     ranks.run()
     assert ranks.saved
@@ -343,7 +344,7 @@ def test_a_loss_ends_what_is_on_its_way() -> None:
     ranks.core.lost(1, kept=True)
     assert ranks.core.lanes[0].pool.num_free == 32 and ranks.core.lanes[0].connector is None
     ranks.core.hear({0: KVNews(loaded=((1, 7, 0.1),))})
-    ranks.core.connect({0: b"".join(ranks.stores[0]), 1: b""}, 1)
+    ranks.core.connect({0: {"disk": b"".join(ranks.stores[0])}, 1: {"disk": b""}}, 1)
     ranks.workers = [HashWorker(32, SIZE, VOCAB) for _ in range(2)]
     ranks.open = []
     ranks.run()

@@ -30,7 +30,7 @@ class Side:
         shape = Shape(1, num_blocks, SIZE, 4, 40)
         (self.index,) = begin(memoryview(bytearray(shape.size)), shape, b"", number)
         self.core = EngineCore(scheduler, CacheConfig(block_size=SIZE), num_blocks, indexes=[self.index])
-        self.core.connect(dict.fromkeys(range(ranks), b""), 1, saves=False)
+        self.core.connect({rank: {} for rank in range(ranks)}, 1)
         transfer.lend_from(self.core.lanes, number, (number, 0, 0))
         self.workers = [HashWorker(num_blocks, SIZE, VOCAB) for _ in range(ranks)]
         self.copies: list[KVLoad] = []

@@ -15,7 +15,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from planaria.core.kv_cache import KeyScope, chain
-from planaria.protocol import KVLoad, KVNews, KVWork
+from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
 from planaria.worker import kv, kv_store
 from tests.reference_worker import mix
 from tests.sim.scenario import BLOCK_BYTES
@@ -142,8 +142,8 @@ class SimTier:
         self.open: set[int] = set()
         self.news = _News()
 
-    def stored(self) -> bytes:
-        return b"".join(sorted(self.files))
+    def stored(self) -> dict[str, bytes]:
+        return {"disk": b"".join(sorted(self.files))}
 
     def begin(self, work: KVWork) -> None:
         assert self.process.worker is not None
@@ -209,4 +209,5 @@ class _News:
         if not (self.loaded or self.stored or self.refused or self.gone):
             return None
         why = "read-only" if disk.readonly and disk.chance.random() < 0.5 else ""
-        return KVNews(tuple(self.loaded), tuple(self.stored), tuple(self.refused), tuple(self.gone), {}, why)
+        stores = {"disk": StoreNews(why=why)}
+        return KVNews(tuple(self.loaded), tuple(self.stored), tuple(self.refused), tuple(self.gone), stores)
