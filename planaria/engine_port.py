@@ -30,7 +30,19 @@ from planaria.hosts.weights import WeightsMemory
 from planaria.node import Memories, ProcessGone
 from planaria.processes import set_title
 from planaria.types import Delta
-from planaria.wire import Cancel, Dead, EngineFacts, FromEngine, Gone, Leaving, Output, Recovery, Submit, ToEngine
+from planaria.wire import (
+    Cancel,
+    Dead,
+    EngineFacts,
+    FromEngine,
+    Gone,
+    Leaving,
+    Output,
+    Recovery,
+    Slept,
+    Submit,
+    ToEngine,
+)
 
 logger = logging.getLogger("planaria.engine")
 
@@ -101,6 +113,7 @@ class Port:
         self.owner: dict[str, bytes] = {}
         self.facts: EngineFacts | None = None  # that were sent, and are true now
         self.recovery: Recovery | None = None  # that is under way
+        self.slept: Slept | None = None  # it sleeps
 
     def hello(self) -> None:
         """Wait for the first client's greeting."""
@@ -111,7 +124,7 @@ class Port:
         if client in self.clients:
             return
         self.clients[client] = 0.0
-        for known in (self.facts, self.recovery):
+        for known in (self.facts, self.recovery, self.slept):
             if known is not None:
                 self._send(client, known)
 
@@ -165,6 +178,8 @@ class Port:
                 self.facts = msgspec.structs.replace(
                     self.facts, layout=message.layout, ranks=message.pids, places=message.places
                 )
+        elif isinstance(message, Slept):
+            self.slept = message if message.level is not None else None
         for client in self.clients:
             self._send(client, message)
 

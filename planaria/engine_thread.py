@@ -10,7 +10,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from planaria.errors import EngineDead
 from planaria.executor.loop import EngineLoop
@@ -34,11 +36,11 @@ class Waiting:
 
 
 class EngineThread:
-    """Runs `loop`. inbox: what it is told; "look" has it look at its ranks, None ends it. waiting: by request. ended:
-    why nothing will come any more."""
+    """Runs `loop`. inbox: what it is told; "look" has it look at its ranks, None ends it. waiting: by request. answers:
+    that somebody waits for. ended: why nothing will come any more."""
 
-    def __init__(self, loop: EngineLoop) -> None:
-        self.loop, self.ended = loop, ""
+    def __init__(self, loop: EngineLoop, answers: dict[str, Future[Any]]) -> None:
+        self.loop, self.answers, self.ended = loop, answers, ""
         self.inbox: queue.SimpleQueue[ToEngine | str | None] = queue.SimpleQueue()
         self.waiting: dict[str, Waiting] = {}
         self.failure: EngineDead | None = None
@@ -89,6 +91,8 @@ class EngineThread:
         self.ended = self.ended or "the engine was closed"
         for id, target in list(self.waiting.items()):
             self._tell(target, Delta(id, 0, [], FinishReason.ERROR, error=self.ended))
+        for answer in list(self.answers.values()):
+            answer.set_exception(EngineDead(self.ended))
 
     def _turns(self) -> None:
         # A rank's end ends the wait for messages; that one is stopped shows only to who looks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import itertools
 import logging
@@ -10,6 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +27,7 @@ from planaria.config.parallel import refuse_outer_launcher, refuse_several_engin
 from planaria.config.resolve import resolve
 from planaria.config.vllm_words import ours
 from planaria.engine_thread import EngineThread, OnFailure, Waiting
-from planaria.errors import ConfigError, EngineDead, RequestError
+from planaria.errors import ConfigError, EngineDead, RequestError, UserError
 from planaria.prompts import Prompt, content_of, refuse, salt_of
 from planaria.server.inputs import child_seed, grammar_check, submissions
 from planaria.server.stream import Choices, Piece
@@ -54,6 +56,8 @@ from planaria.wire import (
     Output,
     Phase,
     Progress,
+    Sleep,
+    Slept,
     StartUpNews,
     Submit,
 )
@@ -193,6 +197,8 @@ class _Front:
             self.tokenizer = load_tokenizer(msgspec.convert(self.config.checkpoint, Checkpoint))
         self.facts: EngineFacts
         self.stats = EngineStats()
+        self._level: int | None = None
+        self._sleeps: dict[str, Future[Slept]] = {}
         me = weakref.ref(self)  # neither the engine nor what checks grammars holds who uses it
         self._grammars = grammar_check(self.tokenizer, lambda: front.facts if (front := me()) else None)
         weakref.finalize(self, self._grammars.close)
@@ -204,8 +210,22 @@ class _Front:
             self.stats = message.stats
             for delta in message.deltas:
                 self._to(delta)
+        elif isinstance(message, Slept):
+            self._level = message.level
+            if (future := self._sleeps.pop(message.id, None)) is not None:
+                future.set_result(message)
         elif isinstance(message, Progress | Phase) and self._on_progress is not None:
             self._on_progress(message)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._level is not None
+
+    def _ask_to_sleep(self, level: int | None, tell: Callable[[Sleep], None]) -> Future[Slept]:
+        asked, future = Sleep(f"s{next(self._numbers)}", level), Future[Slept]()
+        self._sleeps[asked.id] = future
+        tell(asked)
+        return future
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of a request that brings none: of the model's generation_config.json (option `generation_config`)."""
@@ -277,6 +297,20 @@ class _Front:
         return request_id, Choices(prompt, submits, tokenizer), submits
 
 
+def _slept(slept: Slept) -> None:
+    """Raises UserError where it isn't what was asked for."""
+    if slept.error:
+        raise UserError(slept.error)
+
+
+def _wakes(tags: Sequence[str] | None) -> bool:
+    """Weights alone are there again with KV, when that is asked for. Raises ConfigError."""
+    unknown = set(tags or ()) - {"weights", "kv_cache"}
+    if unknown:
+        raise ConfigError("tags", sorted(unknown)[0], "is neither weights nor kv_cache", "leave tags out")
+    return not tags or "kv_cache" in tags
+
+
 class LLM(_Front):
     """A model in this process, for batches.
 
@@ -339,7 +373,9 @@ class LLM(_Front):
         self, opened: list[tuple[str, Choices, list[Submit]]], use_tqdm: bool | Callable[..., Any],
         on_tokens: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
-        """Until all of them have ended."""
+        """Until all of them have ended. Raises UserError: it sleeps."""
+        if self.is_sleeping:
+            raise UserError("the engine sleeps: call wake_up first")
         bar = None if on_tokens is not None else _bar(use_tqdm, len(opened))
         try:
             for _, stream, submits in opened:
@@ -460,6 +496,16 @@ class LLM(_Front):
         decode = self.tokenizer.decode
         return [BeamSearchOutput([replace(beam, text=decode(beam.tokens)) for beam in beams]) for beams in found]
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`. level 0: none; 1: that of KV (weights stay where the node keeps them); 2:
+        that of weights, too. Raises UserError."""
+        _slept(self._ask_to_sleep(level, self._loop.handle).result())
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """tags: as vLLM's; with "weights" alone nothing happens until "kv_cache" follows. Raises UserError."""
+        if _wakes(tags):
+            _slept(self._ask_to_sleep(None, self._loop.handle).result())
+
     def reset_prefix_cache(self) -> bool:
         """Forget what is kept of earlier requests."""
         if self._loop.core is not None:
@@ -529,7 +575,7 @@ class AsyncLLM(_Front):
     def __init__(self, model: str, *, on_progress: OnProgress | None = None, **options: Any) -> None:
         super().__init__(model, options, on_progress, lambda delta: engine.deliver(delta))
         refuse_outer_launcher(self.config.parallel, "AsyncLLM")
-        self._engine = engine = EngineThread(self._loop)
+        self._engine = engine = EngineThread(self._loop, self._sleeps)
         self.facts = engine.start()
         self._finalizer = weakref.finalize(self, engine.close)
         self._finalizer.atexit = True
@@ -544,6 +590,21 @@ class AsyncLLM(_Front):
         """Have it called once, in the engine's thread, when the engine gives up; at once if it has. What it raises is
         logged. `close` is no failure."""
         self._engine.on_failure(callback)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See LLM.sleep. What runs goes on after `wake_up`, and new requests wait for it."""
+        _slept(await self._rest(level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See LLM.wake_up."""
+        if _wakes(tags):
+            _slept(await self._rest(None))
+
+    async def _rest(self, level: int | None) -> Slept:
+        future = self._ask_to_sleep(level, self._engine.inbox.put)
+        if self._engine.ended:
+            raise EngineDead(self._engine.ended)
+        return await asyncio.wrap_future(future)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0

@@ -252,6 +252,12 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     kwargs: dict[str, Any] = {}
 
 
+class FreeMemory(msgspec.Struct, frozen=True, array_like=True, tag="free_memory"):
+    """Give KV back, and weights if that is said; the next epoch has them again. Answered with Ready."""
+
+    weights: bool = False
+
+
 class Exit(msgspec.Struct, frozen=True, array_like=True, tag="exit"):
     """Release everything and end."""
 
@@ -291,5 +297,5 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     kind: str = "error"  # "model": ModelError, "capacity": CapacityError, "config": ConfigError, "peer", "error"
 
 
-Command = Join | Regroup | Load | SendExperts | PlaceExperts | Probe | Allocate | StepPlan | Call | Exit
+Command = Join | Regroup | Load | SendExperts | PlaceExperts | Probe | Allocate | StepPlan | Call | FreeMemory | Exit
 Reply = Hello | Ready | Facts | Done | StepResult | Failed

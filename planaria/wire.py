@@ -247,8 +247,25 @@ class EngineResized(msgspec.Struct, frozen=True, array_like=True, tag="engine_re
     seconds: float = 0.0
 
 
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
+    """level: 0: compute nothing, and keep all there is; 1: KV is given back, too; 2: and weights; None: wake up. What
+    is open stays so. Answered by a Slept of the same id."""
+
+    id: str
+    level: int | None
+
+
+class Slept(msgspec.Struct, frozen=True, array_like=True, tag="slept"):
+    """level: that holds now, None: it is awake; `error`: why it is not the one asked for."""
+
+    id: str
+    level: int | None
+    error: str = ""
+    seconds: float = 0.0
+
+
 class EngineState(msgspec.Struct, frozen=True):
-    """One engine behind a front end. state: loading, ready, recovering or ended. ranks: pids. open: sequences;
+    """One engine behind a front end. state: loading, ready, recovering, asleep or ended. ranks: pids. open: sequences;
     load: tokens, of its KV and still to be computed for them. leaving: it gets no new work."""
 
     index: int
@@ -269,7 +286,7 @@ class EngineState(msgspec.Struct, frozen=True):
         return "leaving" if self.leaving else self.state
 
 
-ToEngine = Submit | Cancel | Release | Gone | Report | ReportExperts | ResizeEngine | Share | Shutdown
+ToEngine = Submit | Cancel | Release | Gone | Report | ReportExperts | ResizeEngine | Share | Shutdown | Sleep
 StartUpNews = Phase | Progress
 FromEngine = (
     EngineFacts
@@ -284,4 +301,5 @@ FromEngine = (
     | Processes
     | Progress
     | EngineResized
+    | Slept
 )

@@ -41,6 +41,7 @@ WITHOUT_EFFECT = {
         enable_server_load_tracking! disable_frontend_multiprocessing! language_model_only! tokenizer_pool_size
         tokenizer_pool_type tokenizer_pool_extra_config fail_on_environ_validation! distributed_timeout_seconds
         enable_offline_docs! exclude_tools_when_tool_choice_none! enable_reasoning!
+        enable_sleep_mode!
         h11_max_incomplete_event_size h11_max_header_count""",
     "there are texts only": """limit_mm_per_prompt mm_processor_kwargs media_io_kwargs mm_processor_cache_gb
         mm_processor_cache_type mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache! mm_encoder_tp_mode
@@ -67,7 +68,6 @@ ABSENT = {
     "KV in fewer bits": "kv_cache_dtype calculate_kv_scales!",
     "context parallel": """decode_context_parallel_size prefill_context_parallel_size dcp_kv_cache_interleave_size
         cp_kv_cache_interleave_size""",
-    "sleep": "enable_sleep_mode!",
     "other weights, code or classes": """load_format model_loader_extra_config ignore_patterns model_impl config_format
         tokenizer_mode logits_processors logits_processor_pattern scheduler_cls additional_config middleware
         enable_return_routed_experts!""",

@@ -82,11 +82,11 @@ class LayoutChanger:
 
     # -- a resize
 
-    def ask(self, resize: ResizeEngine, dead: bool = False) -> None:
+    def ask(self, resize: ResizeEngine, refused: str = "") -> None:
         """Begin with it, or say why not and stay with the present layout. Raises WorkersLost."""
         gang, began = self.gang, self.clock()
         layout = wanted(resize, gang.asked)
-        why = "the engine has ended" if dead else (
+        why = refused or (
             f"a degree is at least 1, asked for tp={resize.tp} pp={resize.pp}" if min(resize.tp, resize.pp) < 1
             else why_not(self.config, layout, gang.launcher.name, gang.launcher.replaces)
         )  # fmt: skip

@@ -28,6 +28,7 @@ from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.pending import Pending
 from planaria.executor.reply_ledger import Ticket
+from planaria.executor.sleeper import Sleeper
 from planaria.executor.status import Reports, facts_of
 from planaria.executor.transition import Transition, Wish
 from planaria.executor.watch import System
@@ -47,6 +48,7 @@ from planaria.wire import (
     ResizeEngine,
     Share,
     Shutdown,
+    Sleep,
     Submit,
     ToEngine,
 )
@@ -83,6 +85,7 @@ class EngineLoop:
         say: Emit = lambda message: self.emit(message)  # noqa: E731
         self.epochs = Epochs(config, self.gang, clock, say, self._emit, self.balancing.formed)
         self.layout_change = LayoutChanger(config, self.gang, say, lambda: self.clock(), self._change, self._prepare)
+        self.sleeper = Sleeper(self.gang, say, clock, self._settle, self._wake)
         self.reports = Reports(self.gang, self.call, self.busy, say)
 
     # -- starting and ending
@@ -171,7 +174,8 @@ class EngineLoop:
         self._look_for_room()
 
     def _look_for_room(self) -> None:
-        if self.dead is None and self.clock() >= self.layout_change.look_at:
+        awake = self.dead is None and self.sleeper.level is None
+        if awake and self.clock() >= self.layout_change.look_at:
             replay = self.epochs.replay
             self.layout_change.look_for_room(spares=replay is None or self.clock() - replay.began >= SPARES_AFTER)
 
@@ -183,6 +187,17 @@ class EngineLoop:
     def _has_work(self) -> bool:
         return self.core is not None and bool(self.core.has_requests() or self.gang.ledger.open)
 
+    def _settle(self) -> None:
+        """Wait for all that ranks have been told to do. Raises WorkersLost."""
+        while self.gang.ledger.open:
+            for ticket in self.gang.poll() or ():
+                self._complete(ticket)
+        save_last(self)
+
+    def _wake(self) -> str:
+        self._begin_next(Wish(self.gang.layout, "the engine wakes up", "asleep"))
+        return self.dead.message if self.dead is not None else ""
+
     def _change(self, layout: Layout, why: str) -> None:
         """Another layout, by the same door as faults."""
         self._begin_next(Wish(layout, f"the layout becomes {layout}: {why}", self.gang.phase()))
@@ -192,6 +207,11 @@ class EngineLoop:
         assert self.core is not None
         if (failed := self.epochs.begin_next(self.core, cause)) is not None:
             self._die(failed)
+            return
+        try:
+            self.sleeper.again()
+        except WorkersLost as e:
+            self._begin_next(e)
 
     # -- running
 
@@ -225,11 +245,26 @@ class EngineLoop:
                 share(self, message.engines)
             case ResizeEngine():
                 try:
-                    self.layout_change.ask(message, self.dead is not None)
+                    asleep = "it sleeps; wake it first" if self.sleeper.level is not None else ""
+                    self.layout_change.ask(message, "the engine has ended" if self.dead is not None else asleep)
+                except WorkersLost as e:
+                    self._begin_next(e)
+            case Sleep():
+                try:
+                    self.sleeper.ask(message, self._awake_for())
                 except WorkersLost as e:
                     self._begin_next(e)
             case Shutdown():
                 self.stopping, self.gang.launcher.followed = True, message.followed
+
+    def _awake_for(self) -> str:
+        """Why it can neither sleep nor wake now, or ""."""
+        if self.dead is not None:
+            return "the engine has ended"
+        if not self.gang.launcher.replaces:
+            return f"ranks of the executor back end {self.gang.launcher.name} can't begin another epoch"
+        changing = self.layout_change.departure is not None or self.layout_change.arrival is not None
+        return "a change of the layout is on its way; wait for it" if changing else ""
 
     def limit_steps(self) -> None:
         """With few threads a step of many tokens takes long, and every stream waits for it."""
@@ -240,6 +275,8 @@ class EngineLoop:
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""
         core, departure = self.core, self.layout_change.departure
+        if self.sleeper.level is not None:
+            return bool(self.gang.ledger.open or self.reports.open)
         return core is not None and bool(self._has_work() or self.reports.open or departure or core.transfers())
 
     def step(self) -> bool:
@@ -250,7 +287,7 @@ class EngineLoop:
         try:
             self.layout_change.look(not self._has_work())
             while core.in_flight < max(gang.layout.pp, self.config.scheduler.depth):
-                plan = core.plan(self.clock())
+                plan = core.plan(self.clock()) if self.sleeper.level is None else None
                 if plan is None:
                     break
                 gang.send(plan)

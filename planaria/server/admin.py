@@ -23,6 +23,8 @@ from planaria.server.schema_fleet import LayoutRequest, ScaleRequest
 from planaria.server.service import Service
 from planaria.wire import ProcessInfo
 
+JSON = "application/json"
+
 
 async def list_processes(request: Request) -> Response:
     """Every process of the deployment: this one, the engine, its ranks."""
@@ -36,7 +38,7 @@ async def list_processes(request: Request) -> Response:
         "model": service.model_names[0], "kind": "" if facts is None else f"{facts.executor} on {facts.device}",
         "processes": [timed(row) if row.uptime is None else row for row in rows],
     }  # fmt: skip
-    return Response(encode_json(value), media_type="application/json")
+    return Response(encode_json(value), media_type=JSON)
 
 
 async def show_fleet(request: Request) -> Response:
@@ -57,13 +59,13 @@ async def show_fleet(request: Request) -> Response:
         ],
         "resizes": list(service.control.resizer.resizes),
     }  # fmt: skip
-    return Response(encode_json(body), media_type="application/json")
+    return Response(encode_json(body), media_type=JSON)
 
 
 async def show_experts(request: Request) -> Response:
     """Where experts are and what their load was, of each engine that balances them."""
     engines = await experts_of(request.app.state.service.control)
-    return Response(encode_json({"engines": engines}), media_type="application/json")
+    return Response(encode_json({"engines": engines}), media_type=JSON)
 
 
 async def experts_of(control: Fleet) -> list[dict[str, object]]:
@@ -95,7 +97,45 @@ async def scale_elastic_ep(request: Request) -> Response:
         return failure(f"resize {done.id} was rolled back: {done.reason}", 500, code="resize_rolled_back")
     assert done.state == COMMITTED
     message = f"Scaled to {size} data parallel engines"
-    return Response(encode_json({"message": message, **msgspec.structs.asdict(done)}), media_type="application/json")
+    return Response(encode_json({"message": message, **msgspec.structs.asdict(done)}), media_type=JSON)
+
+
+async def sleep(request: Request) -> Response:
+    """Give memory back until /wake_up: ?level=1 (KV, the default), 2 (weights, too), 0 (nothing is computed). What runs
+    goes on after it; new requests get 503. 400: no such level; 409: it can't be done now."""
+    given = request.query_params.get("level", "1")
+    if given not in ("0", "1", "2"):
+        return failure(f"must be 0, 1 or 2, got {given[:40]!r}", 400, param="level", code="invalid_value")
+    return await _slept(request, int(given))
+
+
+async def wake_up(request: Request) -> Response:
+    """Have all engines compute again; answers when they do. ?tags=weights alone does nothing until kv_cache follows.
+    400: no such tag; 409: it can't be done now."""
+    tags = request.query_params.getlist("tags")
+    if unknown := sorted(set(tags) - {"weights", "kv_cache"}):
+        return failure(f"must be weights or kv_cache, got {unknown[0][:40]!r}", 400, param="tags", code="invalid_value")
+    if tags and "kv_cache" not in tags:
+        return await is_sleeping(request)
+    return await _slept(request, None)
+
+
+async def is_sleeping(request: Request) -> Response:
+    """Whether the engines sleep, and at which level each does."""
+    service: Service = request.app.state.service
+    engines = [{"engine": index, "level": engine.asleep} for index, engine in sorted(service.client.members.items())]
+    return Response(encode_json({"is_sleeping": service.client.asleep, "engines": engines}), media_type=JSON)
+
+
+async def _slept(request: Request, level: int | None) -> Response:
+    service: Service = request.app.state.service
+    if service.control.resizer.busy:
+        return failure("a change of the fleet is under way; ask again after it", 409, code="busy")
+    found = await service.control.sleep(level)
+    for index, slept in found.items():
+        if slept.error:
+            return failure(f"engine {index}: {slept.error}", 409, code="sleep_refused")
+    return await is_sleeping(request)
 
 
 async def change_layout(request: Request) -> Response:
@@ -117,4 +157,4 @@ async def change_layout(request: Request) -> Response:
     engines = [
         {"engine": n, "layout": done.layout, "seconds": done.seconds} for n, done in zip(numbers, found, strict=True)
     ]
-    return Response(encode_json({"engines": engines}), media_type="application/json")
+    return Response(encode_json({"engines": engines}), media_type=JSON)

@@ -204,6 +204,9 @@ def _routes(app: FastAPI) -> None:
         "/admin/layout", admin.change_layout, schema_fleet.LayoutResponse, schema_fleet.LayoutRequest,
         errors=(400, 401, 403, 408, 409, 413, 415),
     )  # fmt: skip
+    add("/is_sleeping", admin.is_sleeping, schema_fleet.SleepResponse, errors=(401, 403))
+    for path, endpoint in (("/sleep", admin.sleep), ("/wake_up", admin.wake_up)):
+        add(path, endpoint, schema_fleet.SleepResponse, method="POST", errors=(400, 401, 403, 409))
     page = {"text/html": {"schema": {"type": "string"}}}
     add("/dashboard", dashboard.show_dashboard, None, errors=(501,), content=page)
     add(
@@ -228,7 +231,7 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema_responses.InputItem, schema_responses.ResponsesRequest, schema_responses.ResponseObject,
     schema_responses.ResponseDeleted, schema_responses.InputItems,
     schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
-    schema_fleet.LayoutResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
+    schema_fleet.LayoutResponse, schema_fleet.SleepResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
 )  # fmt: skip
 
 
@@ -237,6 +240,8 @@ _PATHS = {
     "response_id": [f"/v1/responses/{{response_id}}{end}" for end in ("", "/cancel", "/input_items")],
 }
 _QUERIES: dict[str, dict[str, Any]] = {
+    "/sleep": {"level": {"enum": [0, 1, 2]}},
+    "/wake_up": {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}},
     "/v1/responses/{response_id}": {
         "stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0},
     },
@@ -261,9 +266,10 @@ def _openapi(app: FastAPI, secured: bool) -> dict[str, Any]:
                 for operation in document["paths"][path].values():
                     operation["parameters"] = [*operation.get("parameters", ()), parameter]
         for path, query in _QUERIES.items():
-            document["paths"][path]["get"]["parameters"] += [
+            operations = document["paths"][path]
+            operations.get("get", operations.get("post")).setdefault("parameters", []).extend(
                 {"name": name, "in": "query", "schema": schema} for name, schema in query.items()
-            ]
+            )
         if secured:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             for path, operations in document["paths"].items():

@@ -121,7 +121,7 @@ class Dispatcher:
             self.router.set_up(engine.index, engine.state == "ready")
             if was_up and engine.state != "ready":
                 for stream in self.of(engine):
-                    stream.lost = engine.had(stream) and not engine.on_purpose
+                    stream.lost = engine.had(stream) and not engine.on_purpose and engine.asleep is None
             if engine.state == "ready":
                 self.tell_facts()
                 if not was_up:
@@ -170,11 +170,18 @@ class Dispatcher:
         return msgspec.structs.replace(total, kv_usage=usage)
 
     @property
+    def asleep(self) -> bool:
+        """Every engine that is up sleeps."""
+        states = {engine.state for engine in self.members.values()} - {"ended"}
+        return states == {"asleep"}
+
+    @property
     def last_progress(self) -> float:
         """time.monotonic() of the last new step, or idle state, of the engine that has not moved for the longest."""
         if self.elsewhere is not None:
             return self.elsewhere.moved or time.monotonic()
-        return min((e.last_progress for e in self.members.values() if e.streams), default=time.monotonic())
+        working = (e for e in self.members.values() if e.streams and e.asleep is None)
+        return min((engine.last_progress for engine in working), default=time.monotonic())
 
     def engines(self) -> list[EngineState]:
         """Each engine, by number."""

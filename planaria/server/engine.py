@@ -30,6 +30,7 @@ from planaria.wire import (
     FromEngine,
     Output,
     Recovery,
+    Slept,
     ToEngine,
 )
 
@@ -60,6 +61,7 @@ class Engine:
         self.regrouping = False  # its ranks begin anew
         self.on_purpose = False  # and not because of a fault
         self.restarting = False  # the process ends because it was told to
+        self.asleep: int | None = None  # at which level
         self.leaving = False  # it gets no new work
         self.ending = False  # it leaves, and its process is told to end
         self.on_news: Callable[[FromEngine], None] = lambda message: None
@@ -77,11 +79,13 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """loading, ready, recovering (its ranks begin anew) or ended."""
+        """loading, ready, recovering (its ranks begin anew), asleep or ended."""
         if self.dead is not None:
             return "ended"
         if not self.up:
             return "loading"
+        if self.asleep is not None:
+            return "asleep"
         return "recovering" if self.regrouping else "ready"
 
     async def ready(self) -> EngineFacts:
@@ -96,6 +100,8 @@ class Engine:
         """Seconds that its process may say nothing; None: as long as it likes. asked: somebody waits for an answer."""
         if not self.up or self.regrouping:
             return COMING_UP
+        if self.asleep is not None and not asked:
+            return None
         return step_timeout + MARGIN if self.streams or asked else None
 
     # -- its processes, one after the other
@@ -104,6 +110,7 @@ class Engine:
         """The process of now has ended; nothing has been sent to the next. as_told: somebody told it to. Did it get
         anywhere?"""
         self.up = self.regrouping = self.on_purpose = self.restarting = False
+        self.asleep = None
         self.replay = None
         progressed = as_told or self._fault()
         for stream in self.streams.values():
@@ -153,6 +160,10 @@ class Engine:
                     self.facts = msgspec.structs.replace(
                         self.facts, layout=message.layout, ranks=message.pids, places=message.places
                     )
+                self.on_news(message)
+                self.on_change()
+            case Slept():
+                self.asleep, self.last_progress = message.level, time.monotonic()
                 self.on_news(message)
                 self.on_change()
             case Dead():

@@ -29,7 +29,7 @@ from planaria.server.engine_client import EngineProcess
 from planaria.server.fleet_resize import Resizer
 from planaria.server.keeper import EngineKeeper, Make, all_ready
 from planaria.server.placed import Plan
-from planaria.wire import Dead, ExpertLoads, Phase, ProcessInfo, StartUpNews
+from planaria.wire import Dead, ExpertLoads, Phase, ProcessInfo, Slept, StartUpNews
 
 logger = logging.getLogger("planaria.server")
 
@@ -234,6 +234,12 @@ class Fleet:
             for (index, _), rows in zip(keepers, found, strict=True)
             for row in rows
         ]
+
+    async def sleep(self, level: int | None) -> dict[int, Slept]:
+        """All engines at once, by number. See wire.Sleep."""
+        keepers = sorted((n, keeper) for n, keeper in self.members.items() if keeper.engine.dead is None)
+        found = await asyncio.gather(*(keeper.sleep(level) for _, keeper in keepers))
+        return {index: slept for (index, _), slept in zip(keepers, found, strict=True)}
 
     async def experts(self) -> dict[int, ExpertLoads]:
         """Experts' load and places, of each engine that records it and answers, by number."""

@@ -80,6 +80,16 @@ class LayoutResponse(Strict):
     engines: list[EngineLayout]
 
 
+class EngineSleep(Strict):
+    engine: int
+    level: int | None  # null: it is awake
+
+
+class SleepResponse(Strict):
+    is_sleeping: bool
+    engines: list[EngineSleep]
+
+
 class EngineEntry(Strict):
     engine: int  # its number
     state: str  # loading, ready, recovering, leaving or ended

@@ -116,7 +116,7 @@ class Service:
             return f"the engine has ended: {self.client.dead.message}"
         if self.client.facts is None:
             return "the model is still being loaded"
-        return ""
+        return "its engines are asleep (POST /wake_up wakes them)" if self.client.asleep else ""
 
     def admit(self, model: str | None) -> EngineFacts:
         """The engine's facts, if a request for `model` can be taken; raises RequestError (503, 404)."""

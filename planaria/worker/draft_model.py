@@ -57,10 +57,18 @@ class RankDraft:
         if self._weights is not None:
             self._weights.ops.use_threads(threads)
 
+    def free(self, *, weights: bool) -> None:
+        """Give its KV back, and its weights if that is said."""
+        if self._weights is not None:
+            self._weights.model.drop_kv()
+            if weights:
+                self.close()
+
     def close(self) -> None:
-        """At the process's end."""
+        """Load it anew, should it be wanted again."""
         if self._weights is not None:
             self._weights.close()
+            self._weights = None
 
 
 class DraftModel:

@@ -12,6 +12,7 @@ from planaria.protocol import (
     Command,
     Done,
     Facts,
+    FreeMemory,
     Hello,
     Join,
     LanePlan,
@@ -57,7 +58,7 @@ class NullRank:
                 )  # fmt: skip
             case Probe():
                 return Facts(self.rank, 1, ENOUGH, 0)
-            case Regroup() | Load() | SendExperts() | PlaceExperts() | Allocate():
+            case Regroup() | Load() | SendExperts() | PlaceExperts() | Allocate() | FreeMemory():
                 return Ready(self.rank)
             case Call():
                 return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))

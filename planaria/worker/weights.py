@@ -164,6 +164,13 @@ class RankWeights:
             self.memory.name(self.config.parallel.data_parallel_index, self.rank, ranks, digest)
             self._stale = True
 
+    def leave(self, ranks: int) -> None:
+        """No part is its own any more."""
+        self._shared.clear()
+        if self.memory is not None:
+            self.memory.name(self.config.parallel.data_parallel_index, self.rank, ranks, None)
+            self.memory.tidy()
+
     def shared(self, part: Part) -> tuple[int, str]:
         """Bytes of it that are shared, and under which name."""
         digest, num_bytes = self._shared.get(part, (b"", 0))

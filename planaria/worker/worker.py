@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -21,6 +22,7 @@ from planaria.protocol import (
     Done,
     Exit,
     Facts,
+    FreeMemory,
     Join,
     Load,
     PlaceExperts,
@@ -109,6 +111,8 @@ class Worker:
                 return guard(self.rank, "allocate", lambda: self._allocate(command))
             case Call():
                 return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))
+            case FreeMemory():
+                return guard(self.rank, "sleep", lambda: self._free(command))
             case Exit():
                 return guard(self.rank, "exit", self._exit)
 
@@ -347,6 +351,21 @@ class Worker:
     def resident(self) -> int:
         """Bytes of memory this process holds."""
         return resident_bytes(os.getpid())
+
+    def _free(self, command: FreeMemory) -> Reply:
+        """What an engine that sleeps doesn't need. The next epoch has it again."""
+        if self.runner is not None:
+            self.runner.drain()
+        self.runner = None
+        self._end_micro_batches()
+        self.kv.forget(self.model)
+        self.draft.free(weights=command.weights)
+        if command.weights:
+            self._unload()
+            self.prepared.clear()
+            gc.collect()  # what is mapped is in use as long as anything has it
+            self.weights.leave(self.layout.size)
+        return Ready(self.rank)
 
     def _exit(self) -> Reply:
         self.kv.disconnect(last=True)

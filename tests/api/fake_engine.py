@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 
@@ -26,6 +27,7 @@ from planaria.wire import (
     ExpertLoads,
     LayerLoad,
     ProcessInfo,
+    Slept,
     Submit,
 )
 
@@ -66,6 +68,7 @@ class FakeEngine:
         self.on_recovery = lambda message: None
         self.control = self.resizer = self
         self.resizes: list[Resize] = []
+        self.asleep = self.busy = False
         self.palette = palette(tokenizer) if tokenizer is not None else list(range(100, 200))
         self.delay = delay
         self.eos_every = 23  # on average
@@ -141,6 +144,15 @@ class FakeEngine:
         if tp == 9:
             raise Refused("another change is under way", busy=True)
         return [EngineResized("", f"tp={tp} pp={pp}", f"{tp} ranks don't fit" if tp > 4 else "", 0.5)]
+
+    @property
+    def members(self) -> dict[int, SimpleNamespace]:
+        return {0: SimpleNamespace(asleep=1 if self.asleep else None)}
+
+    async def sleep(self, level: int | None) -> dict[int, Slept]:
+        error = "a change of the layout is on its way" if level == 2 else ""
+        self.asleep = level is not None and not error
+        return {0: Slept("", level, error)}
 
     async def report(self) -> list[ProcessInfo]:
         return [

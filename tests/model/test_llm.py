@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from planaria import LLM, AsyncLLM, SamplingParams
-from planaria.errors import CapacityError, ConfigError, EngineDead, ModelError, RequestError
+from planaria.errors import CapacityError, ConfigError, EngineDead, ModelError, RequestError, UserError
 from planaria.executor.loop import EngineLoop
 from tests.model import checkpoints
 
@@ -249,3 +249,48 @@ def test_wrong_prompts_are_refused_before_anything_runs(llm: LLM, prompts: objec
 
 def test_one_stop_string_is_one() -> None:
     assert SamplingParams(stop="abc", bad_words="de").stop == ("abc",)  # type: ignore[arg-type]
+
+
+def test_what_sleeps_goes_on_when_it_wakes(folder: str) -> None:
+    """A batch of before gives the same after each level; while it sleeps nothing is asked of it."""
+    with LLM(folder, **OPTIONS) as llm:
+        expected = ids(llm, IDS, temperature=0, max_tokens=12)
+        with pytest.raises(UserError, match="no level 3"):
+            llm.sleep(3)
+        for level in (0, 1, 2):
+            llm.sleep(level)
+            assert llm.is_sleeping
+            with pytest.raises(UserError, match="wake_up"):
+                llm.generate([IDS])
+            if level:
+                with pytest.raises(UserError, match="wake it first"):
+                    llm.sleep(level - 1)
+            llm.wake_up(["weights"])
+            assert llm.is_sleeping
+            llm.wake_up()
+            assert not llm.is_sleeping and ids(llm, IDS, temperature=0, max_tokens=12) == expected
+        with pytest.raises(ConfigError, match="neither weights nor kv_cache"):
+            llm.wake_up(["all"])
+
+
+def test_streams_wait_while_it_sleeps(folder: str, llm: LLM) -> None:
+    (expected,) = ids(llm, IDS, temperature=0, max_tokens=40)
+    engine = AsyncLLM(folder, **OPTIONS)
+
+    async def main() -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        stream = aiter(engine.generate(IDS, params))
+        tokens = list((await anext(stream)).token_ids)
+        await engine.sleep(2)
+        assert engine.is_sleeping
+        late = asyncio.create_task(anext(aiter(engine.generate(IDS, params))))
+        await engine.wake_up()
+        async for piece in stream:
+            tokens += piece.token_ids
+        assert (await late).token_ids == tokens[: len((await late).token_ids)]
+        return tokens
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == expected
+    engine.close()
+    with pytest.raises(EngineDead):
+        asyncio.run(engine.sleep())
