@@ -85,7 +85,7 @@ class EngineLoop:
         say: Emit = lambda message: self.emit(message)  # noqa: E731
         self.epochs = Epochs(config, self.gang, clock, say, self._emit, self.balancing.formed)
         self.layout_change = LayoutChanger(config, self.gang, say, lambda: self.clock(), self._change, self._prepare)
-        self.sleeper = Sleeper(self.gang, say, clock, self._settle, self._wake)
+        self.sleeper = Sleeper(self.gang, say, clock, lambda: settle(self), self._wake)
         self.reports = Reports(self.gang, self.call, self.busy, say)
 
     # -- starting and ending
@@ -95,7 +95,7 @@ class EngineLoop:
         began = self.clock()
         gang, config = self.gang, self.config
         try:
-            self._come_up()
+            come_up(self)
         except BaseException as e:
             gang.broken = gang.broken or gang.ledger.world_size > 1 or not isinstance(e, PlanariaError)
             gang.close()
@@ -114,27 +114,6 @@ class EngineLoop:
         self.balancing.formed()
         gang.stand_by()
         return facts_of(config, gang, self.core)
-
-    def _come_up(self) -> None:
-        """The first epoch, or the first that succeeds: a process that ends while it starts is replaced."""
-        try:
-            loss: WorkersLost | None = None
-            while True:
-                try:
-                    if loss is None:
-                        self.gang.start()
-                    else:
-                        self.gang.reform(Transition(loss, self.gang.layout))
-                    return
-                except WorkersLost as e:
-                    loss = e
-                    if not self.epochs.may_go_on(None):
-                        raise EngineDead(str(loss)) from None
-                    logger.warning("%s; trying again", loss)
-        except Refusal as e:
-            if e.failed.kind in ("error", "peer") and e.failed.traceback:
-                logger.error("%s\n%s", failure(e.failed), e.failed.traceback)
-            raise failure(e.failed) from None
 
     def close(self) -> None:
         """Answer what is open, end the ranks. Idempotent."""
@@ -186,13 +165,6 @@ class EngineLoop:
 
     def _has_work(self) -> bool:
         return self.core is not None and bool(self.core.has_requests() or self.gang.ledger.open)
-
-    def _settle(self) -> None:
-        """Wait for all that ranks have been told to do. Raises WorkersLost."""
-        while self.gang.ledger.open:
-            for ticket in self.gang.poll() or ():
-                self._complete(ticket)
-        save_last(self)
 
     def _wake(self) -> str:
         self._begin_next(Wish(self.gang.layout, "the engine wakes up", "asleep"))
@@ -251,20 +223,11 @@ class EngineLoop:
                     self._begin_next(e)
             case Sleep():
                 try:
-                    self.sleeper.ask(message, self._awake_for())
+                    self.sleeper.ask(message, why_awake(self))
                 except WorkersLost as e:
                     self._begin_next(e)
             case Shutdown():
                 self.stopping, self.gang.launcher.followed = True, message.followed
-
-    def _awake_for(self) -> str:
-        """Why it can neither sleep nor wake now, or ""."""
-        if self.dead is not None:
-            return "the engine has ended"
-        if not self.gang.launcher.replaces:
-            return f"ranks of the executor back end {self.gang.launcher.name} can't begin another epoch"
-        changing = self.layout_change.departure is not None or self.layout_change.arrival is not None
-        return "a change of the layout is on its way; wait for it" if changing else ""
 
     def limit_steps(self) -> None:
         """With few threads a step of many tokens takes long, and every stream waits for it."""
@@ -295,7 +258,7 @@ class EngineLoop:
             if not gang.ledger.open:
                 return False
             for ticket in gang.poll() or ():
-                self._complete(ticket)
+                self.complete(ticket)
             self.reports.answer()
         except WorkersLost as e:
             self._begin_next(e)
@@ -333,13 +296,13 @@ class EngineLoop:
                 if done is None:
                     return
                 for each in done:
-                    self._complete(each)
+                    self.complete(each)
         except WorkersLost as e:
             self._begin_next(e)
         if not ticket.closed:
             raise EngineDead(self.dead.message if self.dead is not None else "the engine was closed")
 
-    def _complete(self, ticket: Ticket) -> None:
+    def complete(self, ticket: Ticket) -> None:
         """Raises WorkersLost when a rank could not take the step."""
         assert self.core is not None
         if isinstance(ticket.command, Call):
@@ -423,3 +386,43 @@ def save_last(loop: EngineLoop) -> None:
         if loop.clock() >= until or loop.gang.link is None:
             return
         loop.step()
+
+
+def come_up(loop: EngineLoop) -> None:
+    """The first epoch, or the first that succeeds: a process that ends while it starts is replaced."""
+    try:
+        loss: WorkersLost | None = None
+        while True:
+            try:
+                if loss is None:
+                    loop.gang.start()
+                else:
+                    loop.gang.reform(Transition(loss, loop.gang.layout))
+                return
+            except WorkersLost as e:
+                loss = e
+                if not loop.epochs.may_go_on(None):
+                    raise EngineDead(str(loss)) from None
+                logger.warning("%s; trying again", loss)
+    except Refusal as e:
+        if e.failed.kind in ("error", "peer") and e.failed.traceback:
+            logger.error("%s\n%s", failure(e.failed), e.failed.traceback)
+        raise failure(e.failed) from None
+
+
+def settle(loop: EngineLoop) -> None:
+    """Wait for all that ranks have been told to do. Raises WorkersLost."""
+    while loop.gang.ledger.open:
+        for ticket in loop.gang.poll() or ():
+            loop.complete(ticket)
+    save_last(loop)
+
+
+def why_awake(loop: EngineLoop) -> str:
+    """Why it can neither sleep nor wake now, or ""."""
+    if loop.dead is not None:
+        return "the engine has ended"
+    if not loop.gang.launcher.replaces:
+        return f"ranks of the executor back end {loop.gang.launcher.name} can't begin another epoch"
+    changing = loop.layout_change.departure is not None or loop.layout_change.arrival is not None
+    return "a change of the layout is on its way; wait for it" if changing else ""

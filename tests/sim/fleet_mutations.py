@@ -25,7 +25,7 @@ from planaria.wire import Submit
 @contextmanager
 def keep_the_answering_rank() -> Iterator[None]:
     """Tokens are taken from the rank that drew them in the first layout."""
-    complete = EngineLoop._complete
+    complete = EngineLoop.complete
 
     def believe(self: EngineLoop, ticket: Ticket) -> None:
         now, self.gang.layout = self.gang.layout, self.config.parallel.layout
@@ -34,7 +34,7 @@ def keep_the_answering_rank() -> Iterator[None]:
         finally:
             self.gang.layout = now
 
-    with patch.object(EngineLoop, "_complete", believe):
+    with patch.object(EngineLoop, "complete", believe):
         yield
 
 
