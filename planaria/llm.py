@@ -28,6 +28,7 @@ from planaria.config.resolve import resolve
 from planaria.config.vllm_words import ours
 from planaria.engine_thread import EngineThread, OnFailure, Waiting
 from planaria.errors import ConfigError, EngineDead, RequestError, UserError
+from planaria.parsers.reading import Reading
 from planaria.prompts import Prompt, content_of, refuse, salt_of
 from planaria.server.inputs import child_seed, grammar_check, submissions
 from planaria.server.stream import Choices, Piece
@@ -35,7 +36,6 @@ from planaria.server.tokenise import Tokenizer, load_tokenizer
 from planaria.server.tools import (
     CalledTool,
     Parsers,
-    Reading,
     about,
     check_tools,
     forced_form,

@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from planaria.errors import RequestError
 from planaria.parsers.found import OutputEvent
+from planaria.parsers.reading import Reading, call_id
 from planaria.server.anthropic_input import translated
 from planaria.server.chat import chat_prompt, open_chat, tools_of
-from planaria.server.chat_calls import LONG_READING, ChoiceReader, InOrder, call_id
+from planaria.server.chat_calls import LONG_READING, ChoiceReader, InOrder
 from planaria.server.common import encode_json, read, usage_of
 from planaria.server.failure import ANTHROPIC, last_event
 from planaria.server.generation import Answer, Generation
@@ -22,7 +23,6 @@ from planaria.server.schema import clip
 from planaria.server.schema_anthropic import CountTokensRequest, MessagesRequest
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
-from planaria.server.tools import Reading
 from planaria.types import FinishReason
 
 _VERSION = re.compile(r"\d{4}-\d{2}-\d{2}\Z", re.ASCII)

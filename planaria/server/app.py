@@ -228,8 +228,10 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
     schema.TokenizerInfo,
     schema.ModelList, schema.ModelCard, schema.HealthReport, schema.Version, schema.ProcessList, schema.ErrorResponse,
-    schema_responses.InputItem, schema_responses.ResponsesRequest, schema_responses.ResponseObject,
-    schema_responses.ResponseDeleted, schema_responses.InputItems,
+    schema_responses.InputItem, schema_responses.FunctionCallItem, schema_responses.FunctionCallOutputItem,
+    schema_responses.ReasoningItem, schema_responses.ItemReference, schema_responses.DeclaredFunction,
+    schema_responses.ResponsesRequest, schema_responses.ResponseObject, schema_responses.ResponseDeleted,
+    schema_responses.InputItems,
     schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
     schema_fleet.LayoutResponse, schema_fleet.SleepResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
 )  # fmt: skip

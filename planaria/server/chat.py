@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from planaria.errors import RequestError
+from planaria.parsers.reading import Reading
 from planaria.server.common import (
     LONG_BODY,
     Envelope,
@@ -34,7 +35,6 @@ from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.server.tools import (
-    Reading,
     Tools,
     check_tools,
     forced_form,
@@ -99,12 +99,7 @@ async def open_chat(
     )
     template = body.chat_template or tokenizer.chat_template
     reading = reading_of(tools, service.config.parsers, template, tokenizer, ids)
-    if tools is not None and tools.forced and reading is not None:
-        refuse_both(params, tools)
-        form = forced_form(tools, reading, template, tokenizer)
-        params = msgspec.structs.replace(params, structured_outputs=form)
-        params = await _constrained(service, params, tools, request.receive)
-    params = thinking_first(params, reading, tokenizer)
+    params = await held_form(service, request, params, tools, reading, template)
     ids = truncated(ids, body, max_tokens, facts.max_model_len)
     check_logprobs([len(ids)], params)
     if fits and len(ids) + (max_tokens or 0) > room(facts):
@@ -115,6 +110,21 @@ async def open_chat(
         priority=body.priority or 0, cache_salt=body.cache_salt or "", param="messages",
     )  # fmt: skip
     return Choices(ids, submits, tokenizer if reading is None else tokenizer.showing(shown_marks(reading))), reading
+
+
+async def held_form(
+    service: Service, request: Request, params: SamplingParams, tools: Tools | None, reading: Reading | None,
+    template: str | None,
+) -> SamplingParams:  # fmt: skip
+    """`params` with what an answer is held to that has to make a call, or may begin with reasoning. Raises
+    RequestError."""
+    tokenizer = service.need_tokenizer("messages")
+    if tools is not None and tools.forced and reading is not None:
+        refuse_both(params, tools)
+        form = forced_form(tools, reading, template, tokenizer)
+        params = msgspec.structs.replace(params, structured_outputs=form)
+        params = await _constrained(service, params, tools, request.receive)
+    return thinking_first(params, reading, tokenizer)
 
 
 async def _constrained(service: Service, params: SamplingParams, tools: Tools, gone: Receive) -> SamplingParams:

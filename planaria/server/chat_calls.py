@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from planaria.parsers.found import OutputEvent
+from planaria.parsers.reading import Reading, call_id
 from planaria.server.chat import ChatWriter
 from planaria.server.common import event_of
 from planaria.server.schema import ChatCompletionRequest
 from planaria.server.service import Service
 from planaria.server.stream import Choices, Piece
-from planaria.server.tools import Reading, gathered
+from planaria.server.tools import gathered
 from planaria.types import FinishReason
 
 LONG_READING = 1 << 14  # characters from which a text is read in a thread
@@ -57,12 +57,6 @@ class InOrder:
         done = self._work(self._waiting[0])
         self._waiting.popleft()
         return done
-
-
-def call_id(uid: str, choice: int, index: int, calls: str | None = None, prefix: str = "call_") -> str:
-    """Of a call of a request: the same whenever it is asked for. Mistral's templates take nine letters and digits."""
-    digest = hashlib.blake2b(f"{uid}/{choice}/{index}".encode(), digest_size=12).hexdigest()
-    return digest[:9] if calls == "mistral" else prefix + digest
 
 
 class ReadChatWriter(ChatWriter):

@@ -1,8 +1,8 @@
 """One response: what was asked for, what came of it, and which of its events may be told. Pure.
 
 Three rules are kept here. An event's number follows from the records alone, so whoever reads them, now or after any
-number of deaths, numbers alike. What is not yet written where it outlives this process is told to nobody. And one that
-has ended is the same afterwards.
+number of deaths, numbers alike: items are derived from the texts of the records, as those came. What is not yet written
+where it outlives this process is told to nobody. And one that has ended is the same afterwards.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from collections.abc import Iterable
 import msgspec
 
 from planaria.server.records import Again, Head, Outcome, PieceRecord, Record, Whole, frame
+from planaria.server.response_items import ResponseItems
 
 MAX_AGAIN = 10  # times that it is begun again without a piece in between
-_PIECE = 160  # bytes of memory, about, that a piece takes besides its text
+_PIECE = 240  # bytes of memory, about, that a piece takes besides its text
 
 
 class Kept:
-    """pieces: of its text, none empty; told: records that may be told; over: the end is among them."""
+    """texts: of each record; told: records that may be told; over: the end is among them."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
         self.tokens: list[list[int]] = []  # of each record, until it has ended
-        self.pieces: list[str] = []
+        self.texts: list[str] = []
         self.end: Outcome | None = None
         self.again = 0  # times that it was begun again since the last piece
         self.told = self.count = 0  # records after the head
-        self._upto: list[int] = []  # pieces with each record
+        self._items: ResponseItems | None = ResponseItems(head.reading)  # None: not read yet
+        self._upto: list[int] = []  # events of its items with each record
+        self._num_tokens = self._reasoning = 0  # of the output; and up to the reasoning's end
         self._head_size = len(frame(head))
         self.size = self._head_size + _PIECE  # bytes, about
 
@@ -55,9 +58,12 @@ class Kept:
     def _fill(self, whole: Whole) -> None:
         at = 0
         for length in whole.lengths:
-            self._note(PieceRecord([], whole.text[at : at + length]))
+            self.texts.append(whole.text[at : at + length])
+            self._charge(self.texts[-1], 0)
             at += length
-        self._note(PieceRecord(end=whole.end))
+        self.count = len(self.texts) + 1
+        self._items = None
+        self._end(whole.end)
 
     def add(self, record: PieceRecord) -> bytes:
         """Something came of it; returns what is to be written before it may be told."""
@@ -65,22 +71,39 @@ class Kept:
         self._note(record)
         if self.end is None:
             self.tokens.append(record.tokens)
+        elif self._reasoning:
+            self.end = msgspec.structs.replace(self.end, reasoning=self._reasoning)
+            record = msgspec.structs.replace(record, end=self.end)
         return frame(record)
 
     def _note(self, record: PieceRecord) -> None:
+        items = self.items
         if record.text:
-            self.pieces.append(record.text)
-        self._upto.append(len(self.pieces))
+            items.push(record.text)
+        self._num_tokens += len(record.tokens)
+        if items.reasons:
+            self._reasoning = self._num_tokens
+        if record.end is not None:
+            items.finish(record.end.status)
+        self.texts.append(record.text)
+        self._upto.append(len(items.events))
         self.count += 1
-        self.size += _PIECE + len(record.text.encode()) + 8 * len(record.tokens)
+        self._charge(record.text, len(record.tokens))
         if record.tokens:
             self.again = 0
         if record.end is not None:
-            self.end = record.end
-            self.tokens = []  # nor is the prompt needed any more
-            self.head = msgspec.structs.replace(self.head, submit=None)
-            before, self._head_size = self._head_size, len(frame(self.head))
-            self.size += self._head_size - before
+            self._end(record.end)
+
+    def _charge(self, text: str, num_tokens: int) -> None:
+        again = self.head.reading is not None  # what is read is there twice
+        self.size += _PIECE + (1 + again) * len(text.encode()) + 8 * num_tokens
+
+    def _end(self, end: Outcome) -> None:
+        self.end = end
+        self.tokens = []  # nor is the prompt needed any more
+        self.head = msgspec.structs.replace(self.head, submit=None)
+        before, self._head_size = self._head_size, len(frame(self.head))
+        self.size += self._head_size - before
 
     def begin_again(self) -> bytes:
         """Another process goes on with it; returns what is to be written first."""
@@ -104,15 +127,10 @@ class Kept:
         head = self.head
         if self.end is None:
             return b"".join(
-                [frame(head), *(frame(PieceRecord(*one)) for one in zip(self.tokens, self._texts(), strict=True))]
+                [frame(head), *(frame(PieceRecord(*one)) for one in zip(self.tokens, self.texts, strict=True))]
             )
-        return frame(head) + frame(Whole([len(piece) for piece in self.pieces], "".join(self.pieces), self.end))
-
-    def _texts(self) -> Iterable[str]:
-        before = 0
-        for upto in self._upto:
-            yield self.pieces[before] if upto > before else ""
-            before = upto
+        pieces = [text for text in self.texts if text]
+        return frame(head) + frame(Whole([len(piece) for piece in pieces], "".join(pieces), self.end))
 
     # -- what is told
 
@@ -121,13 +139,28 @@ class Kept:
         return self.end is not None and self.told == self.count
 
     @property
-    def num_pieces(self) -> int:
-        """Pieces of its text that may be told."""
-        return self._upto[self.told - 1] if self.told else 0
+    def unread(self) -> int:
+        """Characters that `items` has to read first."""
+        return sum(map(len, self.texts)) if self._items is None else 0
 
     @property
-    def text(self) -> str:
-        return "".join(self.pieces[: self.num_pieces])
+    def items(self) -> ResponseItems:
+        """Of all records, also of those that may not be told yet."""
+        if self._items is None:
+            assert self.end is not None
+            items = ResponseItems(self.head.reading)
+            for text in self.texts:
+                items.push(text)
+            items.finish(self.end.status)
+            self._items = items
+        return self._items
+
+    @property
+    def num_told(self) -> int:
+        """Events of its items that may be told."""
+        if self.over:
+            return len(self.items.events)
+        return self._upto[self.told - 1] if self.told else 0
 
     @property
     def status(self) -> str:

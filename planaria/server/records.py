@@ -12,24 +12,28 @@ from typing import Any
 
 import msgspec
 
+from planaria.parsers.reading import Reading
 from planaria.wire import Submit
 
 FRAME = 8  # bytes before a record: its length and its checksum
 MAX_RECORD = 64 << 20  # bytes
 
 
-class InputMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A message of the input; texts: of its parts."""
+class ConversationItem(msgspec.Struct, frozen=True, array_like=True):
+    """Of the input. kind: the role of a message, or function_call, function_call_output or reasoning; texts: of its
+    parts, or a call's arguments as JSON; call_id: of a call and of its output; name: of the function."""
 
     id: str
-    role: str
+    kind: str
     texts: list[str]
+    call_id: str = ""
+    name: str = ""
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, tag="head"):
     """What was asked for. owner: whose it is; fits: the model that it was asked of; fields: those of the request that
     an answer repeats; items: the whole conversation; submit: None where it has ended; key, digest: of a request that
-    brought an `Idempotency-Key`."""
+    brought an `Idempotency-Key`; reading: how its text is taken apart, None: it is one message."""
 
     id: str
     owner: str
@@ -38,10 +42,11 @@ class Head(msgspec.Struct, frozen=True, array_like=True, tag="head"):
     model: str
     fits: str
     fields: dict[str, Any]
-    items: list[InputMessage]
+    items: list[ConversationItem]
     submit: Submit | None = None
     key: str = ""
     digest: str = ""
+    reading: Reading | None = None
 
     @property
     def uid(self) -> str:
@@ -49,8 +54,8 @@ class Head(msgspec.Struct, frozen=True, array_like=True, tag="head"):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """status: completed, incomplete, cancelled or failed; error: why it failed; the rest: tokens, and those of the
-    prompt that came from the prefix cache and that went into it."""
+    """status: completed, incomplete, cancelled or failed; error: why it failed; the rest: tokens, those of the
+    prompt that came from the prefix cache and that went into it, and those of the output up to the reasoning's end."""
 
     status: str
     at: int
@@ -59,6 +64,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     output: int = 0
     cached: int = 0
     added: int = 0
+    reasoning: int = 0
 
 
 class PieceRecord(msgspec.Struct, frozen=True, array_like=True, tag="piece"):

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING
 
 from planaria.server.gate import RequestInfo
 from planaria.server.generation import Generation
+from planaria.server.inputs import room
 from planaria.server.records import Head, Outcome, PieceRecord
 from planaria.server.stream import Choices, Piece
+from planaria.server.tools import shown_marks
 from planaria.types import Delta, FinishReason
 
 if TYPE_CHECKING:
+    from planaria.parsers.reading import Reading
     from planaria.server.response_store import Entry, ResponseStore
+    from planaria.server.service import Service
+    from planaria.wire import Submit
 
 logger = logging.getLogger("planaria.server")
 
@@ -39,12 +44,12 @@ class ResponseRun:
         head, kept = entry.kept.head, entry.kept
         why = "it was begun again and again, and nothing came of it" if kept.hopeless else unfit(store, head)
         if not why and (submit := head.submit) is not None:
-            stream = Choices(submit.prompt, [submit], store.service.tokenizer)
+            stream = choices_of(store.service, submit, head.reading)
             sequence = stream.sequences[0]
             for tokens in kept.tokens:
                 if tokens:
                     sequence.take(Delta(submit.id, len(sequence.tokens), tokens))
-            if sequence.text == "".join(kept.pieces) and sequence.finish is None:
+            if sequence.text == "".join(kept.texts) and sequence.finish is None:
                 store.append(entry, kept.begin_again())
                 cls(store, entry, RequestInfo(head.id, head.uid, "POST", "/v1/responses"), stream).start()
                 return
@@ -130,6 +135,14 @@ class ResponseRun:
         return b""
 
 
+def choices_of(service: Service, submit: Submit, reading: Reading | None) -> Choices:
+    """Its sequence; of its text what marks calls and reasoning can be seen."""
+    tokenizer = service.tokenizer
+    if reading is not None and tokenizer is not None:
+        tokenizer = tokenizer.showing(shown_marks(reading))
+    return Choices(submit.prompt, [submit], tokenizer)
+
+
 def fits(store: ResponseStore) -> str:
     """The model that is served, as far as another could go on with what it has begun."""
     facts = store.service.client.facts
@@ -143,6 +156,6 @@ def unfit(store: ResponseStore, head: Head) -> str:
         return f"it serves another model ({fits(store)}, not {head.fits})"
     if facts is None or submit is None:
         return "there is no engine"
-    limit = min(facts.max_model_len, facts.num_blocks * facts.block_size or facts.max_model_len)
+    limit = room(facts)
     needed = len(submit.prompt) + submit.max_tokens
     return f"it has room for {limit} tokens, not for {needed}" if needed > limit else ""

@@ -1,11 +1,10 @@
 """A response and its events as OpenAI's API shapes them. Pure: all follows from what is kept of it, the number of each
 event too.
 
-    created, queued (in the background), in progress | item added, part added | a delta for each piece of its text |
-    text done, part done, item done | completed, or incomplete, or failed
+    created, queued (in the background), in progress | those of its items (response_items) |
+    completed, or incomplete, or failed
 
-The second group begins with the first piece, or with an end that isn't a failure. One that was cancelled has no event
-that says so: its stream ends.
+One that was cancelled has no event that says so: its stream ends.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any
 import msgspec
 
 from planaria.server.kept import Kept
-from planaria.server.records import InputMessage
+from planaria.server.records import ConversationItem
+from planaria.server.response_items import ResponseItem
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
-_CLOSING = 3  # events between the last piece and the end
 
 
 def response_of(kept: Kept, status: str = "") -> Json:
@@ -32,9 +31,10 @@ def response_of(kept: Kept, status: str = "") -> Json:
         "completed_at": end.at if end is not None and end.status == "completed" else None,
         "error": {"code": "server_error", "message": end.error} if end is not None and failed else None,
         "incomplete_details": {"reason": "max_output_tokens"} if now == "incomplete" else None,
-        "model": head.model, "output": _output(kept) if end is not None else [], "parallel_tool_calls": True,
-        "reasoning": {"effort": None, "summary": None}, "service_tier": "default", "tool_choice": "auto", "tools": [],
-        "top_logprobs": 0, "usage": _usage(kept) if end is not None else None, **head.fields,
+        "model": head.model, "output": _output(kept) if end is not None else [], "max_tool_calls": None,
+        "parallel_tool_calls": True, "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
+        "tool_choice": "auto", "tools": [], "top_logprobs": 0, "usage": _usage(kept) if end is not None else None,
+        **head.fields,
     }  # fmt: skip
 
 
@@ -45,47 +45,75 @@ def _usage(kept: Kept) -> Json | None:
     return {
         "input_tokens": end.prompt,
         "input_tokens_details": {"cached_tokens": end.cached, "cache_write_tokens": end.added},
-        "output_tokens": end.output, "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens": end.output, "output_tokens_details": {"reasoning_tokens": end.reasoning},
         "total_tokens": end.prompt + end.output,
     }  # fmt: skip
 
 
 def _output(kept: Kept) -> list[Json]:
-    status = kept.status
-    if status in ("failed", "cancelled") and not kept.pieces:
-        return []
-    return [_item(kept, "completed" if status == "completed" else "incomplete", [_part(kept.text)])]
+    """Its items; of one that has ended."""
+    return [_item(kept, number) for number in range(len(kept.items.items))]
 
 
-def _item(kept: Kept, status: str, content: list[Json]) -> Json:
-    return {
-        "id": f"msg_{kept.head.uid}", "type": "message", "role": "assistant", "status": status, "content": content,
-    }  # fmt: skip
+def _item(kept: Kept, number: int, begun: bool = False) -> Json:
+    """begun: as it was when it began."""
+    item, uid = kept.items.items[number], kept.head.uid
+    status, text = ("in_progress", "") if begun else (item.status, item.text)
+    value: Json = {"id": item.id(uid, number), "type": item.kind, "status": status}
+    match item.kind:
+        case "function_call":
+            call = item.call_id(uid, kept.head.reading)
+            return {**value, "call_id": call, "name": item.name, "arguments": text}
+        case "reasoning":
+            return {**value, "summary": [], "content": [] if begun else [_part(item, text)]}
+    return {**value, "role": "assistant", "content": [] if begun else [_part(item, text)]}
 
 
-def _part(text: str) -> Json:
+def _part(item: ResponseItem, text: str) -> Json:
+    if item.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def item_of(item: InputMessage) -> Json:
-    """A message of the input."""
-    kind = "output_text" if item.role == "assistant" else "input_text"
-    more: Json = {"annotations": [], "logprobs": []} if item.role == "assistant" else {}
-    return {
-        "id": item.id, "type": "message", "role": item.role, "status": "completed",
-        "content": [{"type": kind, "text": text, **more} for text in item.texts],
-    }  # fmt: skip
+def told_items(kept: Kept) -> list[ConversationItem]:
+    """The output of one that has ended, as the input of another has it."""
+    uid, reading, found = kept.head.uid, kept.head.reading, list[ConversationItem]()
+    for number, item in enumerate(kept.items.items):
+        id = item.id(uid, number)
+        if item.kind == "function_call":
+            found.append(ConversationItem(id, item.kind, [item.text], item.call_id(uid, reading), item.name))
+        else:
+            found.append(ConversationItem(id, "assistant" if item.kind == "message" else item.kind, [item.text]))
+    return found
+
+
+def item_of(item: ConversationItem) -> Json:
+    """An item of the input."""
+    value: Json = {"id": item.id, "status": "completed"}
+    match item.kind:
+        case "function_call":
+            return {
+                **value, "type": item.kind, "call_id": item.call_id, "name": item.name, "arguments": item.texts[0]
+            }  # fmt: skip
+        case "function_call_output":
+            return {**value, "type": item.kind, "call_id": item.call_id, "output": "\n".join(item.texts)}
+        case "reasoning":
+            content = [{"type": "reasoning_text", "text": text} for text in item.texts]
+            return {**value, "type": item.kind, "summary": [], "content": content}
+    kind = "output_text" if item.kind == "assistant" else "input_text"
+    more: Json = {"annotations": [], "logprobs": []} if item.kind == "assistant" else {}
+    content = [{"type": kind, "text": text, **more} for text in item.texts]
+    return {**value, "type": "message", "role": item.kind, "content": content}
 
 
 def num_events(kept: Kept) -> int:
     """That may be told now."""
-    first = 3 if kept.head.background else 2
-    pieces = kept.num_pieces
-    if not kept.over:
-        return first + (2 + pieces if pieces else 0)
-    if kept.status in ("failed", "cancelled"):
-        return first + (2 + pieces if pieces else 0) + (kept.status == "failed")
-    return first + 2 + pieces + _CLOSING + 1
+    return _first(kept) + kept.num_told + (kept.over and kept.status != "cancelled")
+
+
+def _first(kept: Kept) -> int:
+    """Events before those of items."""
+    return 3 if kept.head.background else 2
 
 
 def event_bytes(kept: Kept, number: int) -> bytes:
@@ -96,25 +124,28 @@ def event_bytes(kept: Kept, number: int) -> bytes:
 
 
 def _event(kept: Kept, number: int) -> tuple[str, Json]:
-    first = 3 if kept.head.background else 2
+    first = _first(kept)
     if number < first:
         kind = ("created", "queued", "in_progress")[number if first == 3 or not number else 2]
         begun = kind == "in_progress" or first == 2
         return kind, {"response": response_of(kept, "in_progress" if begun else "queued")}
-    pieces, place = kept.num_pieces, {"item_id": f"msg_{kept.head.uid}", "output_index": 0, "content_index": 0}
-    at = number - first
-    if kept.over and number == num_events(kept) - 1 and kept.status != "cancelled":
+    if number - first == kept.num_told:
         return kept.status, {"response": response_of(kept)}
-    if at == 0:
-        return "output_item.added", {"output_index": 0, "item": _item(kept, "in_progress", [])}
-    if at == 1:
-        return "content_part.added", {**place, "part": _part("")}
-    if at < 2 + pieces:
-        return "output_text.delta", {**place, "delta": kept.pieces[at - 2], "logprobs": []}
-    match at - 2 - pieces:
-        case 0:
-            return "output_text.done", {**place, "text": kept.text, "logprobs": []}
-        case 1:
-            return "content_part.done", {**place, "part": _part(kept.text)}
-        case _:
-            return "output_item.done", {"output_index": 0, "item": _output(kept)[0]}
+    kind, index, text = kept.items.events[number - first]
+    if kind == "output_item.added" or kind == "output_item.done":
+        return kind, {"output_index": index, "item": _item(kept, index, begun=kind.endswith("added"))}
+    item = kept.items.items[index]
+    place: Json = {"item_id": item.id(kept.head.uid, index), "output_index": index}
+    match kind:
+        case "function_call_arguments.delta":
+            return kind, {**place, "delta": text}
+        case "function_call_arguments.done":
+            return kind, {**place, "name": item.name, "arguments": item.text}
+    place["content_index"] = 0
+    more: Json = {"logprobs": []} if item.kind == "message" else {}
+    match kind:
+        case "content_part.added" | "content_part.done":
+            return kind, {**place, "part": _part(item, item.text if kind.endswith("done") else "")}
+        case "output_text.done" | "reasoning_text.done":
+            return kind, {**place, "text": item.text, **more}
+    return kind, {**place, "delta": text, **more}

@@ -6,37 +6,37 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from planaria.errors import RequestError
-from planaria.server.common import encode_json, read, sampling_params, spelled
+from planaria.server.chat_calls import LONG_READING
+from planaria.server.common import encode_json, read
 from planaria.server.failure import failure
 from planaria.server.gate import RequestInfo
 from planaria.server.idempotency import HEADER, owner_of
-from planaria.server.inputs import submissions
-from planaria.server.records import Head, InputMessage
-from planaria.server.response_input import MAX_CONVERSATION, MAX_ITEMS, conversation_of, from_turn, items_of, turns
-from planaria.server.response_run import ResponseRun, fits
-from planaria.server.response_shapes import event_bytes, item_of, num_events, response_of
+from planaria.server.kept import Kept
+from planaria.server.records import ConversationItem, Head
+from planaria.server.response_input import MAX_CONVERSATION, MAX_ITEMS, Find, check_outputs, items_of
+from planaria.server.response_items import ENDS
+from planaria.server.response_request import asked_of, fields_of
+from planaria.server.response_run import ResponseRun, choices_of, fits
+from planaria.server.response_shapes import event_bytes, item_of, num_events, response_of, told_items
 from planaria.server.response_store import Entry, ResponseStore
 from planaria.server.schema import clip
-from planaria.server.schema_responses import ResponsesRequest
+from planaria.server.schema_responses import INCLUDABLE, ResponsesRequest
 from planaria.server.service import Service, client_left
-from planaria.server.stream import Choices
 from planaria.server.tokenise import LONG_TEXT
-from planaria.types import SamplingParams, StructuredOutputsParams
-from planaria.wire import EngineFacts
+from planaria.server.wrong import wrong
 
 EVENTS = 256  # that a client is sent at a time
 PAGE = 20  # input items of a page that says nothing else
 MAX_PAGE = 100
-_ITEM = 32  # characters that a message more is as much work as
+_UID = re.compile(r"(?<=_)[0-9a-f]{32}")  # of a request, in an id
 _NUMBER = re.compile(r"\d{1,18}\Z", re.ASCII)
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -55,37 +55,27 @@ async def create_response(request: Request) -> Response:
         whole = await request.body()
         key, digest = given.decode("latin-1"), await _at_leisure(request, lambda: hashlib.sha256(whole).hexdigest())
         if (before := store.by_key.get((owner, key))) is not None:
-            return _sent_again(store, before, digest, bool(body.stream))
+            return await _sent_again(service, before, digest, bool(body.stream))
     info: RequestInfo = request.scope["planaria"]
-    items = await _at_leisure(request, lambda: items_of(body.input, info.uid))
+    items = await _at_leisure(request, lambda: items_of(body.input, info.uid, _finder(store, owner)))
+    own = len(items)
     if body.previous_response_id is not None:
-        items = [*_before(store, body.previous_response_id, owner), *items]
-    params = sampling_params(body, service.config.sampling_defaults, max_tokens=body.max_output_tokens, logprobs=None)
-    params = await spelled(service, params, request, _form(body), "text.format")
-    ids = await _prompt(service, request, body, items, facts)
-    if body.max_output_tokens is not None and len(ids) + body.max_output_tokens > _limit(facts):
-        params = msgspec.structs.replace(params, max_tokens=None)  # as many as there is room for
-    tokenizer = service.need_tokenizer("input")
-    (asked,) = submissions(
-        f"resp-{info.uid}", ids, params, facts, eos_ids=tokenizer.eos_ids, tokenizer=tokenizer,
-        seed=service.next_seed(), priority=body.priority or 0, cache_salt=body.cache_salt or "",
-        param="input",
-    )  # fmt: skip
-    lasts = store.journal is not None and bool(body.background)
-    submit = msgspec.structs.replace(asked, persist=lasts)  # its KV, where there is a tier on disk
+        items = [*await _before(service, body.previous_response_id, owner), *items]
+    check_outputs(items, own)
+    submit, reading = await asked_of(service, request, body, items, facts)
     head = Head(
         f"resp_{info.uid}", owner, int(time.time()), bool(body.background), body.model or service.model_names[0],
-        fits(store), _fields(body, params, stored), items, submit, key, digest,
+        fits(store), fields_of(body, submit.params, stored), items, submit, key, digest, reading,
     )  # fmt: skip
     entry = store.add(head, stored=stored)
     await store.accept(entry)
-    stream = Choices(ids, [submit], tokenizer)
+    stream = choices_of(service, submit, reading)
     if not body.background:
         return Answered(ResponseRun(store, entry, info, stream), stream=bool(body.stream))
     answer = Followed(entry, 0) if body.stream else _json(response_of(entry.kept, "queued"))
-    own = RequestInfo(info.id, info.uid, info.method, info.path)
-    own.arrival = info.arrival
-    ResponseRun(store, entry, own, stream).start()
+    later = RequestInfo(info.id, info.uid, info.method, info.path)
+    later.arrival = info.arrival
+    ResponseRun(store, entry, later, stream).start()
     return answer
 
 
@@ -111,29 +101,31 @@ def _is_stored(service: Service, body: ResponsesRequest) -> bool:
     return body.store is not False
 
 
-def _sent_again(store: ResponseStore, entry: Entry, digest: str, stream: bool) -> Response:
+async def _sent_again(service: Service, entry: Entry, digest: str, stream: bool) -> Response:
     """To a request whose `Idempotency-Key` another process of this server has answered."""
     if entry.kept.head.digest != digest:
         other = "Idempotency-Key was sent before with another body or path: a key stands for one request"
         return failure(other, 422, param="Idempotency-Key", code="idempotency_key_reused")
+    await _taken_apart(service, entry.kept)
     answer = Followed(entry, 0) if stream else _json(response_of(entry.kept))
     answer.headers["Idempotent-Replayed"] = "true"
     return answer
 
 
-def _before(store: ResponseStore, id: str, owner: str) -> list[InputMessage]:
+async def _before(service: Service, id: str, owner: str) -> list[ConversationItem]:
     """The conversation up to the end of another response."""
     try:
-        kept = store.find(id, owner).kept
+        kept = service.responses.find(id, owner).kept
     except RequestError:
         kept = None
-    if kept is None or kept.status not in ("completed", "incomplete"):
+    if kept is None or kept.status not in ENDS:
         why = "was not found" if kept is None else f"is {kept.status}, not completed"
         raise RequestError(
             f"previous response {clip(id)!r} {why}", param="previous_response_id", code="previous_response_not_found"
         )
-    items = [*kept.head.items, InputMessage(f"msg_{kept.head.uid}", "assistant", [kept.text])]
-    size = sum(len(text) for item in items for text in item.texts)
+    await _taken_apart(service, kept)
+    items = [*kept.head.items, *told_items(kept)]
+    size = _size(items)
     if len(items) >= MAX_ITEMS or size > MAX_CONVERSATION:
         raise RequestError(
             f"the conversation has {len(items)} items with {size} characters; at most {MAX_ITEMS} with "
@@ -142,86 +134,42 @@ def _before(store: ResponseStore, id: str, owner: str) -> list[InputMessage]:
     return items
 
 
-def _limit(facts: EngineFacts) -> int:
-    """Tokens of prompt and output."""
-    return min(facts.max_model_len, facts.num_blocks * facts.block_size or facts.max_model_len)
+def _size(items: Iterable[ConversationItem]) -> int:
+    return sum(len(text) for item in items for text in item.texts)
 
 
-async def _prompt(
-    service: Service, request: Request, body: ResponsesRequest, items: list[InputMessage], facts: EngineFacts
-) -> list[int]:
-    """Token ids of the conversation, or of as much of its end as there is room for, where that was asked for."""
-    tokenizer = service.need_tokenizer("input")
-    verbosity = body.text.verbosity if body.text is not None else None
-    variables: dict[str, Any] = {} if verbosity is None else {"verbosity": verbosity}
-    auto = body.truncation == "auto"
-    most = _limit(facts) - (body.max_output_tokens or 1)
+def _finder(store: ResponseStore, owner: str) -> Find:
+    """For an item's id: it has that of its response in it."""
+    known: dict[str, dict[str, ConversationItem]] = {}
+    size = 0
 
-    def render(items: list[InputMessage]) -> list[int] | None:
-        """None: it is too long, and may be cut."""
-        text = tokenizer.apply_chat_template(conversation_of(items, body.instructions), True, **variables)
-        if len(text) > LONG_TEXT:
-            try:
-                service.check_length(text, facts.max_model_len, "input")
-            except RequestError:
-                if auto:
-                    return None
-                raise
-        ids = tokenizer.encode(text, False)
-        return None if auto and len(ids) > most else ids
+    def items_of(uid: str) -> dict[str, ConversationItem]:
+        try:
+            kept = store.find(f"resp_{uid}", owner).kept
+        except RequestError:
+            return {}
+        return {item.id: item for item in (*kept.head.items, *told_items(kept))} if kept.over else {}
 
-    def work() -> list[int]:
-        ids = render(items)
-        if ids is not None:
-            return ids
-        starts = turns(items)
-        low, high = 1, len(starts) - 1  # the earliest beginning that fits is looked for between these
-        while low <= high:
-            middle = (low + high) // 2
-            shorter = render(from_turn(items, starts[middle]))
-            if shorter is None:
-                low = middle + 1
-            else:
-                ids, high = shorter, middle - 1
-        if ids is None:
-            raise RequestError(
-                f"the last turn alone, with max_output_tokens, is more than this model's length of {_limit(facts)} "
-                "tokens", param="input", code="context_length_exceeded",
-            )  # fmt: skip
-        return ids
+    def find(id: str, place: str) -> ConversationItem:
+        nonlocal size
+        uid = found.group() if (found := _UID.search(id)) is not None else ""
+        if uid not in known:
+            known[uid] = items_of(uid)
+        item = known[uid].get(id)
+        if item is None:
+            raise wrong(place, f"{clip(id)!r} is of no item of a stored response that has ended", "item_not_found")
+        size += _size([item])
+        if size > MAX_CONVERSATION:
+            raise wrong(place, f"makes more than {MAX_CONVERSATION} characters of items that are kept", "invalid_value")
+        return item
 
-    size = sum(len(text) for item in items for text in item.texts) + len(body.instructions or "")
-    if size + _ITEM * len(items) <= LONG_TEXT:
-        return work()
-    return await service.in_thread(work, request.receive)
+    return find
 
 
-def _form(body: ResponsesRequest) -> StructuredOutputsParams | None:
-    """What the answer must be. Raises RequestError."""
-    given = body.text.format if body.text is not None else None
-    if given is None or given.type == "text":
-        return None
-    if given.type == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if given.json_schema is None:
-        raise RequestError(
-            "text.format.schema is required", param="text.format", code="missing_required_parameter"
-        )  # fmt: skip
-    return StructuredOutputsParams(json=given.json_schema)
-
-
-def _fields(body: ResponsesRequest, params: SamplingParams, stored: bool) -> dict[str, Any]:
-    """What the answer says of the request."""
-    verbosity = body.text.verbosity if body.text is not None else None
-    form = body.text.format if body.text is not None else None
-    said = form.model_dump(by_alias=True, exclude_none=True) if form is not None else {"type": "text"}
-    return {
-        "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {},
-        "previous_response_id": body.previous_response_id, "prompt_cache_key": body.prompt_cache_key,
-        "safety_identifier": body.safety_identifier, "store": stored, "temperature": params.temperature,
-        "text": {"format": said, **({"verbosity": verbosity} if verbosity is not None else {})},
-        "top_p": params.top_p, "truncation": body.truncation or "disabled", "user": body.user,
-    }  # fmt: skip
+async def _taken_apart(service: Service, kept: Kept) -> None:
+    """Have its items be there: what is long, and was read from a file, is taken apart beside the event loop."""
+    if kept.unread > LONG_READING:
+        await service.in_thread(lambda: kept.items)
 
 
 # -- answers
@@ -308,7 +256,7 @@ class Answered(Response):
 # -- afterwards
 
 
-def _found(request: Request) -> Entry:
+async def _found(request: Request) -> Entry:
     service: Service = request.app.state.service
     if not service.config.stores_responses:
         raise RequestError(
@@ -316,14 +264,19 @@ def _found(request: Request) -> Entry:
             param="response_id", code="response_not_found", status=404,
         )  # fmt: skip
     id: str = request.path_params["response_id"]
-    return service.responses.find(id, owner_of(request.scope, service.config))
+    entry = service.responses.find(id, owner_of(request.scope, service.config))
+    await _taken_apart(service, entry.kept)
+    return entry
 
 
 async def get_response(request: Request) -> Response:
     """A response as it is now, or its events."""
-    entry, query = _found(request), request.query_params
-    if any(query.getlist(name) for name in ("include", "include[]")):
-        raise RequestError("include is not supported by this server", param="include", code="unsupported_parameter")
+    entry, query = await _found(request), request.query_params
+    for value in (*query.getlist("include"), *query.getlist("include[]")):
+        if value not in INCLUDABLE:
+            raise RequestError(
+                f"include: {clip(value)!r} is none of {', '.join(INCLUDABLE)}", param="include", code="invalid_value"
+            )
     stream, after = query.get("stream", "false").lower(), query.get("starting_after")
     if stream not in ("true", "false"):
         raise RequestError(f"stream must be true or false, got {clip(stream)!r}", param="stream", code="invalid_value")
@@ -337,7 +290,7 @@ async def get_response(request: Request) -> Response:
 
 async def cancel_response(request: Request) -> Response:
     """End one that runs in the background; one that has ended is as it was."""
-    entry = _found(request)
+    entry = await _found(request)
     if not entry.kept.head.background:
         raise RequestError(
             "only a response in the background can be cancelled; to end another, close its connection",
@@ -353,14 +306,14 @@ async def cancel_response(request: Request) -> Response:
 
 async def delete_response(request: Request) -> Response:
     """Nobody can ask for it any more; what runs in the background ends."""
-    entry = _found(request)
+    entry = await _found(request)
     request.app.state.service.responses.forget(entry)
     return _json({"id": entry.kept.head.id, "object": "response", "deleted": True})
 
 
 async def list_input_items(request: Request) -> Response:
     """Of a response: the conversation that it answers, the latest first, or (`order=asc`) the other way round."""
-    entry, query = _found(request), request.query_params
+    entry, query = await _found(request), request.query_params
     order, limit, after = query.get("order", "desc"), query.get("limit", str(PAGE)), query.get("after")
     if order not in ("asc", "desc"):
         raise RequestError(f"order must be asc or desc, got {clip(order)!r}", param="order", code="invalid_value")

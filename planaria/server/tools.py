@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from planaria.parsers.reading import Reading
 from planaria.server.messages import check_depth
 from planaria.server.wrong import said, wrong
 from planaria.types import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from planaria.parsers.found import OutputEvent
-    from planaria.parsers.output import OutputParser
     from planaria.server.tokenise import Tokenizer
 
 MAX_TOOLS = 512
@@ -59,28 +59,6 @@ class Tools(msgspec.Struct, frozen=True):
     def shown(self) -> list[dict[str, Any]] | None:
         """To the chat template."""
         return self.given if self.given and self.mode != "none" else None
-
-
-class Reading(msgspec.Struct, frozen=True):
-    """How a text is read: see OutputParser."""
-
-    calls: str | None
-    tools: dict[str, dict[str, Any]]
-    reasoning: str | None
-    prompt: str
-    single: bool
-
-    def events(self, text: str) -> list[OutputEvent]:
-        """Of a whole text."""
-        parser = self.parser()
-        return [*parser.push(text), *parser.finish()]
-
-    def parser(self) -> OutputParser:
-        from planaria.parsers.output import OutputParser
-
-        return OutputParser(
-            calls=self.calls, tools=self.tools, reasoning=self.reasoning, prompt=self.prompt, single=self.single
-        )
 
 
 def check_tools(

@@ -60,8 +60,8 @@ async def at_death(server: Any, copy: Path, count: int) -> Path:
 
 
 @pytest.fixture
-def engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """engine(): one that waits, and knows the store of the server that uses it."""
+def stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine knows the store of the server that uses it."""
     from planaria.server.response_store import ResponseStore
 
     init = ResponseStore.__init__
@@ -71,6 +71,11 @@ def engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         service.client.store = self
 
     monkeypatch.setattr(ResponseStore, "__init__", made)
+
+
+@pytest.fixture
+def engine(tokenizer: Any, stores: None) -> Any:
+    """engine(): one that waits."""
 
     def make(**facts: Any) -> FakeEngine:
         one = FakeEngine(tokenizer, **facts)

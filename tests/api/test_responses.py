@@ -215,14 +215,16 @@ async def test_the_oldest_turns_are_left_out_where_that_is_asked_for(server, tok
 async def test_refusals_name_what_is_refused(server):
     part = {"type": "input_image", "image_url": "x"}
     refused: dict[str, tuple[dict[str, Any], str]] = {
-        "input": ({"input": []}, "empty"), "input[0].type": ({"input": [{"type": "function_call"}]}, "function_call"),
+        "input": ({"input": []}, "empty"), "input[0].type": ({"input": [{"type": "mcp_call"}]}, "mcp_call"),
         "input[0].role": ({"input": [{"role": "tool", "content": "x"}]}, "tool"),
         "input[0].content[0].type": ({"input": [{"role": "user", "content": [part]}]}, "input_image"),
         "input[0].colour": ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "colour"),
         "input[0].status": ({"input": [{"role": "user", "content": "x", "status": "odd"}]}, "in_progress"),
         "input[0].id": ({"input": [{"role": "user", "content": "x", "id": 5}]}, "string"),
-        "tools": ({"tools": [{"type": "web_search"}]}, "not supported"), "include": ({"include": ["x"]}, "include"),
-        "reasoning": ({"reasoning": {"effort": "low"}}, "not supported"), "conversation": ({"conversation": "c"}, ""),
+        "tools[0].type": ({"tools": [{"type": "web_search"}]}, "web_search"),
+        "conversation": ({"conversation": "c"}, ""),
+        "include[0]": ({"include": ["message.output_text.logprobs"]}, "include"),
+        "reasoning.summary": ({"reasoning": {"summary": "low"}}, "auto"),
         "text.format": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema is required"),
         "background": ({"background": True, "store": False}, "store"), "metadata": ({"metadata": {"x": 1}}, "metadata"),
         "stream_options": ({"stream_options": {"include_obfuscation": True}}, "stream: true"),

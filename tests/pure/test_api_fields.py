@@ -56,6 +56,8 @@ TRIES: tuple[Any, ...] = (
     {"a": "b"},
     {"format": {"type": "text"}},
     {"include_obfuscation": True},
+    {"effort": "low"},
+    ["reasoning.encrypted_content"],
     [{"role": "user", "content": "x"}],
 )
 OPTIONS: dict[Any, Any] = {ResponsesRequest: ResponseStreamOptions}  # of its streams, where not those of the others

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from planaria.errors import RequestError
 from planaria.server.journal_queue import News, Op, WriteQueue
 from planaria.server.kept import Kept
-from planaria.server.records import Again, Head, InputMessage, Outcome, PieceRecord, Record, Whole, frame, scan
+from planaria.server.records import Again, ConversationItem, Head, Outcome, PieceRecord, Record, Whole, frame, scan
 from planaria.server.response_shapes import event_bytes, num_events
 from planaria.server.response_store import ResponseStore
 from planaria.types import SamplingParams
@@ -28,7 +28,7 @@ from planaria.wire import Submit
 def head(number: int, background: bool = True) -> Head:
     id = f"resp_{number:032x}"
     submit = Submit(id, [1, 2, 3], SamplingParams(temperature=0.5), seed=number, max_tokens=9)
-    items = [InputMessage("i", "user", ["x"])]
+    items = [ConversationItem("i", "user", ["x"])]
     return Head(id, "", 2**40, background, "m", "m", {"metadata": {"é": "日本"}}, items, submit)
 
 
@@ -335,7 +335,7 @@ def numbers_left_out_of_what_is_short() -> Any:
         if self.end is None:
             return file(self)
         twin = copy.copy(self)
-        twin.pieces = ["".join(self.pieces)]
+        twin.texts = ["".join(self.texts)]
         return file(twin)
 
     file = Kept.file

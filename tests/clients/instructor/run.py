@@ -7,7 +7,7 @@ from instructor import Mode
 from instructor.core import IncompleteOutputException, InstructorRetryException
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict, Field
-from steps import KEY, MODEL, URL, Skip, client, needs, step
+from steps import KEY, MODEL, URL, client, needs, step
 
 client("instructor")
 ASK = {
@@ -65,8 +65,5 @@ def responses() -> None:
     needs("/v1/responses")
     asked = {**ASK, "input": "Describe Paris.", "messages": None, "max_output_tokens": 250}
     fields = {k: v for k, v in asked.items() if k not in ("messages", "max_tokens")}
-    try:
-        city = made(Mode.RESPONSES_TOOLS).responses.create(response_model=City, **fields)
-    except InstructorRetryException as e:
-        raise Skip("its /v1/responses has no tools") if "'unsupported_parameter'" in str(e) else e from None
+    city = made(Mode.RESPONSES_TOOLS).responses.create(response_model=City, **fields)
     assert isinstance(city, City)

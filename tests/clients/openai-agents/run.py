@@ -73,3 +73,13 @@ def output_type() -> None:
 def responses() -> None:
     needs("/v1/responses")
     assert "Paris" in Runner.run_sync(agent(OpenAIResponsesModel), QUESTION).final_output
+
+
+@step
+def responses_with_tools() -> None:
+    needs("/v1/responses")
+    called.clear()
+    wants = {"tool_choice": "required", "parallel_tool_calls": False}
+    guide = agent(OpenAIResponsesModel, max_tokens=120, settings=wants, tools=[look_up])
+    answer = Runner.run_sync(guide, QUESTION, max_turns=4)
+    assert called and answer.final_output
