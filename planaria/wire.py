@@ -190,6 +190,7 @@ class ProcessInfo(msgspec.Struct, frozen=True):
     resident: int
     uptime: float | None = None
     engine: int | None = None
+    kind: str = ""  # of an engine, where there are two: prefill or decode
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
@@ -279,6 +280,7 @@ class EngineState(msgspec.Struct, frozen=True):
     leaving: bool
     taken: int = 0  # sequences that came here from another engine
     misplaced: list[str] = []  # a line for each of its ranks that is not where it was planned
+    kind: str = ""  # prefill or decode, where there are two
 
     @property
     def shown(self) -> str:

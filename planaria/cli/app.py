@@ -224,6 +224,8 @@ def scale(
     dp: Annotated[int | None, typer.Option("--dp", "--data-parallel-size", help="Engines, or lanes, to have.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", "--tensor-parallel-size", help="Of each engine.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", "--pipeline-parallel-size", help="Of each engine.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Engines for prompts to have, of two kinds.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Engines that go on from there to have.")] = None,
     url: Url = None,
     id: Annotated[
         str | None, typer.Option("--id", help="Of the change: given again, it is not done twice; default: drawn.")
@@ -234,7 +236,8 @@ def scale(
     admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
-    """Change the number of engines behind a running server (--dp), or the layout of each (--tp, --pp).
+    """Change the number of engines behind a running server (--dp; of two kinds: --prefill and --decode), or the layout
+    of each (--tp, --pp).
 
     With --enable-expert-parallel there is one engine, and --dp is the number of its lanes.
 

@@ -129,10 +129,11 @@ def size(count: float) -> str:
 
 
 def summary(
-    facts: EngineFacts, seconds: dict[str, float] | None = None, defaults: str = "", address: str = ""
+    facts: EngineFacts, seconds: dict[str, float] | None = None, defaults: str = "", address: str = "",
+    prefill: str = "",
 ) -> Table:  # fmt: skip
     """The start-up summary: what runs, the memory it takes, how much fits; at level debug how, and where the time went.
-    defaults: of requests that say nothing."""
+    defaults: of requests that say nothing; prefill: which prompts go to which engines."""
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", style="dim")
     table.add_column()
@@ -146,6 +147,8 @@ def summary(
     table.add_row("tokens", f"{tokens:,} fit at a time; the longest request has {facts.max_model_len:,}")
     if facts.drafts is not None:
         table.add_row("drafts", "{}, up to {} tokens of a sequence in a step".format(*facts.drafts))
+    if prefill:
+        table.add_row("prefill", prefill)
     if defaults:
         table.add_row("defaults", f"{defaults} (--generation-config)")
     parts = {**facts.seconds, **(seconds or {})}

@@ -43,8 +43,8 @@ def run(port: int | None, url: str | None, admin_key: str | None, as_json: bool)
         print(f"planaria: {failure}", file=sys.stderr)
     if as_json:
         write_json([
-            {"port": server.port, "model": said.model, "kind": said.kind, **msgspec.structs.asdict(process)}
-            for server, said in found for process in said.processes
+            {"port": server.port, "model": said.model, **msgspec.structs.asdict(row), "kind": row.kind or said.kind}
+            for server, said in found for row in said.processes
         ])  # fmt: skip
         return
     for server, said in found:
@@ -58,7 +58,7 @@ def _table(server: AdminAddress, said: Listing) -> Table:
     table = Table(*columns, title=heading, title_justify="left", title_style="bold", box=None)
     for row in said.processes:
         table.add_row(
-            str(server.port), row.role, _text(row.engine), _text(row.rank),
+            str(server.port), f"{row.role} ({row.kind})" if row.kind else row.role, _text(row.engine), _text(row.rank),
             " ".join(f"{axis}={number}" for axis, number in row.coordinates.items()) or "-", str(row.pid), row.node,
             _text(row.epoch), row.state, _time(row.uptime), f"{row.resident / 2**20:,.0f} MiB",
         )  # fmt: skip

@@ -20,19 +20,26 @@ LONGEST = 3600.0  # seconds for the engines to come up, beside the time that req
 
 
 def run(
-    dp: int | None, tp: int | None, pp: int | None, url: str | None, id: str | None, drain_timeout: float,
-    admin_key: str | None, as_json: bool,
+    dp: int | None, tp: int | None, pp: int | None, prefill: int | None, decode: int | None, url: str | None,
+    id: str | None, drain_timeout: float, admin_key: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Have `dp` engines or lanes, or every engine's ranks in another layout. Returns when it is committed. Raises
-    UserError when it is refused, PlanariaError when it was rolled back."""
+    """Have `dp` engines or lanes, or so many of two kinds, or every engine's ranks in another layout. Returns when it
+    is committed. Raises UserError when it is refused, PlanariaError when it was rolled back."""
     layout = tp is not None or pp is not None
+    if prefill is not None or decode is not None:
+        if prefill is None or decode is None:
+            given, other = ("--prefill", "--decode") if decode is None else ("--decode", "--prefill")
+            raise ConfigError(given, prefill or decode, "is one of two kinds", f"give {other}, too")
+        if dp is not None:
+            raise ConfigError("--dp", dp, "is the number of engines, and so are --prefill and --decode", "leave it out")
+        dp = prefill + decode
     if not layout and dp is None:
         raise ConfigError("--dp", "''", "nothing to change was given", "give --dp, or --tp and --pp")
     if layout and dp is not None:
         raise ConfigError("--dp", dp, "and a layout (--tp, --pp) are two changes", "give one of them at a time")
     server = server_at(url)
     if not layout:
-        _resize(server, dp or 0, id or uuid.uuid4().hex[:8], drain_timeout, admin_key, as_json)
+        _resize(server, dp or 0, prefill, id or uuid.uuid4().hex[:8], drain_timeout, admin_key, as_json)
         return
     degrees = (1 if degree is None else degree for degree in (tp, pp))
     body = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), degrees, strict=True))
@@ -40,10 +47,11 @@ def run(
 
 
 def _resize(
-    server: AdminAddress, size: int, id: str, drain_timeout: float, key: str | None, as_json: bool
+    server: AdminAddress, size: int, prefill: int | None, id: str, drain_timeout: float, key: str | None, as_json: bool
 ) -> None:  # fmt: skip
     answer: list[tuple[int, bytes] | PlanariaError] = []
-    body = {"new_data_parallel_size": size, "drain_timeout": drain_timeout, "id": id}
+    body: dict[str, object] = {"new_data_parallel_size": size, "drain_timeout": drain_timeout, "id": id}
+    body |= {"prefill": prefill} if prefill is not None else {}
 
     def ask() -> None:
         try:

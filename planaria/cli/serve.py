@@ -206,6 +206,9 @@ def announce_ready(line: str, fleet: Fleet, started: float) -> None:
         fields = {name: value for name, value in msgspec.structs.asdict(facts).items() if name != "places"}
         logger.info("%s", line, extra={"fields": {**fields, "address": address, "ready_seconds": ready}})
     else:
-        console.print(summary(facts, {"total": ready}, defaults, address), soft_wrap=True)
+        parallel, threshold = fleet.config.parallel, fleet.dispatcher.hand_overs.threshold
+        kinds = f"{parallel.prefill_engines} + {parallel.decode_engines} engines: prompts of {threshold} tokens or more"
+        prefill = f"{kinds} by the first kind (then as measured, see /health)" if parallel.splits_prefill else ""
+        console.print(summary(facts, {"total": ready}, defaults, address, prefill), soft_wrap=True)
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -49,6 +49,18 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
             hashed=False,
         ),
     ] = 1
+    prefill_engines: Annotated[
+        int,
+        option(
+            "Engines that compute prompts and hand them over with their KV, so that no stream waits for another's; "
+            "with --decode-engines.",
+            least=0,
+            hashed=False,
+        ),
+    ] = 0
+    decode_engines: Annotated[
+        int, option("Engines that go on from there; with --prefill-engines.", least=0, hashed=False)
+    ] = 0
     data_parallel_size_local: Annotated[
         int | None,
         option(
@@ -542,7 +554,6 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     engine_nodes: Annotated[EngineNodes | None, UNHASHED] = None  # of several engines on nodes without Ray
     ray_dp_pack_strategy: str = "strict"  # see planaria.topology.packing
     lanes: Annotated[int, UNHASHED] = 1  # of an engine: its data-parallel ranks, which share the model's experts
-    splits_prefill: Annotated[bool, UNHASHED] = False  # engines of two kinds read each other's KV
     api_process_rank: Annotated[int, UNHASHED] = 0  # which of these server processes this is; -1: it is an engine's
     eplb_config: EPLBConfig = EPLBConfig()  # type: ignore[assignment]
     all2all_backend: str = DEFAULT
@@ -569,6 +580,11 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
         """Is a step of so many tokens, with any prompt's among them, computed in micro-batches?"""
         above = self.dbo_prefill_token_threshold if prefill else self.dbo_decode_token_threshold
         return self.num_micro_batches > 1 and num_tokens > above
+
+    @property
+    def splits_prefill(self) -> bool:
+        """Are there engines of two kinds, which read each other's KV?"""
+        return self.prefill_engines > 0
 
     @property
     def world_size(self) -> int:

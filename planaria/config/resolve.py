@@ -12,6 +12,7 @@ from planaria.checkpoint.generation import generation_config, sampling_defaults
 from planaria.checkpoint.resolve import Hub, template_of, with_tokenizer
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_map, expert_shapes, resolve_experts
+from planaria.config.kinds import of_two_kinds
 from planaria.config.machine import (
     Machine,
     check_module,
@@ -179,6 +180,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         )  # fmt: skip
     speculative = speculative_config(options.speculative_config)
     device_name = _device_name(options.device, options.data_parallel_size_local != 0)
+    options = of_two_kinds(options, device_name)
     if line := variables(environment()):
         logger.warning(line)
     if options.gpu_memory_utilization is not None and device_name == "cpu":

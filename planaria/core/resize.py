@@ -8,13 +8,14 @@ again, and the answer is the same. While it is prepared everybody is served by t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
 from planaria.errors import PlanariaError
 
 PREPARING, COMMITTED, ROLLED_BACK = "preparing", "committed", "rolled back"
+PREFILL, DECODE = "prefill", "decode"  # kinds of engines, where there are two
 KEPT = 16  # transactions that are remembered
 MOST = 4096  # engines, or lanes, of one server
 
@@ -119,6 +120,13 @@ class Resizes:
             resize.phases[resize.phase] = now - self._since
             resize.phase = ""
         return resize
+
+
+def deal_kinds(numbers: Iterable[int], prefill: int, before: Mapping[int, str]) -> dict[int, str]:
+    """Kinds of engines with these numbers, so many of them for prompts: of those there are, as few change as can be."""
+    order = {PREFILL: 0, DECODE: 2}
+    ranked = sorted(numbers, key=lambda number: (order.get(before.get(number, ""), 1), number))
+    return {number: PREFILL if place < prefill else DECODE for place, number in enumerate(ranked)}
 
 
 def room_in_memory(free: int, needed: int, running: int) -> Room:

@@ -6,7 +6,8 @@ front ends with a router each see one another's requests through those snapshots
 that hold the beginning of the prompt are looked at too; the request goes where load and its own work (the tokens not
 in that KV) are least together. So a prefix draws a request for as long as that saves more than the longer queue costs.
 
-A choice takes the same time among 10,000 engines as among two.
+Engines may be of several kinds; a request goes to one of the kind that is asked for. A choice takes the same time among
+10,000 engines as among two.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ class EngineLoad:
     """
 
     __slots__ = (
-        "ahead", "capacity", "coming", "draining", "held", "id", "incarnation", "place", "requests", "skew", "unbegun",
-        "up",
+        "ahead", "capacity", "coming", "draining", "held", "id", "incarnation", "kind", "place", "requests", "skew",
+        "unbegun", "up",
     )  # fmt: skip
 
-    def __init__(self, id: EngineId, capacity: int | None) -> None:
-        self.id, self.capacity = id, capacity
+    def __init__(self, id: EngineId, capacity: int | None, kind: str) -> None:
+        self.id, self.capacity, self.kind = id, capacity, kind
         self.incarnation = 0  # counts from 1 over the fleet
         self.up, self.draining = True, False
-        self.place = -1  # in Router._open; -1: it gets no new work
+        self.place = -1  # among Router._open of its kind; -1: it gets no new work
         self.requests: dict[str, Booked] = {}
         self.unbegun = 0
         self.held = self.coming = self.ahead = self.skew = 0
@@ -90,7 +91,7 @@ class Router:
         self._seed, self._memory = seed, memory
         self._draws = self._incarnations = 0
         self._engines: dict[EngineId, EngineLoad] = {}
-        self._open: list[EngineLoad] = []  # those that may get new work, in no order
+        self._open: dict[str, list[EngineLoad]] = {}  # by kind: those that may get new work, in no order
         self._requests: dict[str, Booked] = {}
         # Incarnations, in order of use. (A plain dict looks at every hole in front of its first entry.)
         self._holders: OrderedDict[int, tuple[int, ...]] = OrderedDict()
@@ -99,14 +100,14 @@ class Router:
 
     # -- the fleet
 
-    def join(self, id: EngineId, capacity: int | None = None) -> None:
+    def join(self, id: EngineId, capacity: int | None = None, kind: str = "") -> None:
         """A new engine, up. `capacity`: tokens its KV holds, if known (snapshots say a share of it).
 
         Raises ValueError if there is one of this id.
         """
         if id in self._engines:
             raise ValueError(f"engine {id!r} is in the fleet already")
-        engine = self._engines[id] = EngineLoad(id, capacity)
+        engine = self._engines[id] = EngineLoad(id, capacity, kind)
         self._reborn(engine)
         self._settle(engine)
 
@@ -115,6 +116,18 @@ class Router:
         engine = self._engines[id]
         engine.draining = on
         self._settle(engine)
+
+    def set_kind(self, id: EngineId, kind: str) -> None:
+        """It is of another kind from now on; what it has goes on."""
+        engine = self._engines[id]
+        draining, engine.draining = engine.draining, True
+        self._settle(engine)
+        engine.kind, engine.draining = kind, draining
+        self._settle(engine)
+
+    def is_open(self, kind: str) -> bool:
+        """May one of this kind get new work?"""
+        return bool(self._open.get(kind))
 
     def set_up(self, id: EngineId, up: bool) -> None:
         """Down: it recovers. It gets no new work; its requests count as not begun, and its KV as empty."""
@@ -144,16 +157,17 @@ class Router:
 
     # -- requests
 
-    def choose(self, tokens: Sequence[int], max_tokens: int, salt: str = "") -> EngineId | None:
-        """The engine for a request with this history; None if none is open. The prefix counts as held there now, for
-        requests with the same salt."""
-        if not self._open:
+    def choose(self, tokens: Sequence[int], max_tokens: int, salt: str = "", kind: str = "") -> EngineId | None:
+        """The engine of this kind for a request with this history; None if none is open. The prefix counts as held
+        there now, for requests with the same salt."""
+        open = self._open.get(kind)
+        if not open:
             return None
         keys = prefix_keys(tokens, salt)
-        cached = self._cached(keys)
+        cached = self._cached(keys, kind)
         need = len(tokens) + self._expected(max_tokens)
-        best, lowest = self._open[0], -1
-        for engine in [*cached, *self._two()]:
+        best, lowest = open[0], -1
+        for engine in [*cached, *self._two(open)]:
             load = engine.tokens
             cost = load + SAVED * (len(tokens) - cached.get(engine, 0))
             if engine.capacity is not None:
@@ -204,6 +218,10 @@ class Router:
         if others > 0:
             engine.skew += round(others * self._usual_prompt)
 
+    def cached(self, tokens: Sequence[int], salt: str, kind: str) -> int:
+        """Tokens of this history that an open engine of this kind may have."""
+        return max(self._cached(prefix_keys(tokens, salt), kind).values(), default=0)
+
     # -- to look at
 
     def __contains__(self, id: EngineId) -> bool:
@@ -223,19 +241,20 @@ class Router:
         """Output tokens: most requests end long before what they may have."""
         return min(max_tokens, round(self._usual_output))
 
-    def _two(self) -> list[EngineLoad]:
-        """Two different open engines, or the only one."""
-        count = len(self._open)
+    def _two(self, open: list[EngineLoad]) -> list[EngineLoad]:
+        """Two different ones, or the only one."""
+        count = len(open)
         if count == 1:
-            return [self._open[0]]
+            return [open[0]]
         bits = draw(self._seed, self._draws)
         self._draws += 1
         first = (bits >> 32) % count
         second = (first + 1 + (bits & 0xFFFFFFFF) % (count - 1)) % count
-        return [self._open[first], self._open[second]]
+        return [open[first], open[second]]
 
-    def _cached(self, keys: list[int]) -> dict[EngineLoad, int]:
-        """Open engines that hold a prefix, and how many tokens of it. A block is never held without those before."""
+    def _cached(self, keys: list[int], kind: str = "") -> dict[EngineLoad, int]:
+        """Open engines of this kind that hold a prefix, and how many tokens of it. A block is never held without those
+        before."""
         found: dict[EngineLoad, int] = {}
         for i, key in enumerate(keys):
             holders = self._holders.get(key)
@@ -243,7 +262,7 @@ class Router:
                 break
             for incarnation in holders:
                 engine = self._alive.get(incarnation)
-                if engine is not None and engine.place >= 0:
+                if engine is not None and engine.place >= 0 and engine.kind == kind:
                     found[engine] = (i + 1) * BLOCK
         return found
 
@@ -290,13 +309,13 @@ class Router:
 
     def _settle(self, engine: EngineLoad) -> None:
         """In or out of `_open`; the last one takes the place of one that goes."""
-        wanted = engine.up and not engine.draining
+        wanted, open = engine.up and not engine.draining, self._open.setdefault(engine.kind, [])
         if wanted and engine.place < 0:
-            engine.place = len(self._open)
-            self._open.append(engine)
+            engine.place = len(open)
+            open.append(engine)
         elif not wanted and engine.place >= 0:
-            last = self._open.pop()
+            last = open.pop()
             if last is not engine:
-                self._open[engine.place] = last
+                open[engine.place] = last
                 last.place = engine.place
             engine.place = -1

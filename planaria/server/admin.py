@@ -53,7 +53,7 @@ async def show_fleet(request: Request) -> Response:
                 "engine": engine.index, "state": engine.shown, "pid": engine.pid, "ranks": engine.ranks,
                 "layout": engine.layout, "epoch": engine.stats.epoch, "running": engine.stats.running,
                 "waiting": engine.stats.waiting, "kv_usage": engine.stats.kv_usage, "open": engine.open,
-                "load_tokens": engine.load, "misplaced": engine.misplaced,
+                "load_tokens": engine.load, "misplaced": engine.misplaced, "kind": engine.kind,
             }
             for engine in engines
         ],
@@ -90,7 +90,8 @@ async def scale_elastic_ep(request: Request) -> Response:
     size = body.new_data_parallel_size
     timeout = DRAIN_TIMEOUT if body.drain_timeout is None else body.drain_timeout
     try:
-        done = await request.app.state.service.control.resizer.resize(body.id or uuid.uuid4().hex[:8], size, timeout)
+        resizer = request.app.state.service.control.resizer
+        done = await resizer.resize(body.id or uuid.uuid4().hex[:8], size, timeout, body.prefill)
     except Refused as e:
         return failure(str(e), 409 if e.busy else 400, param="new_data_parallel_size", code="resize_refused")
     if done.state == ROLLED_BACK:

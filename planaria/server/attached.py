@@ -65,6 +65,7 @@ class Attached:
             elif listed.dead is None and engine.dead is not None:
                 engine.revive()
             engine.take_turn(listed.turn)
+        self.dispatcher.hand_overs.set_kinds({index: listed.kind for index, listed in self.listed.items()})
         self._admit()
 
     def _add(self, index: int) -> Engine:

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from planaria.core.resize import PREFILL
 from planaria.core.router import Router
 from planaria.errors import PlanariaError
 from planaria.server.background import Background
 from planaria.server.engine import Engine, added, error_of
 from planaria.server.placed import Check
+from planaria.server.prefill import HandOvers
 from planaria.server.root_messages import Counts
 from planaria.server.stream import Piece, Stream
 from planaria.types import SamplingParams
@@ -48,6 +50,7 @@ class Dispatcher:
     def __init__(self, warm: bool, control: Fleet | None = None) -> None:
         self.warm, self.control = warm, control
         self.router = Router()
+        self.hand_overs = HandOvers(self, self.router)
         self.members: dict[int, Engine] = {}  # by number
         self.facts: EngineFacts | None = None
         self.dead: Dead | None = None
@@ -74,7 +77,7 @@ class Dispatcher:
     def admit(self, engine: Engine) -> None:
         """From now on this one gets work."""
         capacity = engine.facts.num_blocks * engine.facts.block_size if engine.facts is not None else None
-        self.router.join(engine.index, capacity)
+        self.router.join(engine.index, capacity, engine.kind)
         self.router.set_up(engine.index, engine.state == "ready")
         self.tell_facts()
         if engine.state == "ready":
@@ -186,19 +189,7 @@ class Dispatcher:
     def engines(self) -> list[EngineState]:
         """Each engine, by number."""
         loads = self.router.loads()
-        return [self._shown(engine, loads.get(index, 0)) for index, engine in sorted(self.members.items())]
-
-    def _shown(self, engine: Engine, load: int) -> EngineState:
-        index, facts, elsewhere = engine.index, engine.facts, self.elsewhere
-        opened = len(engine.streams)
-        taken = self.taken[index]
-        if elsewhere is not None:
-            (opened, load), taken = elsewhere.open.get(index, (0, 0)), elsewhere.taken.get(index, 0)
-        return EngineState(
-            index, engine.state, engine.connection.pid if engine.connection is not None else 0,
-            facts.layout if facts is not None else "", facts.ranks if facts is not None else [], engine.stats, opened,
-            load, engine.leaving, taken, self.check.found.get(index, []),
-        )  # fmt: skip
+        return [_shown(self, engine, loads.get(index, 0)) for index, engine in sorted(self.members.items())]
 
     # -- sequences
 
@@ -207,7 +198,7 @@ class Dispatcher:
         if self.dead is not None:
             stream.tell(stream.fail(self.dead.message, cancel=False))
             return
-        engine = self._up(stream) or self._least_busy()
+        engine = self.best(stream) or self.least_busy()
         if engine is None:  # the others were given up while the last one leaves
             error = "no engine is left to go on with it: all were given up, but for those that are leaving; try again"
             stream.tell(stream.fail(error, cancel=False))
@@ -216,13 +207,16 @@ class Dispatcher:
         self.open[stream.id] = stream
         self._send(stream, engine)
 
-    def _up(self, stream: Stream) -> Engine | None:
+    def best(self, stream: Stream) -> Engine | None:
         """The best of those that can admit."""
         history = stream.history() if stream.tokens else stream.submit.prompt
-        index = self.router.choose(history, stream.submit.max_tokens - len(stream.tokens), stream.submit.cache_salt)
-        return self.members[int(index)] if index is not None else None
+        left, salt = stream.submit.max_tokens - len(stream.tokens), stream.submit.cache_salt
+        for kind in self.hand_overs.kinds(stream):
+            if (index := self.router.choose(history, left, salt, kind)) is not None:
+                return self.members[int(index)]
+        return None
 
-    def _least_busy(self) -> Engine | None:
+    def least_busy(self) -> Engine | None:
         """Nobody is up: who will have the least to do when it is. One that has not joined yet must, if all others were
         given up; one that is to leave, if there is no other at all: then it can't."""
 
@@ -237,7 +231,9 @@ class Dispatcher:
 
     def _send(self, stream: Stream, engine: Engine) -> None:
         submit, known = stream.submit, len(stream.tokens)
-        self.router.sent(stream.id, engine.index, len(submit.prompt) + known, submit.max_tokens - known)
+        self.hand_overs.sent(stream, engine)
+        ahead = 1 if stream.lends else submit.max_tokens - known
+        self.router.sent(stream.id, engine.index, len(submit.prompt) + known, ahead)
         engine.submit(stream)
 
     def cancel(self, request_id: str) -> None:
@@ -251,12 +247,14 @@ class Dispatcher:
         """Hears of every piece before its client does."""
         if piece.finish is not None:
             self._ended(stream)
-        else:
-            self.router.progressed(stream.id, len(piece.tokens))
+            return
+        self.router.progressed(stream.id, len(piece.tokens))
+        self.hand_overs.heard(stream)
 
     def _ended(self, stream: Stream) -> None:
         self.open.pop(stream.id, None)
         stream.heard()
+        self.hand_overs.heard(stream)
         self.router.ended(stream.id)
         if stream.engine.leaving:
             self._left.set()
@@ -271,7 +269,7 @@ class Dispatcher:
 
     def best_for(self, stream: Stream) -> Engine | None:
         """Another engine that can go on with it now."""
-        other = self._up(stream)
+        other = self.best(stream)
         return other if other is not stream.engine else None
 
     def rescue_all(self) -> None:
@@ -286,7 +284,7 @@ class Dispatcher:
         for stream in self.of(engine):
             if stream.stuck and engine.state != "ready":
                 continue
-            other = self.best_for(stream) or (self._least_busy() if certainly else None)
+            other = self.best_for(stream) or (self.least_busy() if certainly else None)
             if other is not None and other is not engine:
                 self.move(stream, other)
 
@@ -313,10 +311,10 @@ class Dispatcher:
     async def take_share(self, engine: Engine) -> int:
         """Move sequences to an engine that has come up, until no other has two more than it. Returns how many."""
         moved = 0
-        while engine.state == "ready" and not engine.leaving:
+        while engine.state == "ready" and not engine.leaving and engine.kind != PREFILL:
             others = [other for other in self.members.values() if other.state == "ready" and self.joined(other.index)]
             busiest = max(others, key=lambda other: len(self.of(other)))
-            movable = [stream for stream in self.of(busiest) if not stream.stuck]
+            movable = [stream for stream in self.of(busiest) if not stream.stuck and not stream.lends]
             if len(self.of(busiest)) - len(self.of(engine)) < 2 or not movable:
                 break
             moved += await self._hand_over(min(movable, key=lambda stream: len(stream.history())), engine)
@@ -345,6 +343,19 @@ class Dispatcher:
                 while any(self.of(self.members[index]) for index in indices):
                     self._left.clear()
                     await self._left.wait()
+
+
+def _shown(dispatcher: Dispatcher, engine: Engine, load: int) -> EngineState:
+    index, facts, elsewhere = engine.index, engine.facts, dispatcher.elsewhere
+    opened = len(engine.streams)
+    taken = dispatcher.taken[index]
+    if elsewhere is not None:
+        (opened, load), taken = elsewhere.open.get(index, (0, 0)), elsewhere.taken.get(index, 0)
+    return EngineState(
+        index, engine.state, engine.connection.pid if engine.connection is not None else 0,
+        facts.layout if facts is not None else "", facts.ranks if facts is not None else [], engine.stats, opened,
+        load, engine.leaving, taken, dispatcher.check.found.get(index, []), engine.kind,
+    )  # fmt: skip
 
 
 def _sum(parts: Iterable[EngineStats]) -> EngineStats:

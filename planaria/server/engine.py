@@ -51,6 +51,7 @@ class Engine:
 
     def __init__(self, index: int, server: int = 0, tell: Callable[[Wants | LetGo], None] | None = None) -> None:
         self.index, self.server, self.tell = index, server, tell
+        self.kind = ""  # of two: see planaria.server.prefill
         self.connection: EngineConnection | None = None  # to the process of now
         self.facts: EngineFacts | None = None
         self.stats = EngineStats()
@@ -303,16 +304,19 @@ class Engine:
         # An engine that ends lets go of what it has: its successor goes on. The root's word of it may come later.
         if delta.finish is FinishReason.ABORT and (self.restarting or self.tell is not None):
             return
-        piece = stream.take(delta)
+        lent = delta.finish is FinishReason.LENT  # it has left this engine, and goes on elsewhere
+        piece = stream.take(msgspec.structs.replace(delta, finish=None) if lent else delta)
         if piece is None:
             return
         self.tokens += len(piece.tokens)
-        if piece.finish is not None:
+        if piece.finish is not None or lent:
             del self.streams[name]
-            if piece.cancel and not stream.leaving:
+            if piece.cancel and not stream.leaving and not lent:
                 self.send(Cancel(name))
         self._clear(name)
         stream.tell(piece)
+        if lent and stream.dispatcher is not None:
+            stream.dispatcher.hand_overs.lent(stream, self, delta.lease)
         if self.turn is not None:
             self.admit()
 
@@ -337,7 +341,11 @@ def added(before: EngineStats, now: EngineStats) -> EngineStats:
         return now
     sums = {name: getattr(before, name) + getattr(now, name) for name in _COUNTERS}
     drafts = before.drafts.added(now.drafts) if before.drafts and now.drafts else now.drafts or before.drafts
-    return msgspec.structs.replace(now, **sums, experts=_experts_added(before.experts, now.experts), drafts=drafts)
+    transfers = now.transfers
+    if before.transfers is not None and transfers is not None:
+        transfers = before.transfers.added(transfers)
+    experts = _experts_added(before.experts, now.experts)
+    return msgspec.structs.replace(now, **sums, experts=experts, drafts=drafts, transfers=transfers)
 
 
 def _experts_added(before: ExpertStats | None, now: ExpertStats | None) -> ExpertStats | None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -19,6 +19,7 @@ from planaria import preload
 from planaria.config.data_parallel import engine_config, sharers
 from planaria.config.machine import accelerator_ids
 from planaria.config.options import EngineConfig
+from planaria.core.resize import deal_kinds
 from planaria.errors import PlanariaError
 from planaria.hosts.local import LocalHost
 from planaria.hosts.weights import WeightsMemory
@@ -105,8 +106,12 @@ class Fleet:
         self.others: Callable[[], list[ProcessInfo]] = list  # processes that are no engine's
         self.replacing: set[int] = set()  # engines whose process was told to end
         self._background = Background()
-        for index in config.parallel.replicas:
-            self.add(index, len(config.parallel.replicas))
+        parallel = config.parallel
+        self.kinds: dict[int, str] = {}  # of engines, by number, where there are two
+        if parallel.splits_prefill:
+            self.kinds = deal_kinds(parallel.replicas, parallel.prefill_engines, {})
+        for index in parallel.replicas:
+            self.add(index, len(parallel.replicas))
 
     def add(self, index: int, size: int) -> EngineKeeper:
         """Another engine, one of `size`, not yet started. It gets work once it is up and was admitted."""
@@ -119,9 +124,14 @@ class Fleet:
         keeper.on_leaving = functools.partial(self._told_to_leave, keeper)
         keeper.on_placed = functools.partial(self.dispatcher.check.placed, index)
         keeper.on_no_place = lambda: self._background.start(self._bring_back(keeper))
-        self.members[index] = keeper
+        self.members[index], keeper.engine.kind = keeper, self.kinds.get(index, "")
         self.dispatcher.add(keeper.engine)
         return keeper
+
+    def set_kinds(self, kinds: Mapping[int, str]) -> None:
+        """What engines are for from now on, also those that will be added."""
+        self.kinds = dict(kinds)
+        self.dispatcher.hand_overs.set_kinds(kinds)
 
     def _news(self, index: int) -> Callable[[StartUpNews], None] | None:
         """Start-up news, with ranks counted over all engines."""
@@ -229,8 +239,11 @@ class Fleet:
         alone = list(self.members) == [0]
         return self.others() + [
             msgspec.structs.replace(
-                row, engine=index, coordinates=row.coordinates if alone else {"dp": index, **row.coordinates}
-            )
+                row,
+                engine=index,
+                coordinates=row.coordinates if alone else {"dp": index, **row.coordinates},
+                kind=self.kinds.get(index, "") if row.role == "engine" else "",
+            )  # fmt: skip
             for (index, _), rows in zip(keepers, found, strict=True)
             for row in rows
         ]

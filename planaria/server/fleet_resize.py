@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from planaria.config.machine import accelerator_ids
-from planaria.core.resize import Refused, Resize, Resizes, Room, room_in_memory
+from planaria.core.resize import COMMITTED, Refused, Resize, Resizes, Room, deal_kinds, room_in_memory
 from planaria.errors import PlanariaError
 from planaria.node import available_memory
 from planaria.server.keeper import all_ready
@@ -53,8 +53,11 @@ class Resizer:
         self._task: asyncio.Task[None] | None = None
         self._cancelled = self._resizing_engines = False
 
-    async def resize(self, id: str, size: int, drain_timeout: float = DRAIN_TIMEOUT) -> Resize:
-        """Have `size` engines; returns when it is committed or rolled back. Raises Refused."""
+    async def resize(
+        self, id: str, size: int, drain_timeout: float = DRAIN_TIMEOUT, prefill: int | None = None
+    ) -> Resize:
+        """Have `size` engines, `prefill` of them for prompts, where there are two kinds; returns when it is committed
+        or rolled back. Raises Refused."""
         fleet = self.fleet
         parallel = fleet.config.parallel
         for given, option in (
@@ -73,14 +76,30 @@ class Resizer:
             raise Refused(f"engine {min(fleet.replacing)} was told to end and is being replaced; ask again", busy=True)
         if parallel.enable_expert_parallel:
             return await self._resize_lanes(id, size)
+        kinds = self._kinds(size, prefill)
         alive = [index for index, keeper in fleet.members.items() if keeper.engine.dead is None]
         resize, new = self.resizes.ask(id, size, list(fleet.members), alive, self._room(len(alive)))
         if new:
-            self._task = asyncio.create_task(self._run(resize, drain_timeout))
+            self._task = asyncio.create_task(self._run(resize, drain_timeout, kinds))
+        elif resize.state == COMMITTED and self.resizes.current is None:
+            fleet.set_kinds(kinds)
         task = self._task
         if task is not None and self.resizes.current is resize:
             await asyncio.shield(task)
         return resize
+
+    def _kinds(self, size: int, prefill: int | None) -> dict[int, str]:
+        """By number. Raises Refused."""
+        fleet = self.fleet
+        if not fleet.kinds and prefill is None:
+            return {}
+        if not fleet.kinds:
+            raise Refused("this server's engines are of one kind (see --prefill-engines): give their number alone")
+        if prefill is None:
+            raise Refused("this server's engines are of two kinds: say how many of each (--prefill, --decode)")
+        if prefill >= size:
+            raise Refused(f"{prefill} of {size} engines for prompts leave none to go on with them: ask for more")
+        return deal_kinds(range(self.resizes.first, self.resizes.first + size), prefill, fleet.kinds)
 
     async def _resize_lanes(self, id: str, size: int) -> Resize:
         """Data-parallel ranks that share experts are lanes of one engine: it begins another epoch with more or fewer,
@@ -183,13 +202,17 @@ class Resizer:
         needed = facts.weight_bytes - facts.shared_bytes + ranks * ((config.cache.memory or 0) + OVERHEAD)
         return room_in_memory(self.available(), needed, running)
 
-    async def _run(self, resize: Resize, drain_timeout: float) -> None:
+    async def _run(self, resize: Resize, drain_timeout: float, kinds: dict[int, str]) -> None:
+        """kinds: of the engines there are to be, where there are two."""
         fleet, books = self.fleet, self.resizes
+        before = fleet.kinds
+        fleet.kinds = {**kinds, **before}  # of those that come
         logger.info("resize %s: from %d to %d engines", resize.id, resize.before, resize.after)
         failure = ""
         try:
             if resize.start:
                 await self._grow(resize)
+            fleet.set_kinds(kinds)
             if resize.stop:
                 await self._drain(resize, drain_timeout)
                 await self._hand_over_all(resize)
@@ -206,6 +229,7 @@ class Resizer:
         if failure:
             books.enter("roll back", time.monotonic())
             await self._undo(resize)
+            fleet.set_kinds(before)
             books.roll_back(failure, time.monotonic())
             logger.warning("resize %s rolled back: %s", resize.id, failure)
             return

@@ -17,6 +17,7 @@ from planaria.errors import RequestError
 from planaria.server.common import encode_json
 from planaria.server.failure import RETRY_AFTER
 from planaria.server.service import Service
+from planaria.wire import TransferStats
 
 
 def health_of(service: Service) -> dict[str, object]:
@@ -38,6 +39,7 @@ def health_of(service: Service) -> dict[str, object]:
         "live": live, "ready": not service.not_ready(), "progressing": progressing, "why": "; ".join(why) or "ok",
         "recovering": recovering, "epoch": stats.epoch, "engine_restarts": service.faults.recoveries["engine"],
         "last_fault": service.faults.last_fault(), "last_layout_change": service.faults.last_change,
+        "prefill_threshold": client.hand_overs.threshold if client.hand_overs.both else None,
         "drafts": client.facts.drafts[0] if client.facts is not None and client.facts.drafts is not None else None,
         "engines": [
             {
@@ -46,10 +48,18 @@ def health_of(service: Service) -> dict[str, object]:
                 "kv_tier": None
                 if (tier := engine.stats.tier) is None
                 else {name: store.why or "ok" for name, store in tier.stores.items()},
+                "kind": engine.kind, "kv_transfer": _transfers(engine.stats.transfers),
             }
             for engine in client.engines()
         ],
     }  # fmt: skip
+
+
+def _transfers(stats: TransferStats | None) -> str | None:
+    if stats is None:
+        return None
+    lost = ", ".join(f"{why} {count}" for why, count in sorted(stats.failed.items()))
+    return f"computed here instead, at least in part: {lost} of {stats.transfers}" if lost else "ok"
 
 
 async def health(request: Request) -> Response:

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from planaria.core.stats import DraftStats
 from planaria.server.faults import FaultLog
 from planaria.types import FinishReason
-from planaria.wire import EngineState, ExpertStats, StoreStats, TierStats
+from planaria.wire import EngineState, ExpertStats, StoreStats, TierStats, TransferStats
 
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -79,6 +79,21 @@ _STORE: tuple[tuple[_Kind, str, str, Callable[[StoreStats], float]], ...] = (
 )
 
 
+# Of engines of two kinds.
+_TRANSFERS: tuple[
+    tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[TransferStats], float]], ...
+] = (
+    (CounterMetricFamily, "transfers", "Times that KV was asked of another engine.", lambda t: t.transfers),
+    (CounterMetricFamily, "blocks", "KV blocks that came from another engine.", lambda t: t.blocks),
+    (CounterMetricFamily, "bytes", "Of all ranks.", lambda t: t.received_bytes),
+    (CounterMetricFamily, "seconds", "Until all ranks had theirs.", lambda t: t.seconds),
+    (CounterMetricFamily, "lent", "Prompts whose KV was lent to another engine.", lambda t: t.lent),
+    (CounterMetricFamily, "expired", "Leases that nobody gave back in time.", lambda t: t.expired),
+    (CounterMetricFamily, "taken_back", "Leases whose memory running requests needed.", lambda t: t.taken_back),
+    (GaugeMetricFamily, "held_blocks", "KV blocks that are lent now.", lambda t: t.held),
+)
+
+
 def imbalance(engines: Iterable[EngineState]) -> float:
     """The highest load over the mean, of the engines that get new work; 1 is even, and 1 too when nothing is open."""
     loads = [engine.load for engine in engines if engine.state == "ready" and not engine.leaving]
@@ -94,6 +109,23 @@ def of_engines(engines: Iterable[EngineState], model: str) -> Iterator[Metric]:
                 family.add_metric([model, str(engine.index)], number(engine))
             yield family
     yield from _of_tiers({str(e.index): e.stats.tier for e in engines if e.stats.tier is not None}, model)
+    yield from _of_transfers([(str(e.index), e.stats.transfers) for e in engines if e.stats.transfers], model)
+
+
+def _of_transfers(engines: list[tuple[str, TransferStats]], model: str) -> Iterator[Metric]:
+    for kind, name, text, number in _TRANSFERS:
+        family = kind(f"planaria:kv_transfer_{name}", text, labels=["model_name", "engine"])
+        for index, stats in engines:
+            family.add_metric([model, index], number(stats))
+        yield family
+    failed = CounterMetricFamily(
+        "planaria:kv_transfer_failed", "Transfers of which not all came, so that it was computed.",
+        labels=["model_name", "engine", "reason"],
+    )  # fmt: skip
+    for index, stats in engines:
+        for reason, count in stats.failed.items():
+            failed.add_metric([model, index, reason], count)
+    yield failed
 
 
 def _of_tiers(tiers: Mapping[str, TierStats], model: str) -> Iterator[Metric]:

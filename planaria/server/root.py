@@ -27,7 +27,7 @@ def listed(fleet: Fleet, keeper: EngineKeeper) -> Listed:
     engine, handle = keeper.engine, keeper.handle
     found = Listed(
         index=keeper.index, process=keeper.number, ended=keeper.ended, as_told=keeper.as_told, dead=engine.dead,
-        joined=fleet.dispatcher.joined(keeper.index), leaving=engine.leaving, turn=keeper.turns.now,
+        joined=fleet.dispatcher.joined(keeper.index), leaving=engine.leaving, kind=engine.kind, turn=keeper.turns.now,
     )  # fmt: skip
     if handle is not None:
         found = msgspec.structs.replace(found, pid=handle.pid, address=handle.address, keys=handle.keys)

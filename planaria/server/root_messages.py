@@ -39,6 +39,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     dead: Dead | None = None
     joined: bool = False
     leaving: bool = False
+    kind: str = ""
     turn: Turn | None = None
 
 

@@ -497,6 +497,8 @@ class EngineHealth(Strict):
     running: int
     waiting: int
     kv_tier: dict[str, str] | None  # of each store "ok", or why no KV blocks are written to it now; null: there is none
+    kind: str  # prefill or decode, where there are engines of two kinds
+    kv_transfer: str | None  # "ok", or how often KV from another engine did not come, by reason; null: one kind
 
 
 class LayoutChange(Strict):
@@ -519,6 +521,7 @@ class HealthReport(Strict):
     engine_restarts: int
     last_fault: Fault | None
     last_layout_change: LayoutChange | None  # that no fault asked for
+    prefill_threshold: int | None  # tokens from which on a prompt is a prefill engine's; null: none of both kinds is up
     drafts: str | None  # who drafts
     engines: list[EngineHealth]
 
@@ -538,6 +541,7 @@ class ProcessEntry(Strict):
     resident: int  # bytes
     uptime: float | None  # seconds; null: of another node
     engine: int | None  # its number in the fleet; ranks count in each
+    kind: str  # of an engine, where there are two: prefill or decode
 
 
 class ProcessList(Strict):

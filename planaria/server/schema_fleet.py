@@ -13,6 +13,9 @@ class ScaleRequest(Strict):
     new_data_parallel_size: int = Field(
         ge=0, le=2**31 - 1, description="Engines to have; of an engine whose data-parallel ranks share experts: lanes."
     )
+    prefill: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="Of them for prompts, where there are engines of two kinds."
+    )
     drain_timeout: float | None = Field(
         None, ge=0, le=86400, description="Seconds that requests may stay in engines that leave; 120 if left out."
     )
@@ -103,6 +106,7 @@ class EngineEntry(Strict):
     open: int  # sequences
     load_tokens: int  # in KV, and still to be computed for what is open
     misplaced: list[str]  # a line for each rank that is not where it was planned
+    kind: str  # prefill or decode, where there are two
 
 
 class FleetResponse(Strict):

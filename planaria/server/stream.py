@@ -20,7 +20,7 @@ import msgspec
 from planaria.errors import PlanariaError
 from planaria.server.detokenise import Detokenizer
 from planaria.server.tokenise import Tokenizer
-from planaria.types import Delta, FinishReason, SamplingParams, TokenLogprobs
+from planaria.types import Delta, FinishReason, KVLease, SamplingParams, TokenLogprobs
 from planaria.wire import Submit
 
 if TYPE_CHECKING:
@@ -76,12 +76,13 @@ class Stream:
     Where it is: `dispatcher`: of several engines, hears how it goes on. `name`: what its engine calls it; `sent`: the
     engine of now has it; `leaving`: and was told to give it back; `lost`: an engine was lost with it; `tried`: how many
     tokens it had when it was moved away from one that was, -1 if that never was so; `goes_on`: called once when it is
-    heard of next, or ends."""
+    heard of next, or ends; `lends`: its engine is to end with its first token; `lease`: what that one has lent;
+    `since`, `lent`: time.monotonic() when it was sent to its engine, and when that has ended."""
 
     __slots__ = (
         "_detokenizer", "_eos", "_keep_stop", "choice", "dispatcher", "engine", "error", "finish", "goes_on", "id",
-        "leaving", "logprobs", "lost", "moves", "name", "num_cached", "prompt_logprobs", "queued", "sent", "sink",
-        "stop_reason", "submit", "text_length", "text_parts", "tokens", "tried",
+        "lease", "leaving", "lends", "lent", "logprobs", "lost", "moves", "name", "num_cached", "prompt_logprobs",
+        "queued", "sent", "since", "sink", "stop_reason", "submit", "text_length", "text_parts", "tokens", "tried",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +108,8 @@ class Stream:
         self.sent = self.leaving = self.lost = False
         self.moves, self.tried = 0, -1
         self.goes_on: Callable[[], None] | None = None
+        self.lends, self.since, self.lent = False, 0.0, 0.0
+        self.lease: tuple[Engine, KVLease] | None = None
 
     # -- where it is
 
@@ -121,9 +124,12 @@ class Stream:
 
     def resubmit(self) -> Submit:
         """What an engine is told so that it goes on from here: the same request, with the tokens it has."""
-        if self.name == self.submit.id and len(self.tokens) == len(self.submit.output):
+        if self.name == self.submit.id and len(self.tokens) == len(self.submit.output) and not self.lends:
             return self.submit
-        return msgspec.structs.replace(self.submit, id=self.name, output=list(self.tokens))
+        lease = self.lease[1] if self.lease is not None else None
+        return msgspec.structs.replace(
+            self.submit, id=self.name, output=list(self.tokens), lends=self.lends, lease=lease
+        )
 
     def rename(self) -> None:
         """It goes on elsewhere, under another name."""

@@ -134,7 +134,7 @@ class FakeEngine:
     def drain(self) -> None:
         pass
 
-    async def resize(self, id: str, size: int, drain_timeout: float) -> Resize:
+    async def resize(self, id: str, size: int, drain_timeout: float, prefill: int | None = None) -> Resize:
         self.asked = (id, size, drain_timeout)
         if size > 4:
             raise Refused("4 fit", busy=size == 9)

@@ -1,0 +1,123 @@
+"""Engines of two kinds: those that compute prompts, and those that go on from there, so that no stream waits for
+another's prompt. Which kind a sequence is for, and what it takes along.
+
+A prompt's engine ends with its first token, and lends what it has computed (planaria.core.transfer); the dispatcher
+moves the sequence like any other, with the lease, which is given back as soon as anything is heard of it from there. A
+kind is what the dispatcher makes of an engine, no more: without engines of one kind those of the other do all, and an
+engine's kind can be changed at any time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from planaria.core.resize import DECODE, PREFILL
+from planaria.core.router import Router
+from planaria.server.engine import Engine
+from planaria.server.stream import Stream
+from planaria.types import KVLease
+from planaria.wire import Release
+
+if TYPE_CHECKING:
+    from planaria.server.dispatcher import Dispatcher
+
+FIRST = 64  # tokens of a prompt that is handed over, before anything is measured
+LEAST, MOST = 32, 1024  # bounds of what is measured
+WEIGHT = 0.1  # of the latest one in a mean
+
+
+class Mean:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def take(self, new: float) -> None:
+        self.value += WEIGHT * (new - self.value) if self.value else new
+
+
+class HandOvers:
+    """Of a dispatcher's sequences. `transfer`: seconds from a prompt's first token to the next one, elsewhere; `token`:
+    seconds to compute one of a prompt."""
+
+    def __init__(self, dispatcher: Dispatcher, router: Router) -> None:
+        self.dispatcher, self.router = dispatcher, router
+        self.transfer, self.token = Mean(), Mean()
+
+    @property
+    def threshold(self) -> int:
+        """Tokens to be computed from which on a prompt is handed over: fewer are computed in the time that takes."""
+        if not self.transfer.value or not self.token.value:
+            return FIRST
+        return round(max(LEAST, min(MOST, self.transfer.value / self.token.value)))
+
+    @property
+    def both(self) -> bool:
+        """Is there one of each kind that can admit?"""
+        return self.router.is_open(PREFILL) and self.router.is_open(DECODE)
+
+    def set_kinds(self, kinds: Mapping[int, str]) -> None:
+        """What engines are for from now on, by number. What they have goes on."""
+        members = self.dispatcher.members
+        others = [index for index, kind in kinds.items() if index in members and members[index].kind != kind]
+        for index in others:
+            members[index].kind = kinds[index]
+            if self.dispatcher.joined(index):
+                self.router.set_kind(index, kinds[index])
+        if others:
+            self.dispatcher.on_changed()
+
+    def kinds(self, stream: Stream) -> tuple[str, ...]:
+        """For which kind it is, then where else it may go."""
+        return (PREFILL, DECODE, "") if self._for_prefill(stream) else (DECODE, PREFILL, "")
+
+    def _for_prefill(self, stream: Stream) -> bool:
+        submit = stream.submit
+        if not self.both or not may_leave(stream) or len(submit.prompt) < self.threshold:
+            return False
+        there = self.router.cached(submit.prompt, submit.cache_salt, DECODE)
+        return len(submit.prompt) - there >= self.threshold
+
+    def sent(self, stream: Stream, engine: Engine) -> None:
+        """It goes to this engine now."""
+        stream.lends = engine.kind == PREFILL and may_leave(stream) and self.router.is_open(DECODE)
+        stream.since = time.monotonic()
+
+    def lent(self, stream: Stream, engine: Engine, lease: KVLease | None) -> None:
+        """Its prompt is computed and its first token told: it goes on elsewhere, if it goes on."""
+        now = time.monotonic()
+        computed = len(stream.submit.prompt) - stream.num_cached
+        if computed > 0:
+            self.token.take(max(0.0, now - stream.since - stream.queued) / computed)
+        if self.dispatcher.open.get(stream.id) is not stream:
+            release(engine, lease)
+            return
+        stream.lease = (engine, lease) if lease is not None else None
+        stream.lent = now
+        other = self.dispatcher.best(stream) or self.dispatcher.least_busy()
+        if other is None:
+            stream.tell(stream.fail("no engine is left to go on with it; try again", cancel=False))
+        else:
+            self.dispatcher.move(stream, other)
+
+    def heard(self, stream: Stream) -> None:
+        """It goes on, or has ended: nobody needs what was lent."""
+        if stream.lent:
+            self.transfer.take(time.monotonic() - stream.lent)
+            stream.lent = 0.0
+        if stream.lease is not None:
+            release(*stream.lease)
+            stream.lease = None
+
+
+def may_leave(stream: Stream) -> bool:
+    """Can it go on elsewhere after its prompt? Log-probabilities of a prompt are made where it is computed, and one
+    token is all of it."""
+    submit = stream.submit
+    return not stream.tokens and submit.max_tokens > 1 and submit.params.prompt_logprobs is None
+
+
+def release(engine: Engine, lease: KVLease | None) -> None:
+    """Of a process that has ended there is nothing to be released."""
+    if lease is not None and engine.up:
+        engine.send(Release(lease.number, lease.id))
