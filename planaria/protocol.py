@@ -133,6 +133,7 @@ class LaneResult(msgspec.Struct, frozen=True, array_like=True):
     more: dict[int, list[int]] = {}  # of rows that drew several: the tokens after the first, each as if drawn alone
     late: tuple[int, ...] = ()  # rows that could not draw yet, nor will until their request enters again
     drafted: dict[int, int] = {}  # of rows that had drafts in this step: how many
+    pooled: dict[int, bytes] = {}  # of rows that draw no token but end with a vector: that, float32
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="step_result"):

@@ -89,6 +89,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
         return given[0]
 
 
+# Of which positions' hidden states a vector is made. All but the last need every position to be computed for it.
+POOLINGS = ("last", "mean", "cls")
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -124,6 +126,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: StructuredOutputsParams | None = None  # its older name
     grammar: str = ""  # filled in by the front end from structured_outputs
+    pooling: str = ""  # filled in by the front end: no token is drawn; a vector is made, by one of POOLINGS
     # vLLM's, that ask for what isn't here: None
     best_of: Any = None
     extra_args: Any = None
@@ -199,6 +202,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Is something told of every position of the prompt, so that none can come from KV?"""
+        return self.prompt_logprobs is not None or self.pooling not in ("", "last")
+
 
 _TUPLES = ("stop", "bad_words", "stop_token_ids", "allowed_token_ids")
 _ABSENT = ("best_of", "extra_args", "logits_processors", "truncate_prompt_tokens")
@@ -218,6 +226,25 @@ def bounds_of(params: type[SamplingParams]) -> dict[str, Within]:
     """By field."""
     hints = get_type_hints(params, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+class PoolingParams(msgspec.Struct, kw_only=True):
+    """What a vector, or scores of labels, are to be. Names are vLLM's; None: as the model has it.
+
+    truncate_prompt_tokens: only so many first tokens of a text; -1: as many as the model takes.
+    """
+
+    dimensions: int | None = None  # only so many first numbers
+    normalize: bool | None = None  # to length 1
+    activation: bool | None = None  # scores as probabilities
+    use_activation: bool | None = None  # another name of it, as is softmax
+    softmax: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    @property
+    def activates(self) -> bool:
+        """Are scores told as probabilities?"""
+        return False not in (self.activation, self.use_activation, self.softmax)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -284,6 +311,11 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
 
+    @property
+    def most_tokens(self) -> int:
+        """That it can come to."""
+        return len(self.prompt) + (0 if self.params.pooling else self.max_tokens)
+
     def __repr__(self) -> str:
         return (
             f"Request({self.id}, prompt {len(self.prompt)}, output {len(self.output)}/{self.max_tokens}, "
@@ -305,3 +337,4 @@ class Delta(msgspec.Struct, array_like=True):
     queued: float = 0.0  # seconds until its first step was planned (known at the first delta)
     error: str | None = None
     lease: KVLease | None = None  # with finish "lent"
+    pooled: bytes | None = None  # in place of tokens: a vector, float32

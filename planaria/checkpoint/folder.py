@@ -12,7 +12,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from planaria.checkpoint.fused import unfused
+from planaria.checkpoint.sentence import read_sentence
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
 
@@ -54,8 +57,17 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
         tokenizer_dir=str(folder) if has_tokenizer(folder) else None,
         chat_template=chat_template(folder),
         files=tuple(map(str, files)),
-        tensors=tuple(unfused(str(folder), config, tensors)),
+        tensors=tuple(unfused(str(folder), config, _prefixed(tensors))),
+        sentence=read_sentence(folder),
     )
+
+
+def _prefixed(tensors: list[TensorInfo]) -> list[TensorInfo]:
+    """Named as in a whole model, also where the file is of the model under a head alone (Qwen3Model, say)."""
+    if not any(t.name == "embed_tokens.weight" for t in tensors):
+        return tensors
+    heads = ("lm_head.", "score.", "model.")
+    return [t if t.name.startswith(heads) else msgspec.structs.replace(t, name=f"model.{t.name}") for t in tensors]
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from planaria.cache import kept_folder
+from planaria.checkpoint import sentence
 from planaria.checkpoint.folder import chat_template, has_tokenizer, read_folder, read_json
 from planaria.checkpoint.gguf import read_gguf, split_parts
 from planaria.checkpoint.spec import Checkpoint
@@ -36,9 +37,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = [
     "config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json", *sentence.FILES,
 ]  # fmt: skip
-HUB_IGNORED = ["consolidated*", "adapter_*", "*/*"]  # second copies of the weights, in the authors' own formats
+HUB_IGNORED = [
+    "consolidated*",
+    "adapter_*",
+    "*/*.safetensors",
+]  # second copies of the weights, in the authors' own formats
 
 
 class Hub(NamedTuple):

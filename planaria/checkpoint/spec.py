@@ -38,6 +38,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: dict[str, Any] = {}
     tokenizer_dir: str | None = None  # a folder with tokenizer.json (or other files transformers reads)
     chat_template: str | None = None
+    sentence: dict[str, Any] = {}  # what sentence-transformers' files say, see checkpoint.sentence
     files: tuple[str, ...] = ()  # that hold tensors
     tensors: tuple[TensorInfo, ...] = ()
 

@@ -381,6 +381,37 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             metavar="auto|vllm|FOLDER",
         ),
     ] = "auto"
+    runner: Annotated[
+        str,
+        option(
+            "What the model is for: generate, pooling (vectors and scores alone), or auto: what it is made for; one that "
+            "generates also embeds.",
+            choices=("auto", "generate", "pooling"),
+            hashed=True,
+        ),
+    ] = "auto"
+    convert: Annotated[
+        str,
+        option(
+            "With --runner pooling, what is made of the model: embed or classify; auto: what it has.",
+            choices=("auto", "none", "embed", "classify"),
+            hashed=True,
+        ),
+    ] = "auto"
+    pooler_config: Annotated[
+        str | dict[str, Any] | None,
+        option(
+            "How vectors are made, as JSON with vLLM's names: pooling_type (LAST, MEAN, CLS), normalize, dimensions, "
+            "activation; default: what the model's folder says.",
+            hashed=True,
+            metavar="JSON",
+        ),
+    ] = None
+    hf_overrides: Annotated[
+        str | dict[str, Any] | None,
+        option("""Fields in place of config.json's, as JSON, e.g. '{"is_matryoshka": true}'.""", hashed=True,
+               metavar="JSON"),
+    ] = None  # fmt: skip
     skip_tokenizer_init: Annotated[bool, option("Token ids in and out, no text.", typed=False, hashed=False)] = False
     null_worker: Annotated[bool, option("Compute nothing: measures the engine alone.", hashed=True)] = False
     batch_invariant: Annotated[
@@ -641,6 +672,33 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: float = 300.0
 
 
+class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model answers with, and how its vectors are made.
+
+    tasks: of generate, embed, classify, score. kind: one of types.POOLINGS; width: numbers of a whole vector; normalize:
+    to length 1. sizes: that a vector may be cut to, (): any; None: it may not be; dimensions: of requests that say
+    nothing. labels: of one that classifies; activation: what makes probabilities of their scores: softmax, sigmoid or
+    "", nothing.
+    """
+
+    tasks: tuple[str, ...] = ("generate",)
+    kind: str = "last"
+    width: int = 0
+    normalize: bool = True
+    sizes: tuple[int, ...] | None = None
+    dimensions: int | None = None
+    labels: tuple[str, ...] = ()
+    activation: str = ""
+
+    def dimensions_problem(self, dimensions: int) -> str:
+        """Why a vector can't be cut to so many numbers, or ""."""
+        if self.sizes is None:
+            return "the model wasn't trained for shorter vectors (config.json: is_matryoshka, matryoshka_dimensions)"
+        if self.sizes and dimensions not in self.sizes:
+            return f"the model was trained for {', '.join(map(str, self.sizes))}"
+        return "" if 1 <= dimensions <= self.width else f"must be from 1 to {self.width}"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything decided before a process starts. `checkpoint` is a planaria.checkpoint.Checkpoint as plain values."""
 
@@ -655,6 +713,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     null_worker: bool = False
     speculative: SpeculativeConfig | None = None
     draft: DraftSource | None = None
+    pooling: PoolingConfig = PoolingConfig()
 
     def with_layout(self, layout: Layout) -> EngineConfig:
         """The same engine, asked for in another layout. A partition of layers stays where it has as many stages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import msgspec
 
@@ -34,6 +35,7 @@ from planaria.config.options import (
     TierConfig,
 )
 from planaria.config.parallel import ranks_here, resolve_parallel, steps_in_flight, uses_ray
+from planaria.config.pooling import json_option, resolve_pooling
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import AUTO, parse_bytes, parse_tokens
 from planaria.config.speculative import draft_source, speculative_config
@@ -42,6 +44,7 @@ from planaria.env import environment
 from planaria.errors import ConfigError
 from planaria.models import model_config
 from planaria.models.deal import deal
+from planaria.models.fields import MOST
 from planaria.node import available_memory
 
 logger = logging.getLogger("planaria.config")
@@ -209,8 +212,18 @@ def resolve(options: EngineOptions) -> EngineConfig:
     generation = generation_config(options.generation_config, checkpoint.generation_config)
     checkpoint = msgspec.structs.replace(checkpoint, generation_config=generation)
     sampling_defaults(generation)
+    if overrides := json_option("--hf-overrides", options.hf_overrides, dict[str, Any]):
+        checkpoint = msgspec.structs.replace(checkpoint, config={**checkpoint.config, **overrides})
     model = model_config(checkpoint.config, checkpoint.generation_config)
-    max_model_len = parse_tokens(options.max_model_len, "--max-model-len") or model.max_position
+    splits = parallel.num_micro_batches > 1 or parallel.enable_expert_parallel
+    model, pooling = resolve_pooling(options, checkpoint, model, splits=splits)
+    if speculative is not None and not model.has_logits:
+        rule = f"{model.architecture} draws no tokens as it is used here"
+        raise ConfigError("--speculative-config", speculative.method, rule, "leave it out")
+    longest = (
+        model.max_position if model.has_logits else min(model.max_position, checkpoint.sentence.get("max_length", MOST))
+    )
+    max_model_len = parse_tokens(options.max_model_len, "--max-model-len") or longest
     if max_model_len > model.max_position:
         raise ConfigError(
             "--max-model-len", max_model_len, f"the model's positions end at {model.max_position}",
@@ -240,7 +253,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
             depth=steps_in_flight(parallel, options.async_scheduling, device_name),
             micro_steps=parallel.pipeline_parallel_size,
             max_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
-            max_logit_rows=options.max_num_seqs + LOGIT_ROWS,
+            max_logit_rows=options.max_num_seqs
+            + (LOGIT_ROWS if model.has_logits else step_tokens(options, device_name)),
         ),
         cache=CacheConfig(
             **{
@@ -256,4 +270,5 @@ def resolve(options: EngineOptions) -> EngineConfig:
         null_worker=options.null_worker,
         speculative=speculative,
         draft=draft_source(speculative, model, hub, device.dtype),
+        pooling=pooling,
     )

@@ -11,8 +11,10 @@ from planaria.errors import ConfigError
 RENAMED = {
     "scheduling_policy": "policy", "kv_cache_memory_bytes": "kv_cache_memory", "allowed_origins": "cors_origins",
     "allowed_methods": "cors_methods", "allowed_headers": "cors_headers", "allow_credentials": "cors_credentials",
+    "task": "runner", "override_pooler_config": "pooler_config",
 }  # fmt: skip
 VALUES: dict[str, dict[Any, Any]] = {
+    "runner": dict.fromkeys(("embed", "embedding", "classify", "score", "reward", "encode"), "pooling"),
     "dtype": {"half": "bfloat16", "float16": "bfloat16", "float": "float32"}, "quantization": {"gguf": "auto"},
     "tool_call_parser": {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "deepseek_v31": "deepseek_v3"},
 }  # fmt: skip
@@ -60,8 +62,7 @@ ABSENT = {
     "other ways to follow grammars, and defaults for them": """structured_outputs_config guided_decoding_backend
         guided_decoding_disable_fallback!
         guided_decoding_disable_any_whitespace! guided_decoding_disable_additional_properties!""",
-    "models that embed or classify": """task runner convert pooler_config override_pooler_config
-        io_processor_plugin""",
+    "plugins": "io_processor_plugin",
     "prompts of embeddings, images or sounds": "enable_prompt_embeds! enable_mm_embeds! mm_encoder_only!",
     "KV on the move": """kv_transfer_config kv_events_config ec_transfer_config kv_offloading_backend
         weight_transfer_config""",
@@ -71,7 +72,7 @@ ABSENT = {
     "other weights, code or classes": """load_format model_loader_extra_config ignore_patterns model_impl config_format
         tokenizer_mode logits_processors logits_processor_pattern scheduler_cls additional_config middleware
         enable_return_routed_experts!""",
-    "another configuration than the model's": """hf_overrides rope_scaling rope_theta override_generation_config
+    "another configuration than the model's": """rope_scaling rope_theta override_generation_config
         override_attention_dtype disable_sliding_window! logprobs_mode max_logprobs""",
     "traces and profiles by this option": "profiler_config",
     "this of the server": """uds root_path ssl_cert_reqs ssl_ciphers enable_ssl_refresh! default_chat_template_kwargs
@@ -81,8 +82,7 @@ ABSENT = {
 # Values of these that ask for nothing; of others: None, and of a switch False.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto", "hf"), "load_format": ("auto", "safetensors", "gguf"), "kv_cache_dtype": ("auto",),
-    "task": ("auto", "generate"), "runner": ("auto", "generate"), "convert": ("auto", "none"),
-    "model_impl": ("auto", "vllm"), "hf_overrides": ({}, "{}"), "override_generation_config": ({}, "{}"),
+    "model_impl": ("auto", "vllm"), "override_generation_config": ({}, "{}"),
     "logits_processors": ([],), "decode_context_parallel_size": (1, "1"), "prefill_context_parallel_size": (1, "1"),
     "config_format": ("auto", "hf"), "chat_template_content_format": ("auto", "string"), "ssl_cert_reqs": (0, "0"),
     "response_role": ("assistant",), "guided_decoding_backend": ("auto", "guidance"), "lora_modules": ([],),

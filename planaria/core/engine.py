@@ -89,13 +89,15 @@ class EngineCore:
     def admit(self, request: Request) -> list[Delta]:
         """Take a request. One that can never run is answered at once, with an error."""
         lane = self._lane_for(request)
-        total = len(request.prompt) + request.max_tokens
+        total = request.most_tokens
         limit = min(self.config.max_model_len, lane.capacity())
         problem = None
         if not request.prompt:
             problem = "the prompt is empty"
         elif request.id in self.lane_of:
             problem = f"a request with id {request.id!r} is already open"
+        elif total > limit and request.params.pooling:
+            problem = f"prompt has {total} tokens; this engine holds {limit} for one request"
         elif total > limit:
             problem = (
                 f"prompt ({len(request.prompt)}) and max_tokens ({request.max_tokens}) are {total} tokens; "
@@ -245,7 +247,7 @@ class EngineCore:
             lane.lost(0, self.micro_steps, kept=kept)
             self.replayed_tokens += before - sum(entry.request.computed for entry in lane.entries.values())
             for request in [entry.request for entry in lane.entries.values()]:
-                if len(request.prompt) + request.max_tokens > lane.capacity():
+                if request.most_tokens > lane.capacity():
                     for delta in self.cancel(request.id, FinishReason.ERROR):
                         delta.error = f"after a fault this engine holds {lane.capacity()} tokens for one request"
                         deltas.append(delta)

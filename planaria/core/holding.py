@@ -40,8 +40,8 @@ def release_ended(lane: Lane) -> None:
 
 def hold(lane: Lane, entry: SequenceState) -> None:
     """It keeps the blocks up to its cursor; what steps in flight put behind it counts for nothing."""
-    if entry.prompt_logprobs is not None and not entry.request.output:
-        entry.request.computed = 0  # its prompt's are drawn from steps, not from KV
+    if entry.reads and not entry.request.output:
+        entry.request.computed = 0  # what is told of its prompt comes from steps, not from KV
     computed = entry.request.computed
     held = -(-computed // lane.block_size)
     blocks, remembered = entry.blocks[:held], min(entry.remembered, held)
@@ -97,7 +97,6 @@ def claim(lane: Lane, entry: SequenceState) -> None:
     if held is None:
         return
     entry.blocks, request.computed = held.blocks, min(held.length, request.num_tokens - 1)
-    entry.prompt_logprobs = [None] if request.params.prompt_logprobs is not None else None
     hold(lane, entry)
 
 

@@ -270,6 +270,10 @@ class Lane:
             if at is None or not at.open:
                 continue
             deltas.append(self.token(at, token, result.logprobs.get(row)))
+        for row, vector in result.pooled.items():
+            at = self.at_row[row]
+            if at is not None and at.open:
+                deltas.append(self.pooled(at, vector))
         if result.drafted:
             self.drafts = self.drafts.checked(result.drafted, result.more)
         if result.more:
@@ -307,6 +311,14 @@ class Lane:
             delta.lease = self.lender.lend(entry)
             return self._finish(entry, delta, FinishReason.LENT)
         return delta
+
+    def pooled(self, entry: SequenceState, vector: bytes) -> Delta:
+        """It ends with this in place of tokens."""
+        request = entry.request
+        if entry.row is not None:
+            self.computed_to(entry, len(request.prompt))
+        delta = Delta(request.id, 0, [], num_cached=entry.num_cached, queued=entry.queued, pooled=vector)
+        return self._finish(entry, delta, FinishReason.STOP)
 
     def computed_to(self, entry: SequenceState, cursor: int) -> None:
         """KV holds the first `cursor` tokens: remember the full blocks among them."""

@@ -19,8 +19,8 @@ class SequenceState:
 
     __slots__ = (
         "auto", "auto_from", "auto_start", "blocks", "end_tick", "fetch", "fetched", "key", "keys", "last_step",
-        "leaving", "next_event", "num_cached", "open", "owned", "planned", "prompt_logprobs", "queued", "remembered",
-        "request", "row", "stops", "target", "turn",
+        "leaving", "next_event", "num_cached", "open", "owned", "planned", "prompt_logprobs", "queued", "reads",
+        "remembered", "request", "row", "stops", "target", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: Key) -> None:
@@ -45,6 +45,7 @@ class SequenceState:
         self.queued = 0.0  # seconds before it first had a row
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         params = request.params
+        self.reads = params.reads_prompt  # positions of the prompt that steps tell of can't come from KV
         # One with a grammar has its end tokens only where they end it: see `structured.constraint`.
         ends = request.eos_ids if params.grammar or not params.ignore_eos else ()
         self.stops = frozenset(params.stop_token_ids) | frozenset(ends)

@@ -127,7 +127,7 @@ class StepBuilder:
         for entry in list(lane.prefilling):
             if self.tokens <= 0:
                 break
-            if self.logits <= 0 and entry.prompt_logprobs is not None:
+            if self.logits <= 0 and entry.reads:
                 continue
             if turn.num_rows >= self.room and entry.target - entry.planned <= self.tokens:
                 continue  # another turn takes it
@@ -147,8 +147,8 @@ class StepBuilder:
                 continue
             hits = entry.blocks  # that it has, of before a fault
             usable = (len(history) - 1) // lane.block_size  # the last token must be computed
-            cached = lane.caching and entry.request.params.prompt_logprobs is None
-            if not cached and entry.request.params.prompt_logprobs is not None and self.logits <= 0:
+            cached = lane.caching and not entry.reads
+            if entry.reads and self.logits <= 0:
                 passed.append(item)
                 continue
             if cached:
@@ -202,7 +202,7 @@ class StepBuilder:
         lane.pool.share(hits)
         entry.remembered = len(hits)
         request.computed = len(hits) * lane.block_size
-        if lane.caching and request.params.prompt_logprobs is None:
+        if lane.caching and not entry.reads:
             lane.prefix_queries += length
             lane.prefix_hits += request.computed
         if not request.output:
@@ -216,7 +216,7 @@ class StepBuilder:
     def _chunk(self, entry: SequenceState, fresh: Fresh | None = None) -> None:
         """Plan the next part of a history."""
         count = min(entry.target - entry.planned, self.tokens, self._part(entry))
-        if entry.prompt_logprobs is not None:
+        if entry.reads:
             count = min(count, max(self.logits, 1))
             self.logits -= count
         self.tokens -= count

@@ -304,7 +304,8 @@ class Ops(Protocol):
         self, forward: Callable[[Operations], Act], batch: Batch, lanes: All2All | None = None
     ) -> Callable[[], Array]:
         """A function that runs `forward` on what `batch` holds at that moment and returns its result as an array
-        [S, vocabulary] (or [T, H]) float32, valid until the next run. Called with S = 0 it runs and returns an empty
+        [S, vocabulary] (or [T, H]), valid until the next run; of several results, a tuple of such. Float32, but for
+        those in the activation dtype. Called with S = 0 it runs and returns an empty
         array. Raises CollectiveAborted when a rank of the group is gone. lanes: a way to exchange tokens in place of
         the one that was joined; functions with ways of their own may run in several threads, as long as only one of
         them computes while others exchange."""

@@ -450,7 +450,7 @@ class TorchOps:
         return torch.as_tensor(self.tp.gather_columns(self._shared(out), vocab, size))
 
     def compile(
-        self, forward: Callable[[Any], Tensor], batch: Batch, lanes: All2All | None = None
+        self, forward: Callable[[Any], Tensor | tuple[Tensor, ...]], batch: Batch, lanes: All2All | None = None
     ) -> Callable[[], Array]:  # fmt: skip
         own = self
         if lanes is not None:
@@ -462,7 +462,8 @@ class TorchOps:
             if own.lanes is not None:
                 batch.counts[3] = own.lanes.begin(int(batch.counts[0]))
             own._step = StepTensors(batch, own.device)
-            return own._shared(forward(own))
+            found = forward(own)
+            return tuple(map(own._shared, found)) if isinstance(found, tuple) else own._shared(found)
 
         return run
 

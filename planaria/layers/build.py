@@ -61,7 +61,8 @@ def read_experts(
 
 def _warn_of_unused(config: ModelConfig, load: WeightLoader) -> None:
     def ignored(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+        unused_head = config.tie_word_embeddings or not config.has_logits
+        return name.endswith("rotary_emb.inv_freq") or (unused_head and name == "lm_head.weight")
 
     extra = load.unused(ignored)
     if extra:

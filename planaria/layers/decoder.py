@@ -108,26 +108,45 @@ class Model:
     ) -> None:
         self.config, self.shard, self._ops = c, shard, ops
         self.first, self.last = shard.first(), shard.last(c)  # does it embed tokens, does it end in logits
-        tied, table = c.tie_word_embeddings, (shard.vocab, c.vocab_size, c.hidden_size)
+        tied, table = c.tie_word_embeddings and c.has_logits, (shard.vocab, c.vocab_size, c.hidden_size)
         self.embedding = load.table("model.embed_tokens", *table) if self.first or (tied and self.last) else None
         self.layers = [
             DecoderLayer(c, layer, load, shard, ropes[c.window(layer) is not None]) for layer in shard.layers
         ]
-        self.norm = norm_of(c, load, "model.norm", c.logit_scale) if self.last else None
-        self.head = self.embedding if tied else load.table("lm_head", *table) if self.last else None
+        self.norm = norm_of(c, load, "model.norm", c.logit_scale if c.has_logits else 1.0) if self.last else None
+        self.head = self.embedding if tied else load.table("lm_head", *table) if self.last and c.has_logits else None
+        labelled = self.last and c.head == "labels"
+        self.labels = load.plain("score", c.num_labels, c.hidden_size) if labelled else None
         self.blocks = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
         self._dense_bytes = load.num_bytes - self._expert_bytes()
 
     def forward(self, ops: Operations) -> Act:
-        """Logits [S, vocabulary] of the positions the batch wants them for; of a stage that isn't the last, the
-        residual [T, H]."""
+        """Logits [S, vocabulary] of the positions the batch wants them for, or what the model has in their place: scores
+        [S, labels], else hidden states [S, H] in the activation dtype; of a stage that isn't the last, the residual
+        [T, H]."""
+        h = self._residual(ops)
+        if self.norm is None:
+            return h
+        x = self.norm(ops, ops.take(h))
+        if self.labels is not None:
+            return ops.scores(x, self.labels)
+        return x if self.head is None else self._logits(ops, x)
+
+    def forward_both(self, ops: Operations) -> tuple[Act, Act]:
+        """Of the last stage of a model that has logits: these, and the hidden states they are made of, [S, H]."""
+        assert self.norm is not None
+        x = self.norm(ops, ops.take(self._residual(ops)))
+        return self._logits(ops, x), x
+
+    def _residual(self, ops: Operations) -> Act:
         c, vocab = self.config, self.shard.vocab
         h = ops.embed(self.embedding, vocab, c.embedding_scale) if self.first else ops.hidden(c.hidden_size)
         for layer in self.layers:
             h = layer(ops, h)
-        if self.norm is None:
-            return h
-        return ops.logits(self.norm(ops, ops.take(h)), self.head, vocab, c.vocab_size, c.logit_cap)
+        return h
+
+    def _logits(self, ops: Operations, x: Act) -> Act:
+        return ops.logits(x, self.head, self.shard.vocab, self.config.vocab_size, self.config.logit_cap)
 
     def _expert_bytes(self) -> int:
         ops = self._ops

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from planaria.errors import ModelError
 from planaria.models.config import ModelConfig
 from planaria.models.families import FAMILIES
+from planaria.models.fields import refuse, size
 
 SUPPORTED = tuple(sorted(FAMILIES))
+HEADS = {"ForCausalLM": "vocabulary", "ForSequenceClassification": "labels", "Model": ""}
+MOST_LABELS = 1 << 16
 
 
 def model_config(hf: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -23,10 +28,28 @@ def model_config(hf: dict[str, Any], generation: dict[str, Any] | None = None) -
     if not isinstance(named, list) or not all(isinstance(a, str) for a in named):
         raise ModelError(f"config.json: architectures {named!r}: must be a list of names")
     for architecture in named:
-        if architecture in FAMILIES:
-            return FAMILIES[architecture](hf, generation or {})
+        for end, head in HEADS.items():
+            family = architecture.removesuffix(end) + "ForCausalLM"
+            if architecture.endswith(end) and family in FAMILIES:
+                return _headed(FAMILIES[family](hf, generation or {}), architecture, head, hf)
     found = ", ".join(named) or "none named in config.json (architectures)"
     raise ModelError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED)}")
+
+
+def _headed(config: ModelConfig, architecture: str, head: str, hf: dict[str, Any]) -> ModelConfig:
+    """A family's model with another head, or none."""
+    for name, needed in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if hf.get(name) not in (None, needed):
+            raise refuse(name, hf[name], "attention in both directions is not supported")
+    if head == "vocabulary":
+        return config
+    labels = 0
+    if head == "labels":
+        named = hf.get("id2label")
+        if named is not None and not isinstance(named, dict):
+            raise refuse("id2label", named, "must be an object")
+        labels = size(hf, "num_labels", len(named) if named else 2, most=MOST_LABELS)
+    return msgspec.structs.replace(config, architecture=architecture, head=head, num_labels=labels)
 
 
 __all__ = ["FAMILIES", "SUPPORTED", "model_config"]

@@ -111,6 +111,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"  # of the checkpoint
     moe: MoEConfig | None = None  # None: every layer has a plain MLP
+    head: str = "vocabulary"  # what the last hidden states become: logits; "labels": scores of so many; "": nothing
+    num_labels: int = 0
 
     def is_moe(self, layer: int) -> bool:
         """Has this layer experts in place of an MLP?"""
@@ -121,6 +123,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Layers with experts, in order."""
         return tuple(filter(self.is_moe, range(self.num_layers)))
 
+    @property
+    def has_logits(self) -> bool:
+        """Can it draw tokens?"""
+        return self.head == "vocabulary"
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer, in tokens (the query itself counts), or None."""
         return self.windows[layer] if self.windows else None
@@ -130,7 +137,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Number of weights, biases and norms among them, the tied embedding counted once."""
         norm = self.hidden_size * (1 + self.layer_norms)
         layer = self._attention_parameters() + (4 if self.branch_norms else 2) * norm
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings or not self.has_logits else 2)
+        tables += self.num_labels * self.hidden_size
         blocks = sum(self._block_parameters(i) for i in range(self.num_layers))
         return layer * self.num_layers + blocks + tables + norm
 

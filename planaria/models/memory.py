@@ -46,14 +46,15 @@ def rank_memory(
     if config.moe is not None:
         columns = max(columns, config.moe.top_k * len(shard.expert_columns))
     step = step_tokens * (3 * hidden + 2 * heads + width + 2 * columns) * element
-    logits = min(step_tokens, logit_rows) * config.vocab_size * 4 if shard.last(config) else 0
+    width = config.vocab_size if config.has_logits else hidden
+    logits = min(step_tokens, logit_rows) * width * 4 if shard.last(config) else 0
     return RankMemory(int(num_parameters(config, shard) * parameter), kv, step + logits)
 
 
 def num_parameters(config: ModelConfig, shard: Shard) -> int:
     """Weights of a rank; biases are left out."""
     first, last, hidden = shard.first(), shard.last(config), config.hidden_size
-    tables = first + last - (first and last and config.tie_word_embeddings)
+    tables = first + (last and config.has_logits and not (first and config.tie_word_embeddings))
     return (tables * len(shard.vocab) + last) * hidden + sum(_of_layer(config, shard, layer) for layer in shard.layers)
 
 

@@ -324,7 +324,7 @@ class Dispatcher:
         """Move one, if it is still there when the other engine has its history in its prefix cache. Ends when it goes
         on there: what is computed for the next one would only make it wait."""
         engine = stream.engine
-        if self.warm and engine.state == "ready":
+        if self.warm and engine.state == "ready" and not stream.submit.params.pooling:
             await _warm_up(other, stream)
         if stream.engine is not engine or self.open.get(stream.id) is not stream or other.state != "ready":
             return False

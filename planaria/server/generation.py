@@ -117,6 +117,9 @@ class Generation:
                 if self.first_token is None:
                     self.first_token = now
             self._last[sequence.id] = now
+        elif sequence.pooled is not None:
+            metrics.queue.observe(sequence.queued)
+            metrics.prompt_tokens += len(sequence.submit.prompt)
         if piece.finish is not None:
             metrics.success[piece.finish] += 1
             metrics.e2e.observe(now - self.info.arrival)

@@ -108,12 +108,17 @@ def _needs_tokenizer(param: str) -> RequestError:
     )  # fmt: skip
 
 
-def check_prompt(prompt: list[int], facts: EngineFacts, param: str = "prompt") -> None:
+def check_prompt(prompt: list[int], facts: EngineFacts, param: str = "prompt", *, generates: bool = True) -> None:
     """Raise RequestError for a prompt that is empty, too long or has ids outside the vocabulary."""
     if not prompt:
         raise RequestError("prompt is empty: it needs at least one token", param=param, code="invalid_value")
-    limit = facts.max_model_len
-    if len(prompt) >= limit:
+    limit = facts.max_model_len if generates else room(facts)
+    if not generates and len(prompt) > limit:
+        raise RequestError(
+            f"{param} has {len(prompt)} tokens; at most {limit} (truncate_prompt_tokens: -1 takes the first of them)",
+            param=param, code="context_length_exceeded",
+        )  # fmt: skip
+    if generates and len(prompt) >= limit:
         raise RequestError(
             f"prompt has {len(prompt)} tokens; with at least one token to generate, this model's length of {limit} "
             "tokens is exceeded",

@@ -81,8 +81,9 @@ class Stream:
 
     __slots__ = (
         "_detokenizer", "_eos", "_keep_stop", "choice", "dispatcher", "engine", "error", "finish", "goes_on", "id",
-        "lease", "leaving", "lends", "lent", "logprobs", "lost", "moves", "name", "num_cached", "prompt_logprobs",
-        "queued", "sent", "since", "sink", "stop_reason", "submit", "text_length", "text_parts", "tokens", "tried",
+        "lease", "leaving", "lends", "lent", "logprobs", "lost", "moves", "name", "num_cached", "pooled",
+        "prompt_logprobs", "queued", "sent", "since", "sink", "stop_reason", "submit", "text_length", "text_parts",
+        "tokens", "tried",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +101,7 @@ class Stream:
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.pooled: bytes | None = None  # a vector, in place of tokens
         self._keep_stop = params.include_stop_str_in_output
         self._eos = frozenset(submit.eos_ids) - frozenset(params.stop_token_ids)
         self._detokenizer = make_detokenizer(tokenizer, params, submit.prompt)
@@ -208,6 +210,7 @@ class Stream:
             self.num_cached = delta.num_cached
         if delta.queued:
             self.queued = delta.queued
+        self.pooled = delta.pooled
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = piece.prompt_logprobs = delta.prompt_logprobs
         if finish is not None:

@@ -91,6 +91,24 @@ class Tokenizer:
         ids: list[int] = self.backend.encode(_clean(text), add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_first(self, text: str, second: str | None, limit: int | None, add_special_tokens: bool = True) -> list[int]:
+        """`encode` of a text, or of two that are looked at together, of whose first tokens only so many are taken (of
+        two, of the longer one) that there are at most `limit` with what the post-processor adds."""
+        parts = [self.backend.encode(_clean(part), add_special_tokens=False) for part in (text, second) if part is not None]
+        added = self.backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+        sizes = [len(part.ids) for part in parts]
+        if limit is not None and sum(sizes) + added > limit:
+            left = max(limit - added, 0)
+            if len(parts) == 2:
+                short = min(min(sizes), left // 2)
+                sizes = [short, left - short] if sizes[0] <= sizes[1] else [left - short, short]
+            else:
+                sizes = [left]
+            for part, size in zip(parts, sizes, strict=True):
+                part.truncate(size)
+        ids: list[int] = self.backend.post_process(*parts, add_special_tokens=add_special_tokens).ids
+        return ids if limit is None else ids[:limit]
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of several texts, in parallel."""
         batch = self.backend.encode_batch([_clean(t) for t in texts], add_special_tokens=add_special_tokens)

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from planaria.config.options import SchedulerConfig
 from planaria.kernels.ops import Array, Batch
-from planaria.protocol import LanePlan, LaneResult, Row
+from planaria.protocol import Fresh, LanePlan, LaneResult, Row
 from planaria.types import TokenLogprobs
+from planaria.worker.pooling import Pooling
 from planaria.worker.sampler import Follower, Sampler
 from planaria.worker.stage import Stage
 
@@ -35,9 +36,10 @@ class Runner:
     def __init__(
         self, batch: Batch, forward: Callable[[], Array], sampler: Sampler | Follower,
         scheduler: SchedulerConfig, block_size: int, stage: Stage | None = None, *, meets: bool = False,
-        speculation: Speculation | None = None,
+        speculation: Speculation | None = None, pooling: Pooling | None = None,
     ) -> None:  # fmt: skip
         self.batch, self.sampler, self.meets, self.speculation = batch, sampler, meets, speculation
+        self.pooling = pooling or Pooling(lambda: forward)
         self.stage = stage or Stage(batch, forward)
         self.block_size = block_size
         rows = scheduler.max_num_seqs
@@ -68,20 +70,25 @@ class Runner:
         samples: list[int] = rows.tolist()
         lines = self._fill_auto(rows, taken)  # logits rows to draw from
         prompt_parts: list[tuple[Row, int]] = []  # (chunk, first of its logits rows)
+        pooled: list[tuple[Row, int]] = []  # the same, of rows that end with a vector
         num_seqs = len(samples)
         num_samples = num_tokens = num_seqs if taken is None else num_seqs + int(taken.sum())
         for chunk in chunks:
             first = num_tokens
             num_tokens = self._fill_chunk(chunk, num_seqs, num_tokens)
             num_seqs += 1
+            pools = chunk.row in self.pooling.kinds
+            if pools and (chunk.sample or self.pooling.reads_all(chunk.row)):
+                pooled.append((chunk, num_samples))
             if chunk.row in self.logprobs_wanted:
                 prompt_parts.append((chunk, num_samples))
+            if chunk.row in self.logprobs_wanted or self.pooling.reads_all(chunk.row):
                 self.batch.sample_index[num_samples : num_samples + chunk.count] = np.arange(first, num_tokens)
                 num_samples += chunk.count
             elif chunk.sample:
                 self.batch.sample_index[num_samples] = num_tokens - 1
                 num_samples += 1
-            if chunk.sample:
+            if chunk.sample and not pools:
                 lines.append(num_samples - 1)
                 samples.append(chunk.row)
         self.batch.seq_start[num_seqs] = num_tokens
@@ -89,7 +96,8 @@ class Runner:
         self.batch.counts[:3] = (num_tokens, num_seqs, num_samples)
         if not num_tokens and not self.meets:
             return LaneResult([], [], errors=refused)
-        logits = self.stage.run(num_tokens)
+        logits, vectors, failed = self._run(num_tokens, pooled)
+        refused |= failed
         sampler = self.sampler if isinstance(self.sampler, Sampler) else None
         prompt_logprobs = {}
         if logits is not None and sampler is not None:
@@ -97,11 +105,11 @@ class Runner:
                 prompt_logprobs[chunk.row] = self._prompt_logprobs(sampler, chunk, logits, line)
         for chunk in chunks:
             if chunk.sample:
-                self.turn[chunk.row] = turn
+                self.turn[chunk.row] = turn if chunk.row not in self.pooling.kinds else -1
                 self.prompts.pop(chunk.row, None)
                 self.logprobs_wanted.pop(chunk.row, None)
         if not samples:
-            return LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused)
+            return LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
         if logits is None or sampler is None:
             self.stage.drew(turn, samples, None)
             return LaneResult([], [], errors=refused)
@@ -109,9 +117,9 @@ class Runner:
             drawn = self._draw_further(sampler, logits, samples, lines, taken.tolist(), turn, alone=not chunks)
             errors, late = _told_apart(drawn.errors)
             return msgspec.structs.replace(
-                drawn, prompt_logprobs=prompt_logprobs, errors={**refused, **errors}, late=late
+                drawn, prompt_logprobs=prompt_logprobs, errors={**refused, **errors}, late=late, pooled=vectors
             )  # fmt: skip
-        if prompt_parts:
+        if prompt_parts or pooled:
             logits = logits[lines]
         tokens, logprobs, errors = sampler.sample(logits, samples)
         self.last[samples] = tokens
@@ -121,7 +129,22 @@ class Runner:
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]
         errors, late = _told_apart(errors)
         each = {row: [entry] for row, entry in logprobs.items()}
-        return LaneResult(samples, tokens, each, prompt_logprobs, {**refused, **errors}, late=late)
+        return LaneResult(samples, tokens, each, prompt_logprobs, {**refused, **errors}, late=late, pooled=vectors)
+
+    def _run(
+        self, num_tokens: int, pooled: list[tuple[Row, int]]
+    ) -> tuple[Array | None, dict[int, bytes], dict[int, str]]:
+        """A forward pass: logits, and of rows that end with a vector those that are there, and errors. pooled: chunks of
+        such rows."""
+        if not pooled or self.pooling.alone:
+            out = self.stage.run(num_tokens)
+            logits, hidden = (None, out) if self.pooling.alone else (out, None)
+        else:
+            out = self.stage.run(num_tokens, self.pooling.both)
+            logits, hidden = out if out is not None else (None, None)
+        if hidden is None or not pooled or not self.stage.samples:
+            return logits, {}, {}
+        return logits, *self.pooling.vectors(hidden, pooled)
 
     def _draw_further(
         self, sampler: Sampler, logits: Array, samples: list[int], lines: list[int], taken: list[int], turn: int, *,
@@ -162,6 +185,7 @@ class Runner:
         self.logprobs_wanted.pop(row, None)
         self.refused.pop(row, None)
         self.sampler.leave(row)
+        self.pooling.leave(row)
         if self.speculation is not None:
             self.speculation.leave(row)
 
@@ -177,10 +201,9 @@ class Runner:
             if fresh.params.prompt_logprobs is not None:
                 self.logprobs_wanted[row] = fresh.params.prompt_logprobs
             self.refused.pop(row, None)
+            self.pooling.leave(row)
             try:
-                self.sampler.enter(row, fresh)
-                if self.speculation is not None:
-                    self.speculation.enter(row, fresh)
+                self._begin(row, fresh)
             except Exception as e:  # this request's mistake; the others go on
                 self.refused[row] = f"the request can't be run: {e}"
                 return False
@@ -193,6 +216,17 @@ class Runner:
         if change.start not in (-1, self.cursor[row]):
             raise ValueError(f"row {row} is at {self.cursor[row]}, the plan says {change.start}")
         return False
+
+    def _begin(self, row: int, fresh: Fresh) -> None:
+        """Of who draws, or pools, the state of a row. Raises what is wrong with the request."""
+        if fresh.params.pooling:
+            self.pooling.enter(row, fresh.params.pooling)
+            return
+        if self.pooling.alone:
+            raise ValueError("this model gives vectors and draws no tokens")
+        self.sampler.enter(row, fresh)
+        if self.speculation is not None:
+            self.speculation.enter(row, fresh)
 
     def _fill_auto(self, rows: npt.NDArray[np.int64], taken: npt.NDArray[np.int32] | None) -> list[int]:
         """Of each row that goes on by itself its next token, and the drafts taken, first in the batch. Returns the

@@ -281,6 +281,7 @@ class Worker:
     def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch
         from planaria.worker.micro_batches import make_forward
+        from planaria.worker.pooling import Pooling
         from planaria.worker.runner import Runner
         from planaria.worker.sampler import Follower
 
@@ -305,10 +306,11 @@ class Worker:
             self.take_thread, cuda=self.config.device.device == "cuda",
         )  # fmt: skip
         forward, self.micro_batches = made
-        model = self.config.model
+        model, both = self.config.model, self.model.forward_both
+        pooling = Pooling((lambda: self.ops.compile(both, batch)) if model.has_logits else None)
         if self.sampler is not None:  # of the epoch before
             self.sampler.close()
-        if self.mesh.samples:
+        if self.mesh.samples and model.has_logits:
             self.sampler = make_sampler(self.config, self.boot.threads)
         else:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
@@ -320,8 +322,9 @@ class Worker:
             guesses = make_speculation(self.config, batch, command.num_blocks, weights, draws=self.mesh.samples)
         stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
-            batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges), speculation=guesses
-        )
+            batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges), speculation=guesses,
+            pooling=pooling,
+        )  # fmt: skip
         facts = self.kv.take_over(self.config, command.full, self.layout.coords(self.rank).dp, self.model)
         facts |= self.kv.connect(self.config, self.layout, self.model, self.ops)
         self.weights.tidy()

@@ -136,8 +136,8 @@ class CpuOps:
     # Running
 
     def compile(
-        self, forward: Callable[[Any], Act], batch: Batch, lanes: All2All | None = None
-    ) -> Callable[[], npt.NDArray[np.float32]]:  # fmt: skip
+        self, forward: Callable[[Any], Act | tuple[Act, ...]], batch: Batch, lanes: All2All | None = None
+    ) -> Callable[[], Any]:  # fmt: skip
         """Record `forward`; a function that runs it on what `batch` then holds.
 
         Its result [rows, columns] is a view of the recording's own buffer: valid until the next run. Rows are the

@@ -19,11 +19,15 @@ from planaria.kernels.cpu.team import Team
 Piece = tuple[dict[int, int], Callable[[], None] | None]  # control words of a part of the tape, what follows it
 
 
-def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int) -> Callable[[], npt.NDArray[Any]]:
+def runner(
+    recorder: Recorder, result: Act | tuple[Act, ...], team: Callable[[], Team], zeros: int
+) -> Callable[[], Any]:
     """See `Ops.compile`. team: those that run it when it is called. zeros: address of ZERO_BYTES of them."""
     tape, batch, lanes = recorder.tape, recorder.batch, recorder.lanes
-    tape.fuse(result.buffer)
-    memory = Region(max(tape.place(result.buffer), 1))
+    results = result if isinstance(result, tuple) else (result,)
+    buffers = [act.buffer for act in results]
+    tape.fuse(buffers)
+    memory = Region(max(tape.place(buffers), 1))
     rows = tape.encode(memory)
     scratch_bytes = up(recorder.scratch, 4096)
     scratch = Region(scratch_bytes * recorder.most)
@@ -34,12 +38,12 @@ def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int
         layout.SCRATCH_BYTES: scratch_bytes, layout.TICKETS: tickets.address, layout.SHARED: shared.address,
         layout.COUNTS: int(batch.counts.ctypes.data), layout.ZEROS: zeros,
     }  # fmt: skip
-    out = _view(recorder, memory, result)[:, : result.columns]
+    outs = [(_view(recorder, memory, act)[:, : act.columns], act.rows == layout.ROWS_SAMPLES) for act in results]
     pieces = _pieces(recorder, words, memory)
     owners = (memory, scratch, shared, tickets, rows, recorder.external, *recorder.owners)
     counts, native_tp = batch.counts, recorder.native_tp
 
-    def run() -> npt.NDArray[Any]:
+    def run() -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:
         tokens, sequences, samples, _ = counts.tolist()
         if tokens > batch.max_tokens or sequences > batch.max_seqs or samples > batch.max_samples:
             raise ValueError(
@@ -54,7 +58,8 @@ def runner(recorder: Recorder, result: Act, team: Callable[[], Team], zeros: int
                 after()
         if native_tp is not None:
             native_tp.check()
-        return out[: samples if result.rows == layout.ROWS_SAMPLES else tokens]
+        found = [out[: samples if taken else tokens] for out, taken in outs]
+        return found[0] if isinstance(result, Act) else tuple(found)
 
     return run
 

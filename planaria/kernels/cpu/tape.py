@@ -5,7 +5,7 @@ The rule: a buffer's memory is another's once nothing on the tape uses it any mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,7 +67,7 @@ class Tape:
         """Stop the recording here, for Python to read and write these."""
         self.rows.append(TapeRow(ExchangeOp, {}, acts, between))
 
-    def fuse(self, result: Buffer) -> None:
+    def fuse(self, results: Sequence[Buffer]) -> None:
         """Join a linear operation and the gated activation that alone reads it: no product goes to memory."""
         uses: dict[int, int] = {}
         for row in self.rows:
@@ -78,7 +78,11 @@ class Tape:
             before = kept[-1] if kept else None
             if before is not None and row.op is GatedOp and before.op is LinearOp:
                 product, half = before.fields["out"], row.fields["half"]
-                alone = product is row.fields["x"] and product is not result and uses[id(product)] == 2
+                alone = (
+                    product is row.fields["x"]
+                    and not any(product is result for result in results)
+                    and uses[id(product)] == 2
+                )
                 if alone and before.fields["half"] == 0 and isinstance(half, int) and half % 16 == 0:
                     before.fields |= {"out": row.fields["out"], "ldo": row.fields["ldo"], "half": half // 16}
                     before.fields["act"] = row.fields["act"]
@@ -86,13 +90,13 @@ class Tape:
             kept.append(row)
         self.rows = kept
 
-    def place(self, result: Buffer) -> int:
+    def place(self, results: Sequence[Buffer]) -> int:
         """Give every buffer an offset, first fit by lifetime; the bytes needed."""
         last: dict[int, int] = {}
         for index, row in enumerate(self.rows):
             for buffer in row.buffers():
                 last[id(buffer)] = index
-        last[id(result)] = len(self.rows)
+        last |= {id(result): len(self.rows) for result in results}
         alive: list[Buffer] = []
         total = 0
         for index, row in enumerate(self.rows):

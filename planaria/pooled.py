@@ -1,0 +1,140 @@
+"""For llm.py: texts to vectors and scores, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+from planaria.errors import EngineDead
+from planaria.prompts import Prompt, content_of, salt_of
+from planaria.server import vectors
+from planaria.server.stream import Choices, Stream
+from planaria.types import PoolingParams
+
+if TYPE_CHECKING:
+    from planaria.llm import LLM
+
+T = TypeVar("T")
+
+
+@dataclass
+class PoolingOutput:
+    """data: a NumPy array of float32."""
+
+    data: Any
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    """In the order of the model's labels."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    score: float
+
+
+@dataclass
+class PoolingRequestOutput(Generic[T]):
+    """One text (of `score`: a pair), and what came of it."""
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
+
+
+def wish_of(params: PoolingParams | None, truncate_prompt_tokens: int | None) -> PoolingParams:
+    """As it was asked for."""
+    wish = params or PoolingParams()
+    if truncate_prompt_tokens is not None:
+        wish = msgspec.structs.replace(wish, truncate_prompt_tokens=truncate_prompt_tokens)
+    return wish
+
+
+def run(
+    llm: LLM, task: str, prompts: Sequence[Prompt], wish: PoolingParams, use_tqdm: bool | Callable[..., Any]
+) -> list[Stream]:  # fmt: skip
+    """Each prompt's vector, as it comes from the engine. Raises RequestError, EngineDead."""
+    config, facts, tokenizer = llm.config.pooling, llm.facts, llm.tokenizer
+    vectors.need_task(config, task)
+    vectors.check_wish(wish, config)
+    limit = vectors.kept_tokens(wish, facts)
+    opened = []
+    for prompt in prompts:
+        content = content_of(prompt)
+        if limit is not None and isinstance(content, str) and tokenizer is not None:
+            ids = tokenizer.encode_first(content, None, limit)
+        else:
+            ids = llm._encode(prompt)[:limit]
+        opened.append((ids, salt_of(prompt)))
+    return _answered(llm, opened, use_tqdm)
+
+
+def score(
+    llm: LLM, first: Sequence[Any], second: Sequence[Any], wish: PoolingParams, use_tqdm: bool | Callable[..., Any]
+) -> list[ScoringRequestOutput]:  # fmt: skip
+    """Raises RequestError, EngineDead."""
+    config, names = llm.config.pooling, ("data_1", "data_2")
+    vectors.need_task(config, "score")
+    pairs = vectors.pairs_of(list(first), list(second), names)
+    if not config.labels:
+        queries = run(llm, "score", first, wish, use_tqdm)
+        found = run(llm, "score", second, wish, use_tqdm)
+        both = list(zip(queries * (len(found) if len(queries) == 1 else 1), found, strict=True))
+        return [
+            PoolingRequestOutput(
+                b.id, ScoringOutput(vectors.cosine(a.pooled or b"", b.pooled or b"")),
+                [*a.submit.prompt, *b.submit.prompt], a.num_cached + b.num_cached,
+            )
+            for a, b in both
+        ]  # fmt: skip
+    vectors.check_wish(wish, config)
+    tokenizer = vectors.pair_tokenizer(llm.tokenizer, "data_1")
+    limit = vectors.kept_tokens(wish, llm.facts)
+    asked = [(tokenizer.encode_first(a, b, limit), "") for a, b in pairs]
+    return [
+        PoolingRequestOutput(
+            s.id, ScoringOutput(float(vectors.probabilities(s.pooled or b"", config, wish)[0])), s.submit.prompt,
+            s.num_cached,
+        )
+        for s in _answered(llm, asked, use_tqdm)
+    ]  # fmt: skip
+
+
+def _answered(llm: LLM, asked: list[tuple[list[int], str]], use_tqdm: bool | Callable[..., Any]) -> list[Stream]:
+    opened = []
+    for ids, salt in asked:
+        id = f"r{next(llm._numbers)}"
+        submit = vectors.pooling_submit(f"{id}-0", ids, llm.config.pooling, llm.facts, param="prompt", cache_salt=salt)
+        opened.append((id, Choices(ids, [submit], None), [submit]))
+    llm._run(opened, use_tqdm)
+    streams = [choices.sequences[0] for _, choices, _ in opened]
+    for stream in streams:
+        if stream.pooled is None:
+            raise EngineDead(stream.error or "the engine gave no vector")
+    return streams
