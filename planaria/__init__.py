@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "AsyncLLM", "BeamSearchParams", "PoolingParams", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
-    "TextPrompt", "TokensPrompt", "__version__",
+    "LLM", "AsyncLLM", "BeamSearchParams", "PoolingParams", "RequestOutput", "SamplingParams",
+    "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from planaria import pooled
 from planaria.beam import BeamSearchOutput, BeamSearchParams, beam_search
 from planaria.build import build_loop
 from planaria.checkpoint import Checkpoint
@@ -29,6 +30,13 @@ from planaria.config.vllm_words import ours
 from planaria.engine_thread import EngineThread, OnFailure, Waiting
 from planaria.errors import ConfigError, EngineDead, RequestError, UserError
 from planaria.parsers.reading import Reading
+from planaria.pooled import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from planaria.prompts import Prompt, content_of, refuse, salt_of
 from planaria.server.inputs import child_seed, grammar_check, submissions
 from planaria.server.stream import Choices, Piece
@@ -45,8 +53,9 @@ from planaria.server.tools import (
     shown_marks,
     thinking_first,
 )
+from planaria.server.vectors import need_task
 from planaria.tokenizer_words import TokenizerWords
-from planaria.types import Delta, SamplingParams, TokenLogprobs
+from planaria.types import Delta, PoolingParams, SamplingParams, TokenLogprobs
 from planaria.wire import (
     Cancel,
     EngineFacts,
@@ -248,6 +257,9 @@ class _Front:
             raise RequestError("a text prompt needs a tokenizer; give token ids, or leave out skip_tokenizer_init")
         return self.tokenizer.encode(content, add_special_tokens=add_special_tokens)
 
+    def _next_id(self) -> str:
+        return f"r{next(self._numbers)}"
+
     def get_tokenizer(self) -> TokenizerWords:
         """The model's tokenizer, under Hugging Face's words. Raises ConfigError without one."""
         if self.tokenizer is None:
@@ -280,6 +292,7 @@ class _Front:
         salt: str = "",
         reading: Reading | None = None,
     ) -> tuple[str, Choices, list[Submit]]:
+        need_task(self.config.pooling, "generate")
         params = self._grammars.spelled(msgspec.structs.replace(params))  # the caller may go on to change its own
         if self.tokenizer is not None:
             params = thinking_first(params, reading, self.tokenizer)
@@ -505,6 +518,51 @@ class LLM(_Front):
         """tags: as vLLM's; with "weights" alone nothing happens until "kv_cache" follows. Raises UserError."""
         if _wakes(tags):
             _slept(self._ask_to_sleep(None, self._loop.handle).result())
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None, lora_request: None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:  # fmt: skip
+        """Each prompt's embedding, in their order. Raises RequestError, as where the model gives none; EngineDead."""
+        refuse(lora_request=lora_request)
+        wish = pooled.wish_of(pooling_params, truncate_prompt_tokens)
+        found = pooled.run(self, "embed", _listed(prompts), wish, use_tqdm)
+        return [pooled.embedded(stream, self.config.pooling, wish) for stream in found]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None, lora_request: None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:  # fmt: skip
+        """Of each prompt the probabilities of the model's labels. Raises as `embed`."""
+        refuse(lora_request=lora_request)
+        wish = pooled.wish_of(pooling_params, truncate_prompt_tokens)
+        found = pooled.run(self, "classify", _listed(prompts), wish, use_tqdm)
+        return [pooled.classified(stream, self.config.pooling, wish) for stream in found]
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, *,
+        use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None, pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:  # fmt: skip
+        """What the model gives for each prompt, embedding or probabilities, as an array. pooling_task: embed or
+        classify; default: whichever it does. Raises as `embed`."""
+        refuse(lora_request=lora_request)
+        wish = pooled.wish_of(pooling_params, truncate_prompt_tokens)
+        found = pooled.run(self, pooling_task or "pool", _listed(prompts), wish, use_tqdm)
+        return [pooled.encoded(stream, self.config.pooling, wish) for stream in found]
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], /, *,
+        use_tqdm: bool | Callable[..., Any] = True, pooling_params: PoolingParams | None = None,
+        lora_request: None = None, truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:  # fmt: skip
+        """How alike pairs of texts are, one with each of the others or each with its own: the cosine of their
+        embeddings, or the score of a model with one label, which looks at both together. Raises as `embed`."""
+        refuse(lora_request=lora_request)
+        wish = pooled.wish_of(pooling_params, truncate_prompt_tokens)
+        return pooled.score(self, _listed(data_1), _listed(data_2), wish, use_tqdm)
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is kept of earlier requests."""

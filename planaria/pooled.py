@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from planaria.config.options import EngineConfig, PoolingConfig
 from planaria.errors import EngineDead
 from planaria.prompts import Prompt, content_of, salt_of
 from planaria.server import vectors
 from planaria.server.stream import Choices, Stream
+from planaria.server.tokenise import Tokenizer
 from planaria.types import PoolingParams
-
-if TYPE_CHECKING:
-    from planaria.llm import LLM
+from planaria.wire import EngineFacts, Submit
 
 T = TypeVar("T")
+Bar = bool | Callable[..., Any]
+Opened = list[tuple[str, Choices, list[Submit]]]
+
+
+class VectorEngine(Protocol):
+    """What is needed here of an `LLM`."""
+
+    config: EngineConfig
+    facts: EngineFacts
+    tokenizer: Tokenizer | None
+
+    def _next_id(self) -> str: ...
+
+    def _encode(self, prompt: Prompt) -> list[int]: ...
+
+    def _run(self, opened: Opened, use_tqdm: Bar) -> None: ...
 
 
 @dataclass
@@ -77,7 +93,7 @@ def wish_of(params: PoolingParams | None, truncate_prompt_tokens: int | None) ->
 
 
 def run(
-    llm: LLM, task: str, prompts: Sequence[Prompt], wish: PoolingParams, use_tqdm: bool | Callable[..., Any]
+    llm: VectorEngine, task: str, prompts: Sequence[Prompt], wish: PoolingParams, use_tqdm: Bar
 ) -> list[Stream]:  # fmt: skip
     """Each prompt's vector, as it comes from the engine. Raises RequestError, EngineDead."""
     config, facts, tokenizer = llm.config.pooling, llm.facts, llm.tokenizer
@@ -95,8 +111,24 @@ def run(
     return _answered(llm, opened, use_tqdm)
 
 
+def embedded(stream: Stream, config: PoolingConfig, wish: PoolingParams) -> EmbeddingRequestOutput:
+    return _output(stream, EmbeddingOutput(vectors.embedding(stream.pooled or b"", config, wish).tolist()))
+
+
+def classified(stream: Stream, config: PoolingConfig, wish: PoolingParams) -> ClassificationRequestOutput:
+    return _output(stream, ClassificationOutput(vectors.probabilities(stream.pooled or b"", config, wish).tolist()))
+
+
+def encoded(stream: Stream, config: PoolingConfig, wish: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
+    return _output(stream, PoolingOutput(vectors.vector_of(stream.pooled or b"", config, wish)))
+
+
+def _output(stream: Stream, outputs: T) -> PoolingRequestOutput[T]:
+    return PoolingRequestOutput(stream.id, outputs, stream.submit.prompt, stream.num_cached)
+
+
 def score(
-    llm: LLM, first: Sequence[Any], second: Sequence[Any], wish: PoolingParams, use_tqdm: bool | Callable[..., Any]
+    llm: VectorEngine, first: Sequence[Any], second: Sequence[Any], wish: PoolingParams, use_tqdm: Bar
 ) -> list[ScoringRequestOutput]:  # fmt: skip
     """Raises RequestError, EngineDead."""
     config, names = llm.config.pooling, ("data_1", "data_2")
@@ -118,18 +150,15 @@ def score(
     limit = vectors.kept_tokens(wish, llm.facts)
     asked = [(tokenizer.encode_first(a, b, limit), "") for a, b in pairs]
     return [
-        PoolingRequestOutput(
-            s.id, ScoringOutput(float(vectors.probabilities(s.pooled or b"", config, wish)[0])), s.submit.prompt,
-            s.num_cached,
-        )
-        for s in _answered(llm, asked, use_tqdm)
-    ]  # fmt: skip
+        _output(stream, ScoringOutput(float(vectors.probabilities(stream.pooled or b"", config, wish)[0])))
+        for stream in _answered(llm, asked, use_tqdm)
+    ]
 
 
-def _answered(llm: LLM, asked: list[tuple[list[int], str]], use_tqdm: bool | Callable[..., Any]) -> list[Stream]:
+def _answered(llm: VectorEngine, asked: list[tuple[list[int], str]], use_tqdm: Bar) -> list[Stream]:
     opened = []
     for ids, salt in asked:
-        id = f"r{next(llm._numbers)}"
+        id = llm._next_id()
         submit = vectors.pooling_submit(f"{id}-0", ids, llm.config.pooling, llm.facts, param="prompt", cache_salt=salt)
         opened.append((id, Choices(ids, [submit], None), [submit]))
     llm._run(opened, use_tqdm)

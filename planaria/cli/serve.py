@@ -62,6 +62,7 @@ def run(
         model=model,
         eos_ids=config.model.eos_ids,
         sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
+        pooling=config.pooling,
         parsers=Parsers(**{name: engine[name] for name in Parsers.__struct_fields__}),
         seed=engine["seed"],
         stores_responses=config.parallel.api_server_count == 1,

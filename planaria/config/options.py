@@ -384,8 +384,8 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     runner: Annotated[
         str,
         option(
-            "What the model is for: generate, pooling (vectors and scores alone), or auto: what it is made for; one that "
-            "generates also embeds.",
+            "What the model is for: generate, pooling (vectors and scores alone), or auto: what it is made for; one "
+            "that generates also embeds.",
             choices=("auto", "generate", "pooling"),
             hashed=True,
         ),
@@ -675,10 +675,10 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
 class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a model answers with, and how its vectors are made.
 
-    tasks: of generate, embed, classify, score. kind: one of types.POOLINGS; width: numbers of a whole vector; normalize:
-    to length 1. sizes: that a vector may be cut to, (): any; None: it may not be; dimensions: of requests that say
-    nothing. labels: of one that classifies; activation: what makes probabilities of their scores: softmax, sigmoid or
-    "", nothing.
+    tasks: of generate, embed, classify, score. kind: one of types.POOLINGS; width: numbers of a whole vector;
+    normalize: to length 1. sizes: that a vector may be cut to, (): any; None: it may not be; dimensions: of requests
+    that say nothing. labels: of one that classifies; activation: what makes probabilities of their scores: softmax,
+    sigmoid or "", nothing.
     """
 
     tasks: tuple[str, ...] = ("generate",)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.checkpoint import resolve_checkpoint
+from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.checkpoint.generation import generation_config, sampling_defaults
 from planaria.checkpoint.resolve import Hub, template_of, with_tokenizer
 from planaria.config.declared import check, picked
@@ -31,6 +31,7 @@ from planaria.config.options import (
     EngineOptions,
     FaultConfig,
     ParallelConfig,
+    PoolingConfig,
     SchedulerConfig,
     TierConfig,
 )
@@ -43,6 +44,7 @@ from planaria.config.vllm_words import variables
 from planaria.env import environment
 from planaria.errors import ConfigError
 from planaria.models import model_config
+from planaria.models.config import ModelConfig
 from planaria.models.deal import deal
 from planaria.models.fields import MOST
 from planaria.node import available_memory
@@ -169,6 +171,17 @@ def step_tokens(options: EngineOptions, device: str) -> int:
     return options.max_num_batched_tokens or max(STEP_TOKENS[device], options.max_num_seqs)
 
 
+def _model(
+    options: EngineOptions, checkpoint: Checkpoint, parallel: ParallelConfig
+) -> tuple[Checkpoint, ModelConfig, PoolingConfig]:  # fmt: skip
+    """The model as it is used. Raises ConfigError, ModelError."""
+    if overrides := json_option("--hf-overrides", options.hf_overrides, dict[str, Any]):
+        checkpoint = msgspec.structs.replace(checkpoint, config={**checkpoint.config, **overrides})
+    model = model_config(checkpoint.config, checkpoint.generation_config)
+    splits = parallel.num_micro_batches > 1 or parallel.enable_expert_parallel
+    return checkpoint, *resolve_pooling(options, checkpoint, model, splits=splits)
+
+
 def resolve(options: EngineOptions) -> EngineConfig:
     """Raises ConfigError for a refused option, ModelError for a model that can't be served."""
     check(options)
@@ -212,11 +225,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     generation = generation_config(options.generation_config, checkpoint.generation_config)
     checkpoint = msgspec.structs.replace(checkpoint, generation_config=generation)
     sampling_defaults(generation)
-    if overrides := json_option("--hf-overrides", options.hf_overrides, dict[str, Any]):
-        checkpoint = msgspec.structs.replace(checkpoint, config={**checkpoint.config, **overrides})
-    model = model_config(checkpoint.config, checkpoint.generation_config)
-    splits = parallel.num_micro_batches > 1 or parallel.enable_expert_parallel
-    model, pooling = resolve_pooling(options, checkpoint, model, splits=splits)
+    checkpoint, model, pooling = _model(options, checkpoint, parallel)
     if speculative is not None and not model.has_logits:
         rule = f"{model.architecture} draws no tokens as it is used here"
         raise ConfigError("--speculative-config", speculative.method, rule, "leave it out")

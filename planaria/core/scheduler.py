@@ -270,21 +270,15 @@ class Lane:
             if at is None or not at.open:
                 continue
             deltas.append(self.token(at, token, result.logprobs.get(row)))
-        for row, vector in result.pooled.items():
-            at = self.at_row[row]
-            if at is not None and at.open:
-                deltas.append(self.pooled(at, vector))
+        if result.pooled:
+            deltas += pooled(self, result.pooled)
         if result.drafted:
             self.drafts = self.drafts.checked(result.drafted, result.more)
         if result.more:
             further(self, deltas, result.more)
         for row in result.late:
             holding.again(self, row)
-        for row, message in result.errors.items():
-            at = self.at_row[row]
-            if at is not None and at.open:
-                deltas.append(self._finish(at, Delta(at.request.id, len(at.request.output), [], error=message),
-                                           FinishReason.ERROR))  # fmt: skip
+        deltas += failed(self, result.errors)
         self.collect()
         return deltas
 
@@ -304,21 +298,13 @@ class Lane:
         output.append(token)
         if token in entry.stops and (len(output) > request.params.min_tokens or request.params.grammar):
             delta.stop_reason = token
-            return self._finish(entry, delta, FinishReason.STOP)
+            return self.finish(entry, delta, FinishReason.STOP)
         if len(output) >= request.max_tokens:
-            return self._finish(entry, delta, FinishReason.LENGTH)
+            return self.finish(entry, delta, FinishReason.LENGTH)
         if request.lends and self.lender is not None:
             delta.lease = self.lender.lend(entry)
-            return self._finish(entry, delta, FinishReason.LENT)
+            return self.finish(entry, delta, FinishReason.LENT)
         return delta
-
-    def pooled(self, entry: SequenceState, vector: bytes) -> Delta:
-        """It ends with this in place of tokens."""
-        request = entry.request
-        if entry.row is not None:
-            self.computed_to(entry, len(request.prompt))
-        delta = Delta(request.id, 0, [], num_cached=entry.num_cached, queued=entry.queued, pooled=vector)
-        return self._finish(entry, delta, FinishReason.STOP)
 
     def computed_to(self, entry: SequenceState, cursor: int) -> None:
         """KV holds the first `cursor` tokens: remember the full blocks among them."""
@@ -340,12 +326,36 @@ class Lane:
             self.connector.want(entry.keys[entry.remembered : full], entry.blocks[entry.remembered : full])
         entry.remembered = full
 
-    def _finish(self, entry: SequenceState, delta: Delta, reason: FinishReason) -> Delta:
+    def finish(self, entry: SequenceState, delta: Delta, reason: FinishReason) -> Delta:
         delta.finish = reason
         entry.open = False
         self.entries.pop(entry.request.id, None)
         self._quit(entry)
         return delta
+
+
+def failed(lane: Lane, errors: dict[int, str]) -> list[Delta]:
+    """Rows end with these."""
+    ended = [(entry, message) for row, message in errors.items() if (entry := lane.at_row[row]) and entry.open]
+    return [
+        lane.finish(e, Delta(e.request.id, len(e.request.output), [], error=message), FinishReason.ERROR)
+        for e, message in ended
+    ]
+
+
+def pooled(lane: Lane, vectors: dict[int, bytes]) -> list[Delta]:
+    """Rows end with these in place of tokens."""
+    deltas = []
+    for row, vector in vectors.items():
+        entry = lane.at_row[row]
+        if entry is None or not entry.open:
+            continue
+        request = entry.request
+        if entry.row is not None:
+            lane.computed_to(entry, len(request.prompt))
+        delta = Delta(request.id, 0, [], num_cached=entry.num_cached, queued=entry.queued, pooled=vector)
+        deltas.append(lane.finish(entry, delta, FinishReason.STOP))
+    return deltas
 
 
 def further(lane: Lane, deltas: list[Delta], more: dict[int, list[int]]) -> None:

@@ -121,9 +121,9 @@ class Model:
         self._dense_bytes = load.num_bytes - self._expert_bytes()
 
     def forward(self, ops: Operations) -> Act:
-        """Logits [S, vocabulary] of the positions the batch wants them for, or what the model has in their place: scores
-        [S, labels], else hidden states [S, H] in the activation dtype; of a stage that isn't the last, the residual
-        [T, H]."""
+        """Logits [S, vocabulary] of the positions the batch wants them for, or what the model has in their place:
+        scores [S, labels], else hidden states [S, H] in the activation dtype; of a stage that isn't the last, the
+        residual [T, H]."""
         h = self._residual(ops)
         if self.norm is None:
             return h

@@ -35,7 +35,7 @@ async def create_message(request: Request) -> Response:
     service: Service = request.app.state.service
     _check_version(request)
     given = await read(request, MessagesRequest)
-    facts = service.admit(given.model)
+    facts = service.admit(given.model, "generate")
     body = translated(given, thinks=service.config.parsers.reasoning_parser is not None)
     try:
         stream, reading = await open_chat(service, request, body, facts, kind="msg", fits=True)

@@ -22,12 +22,14 @@ from planaria.server import (
     chat,
     completions,
     dashboard,
+    embeddings,
     health,
     responses,
     schema,
     schema_anthropic,
     schema_fleet,
     schema_responses,
+    schema_vectors,
     tokens,
 )
 from planaria.server.config import ServerConfig
@@ -125,6 +127,7 @@ def _add(
     method: str = "",
     errors: tuple[int, ...],
     content: dict[str, Any] | None = None,
+    documented: bool = True,
 ) -> None:
     """A route as it works and as it is documented. errors: statuses it may answer besides 200."""
     ok = {**(_json(answer) if answer is not None else {}), **(content or {})}
@@ -142,7 +145,7 @@ def _add(
         extra["requestBody"] = {"required": True, "content": _json(body)}
     app.add_api_route(
         path, endpoint, methods=[method], response_model=None, response_class=Response, responses=answers,
-        openapi_extra=extra, operation_id=endpoint.__name__,
+        openapi_extra=extra, operation_id=endpoint.__name__, include_in_schema=documented,
     )  # fmt: skip
     if method == "GET":
         app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
@@ -188,6 +191,7 @@ def _routes(app: FastAPI) -> None:
         "/v1/messages/count_tokens", anthropic_messages.count_tokens, schema_anthropic.CountTokensResponse,
         schema_anthropic.CountTokensRequest, errors=once,
     )  # fmt: skip
+    _vector_routes(add, post)
     add("/tokenize", tokens.tokenize, schema.TokenizeResponse, schema.TokenizeRequest, errors=post)
     add("/detokenize", tokens.detokenize, schema.DetokenizeResponse, schema.DetokenizeRequest, errors=post)
     add("/tokenizer_info", tokens.tokenizer_info, schema.TokenizerInfo, errors=(400, 401, 503))
@@ -219,11 +223,35 @@ def _routes(app: FastAPI) -> None:
     add("/metrics", health.metrics, None, errors=(), content={"text/plain": {"schema": {"type": "string"}}})
 
 
+def _vector_routes(add: Callable[..., None], errors: tuple[int, ...]) -> None:
+    """OpenAI's, and vLLM's. Of several paths of one endpoint the first is documented."""
+    vectors = schema_vectors
+    for paths, endpoint, answer, body in (
+        (("/v1/embeddings",), embeddings.create_embedding, vectors.EmbeddingResponse, vectors.EmbeddingRequest),
+        (("/pooling",), embeddings.create_pooling, vectors.PoolingResponse, vectors.PoolingRequest),
+        (
+            ("/classify",), embeddings.create_classification, vectors.ClassificationResponse,
+            vectors.ClassificationRequest,
+        ),
+        (("/v1/score", "/score"), embeddings.create_score, vectors.ScoreResponse, vectors.ScoreRequest),
+        (
+            ("/v1/rerank", "/v2/rerank", "/rerank"), embeddings.rerank, vectors.RerankResponse,
+            vectors.RerankRequest,
+        ),
+    ):  # fmt: skip
+        for path in paths:
+            add(path, endpoint, answer, body, errors=errors, documented=path == paths[0])
+
+
 _MODELS: tuple[type[BaseModel], ...] = (
     schema.Message, schema.FunctionTool,
     schema_anthropic.AskedMessage, schema_anthropic.AskedBlock, schema_anthropic.AskedTool,
     schema_anthropic.MessagesRequest, schema_anthropic.MessagesResponse, schema_anthropic.CountTokensRequest,
     schema_anthropic.CountTokensResponse, schema_anthropic.AnthropicErrorResponse,
+    schema_vectors.EmbeddingRequest, schema_vectors.EmbeddingResponse, schema_vectors.PoolingRequest,
+    schema_vectors.PoolingResponse, schema_vectors.ClassificationRequest, schema_vectors.ClassificationResponse,
+    schema_vectors.ScoreRequest, schema_vectors.ScoreResponse, schema_vectors.RerankRequest,
+    schema_vectors.RerankResponse,
     schema.CompletionRequest, schema.ChatCompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
     schema.CompletionResponse, schema.ChatCompletionResponse, schema.TokenizeResponse, schema.DetokenizeResponse,
     schema.TokenizerInfo,

@@ -60,7 +60,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     body = await read(request, ChatCompletionRequest)
-    facts = service.admit(body.model)
+    facts = service.admit(body.model, "generate")
     stream, reading = await open_chat(service, request, body, facts)
     info = request.scope["planaria"]
     generation = Generation(service, info, [stream], stream=bool(body.stream))

@@ -38,7 +38,7 @@ async def create_completion(request: Request) -> Response:
     """Continue each prompt. Choice p x n + i is the i-th of prompt p."""
     service: Service = request.app.state.service
     body = await read(request, CompletionRequest)
-    facts = service.admit(body.model)
+    facts = service.admit(body.model, "generate")
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
         raise RequestError(

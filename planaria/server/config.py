@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from planaria.config.declared import check, option
+from planaria.config.options import PoolingConfig
 from planaria.errors import ConfigError
 from planaria.server.tools import Parsers
 from planaria.types import SamplingParams
@@ -32,6 +33,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None  # from which requests that bring none get theirs, in the order they come; None: drawn
     sampling_defaults: SamplingParams = msgspec.field(default_factory=SamplingParams)  # of requests that say nothing
     parsers: Parsers = Parsers()  # of what the model writes
+    pooling: PoolingConfig = PoolingConfig()  # what it answers with
     model: str = ""  # as typed: a name it may be called by, and maybe a path of this disk, which is told to nobody
     trust_request_chat_template: Annotated[
         bool, option("Run chat templates that requests bring; they may take long.")

@@ -48,7 +48,7 @@ async def create_response(request: Request) -> Response:
     service: Service = request.app.state.service
     store = service.responses
     body = await read(request, ResponsesRequest)
-    facts = service.admit(body.model)
+    facts = service.admit(body.model, "generate")
     stored = _is_stored(service, body)
     owner, key, digest = owner_of(request.scope, service.config), "", ""
     if body.background and (given := dict(request.scope["headers"]).get(HEADER)) is not None:

@@ -579,7 +579,8 @@ _ORDER = {name: place for place, name in enumerate(NEUTRAL)}
 # What a field takes, where pydantic's own words about a union would be about its branches.
 _RULES = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
-    "stop": "a string or a list of strings",
+    "input": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    **dict.fromkeys(("stop", "text_1", "text_2", "data_1", "data_2", "queries"), "a string or a list of strings"),
     "logit_bias": "a map from token ids, as strings, to numbers between -100 and 100",
     "tokens": "a list of token ids",
 }
@@ -633,9 +634,14 @@ def _check_sizes(value: JsonObject) -> None:
     """Refuse by its length what would take long to look at more closely: the event loop is everyone's."""
     if len(value) > MAX_FIELDS:
         raise RequestError(f"{len(value)} fields; at most {MAX_FIELDS}", code="invalid_value")
-    prompt = value.get("prompt")
-    many = type(prompt) is list and prompt and type(prompt[0]) is not int
-    for name, limit in (("prompt", MAX_PROMPTS if many else None), ("logit_bias", MAX_LIST),
+
+    def many(name: str) -> int | None:
+        given = value.get(name)
+        return MAX_PROMPTS if type(given) is list and given and type(given[0]) is not int else None
+
+    texts = ("text_1", "text_2", "data_1", "data_2", "queries", "documents")
+    for name, limit in (("prompt", many("prompt")), ("input", many("input")), ("logit_bias", MAX_LIST),
+                        *((name, MAX_PROMPTS) for name in texts),
                         ("stop", MAX_LIST), ("stop_token_ids", MAX_LIST), ("bad_words", MAX_BAD_WORDS),
         ("allowed_token_ids", MAX_ALLOWED), ("guided_choice", MAX_CHOICES)):  # fmt: skip
         given = value.get(name)

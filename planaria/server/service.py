@@ -27,6 +27,7 @@ from planaria.server.metrics import Metrics
 from planaria.server.response_metrics import ResponseMetrics
 from planaria.server.response_store import ResponseStore
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
+from planaria.server.vectors import need_task
 from planaria.types import SamplingParams
 from planaria.wire import Dead, EngineFacts, Recovery
 
@@ -118,8 +119,9 @@ class Service:
             return "the model is still being loaded"
         return "its engines are asleep (POST /wake_up wakes them)" if self.client.asleep else ""
 
-    def admit(self, model: str | None) -> EngineFacts:
-        """The engine's facts, if a request for `model` can be taken; raises RequestError (503, 404)."""
+    def admit(self, model: str | None, task: str | None = None) -> EngineFacts:
+        """The engine's facts, if a request for `model` can be taken, and it does `task`; raises RequestError (503, 404,
+        400)."""
         why = self.not_ready()
         facts = self.client.facts
         if why or facts is None:
@@ -130,6 +132,8 @@ class Service:
                 f"model {model[:200]!r} is not served here; there is: {names}",
                 param="model", code="model_not_found", status=404,
             )  # fmt: skip
+        if task is not None:
+            need_task(self.config.pooling, task)
         return facts
 
     def next_seed(self) -> int | None:
@@ -149,29 +153,40 @@ class Service:
         self, texts: list[str], add_special_tokens: bool, gone: Receive, *, limit: int | None = None,
         param: str = "prompt",
     ) -> list[list[int]]:  # fmt: skip
-        """Token ids of texts; long ones are done in a thread, some at a time, so that other requests go on.
+        """Token ids of texts; see `spell`."""
+        tokenizer = self.need_tokenizer(param)
+
+        def one(i: int) -> list[int]:
+            return tokenizer.encode(texts[i], add_special_tokens)
+
+        return await self.spell(texts, one, gone, limit=limit, param=param)
+
+    async def spell(
+        self, texts: list[str], one: Callable[[int], list[int]], gone: Receive, *, limit: int | None, param: str
+    ) -> list[list[int]]:  # fmt: skip
+        """What `one` makes of each text, by number; long ones are done in a thread, some at a time, so that other
+        requests go on.
 
         A text that can't fit in `limit` tokens is refused by its length alone, because megabytes take seconds to
         tokenise; so is what is longer than any server takes. `gone`: as for `in_thread`.
         """
-        tokenizer = self.need_tokenizer(param)
         length = sum(map(len, texts))
         if length <= LONG_TEXT:
-            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+            return [one(i) for i in range(len(texts))]
         for text in texts:
             self.check_length(text, limit, param)
         ids: list[list[int]] = []
         while len(ids) < len(texts):
-            part: list[str] = []
+            part: list[int] = []
             size = 0
-            for text in texts[len(ids) :]:
-                if part and size + len(text) > TEXT_AT_ONCE:
+            for i in range(len(ids), len(texts)):
+                if part and size + len(texts[i]) > TEXT_AT_ONCE:
                     break
-                part.append(text)
-                size += len(text)
+                part.append(i)
+                size += len(texts[i])
 
-            def work(part: list[str] = part) -> list[list[int]]:
-                return [tokenizer.encode(text, add_special_tokens) for text in part]
+            def work(part: list[int] = part) -> list[list[int]]:
+                return [one(i) for i in part]
 
             ids += await self.in_thread(work, gone)
         return ids

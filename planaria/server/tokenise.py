@@ -91,10 +91,14 @@ class Tokenizer:
         ids: list[int] = self.backend.encode(_clean(text), add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_first(self, text: str, second: str | None, limit: int | None, add_special_tokens: bool = True) -> list[int]:
+    def encode_first(
+        self, text: str, second: str | None, limit: int | None, add_special_tokens: bool = True
+    ) -> list[int]:
         """`encode` of a text, or of two that are looked at together, of whose first tokens only so many are taken (of
         two, of the longer one) that there are at most `limit` with what the post-processor adds."""
-        parts = [self.backend.encode(_clean(part), add_special_tokens=False) for part in (text, second) if part is not None]
+        parts = [
+            self.backend.encode(_clean(part), add_special_tokens=False) for part in (text, second) if part is not None
+        ]
         added = self.backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
         sizes = [len(part.ids) for part in parts]
         if limit is not None and sum(sizes) + added > limit:
@@ -106,8 +110,15 @@ class Tokenizer:
                 sizes = [left]
             for part, size in zip(parts, sizes, strict=True):
                 part.truncate(size)
-        ids: list[int] = self.backend.post_process(*parts, add_special_tokens=add_special_tokens).ids
+        pair = parts[1] if len(parts) == 2 else None
+        ids: list[int] = self.backend.post_process(parts[0], pair, add_special_tokens).ids
         return ids if limit is None else ids[:limit]
+
+    def first_text(self, text: str, count: int) -> str:
+        """As much of a text as its first tokens are made of."""
+        text = _clean(text)
+        offsets = self.backend.encode(text, add_special_tokens=False).offsets
+        return text[: offsets[count - 1][1]] if len(offsets) > count else text
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of several texts, in parallel."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.config.options import PoolingConfig
 from planaria.errors import RequestError
-from planaria.server.inputs import check_prompt
+from planaria.server.inputs import check_prompt, room
 from planaria.types import PoolingParams, SamplingParams
 from planaria.wire import EngineFacts, Submit
 
@@ -60,7 +60,7 @@ def check_wish(wish: PoolingParams, config: PoolingConfig) -> None:
 def kept_tokens(wish: PoolingParams, facts: EngineFacts) -> int | None:
     """How many first tokens of a text are taken at most; None: all, or none if there are too many."""
     count = wish.truncate_prompt_tokens
-    return facts.max_model_len if count == -1 else count
+    return room(facts) if count == -1 else count
 
 
 def pair_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:

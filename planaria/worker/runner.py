@@ -134,8 +134,8 @@ class Runner:
     def _run(
         self, num_tokens: int, pooled: list[tuple[Row, int]]
     ) -> tuple[Array | None, dict[int, bytes], dict[int, str]]:
-        """A forward pass: logits, and of rows that end with a vector those that are there, and errors. pooled: chunks of
-        such rows."""
+        """A forward pass: logits, and of rows that end with a vector those that are there, and errors. pooled: chunks
+        of such rows."""
         if not pooled or self.pooling.alone:
             out = self.stage.run(num_tokens)
             logits, hidden = (None, out) if self.pooling.alone else (out, None)

@@ -306,8 +306,7 @@ class Worker:
             self.take_thread, cuda=self.config.device.device == "cuda",
         )  # fmt: skip
         forward, self.micro_batches = made
-        model, both = self.config.model, self.model.forward_both
-        pooling = Pooling((lambda: self.ops.compile(both, batch)) if model.has_logits else None)
+        model, ops, both = self.config.model, self.ops, self.model.forward_both
         if self.sampler is not None:  # of the epoch before
             self.sampler.close()
         if self.mesh.samples and model.has_logits:
@@ -322,8 +321,8 @@ class Worker:
             guesses = make_speculation(self.config, batch, command.num_blocks, weights, draws=self.mesh.samples)
         stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
-            batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges), speculation=guesses,
-            pooling=pooling,
+            batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges),
+            speculation=guesses, pooling=Pooling((lambda: ops.compile(both, batch)) if model.has_logits else None),
         )  # fmt: skip
         facts = self.kv.take_over(self.config, command.full, self.layout.coords(self.rank).dp, self.model)
         facts |= self.kv.connect(self.config, self.layout, self.model, self.ops)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 
 from planaria.core.resize import Refused, Resize
 from planaria.server.stream import Stream
@@ -36,6 +37,8 @@ TEXTS = (
     '"', "\\", "<b>", "STOP now", " end.", "\t", "ünïcödé", " Paris",
 )  # fmt: skip
 
+WIDTH = 8  # of vectors
+
 
 def facts(**changes) -> EngineFacts:
     base = EngineFacts(
@@ -49,6 +52,12 @@ def facts(**changes) -> EngineFacts:
 def palette(tokenizer, special=(1,)) -> list[int]:
     ids = [token for text in TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
     return ids + list(special)
+
+
+def vector(prompt: list[int], width: int = WIDTH) -> np.ndarray:
+    """What the fake engine answers a text with: of so many numbers."""
+    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=2 * width).digest()
+    return (np.frombuffer(digest, np.uint16).astype(np.float32) - 32768) / 4096
 
 
 class Running:
@@ -245,6 +254,8 @@ class FakeEngine:
         m = r.message
         if self.fail_with is not None:
             return Delta(m.id, len(r.output), [], FinishReason.ERROR, error=self.fail_with)
+        if m.params.pooling:
+            return Delta(m.id, 0, [], FinishReason.STOP, num_cached=r.cached, pooled=vector(m.prompt).tobytes())
         index = len(r.output)
         token = self.draw(m, index)
         delta = Delta(m.id, index, [token])
