@@ -21,10 +21,11 @@ BROKEN = "the model gave numbers that are not finite"
 
 
 class Pooling:
-    """compile_both: of a model that draws tokens, too, makes what gives logits and hidden states; None: of one that
-    draws none, whose forward pass gives the latter alone."""
+    """compile_both: of a model that draws tokens, too, makes what gives logits and hidden states, these times `scale`;
+    None: of one that draws none, whose forward pass gives the latter alone."""
 
-    def __init__(self, compile_both: Callable[[], Callable[[], Any]] | None = None) -> None:
+    def __init__(self, compile_both: Callable[[], Callable[[], Any]] | None = None, scale: float = 1.0) -> None:
+        self.scale = 1.0 if compile_both is None else scale
         self.alone = compile_both is None
         self.kinds: dict[int, str] = {}  # by row, see types.POOLINGS
         self._sums: dict[int, npt.NDArray[np.float64]] = {}
@@ -69,6 +70,7 @@ class Pooling:
                 vector = self._sums.setdefault(row, vector)
             if not chunk.sample:
                 continue
+            vector = vector / self.scale
             if np.isfinite(vector).all():
                 found[row] = vector.astype(np.float32).tobytes()
             else:

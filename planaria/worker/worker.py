@@ -322,7 +322,8 @@ class Worker:
         stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges),
-            speculation=guesses, pooling=Pooling((lambda: ops.compile(both, batch)) if model.has_logits else None),
+            speculation=guesses,
+            pooling=Pooling((lambda: ops.compile(both, batch)) if model.has_logits else None, model.logit_scale),
         )  # fmt: skip
         facts = self.kv.take_over(self.config, command.full, self.layout.coords(self.rank).dp, self.model)
         facts |= self.kv.connect(self.config, self.layout, self.model, self.ops)

@@ -100,6 +100,20 @@ def test_bfloat16_costs_about_what_it_does_in_transformers(folder: Path, hidden:
     assert sum(off) <= 2 * sum(theirs) and max(off) < 3e-4, (off, theirs)
 
 
+@pytest.mark.parametrize("runner", ["auto", "pooling"])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("granite", {"logits_scaling": 4.0}), ("gemma2", {"head_dim": 16}), ("starcoder2", {}), ("mixtral", {})],
+)
+def test_other_families(tmp_path: Path, family: str, more: dict[str, Any], runner: str) -> None:
+    folder = write_checkpoint(tmp_path, family, **more)
+    wanted = [h[-1] for h in states(folder)]
+    with LLM(str(folder), **SMALL, runner=runner) as llm:
+        found = embedded(llm, normalize=False)
+    check(found, wanted)
+    assert np.allclose(found, wanted, atol=5e-3 * max(map(np.linalg.norm, wanted)))
+
+
 def test_alone_is_as_together(folder: Path) -> None:
     with LLM(str(folder), **SMALL, dtype="float32", batch_invariant=True) as llm:
         together = llm.embed(TEXTS, use_tqdm=False)
