@@ -96,11 +96,9 @@ class EngineCore:
             problem = "the prompt is empty"
         elif request.id in self.lane_of:
             problem = f"a request with id {request.id!r} is already open"
-        elif total > limit and request.params.pooling:
-            problem = f"prompt has {total} tokens; this engine holds {limit} for one request"
         elif total > limit:
             problem = (
-                f"prompt ({len(request.prompt)}) and max_tokens ({request.max_tokens}) are {total} tokens; "
+                f"prompt ({len(request.prompt)}) and max_tokens ({total - len(request.prompt)}) are {total} tokens; "
                 f"this engine holds {limit} for one request"
             )
         elif len(request.output) >= request.max_tokens:
