@@ -69,7 +69,8 @@ class HandOvers:
 
     def kinds(self, stream: Stream) -> tuple[str, ...]:
         """For which kind it is, then where else it may go."""
-        return (PREFILL, DECODE, "") if self._for_prefill(stream) else (DECODE, PREFILL, "")
+        prompt_alone = bool(stream.submit.params.pooling)
+        return (PREFILL, DECODE, "") if prompt_alone or self._for_prefill(stream) else (DECODE, PREFILL, "")
 
     def _for_prefill(self, stream: Stream) -> bool:
         submit = stream.submit
