@@ -125,7 +125,7 @@ async def is_sleeping(request: Request) -> Response:
     """Whether the engines sleep, and at which level each does."""
     service: Service = request.app.state.service
     engines = [{"engine": index, "level": engine.asleep} for index, engine in sorted(service.client.members.items())]
-    return Response(encode_json({"is_sleeping": service.client.asleep, "engines": engines}), media_type=JSON)
+    return Response(encode_json({"is_sleeping": service.asleep, "engines": engines}), media_type=JSON)
 
 
 async def _slept(request: Request, level: int | None) -> Response:

@@ -173,18 +173,11 @@ class Dispatcher:
         return msgspec.structs.replace(total, kv_usage=usage)
 
     @property
-    def asleep(self) -> bool:
-        """Every engine that is up sleeps."""
-        states = {engine.state for engine in self.members.values()} - {"ended"}
-        return states == {"asleep"}
-
-    @property
     def last_progress(self) -> float:
         """time.monotonic() of the last new step, or idle state, of the engine that has not moved for the longest."""
         if self.elsewhere is not None:
             return self.elsewhere.moved or time.monotonic()
-        working = (e for e in self.members.values() if e.streams and e.asleep is None)
-        return min((engine.last_progress for engine in working), default=time.monotonic())
+        return min((e.last_progress for e in self.members.values() if e.works), default=time.monotonic())
 
     def engines(self) -> list[EngineState]:
         """Each engine, by number."""

@@ -89,6 +89,11 @@ class Engine:
             return "asleep"
         return "recovering" if self.regrouping else "ready"
 
+    @property
+    def works(self) -> bool:
+        """Is there something that it should get on with?"""
+        return bool(self.streams) and self.asleep is None
+
     async def ready(self) -> EngineFacts:
         """Wait until it can admit. Raises ModelError, CapacityError or EngineDead if there will be none."""
         await self._settled.wait()

@@ -251,7 +251,7 @@ class Fleet:
     async def sleep(self, level: int | None) -> dict[int, Slept]:
         """All engines at once, by number. See wire.Sleep."""
         keepers = sorted((n, keeper) for n, keeper in self.members.items() if keeper.engine.dead is None)
-        found = await asyncio.gather(*(keeper.sleep(level) for _, keeper in keepers))
+        found = await asyncio.gather(*(keeper.sleep.ask(level) for _, keeper in keepers))
         return {index: slept for (index, _), slept in zip(keepers, found, strict=True)}
 
     async def experts(self) -> dict[int, ExpertLoads]:

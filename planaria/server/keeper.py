@@ -30,6 +30,7 @@ from planaria.server import questions
 from planaria.server.engine import Engine
 from planaria.server.engine_client import EXIT_TIMEOUT, Ended, EngineHandle, EngineProcess
 from planaria.server.questions import PendingAnswers, Questions
+from planaria.server.sleep import EngineSleep
 from planaria.server.stream import Stream
 from planaria.topology import LaneGroup, Layout
 from planaria.wire import (
@@ -49,14 +50,12 @@ from planaria.wire import (
     ReportExperts,
     ResizeEngine,
     Share,
-    Sleep,
     Slept,
     StartUpNews,
 )
 
 logger = logging.getLogger("planaria.server")
 
-AGAIN = "again"  # of a Sleep that a new process is told
 SHORTEST, LONGEST = 0.25, 30.0  # seconds between processes that don't come up
 
 Make = Callable[[EngineConfig, Callable[[FromEngine], None]], EngineHandle]
@@ -105,8 +104,7 @@ class EngineKeeper:
         self._left = asyncio.Event()  # by `close` and `lend`
         self._pause = BackOff(LONGEST, SHORTEST)  # for processes that don't come up
         self._resizing = PendingAnswers[EngineResized]()
-        self._sleeping = PendingAnswers[Slept]()
-        self._sleeps: int | None = None  # at which level it should
+        self.sleep = EngineSleep(self.engine)
         self._task: asyncio.Task[None] | None = None
 
     def share(self, engines: int) -> None:
@@ -184,7 +182,7 @@ class EngineKeeper:
         else:
             self._pause.failed(time.monotonic())
         self._resizing.answer_all(EngineResized("", "", "the engine's process ended meanwhile"))
-        self._sleeping.answer_all(Slept("", self._sleeps))  # which the next process does
+        self.sleep.ended()
         elsewhere = self._progressed_elsewhere()
         progressed = engine.down(self.as_told or engine.dead is not None) or elsewhere
         if self._closing or engine.dead is not None:
@@ -327,24 +325,13 @@ class EngineKeeper:
             self.config = self.config.with_layout(Layout(pp, dp or self.config.parallel.lanes, tp=tp))
         return done
 
-    async def sleep(self, level: int | None) -> Slept:
-        """See wire.Sleep. Processes that come later do the same."""
-        engine, before, self._sleeps = self.engine, self._sleeps, level
-        if not engine.up or self._closing:
-            return Slept("", level)
-        done = await self._sleeping.ask(lambda id: engine.send(Sleep(str(id), level)))
-        if done.error:
-            self._sleeps = before
-        return done
-
     def _hear(self, message: FromEngine) -> None:
         match message:
             case EngineFacts():
                 self._came_up(message)
-                if self._sleeps is not None:
-                    self.engine.send(Sleep(AGAIN, self._sleeps))
-            case Slept() if message.id != AGAIN:
-                self._sleeping.answer(int(message.id), message)
+                self.sleep.came_up()
+            case Slept():
+                self.sleep.hear(message)
             case Recovery():
                 self.on_recovery(msgspec.structs.replace(message, engine=self.index))
             case Progress() | Phase():

@@ -83,14 +83,14 @@ class LayoutResponse(Strict):
     engines: list[EngineLayout]
 
 
-class EngineSleep(Strict):
+class EngineLevel(Strict):
     engine: int
     level: int | None  # null: it is awake
 
 
 class SleepResponse(Strict):
     is_sleeping: bool
-    engines: list[EngineSleep]
+    engines: list[EngineLevel]
 
 
 class EngineEntry(Strict):

@@ -117,7 +117,13 @@ class Service:
             return f"the engine has ended: {self.client.dead.message}"
         if self.client.facts is None:
             return "the model is still being loaded"
-        return "its engines are asleep (POST /wake_up wakes them)" if self.client.asleep else ""
+        return "its engines are asleep (POST /wake_up wakes them)" if self.asleep else ""
+
+    @property
+    def asleep(self) -> bool:
+        """Every engine that there is sleeps."""
+        states = {engine.state for engine in self.client.members.values()} - {"ended"}
+        return states == {"asleep"}
 
     def admit(self, model: str | None, task: str | None = None) -> EngineFacts:
         """The engine's facts, if a request for `model` can be taken, and it does `task`; raises RequestError (503, 404,

@@ -112,7 +112,7 @@ class Worker:
             case Call():
                 return guard(self.rank, f"call {command.method}", lambda: Done(self.rank, call(self, command)))
             case FreeMemory():
-                return guard(self.rank, "sleep", lambda: self._free(command))
+                return guard(self.rank, "sleep", lambda: free(self, command))
             case Exit():
                 return guard(self.rank, "exit", self._exit)
 
@@ -198,7 +198,7 @@ class Worker:
             self.mesh.experts.abort("its epoch is over")
             self.experts.leave()
         self.groups.leave()
-        self._end_micro_batches()
+        self.end_micro_batches()
 
     def _load(self, command: Load) -> Reply:
         self.groups.close_door()  # every rank has answered Regroup, so has reached whom it must
@@ -214,7 +214,7 @@ class Worker:
     def _load_part(self, part: Part, maps: Maps, moves: tuple[Move, ...]) -> None:
         since = time.perf_counter()
         self.take_thread()
-        self._unload()
+        self.unload()
         if part in self.prepared:
             self.ops, self.model = self.prepared.pop(part)
         else:
@@ -255,17 +255,17 @@ class Worker:
             self.experts.arrange(command.version, command.maps)
         return Ready(self.rank)
 
-    def _unload(self) -> None:
+    def unload(self) -> None:
         """Let go of what was loaded for another part."""
         if self.sampler is not None:
             self.sampler.close()
         if self.ops is not None:
             self.ops.close()
-        self._end_micro_batches()
+        self.end_micro_batches()
         self.kv.unmap()
         self.ops = self.model = self.runner = self.sampler = self.part = self.experts = None
 
-    def _end_micro_batches(self) -> None:
+    def end_micro_batches(self) -> None:
         if self.micro_batches is not None:
             self.micro_batches.close()
             self.micro_batches = None
@@ -300,7 +300,7 @@ class Worker:
         )  # fmt: skip
         if self.experts is not None:
             self.experts.count(self.config.parallel.enable_eplb and self.layout.coords(self.rank).tp == 0)
-        self._end_micro_batches()
+        self.end_micro_batches()
         made = make_forward(
             self.ops, self.model.forward, batch, self.mesh, self.groups.exchanges, self.config.parallel,
             self.take_thread, cuda=self.config.device.device == "cuda",
@@ -355,27 +355,28 @@ class Worker:
         """Bytes of memory this process holds."""
         return resident_bytes(os.getpid())
 
-    def _free(self, command: FreeMemory) -> Reply:
-        """What an engine that sleeps doesn't need. The next epoch has it again."""
-        if self.runner is not None:
-            self.runner.drain()
-        self.runner = None
-        self._end_micro_batches()
-        self.kv.forget(self.model)
-        self.draft.free(weights=command.weights)
-        if command.weights:
-            self._unload()
-            self.prepared.clear()
-            gc.collect()  # what is mapped is in use as long as anything has it
-            self.weights.leave(self.layout.size)
-        return Ready(self.rank)
-
     def _exit(self) -> Reply:
         self.kv.disconnect(last=True)
         self._leave_groups()
-        self._unload()
+        self.unload()
         self.draft.close()
         return Done(self.rank)
+
+
+def free(worker: Worker, command: FreeMemory) -> Reply:
+    """What an engine that sleeps doesn't need. The next epoch has it again."""
+    if worker.runner is not None:
+        worker.runner.drain()
+    worker.runner = None
+    worker.end_micro_batches()
+    worker.kv.forget(worker.model)
+    worker.draft.free(weights=command.weights)
+    if command.weights:
+        worker.unload()
+        worker.prepared.clear()
+        gc.collect()  # what is mapped is in use as long as anything has it
+        worker.weights.leave(worker.layout.size)
+    return Ready(worker.rank)
 
 
 def _experts_of(ops: Ops, model: Any, take_thread: Callable[[], None]) -> Experts:

@@ -156,7 +156,7 @@ class FakeEngine:
 
     @property
     def members(self) -> dict[int, SimpleNamespace]:
-        return {0: SimpleNamespace(asleep=1 if self.asleep else None)}
+        return {0: SimpleNamespace(asleep=1 if self.asleep else None, state="asleep" if self.asleep else "ready")}
 
     async def sleep(self, level: int | None) -> dict[int, Slept]:
         error = "a change of the layout is on its way" if level == 2 else ""
