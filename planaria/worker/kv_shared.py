@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -113,8 +114,7 @@ class SharedKV:
         same = other.keys.marks(theirs, keys)
         if not other.there:
             raise Lost("gone")
-        both = zip(marks, same, strict=False)
-        good = next((i for i, (a, b) in enumerate(both) if a != b), min(len(marks), len(same)))
+        good = unchanged(marks, same)
         if self.sums is not None:
             damaged = self.sums.copied(into[:good].tolist(), other.sums[source[:good]])
             copying.done += damaged
@@ -147,3 +147,9 @@ class SharedKV:
         """Write into no block any more."""
         self._open.clear()
         self._others.clear()
+
+
+def unchanged(before: Sequence[int], after: Sequence[int]) -> int:
+    """How many blocks, from the first on, had the same mark both times."""
+    both = zip(before, after, strict=False)
+    return next((i for i, (one, two) in enumerate(both) if one != two), min(len(before), len(after)))

@@ -21,9 +21,10 @@ from unittest.mock import patch
 
 from planaria.core.resize import COMMITTED, Refused
 from planaria.core.router import EngineId
+from planaria.core.transfer import LEASE
 from planaria.executor.recovery import layout_name
 from planaria.hosts.memory import KVMemory
-from planaria.server import engine_client, keeper
+from planaria.server import engine_client, keeper, prefill
 from planaria.server.config import ServerConfig
 from planaria.server.engine import Engine
 from planaria.server.fleet import Fleet
@@ -41,6 +42,7 @@ from tests.sim.process import SimWorker
 from tests.sim.remote import Remote, SimEngineProcess
 from tests.sim.scenario import MOST
 from tests.sim.simulation import MakeWorker, check_empty
+from tests.sim.transfers import SimTransfers
 from tests.sim.virtual import on_clock
 from tests.sim.world import World
 
@@ -70,6 +72,7 @@ class Deployment:
         self.fleet: Fleet
         self.service: Service
         self.memories: dict[int, EngineMemory] = {}
+        self.transfers = SimTransfers(self)
         self._left_to_say = 0
         self._asked: set[asyncio.Task[None]] = set()
 
@@ -83,7 +86,9 @@ class Deployment:
 
     def memory_of(self, kept: KVMemory) -> EngineMemory:
         """Of the keeper that has it."""
-        return self.memories.setdefault(id(kept), EngineMemory(kept))
+        memory = self.memories.setdefault(id(kept), EngineMemory(kept))
+        memory.new_number = self.transfers.number
+        return memory
 
     def _make(self, config: Any, hear: Callable[[FromEngine], None]) -> SimEngineProcess:
         return SimEngineProcess(self, config, hear)
@@ -244,7 +249,8 @@ class Deployment:
         before = sorted(self.fleet.members)
         self.world.note("asked for {} engines", size.engines)
         try:
-            resize = await self.fleet.resizer.resize(size.id, size.engines, size.drain_timeout)
+            prefill = size.prefill if self.fleet.kinds else None
+            resize = await self.fleet.resizer.resize(size.id, size.engines, size.drain_timeout, prefill)
         except Refused as e:
             self.world.note("{} is refused: {}", size.id, e)
             return
@@ -281,6 +287,9 @@ class Deployment:
     def run(self) -> None:
         with (
             on_clock(self.world) as loop,
+            patch.object(prefill, "FIRST", 4),
+            patch.object(prefill, "LEAST", 2),
+            patch.object(prefill, "MOST", 6),
             patch.object(engine_client, "process_state", self._state_of),
             patch.object(keeper, "process_state", self._state_of),
         ):
@@ -306,8 +315,8 @@ class Deployment:
 
         choose = fleet.dispatcher.router.choose
 
-        def chosen(tokens: Sequence[int], max_tokens: int, salt: str = "") -> EngineId | None:
-            found = choose(tokens, max_tokens, salt)
+        def chosen(tokens: Sequence[int], max_tokens: int, salt: str = "", kind: str = "") -> EngineId | None:
+            found = choose(tokens, max_tokens, salt, kind)
             if found is not None:
                 self.rules.chosen(found)
             return found
@@ -348,6 +357,9 @@ class Deployment:
             await self._look()
             world.require(world.awake() < until, "ends", "engines don't come back")
         await asyncio.sleep(2 * SURE)
+        if scenario_splits := self.scenario.config.parallel.splits_prefill:
+            await asyncio.sleep(LEASE + 2 * LOOK)
+        self.counts["fleets of two kinds"] += scenario_splits
         self.rules.check_health()
         self.rules.check_counts()
         self._check_empty()

@@ -8,10 +8,12 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from planaria.core.router import EngineId
+from planaria.core.transfer import lenders, release
 from planaria.server.engine import Engine
 from planaria.server.health import health_of
 from planaria.server.keeper import LONGEST, EngineKeeper
 from planaria.types import Delta, FinishReason
+from planaria.wire import Release
 from tests.sim.client import Answer
 from tests.sim.scenario import Asked
 
@@ -66,7 +68,7 @@ class FleetRules:
         for times, progress in ((self.silent[index], before.was_heard), (self.fruitless[index], before.had_tokens)):
             if progress:
                 times.clear()
-            times.append(self.world.now)
+            times.append(before.ended)  # who starts it may have slept since
         recent = self._recent(self.silent[index])
         self.world.require(recent <= limit, "gives up", f"engine {index}: attempt {recent} of {limit}")
 
@@ -184,6 +186,20 @@ class FleetRules:
             not joined or engine.state == "ready", "route",
             f"{id} goes to engine {engine.index} that is {engine.state}, {joined} are ready",
         )  # fmt: skip
+
+    # -- what is lent
+
+    def lent(self, remote: Remote) -> None:
+        self.sim.counts["prompts handed over"] += 1
+
+    def released(self, remote: Remote, message: Release) -> None:
+        """It ends that lease, and no other."""
+        assert remote.core is not None
+        held = {id: each.number for each in lenders(remote.core.lanes) for id in each.leases}
+        release(remote.core.lanes, message.number, message.id)
+        left = {id for each in lenders(remote.core.lanes) for id in each.leases}
+        ended = {(held[id], id) for id in held.keys() - left}
+        self.world.require(ended <= {(message.number, message.id)}, "lease", f"{message} ends {ended}")
 
     # -- health
 

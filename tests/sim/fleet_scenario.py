@@ -27,6 +27,7 @@ class Size(msgspec.Struct, frozen=True):
     id: str
     engines: int
     drain_timeout: float
+    prefill: int = 1  # of them, where there are two kinds
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -79,6 +80,26 @@ def draw_fleet(seed: int, *, keyed: bool = True) -> FleetScenario:
     )  # fmt: skip
     if chance.random() < 0.15:
         scenario.poisons = draw_poisons(chance, asked)
+    return with_kinds(scenario)
+
+
+def with_kinds(scenario: FleetScenario) -> FleetScenario:
+    """Some have engines of two kinds; of a chance of their own, so that the others are as they were."""
+    chance, config = random.Random(f"kinds of {scenario.seed}"), scenario.config
+    if chance.random() < 0.4:
+        size = max(2, config.parallel.data_parallel_size)
+        prefill = chance.randint(1, size - 1)
+        parallel = msgspec.structs.replace(
+            config.parallel, data_parallel_size=size, prefill_engines=prefill, decode_engines=size - prefill
+        )
+        needed = -(-config.scheduler.max_model_len // config.cache.block_size)
+        memory = chance.choice([config.cache.memory, needed * BLOCK_BYTES, (needed + 2) * BLOCK_BYTES])
+        cache = msgspec.structs.replace(config.cache, enable_prefix_caching=True, memory=memory)
+        scenario.config = msgspec.structs.replace(config, parallel=parallel, cache=cache)
+        scenario.messages = [
+            (when, msgspec.structs.replace(said, prefill=chance.randint(1, 2)) if isinstance(said, Size) else said)
+            for when, said in scenario.messages
+        ]
     return scenario
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from planaria.core.kv_index import BufferIndex, begin, found
@@ -29,7 +30,8 @@ class EngineMemory:
     def __init__(self, kept: KVMemory) -> None:
         self.kept, self.layout = kept, Layout()
         self.worker: SimWorker | None = None
-        self.committed = 0
+        self.committed = self.number = 0
+        self.new_number: Callable[[], int] = lambda: 1
 
     def open(self, layout: Layout, shape: Shape) -> tuple[list[BufferIndex], bool]:
         """The index of each lane, and is something in them?"""
@@ -40,8 +42,9 @@ class EngineMemory:
 
     def begin(self, layout: Layout, shape: Shape) -> list[BufferIndex]:
         self.kept.clear()
-        self.worker, self.layout = None, layout
-        return begin(self.kept.index(shape.size), shape, str(layout).encode(), 1)
+        self.worker, self.layout, self.number = None, layout, self.new_number()
+        self.kept.made(0, self.number)
+        return begin(self.kept.index(shape.size), shape, str(layout).encode(), self.number)
 
     def hold(self, worker: SimWorker) -> None:
         """Give it the cells that are there, and keep those it has from now on."""

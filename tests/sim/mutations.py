@@ -71,6 +71,14 @@ from tests.sim.tier_mutations import (
     save_what_is_there_now,
     tell_nobody_what_is_dropped,
 )
+from tests.sim.transfer_mutations import (
+    believe_what_was_lent,
+    count_answers,
+    hold_nothing,
+    never_release,
+    release_twice,
+    take_the_rest_for_granted,
+)
 
 
 @dataclass(frozen=True)
@@ -334,5 +342,11 @@ MUTATIONS = [
     Mutation("save before the commit", save_before_the_commit, TIER),
     Mutation("save what is there now", save_what_is_there_now, TIER),
     Mutation("tell nobody what is dropped", tell_nobody_what_is_dropped, TIER | {"plan"}, soon=100),
+    Mutation("count answers of ranks", count_answers, WRONG_TOKENS),
+    Mutation("never release", never_release, frozenset({"leaks", "ends"})),
+    Mutation("release twice", release_twice, WRONG_TOKENS | {"leaks", "crash", "ends"}, soon=2600),
+    Mutation("hold nothing", hold_nothing, WRONG_TOKENS | {"leaks", "crash", "ends"}),
+    Mutation("believe what was lent", believe_what_was_lent, WRONG_TOKENS),
+    Mutation("take the rest for granted", take_the_rest_for_granted, WRONG_TOKENS),
     Mutation("count bytes when they are prepared", count_bytes_when_they_are_prepared, frozenset({"bytes"})),
 ]

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from planaria.core.engine import EngineCore
+from planaria.core.transfer import LEASE
 from planaria.executor.recovery import layout_name
 from planaria.hosts.host import how_it_ended
 from planaria.hosts.kv_keys import Shape
-from planaria.protocol import StepPlan, StepResult
+from planaria.protocol import KVNews, StepPlan, StepResult
 from planaria.server.engine_client import EngineProcess
 from planaria.topology import Layout
 from planaria.types import FinishReason, Request
@@ -30,6 +31,7 @@ from planaria.wire import (
     Leaving,
     Output,
     Recovery,
+    Release,
     ResizeEngine,
     Shutdown,
     Submit,
@@ -38,6 +40,7 @@ from planaria.wire import (
 from tests.sim.memory import EngineMemory
 from tests.sim.process import Died, Poisoned
 from tests.sim.scenario import BLOCK_BYTES, MOST, VOCAB
+from tests.sim.transfers import SimCopying
 
 if TYPE_CHECKING:
     from planaria.config.options import EngineConfig
@@ -157,11 +160,14 @@ class Remote:
         self.slow = 1.0
         self.harm: tuple[str, float] | None = None
         self.since = self.stepped = self.world.awake()
+        self.ended = 0.0
         self.core: EngineCore | None = None
         self.worker: HashWorker
         self._plans: deque[StepPlan] = deque()
         self._busy = False
         self._life = 0
+        self.copies: list[SimCopying] = []
+        self.said: list[tuple[int, KVNews]] = []  # that is said again
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._inbox: list[ToEngine] = []
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -181,7 +187,7 @@ class Remote:
         if self.returncode is not None:
             return
         self.world.note("engine {} (pid {}) ends with {}", self.index, self.pid, code)
-        self.returncode, self.up, self.since = code, False, self.world.awake()
+        self.returncode, self.up, self.since, self.ended = code, False, self.world.awake(), self.world.now
         self._leave_memory()
         self.sim.rules.ended(self)
         self._exit.set_result(code)
@@ -216,6 +222,7 @@ class Remote:
         self.core = EngineCore(config.scheduler, config.cache, num_blocks, 1, indexes, adopt=adopt)
         self.sim.counts["KV adopted"] += bool(self.core.lanes[0].held)
         self._new_worker()
+        self.sim.transfers.connect(self)
         self.up, self.since = True, self.world.awake()
         blocks, size = self.core.lanes[0].num_blocks, config.cache.block_size
         self.socket.say(EngineFacts(
@@ -253,23 +260,27 @@ class Remote:
             return
         match message:
             case Submit():
-                self._output(core.admit(Request(
+                self.output(core.admit(Request(
                     message.id, message.prompt, message.params, message.seed, max_tokens=message.max_tokens,
                     eos_ids=message.eos_ids, priority=message.priority, output=list(message.output),
+                    lends=message.lends, lease=message.lease,
                 )))  # fmt: skip
             case Cancel():
-                self._output(core.cancel(message.id))
+                self.output(core.cancel(message.id))
+            case Release():
+                self.sim.rules.released(self, message)
+                self.output([], stepped=True)
             case ResizeEngine():
                 self._resize_engine(message)
                 return
             case Shutdown():
                 for request in core.snapshot():
-                    self._output(core.cancel(request.id, FinishReason.ABORT))
+                    self.output(core.cancel(request.id, FinishReason.ABORT))
                 self.end(0)
                 return
         self._go()
 
-    def _output(self, deltas: list[Any], *, stepped: bool = False) -> None:
+    def output(self, deltas: list[Any], *, stepped: bool = False) -> None:
         if deltas or stepped:
             assert self.core is not None
             self.socket.say(Output(deltas, self.core.stats()))
@@ -290,6 +301,8 @@ class Remote:
             return
         assert self.core is not None
         plan, self._busy = self._plans.popleft(), False
+        for rank, news in self.sim.transfers.copy(self, plan):
+            self.core.hear({rank: news})
         try:
             lane = self.worker.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
         except Died:
@@ -302,7 +315,11 @@ class Remote:
         except ValueError as e:
             self.world.require(False, "plan", f"engine {self.index} can't carry out step {plan.step}: {e}")
         self.stepped = self.world.awake()
-        self._output(self.core.commit(StepResult(plan.epoch, plan.step, (lane,))), stepped=True)
+        deltas = self.core.commit(StepResult(plan.epoch, plan.step, (lane,)))
+        self.output(deltas, stepped=True)
+        if any(delta.lease for delta in deltas):
+            self.sim.rules.lent(self)
+            self.later(LEASE, self.sim.transfers.look, self)
         self.sim.occasion()
         self._go()
 
@@ -328,7 +345,7 @@ class Remote:
         self._life, self._busy = self._life + 1, False
         self._plans.clear()
         if wish is None:
-            self._output(core.fault())
+            self.output(core.fault())
             notice = Recovery(core.epoch + 1, [0], "step", cause)
         else:
             notice = Recovery(core.epoch + 1, [], "step", cause, kind="layout")
@@ -340,8 +357,9 @@ class Remote:
         self.layout = self.layout if wish is None else Layout(tp=wish.tp, pp=wish.pp)
         kept = wish is None and self.memory is not None
         indexes = self.memory.begin(self.layout, self.shape) if self.memory is not None and not kept else ()
-        self._output(self.core.lost(notice.epoch, kept=kept, indexes=indexes), stepped=True)
+        self.output(self.core.lost(notice.epoch, kept=kept, indexes=indexes), stepped=True)
         self._new_worker()
+        self.sim.transfers.connect(self)
         self.regrouping, self.since = False, self.world.awake()
         name = layout_name(self.layout)
         self.socket.say(msgspec.structs.replace(notice, seconds={"total": 1.0}, layout=name, pids=[self.pid]))
