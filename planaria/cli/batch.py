@@ -54,9 +54,8 @@ def run(
             settings = ServerConfig(
                 served_model_names=tuple(served_model_name or [name]), model=name,
                 eos_ids=config.model.eos_ids,
-        sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]),
-        pooling=config.pooling,
-        parsers=Parsers(**{name: engine[name] for name in Parsers.__struct_fields__}),
+                sampling_defaults=sampling_defaults(config.checkpoint["generation_config"]), pooling=config.pooling,
+                parsers=Parsers(**{name: engine[name] for name in Parsers.__struct_fields__}),
             )  # fmt: skip
             asyncio.run(_answer(config, settings, left, len(items), answers, began))
         from planaria.server.batch import line_of

@@ -16,7 +16,7 @@ from planaria.models.fields import refuse, size
 
 SUPPORTED = tuple(sorted(FAMILIES))
 HEADS = {"ForCausalLM": "vocabulary", "ForSequenceClassification": "labels", "Model": ""}
-MOST_LABELS = 1 << 16
+MAX_LABELS = 1 << 16
 
 
 def model_config(hf: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -48,7 +48,7 @@ def _headed(config: ModelConfig, architecture: str, head: str, hf: dict[str, Any
         named = hf.get("id2label")
         if named is not None and not isinstance(named, dict):
             raise refuse("id2label", named, "must be an object")
-        labels = size(hf, "num_labels", len(named) if named else 2, most=MOST_LABELS)
+        labels = size(hf, "num_labels", len(named) if named else 2, most=MAX_LABELS)
     return msgspec.structs.replace(config, architecture=architecture, head=head, num_labels=labels)
 
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from planaria.errors import EngineDead
 from planaria.server.app import create_app
-from planaria.server.batch_file import Answers, Item
+from planaria.server.batch_file import DRAWN, Answers, Item
 from planaria.server.config import ServerConfig
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.forward import answer
@@ -61,7 +61,7 @@ async def _work(
 ) -> None:
     for item in left:
         body = dict(item.body)
-        if body.get("seed") is None:
+        if item.url in DRAWN and body.get("seed") is None:
             body["seed"] = seed_of(answers.header.seed, item.custom_id or "")
         status, request_id, content = await post(app, item.url, msgspec.json.encode(body))
         if client.dead is not None:  # an answer that says so is none: it will be asked again

@@ -18,7 +18,8 @@ import msgspec
 
 from planaria.errors import CapacityError, ConfigError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+DRAWN = ("/v1/chat/completions", "/v1/completions")  # whose requests get a seed
+URLS = (*DRAWN, "/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling", "/classify")
 VERSION = 1
 
 

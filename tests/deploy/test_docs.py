@@ -21,7 +21,7 @@ from tests.deploy.test_helm import options_of_serve
 from tests.proc.servers import needs_smollm2
 
 ROOT = Path(__file__).parents[2]
-README, START = ROOT / "README.md", ROOT / "docs" / "index.md"
+README, START, EMBEDDINGS = ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "embeddings.md"
 NOT_RUN = re.compile(r"<!-- not run: .+? -->\n```\w*\n(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LIMIT = 300.0  # seconds for all blocks of a page, where four others are busy
@@ -139,6 +139,14 @@ def test_every_block_of_the_start_page_runs(tmp_path: Path) -> None:
     said = run(START, tmp_path)
     assert "The capital of France is Paris" in said and "One, two, three," in said
     assert "temprature" in said and "did you mean" in said.lower()
+
+
+@needs_smollm2
+def test_every_block_of_the_page_on_embeddings_runs(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    said = run(EMBEDDINGS, tmp_path)
+    assert "576 True" in said and "In bamboo forests of China." in said and "Steel" not in said
+    assert "dimensions 64: the model wasn't trained for shorter vectors" in said and "(576,)" in said
 
 
 @pytest.mark.parametrize("page", [README, START], ids=lambda page: page.name)

@@ -20,6 +20,13 @@ from planaria.server.schema import (
 )
 from planaria.server.schema_anthropic import CountTokensRequest, MessagesRequest
 from planaria.server.schema_responses import ResponsesRequest, ResponseStreamOptions
+from planaria.server.schema_vectors import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
 WRITE = "write it with `python -m tests.pure.test_api_fields`"
@@ -27,6 +34,8 @@ MODELS: dict[str, Any] = {
     "/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/embeddings": EmbeddingRequest, "/v1/score": ScoreRequest, "/v1/rerank": RerankRequest,
+    "/classify": ClassificationRequest, "/pooling": PoolingRequest,
     "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
 }  # fmt: skip
 NEEDED: dict[Any, dict[str, Any]] = {

@@ -11,6 +11,7 @@ from planaria import types
 from planaria.parsers import json_calls, text_calls, values
 from planaria.server import (
     body,
+    embeddings,
     idempotency,
     inputs,
     journal_files,
@@ -46,8 +47,9 @@ def test_the_page_has_the_codes_numbers() -> None:
 def test_no_bound_is_missing() -> None:
     there = {path for _, path in ROWS}
     for module in (
-        types, body, idempotency, inputs, journal_files, json_calls, kept, messages, records, response_input,
-        response_store, responses, schema, schema_responses, spec, text_calls, tools, values, vocabulary,
+        types, body, embeddings, idempotency, inputs, journal_files, json_calls, kept, messages, records,
+        response_input, response_store, responses, schema, schema_responses, spec, text_calls, tools,
+        values, vocabulary,
     ):  # fmt: skip
         assert module.__file__ is not None
         own = re.findall(r"^(MAX_\w+) = ", Path(module.__file__).read_text(), re.M)
