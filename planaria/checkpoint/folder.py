@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from planaria.checkpoint.fused import unfused
+from planaria.checkpoint.quantised import method_of, together
 from planaria.checkpoint.sentence import read_sentence
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
@@ -35,19 +36,20 @@ KINDS = {
 def read_folder(name: str, folder: Path) -> Checkpoint:
     """The checkpoint in a folder with config.json and safetensors. Raises ModelError naming the file at fault."""
     config = read_json(folder / "config.json", missing="a model folder needs it; is this the right folder?")
-    quantized = config.get("quantization_config")
-    method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else "?"
-    if quantized and method != "mxfp4":
-        raise ModelError(
-            f"{folder}: weights quantized with {method} are not supported; use the unquantized checkpoint "
-            "(--quantization packs it at load) or a GGUF file"
-        )
+    method_of(str(folder), config)
     generation = folder / "generation_config.json"
     files = weight_files(folder)
     tensors: list[TensorInfo] = []
     for i, file in enumerate(files):
         tensors += read_safetensors_header(file, i)
     _check_index(folder, files, tensors)
+
+    def read(tensor: TensorInfo) -> bytes:
+        with files[tensor.file].open("rb") as f:
+            f.seek(tensor.offset)
+            return f.read(tensor.nbytes)
+
+    tensors = unfused(str(folder), config, together(str(folder), config, _prefixed(tensors), read))
     return Checkpoint(
         name=name,
         path=str(folder),
@@ -57,7 +59,7 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
         tokenizer_dir=str(folder) if has_tokenizer(folder) else None,
         chat_template=chat_template(folder),
         files=tuple(map(str, files)),
-        tensors=tuple(unfused(str(folder), config, _prefixed(tensors))),
+        tensors=tuple(tensors),
         sentence=read_sentence(folder),
     )
 

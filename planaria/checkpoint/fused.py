@@ -57,11 +57,13 @@ def _rows(path: str, config: dict[str, Any], tensor: TensorInfo, match: re.Match
     if sum(sizes) != tensor.shape[0] or not tensor.shape[0]:
         raise _undivided(path, tensor, ", ".join(names))
     first, width = tensor.offset, tensor.nbytes // tensor.shape[0]
+    row = 0
     for name, size in zip(names, sizes, strict=True):
         yield replace(
-            tensor, name=f"{layer}.{name}.{suffix}", shape=(size, *tensor.shape[1:]), offset=first, nbytes=size * width
-        )
-        first += size * width
+            tensor, name=f"{layer}.{name}.{suffix}", shape=(size, *tensor.shape[1:]), offset=first + row * width,
+            nbytes=size * width, first=row if tensor.parts else 0,
+        )  # fmt: skip
+        row += size
 
 
 def _experts(path: str, config: dict[str, Any], tensor: TensorInfo) -> Iterator[TensorInfo]:

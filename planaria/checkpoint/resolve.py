@@ -14,6 +14,7 @@ from planaria.cache import kept_folder
 from planaria.checkpoint import sentence
 from planaria.checkpoint.folder import chat_template, has_tokenizer, read_folder, read_json
 from planaria.checkpoint.gguf import read_gguf, split_parts
+from planaria.checkpoint.quantised import method_of
 from planaria.checkpoint.spec import Checkpoint
 from planaria.errors import ModelError
 
@@ -175,9 +176,10 @@ def shape_of(model: str, hub: Hub = Hub()) -> Checkpoint:
         path = hub_folder(model, HUB_FILES[:2], hub)
     if not (path / "config.json").is_file() or any(path.glob("*.safetensors")):
         return resolve_checkpoint(model, hub)
-    generation = path / "generation_config.json"
+    generation, config = path / "generation_config.json", read_json(path / "config.json")
+    method_of(str(path), config)
     return Checkpoint(
-        name=model, path=str(path), format="safetensors", config=read_json(path / "config.json"),
+        name=model, path=str(path), format="safetensors", config=config,
         generation_config=read_json(generation) if generation.exists() else {},
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     rotated_heads: int = 0
     parts: tuple[TensorInfo, ...] = ()
+    first: int = 0  # of the parts' rows, where this is some of them
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +47,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     def weight_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def packed(self) -> bool:
+        """Has it weights in fewer bits than they are computed in?"""
+        return self.format == "gguf" or any(t.parts and t.kind != "turned" for t in self.tensors)
 
     @property
     def kind(self) -> str:

@@ -274,14 +274,17 @@ def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
     from planaria.checkpoint.resolve import Hub, shape_of
     from planaria.config.experts import expert_shapes, resolve_experts
     from planaria.config.resolve import LOGIT_ROWS, device_config, step_tokens
+    from planaria.loader.forms import forms
     from planaria.models import model_config
 
     parallel, kind = question.parallel, question.device
     checkpoint = shape_of(options.model, Hub(options.revision, options.download_dir))
     model = model_config(checkpoint.config, checkpoint.generation_config)
-    device = device_config(options, kind, model.dtype, packed=checkpoint.format == "gguf", ranks=1)
+    device = device_config(options, kind, model.dtype, packed=checkpoint.packed, ranks=1)
     element = 4 if device.dtype == "float32" else 2
-    kept = checkpoint.weight_bytes / model.num_parameters if device.quantization == "keep" else float(element)
+    kept = float(element)
+    if device.quantization == "keep" and checkpoint.tensors:
+        kept = sum(each.bytes for each in forms(checkpoint, "keep", element)) / model.num_parameters
     backend = parallel.distributed_executor_backend
     shared = device.kernels == "native" and backend in ("uni", "mp") and not parallel.over_nodes  # see hosts/weights.py
     demand = Demand(model, parallel, {

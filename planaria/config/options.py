@@ -252,7 +252,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
     quantization: Annotated[
         str,
         option(
-            "auto keeps a GGUF file's packed weights; none unpacks them; q8_0 or q4_1 packs at load.",
+            "auto keeps weights packed that are so in the file; none unpacks them; q8_0 or q4_1 packs at load.",
             choices=QUANTIZATIONS,
             hashed=True,
         ),

@@ -241,7 +241,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     deal(model, tp, pp, parallel.pp_layer_partition, expert_map(model, parallel, parallel.expert_parallel_size))
     device = device_config(
-        options, device_name, model.dtype, packed=checkpoint.format == "gguf", ranks=ranks_here(parallel)
+        options, device_name, model.dtype, packed=checkpoint.packed, ranks=ranks_here(parallel)
     )  # fmt: skip
     check_torch(device, parallel, machine)
     libraries = None if uses_ray(parallel, machine) else machine.libraries

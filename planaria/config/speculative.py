@@ -81,7 +81,7 @@ def draft_source(config: SpeculativeConfig | None, served: ModelConfig, hub: Hub
         )  # fmt: skip
     if model.moe is not None:
         raise ConfigError(f"{FLAG} model", config.model, "has experts", "use a dense one")
-    packed = checkpoint.format == "gguf" and dtype == "bfloat16"
+    packed = checkpoint.packed and dtype == "bfloat16"
     return DraftSource(
         model=model, checkpoint=msgspec.to_builtins(checkpoint), quantization="keep" if packed else "none"
     )

@@ -15,7 +15,11 @@ RENAMED = {
 }  # fmt: skip
 VALUES: dict[str, dict[Any, Any]] = {
     "runner": dict.fromkeys(("embed", "embedding", "classify", "score", "reward", "encode"), "pooling"),
-    "dtype": {"half": "bfloat16", "float16": "bfloat16", "float": "float32"}, "quantization": {"gguf": "auto"},
+    "dtype": {"half": "bfloat16", "float16": "bfloat16", "float": "float32"},
+    "quantization": dict.fromkeys(
+        ("gguf", "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "fp8", "mxfp4"),
+        "auto",
+    ),
     "tool_call_parser": {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "deepseek_v31": "deepseek_v3"},
 }  # fmt: skip
 # In both tables `!` marks a switch, which takes no value.

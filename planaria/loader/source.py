@@ -115,10 +115,10 @@ class WeightSource:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _part(self, part: TensorInfo, rows: range, columns: range) -> Array:
-        """A tensor of another's parts, in these ranges of its first two dimensions."""
-        raw = self._rows(part, rows)
-        return raw[:, columns.start : columns.stop]
+    def _part(self, part: TensorInfo, rows: range | None = None, columns: range | None = None) -> Array:
+        """A tensor of another's parts, in these ranges of its first two dimensions, or all of it."""
+        raw = self._rows(part, range(part.shape[0] if part.shape else 1) if rows is None else rows)
+        return raw if columns is None else raw[:, columns.start : columns.stop]
 
     def _info(self, name: str) -> TensorInfo:
         try:

@@ -7,6 +7,7 @@ only experts come and go. Torch is imported by what reads.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
     from planaria.layers.decoder import Model
     from planaria.worker.weights import Mapped, RankWeights, Writing
+
+logger = logging.getLogger("planaria.worker")
 
 Part = tuple[int, Layout]  # of the model: what this rank of this layout has
 
@@ -64,8 +67,12 @@ def read_part(
     """A model. reads: experts to read, by layer; None: those of its slots, if they aren't dealt whole."""
     from planaria.layers.build import build
     from planaria.loader import WeightSource
+    from planaria.loader.forms import unpacked_line
 
     rank, layout = part
+    checkpoint = msgspec.convert(config.checkpoint, Checkpoint)
+    if rank == 0 and (line := unpacked_line(checkpoint, config.device.quantization, config.device.dtype)):
+        logger.warning(line)
     tp, pp = layout.tp, layout.pp
     partition = config.parallel.pp_layer_partition
     if partition is not None and len(partition) != pp:
@@ -76,7 +83,7 @@ def read_part(
     def make(packings: Writing | Mapped | None, heard: Callable[[float], None]) -> Model:
         now = nothing if packings is not None and not packings.whole else reads
         return build(
-            config.model, WeightSource(msgspec.convert(config.checkpoint, Checkpoint)), ops,
+            config.model, WeightSource(checkpoint), ops,
             quantization=config.device.quantization, max_positions=config.scheduler.max_model_len,
             progress=lambda done, total: heard(done / total), shard=dataclasses.replace(shard, reads=now),
             packings=packings,

@@ -525,8 +525,8 @@ def break_folder(folder: Path, how: str) -> str:
         (folder / "config.json").write_text("[]")
         return "config.json: not a JSON object"
     if how == "quantized elsewhere":
-        (folder / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
-        return "weights quantized with awq are not supported"
+        (folder / "config.json").write_text('{"quantization_config": {"quant_method": "aqlm"}}')
+        return "weights quantized with aqlm are not supported"
     if how == "bad generation config":
         (folder / "generation_config.json").write_text("nonsense")
         return "generation_config.json: not valid JSON"

@@ -57,6 +57,11 @@ TYPED = (
     ("--allow-credentials", "--cors-credentials", ""),
     ("--enforce-eager", "", "No effect, one line says so: see below."),
     ("-q gguf", "--quantization auto", "A GGUF file's packed weights are kept."),
+    (
+        "-q awq",
+        "--quantization auto",
+        "And gptq, compressed-tensors, bitsandbytes, fp8, mxfp4: as the checkpoint says.",
+    ),
     ("-O3", "", "No effect."),
     ("--compilation-config.mode 3", "", "No effect."),
 )
@@ -150,7 +155,7 @@ def test_what_is_typed_for_vllm(typed: str, here: str, note: str, tmp_path: Path
     model = [] if "--model" in words else ["M"]
     assert found.of([*model, *words]) == [*model, *here.split()]
     assert bool(found.notes) == (not here)
-    assert bool(found.values) == (" half" in typed or "gguf" in typed)
+    assert bool(found.values) == (" half" in typed or typed.startswith("-q"))
 
 
 def test_options_of_the_same_name_are_there() -> None:

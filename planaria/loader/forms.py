@@ -1,0 +1,87 @@
+"""What becomes of a checkpoint's weights in memory: which stay packed, as what, and what that takes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from planaria.checkpoint.quantised import kept_as
+from planaria.checkpoint.spec import Checkpoint, TensorInfo
+from planaria.kernels.quant import BLOCK, BLOCK_BYTES, PACKED_KINDS
+
+NAMES = {
+    "gptq": "GPTQ", "awq": "AWQ", "ints": "compressed-tensors int", "int8": "int8", "fp8": "fp8",
+    "bnb4": "bitsandbytes, 4 bits", "bnb8": "bitsandbytes int8", "mxfp4": "MXFP4",
+}  # fmt: skip
+
+
+class Form(NamedTuple):
+    """Tensors that are stored alike and kept alike. form: "" for plain weights, in the dtype of activations."""
+
+    stored: str
+    form: str
+    tensors: int
+    weights: int
+    stored_bytes: int
+    bytes: int
+
+    @property
+    def unpacked(self) -> bool:
+        """Do they take more memory than in the file, for want of a form that says the same?"""
+        return not self.form and self.stored_bytes < self.weights
+
+
+def forms(checkpoint: Checkpoint, quantization: str, element: int) -> list[Form]:
+    """Most bytes first. quantization: as of a device's configuration; element: bytes of a plain weight."""
+    found: dict[tuple[str, str], Form] = {}
+    for tensor in checkpoint.tensors:
+        stored, form = _stored(tensor), _form(tensor, quantization)
+        weights = math.prod(tensor.shape)
+        each = element if len(tensor.shape) > 1 else 4
+        size = math.ceil(weights * _per_weight(tensor, form)) if form else weights * each
+        before = found.get((stored, form), Form(stored, form, 0, 0, 0, 0))
+        found[stored, form] = Form(
+            stored, form, before.tensors + 1, before.weights + weights, before.stored_bytes + tensor.nbytes,
+            before.bytes + size,
+        )  # fmt: skip
+    return sorted(found.values(), key=lambda each: -each.bytes)
+
+
+def unpacked_line(checkpoint: Checkpoint, quantization: str, dtype: str) -> str:
+    """What to say of weights that are unpacked though packed ones stay so; "" for nothing."""
+    if quantization != "keep":
+        return ""
+    lines = [f"{each.tensors} of {each.stored}" for each in forms(checkpoint, quantization, 2) if each.unpacked]
+    return f"tensors unpacked to {dtype}, as no packed form says the same: {', '.join(lines)}" if lines else ""
+
+
+def _stored(tensor: TensorInfo) -> str:
+    name, *rest = tensor.kind.split(":")
+    if not tensor.parts or name == "turned":
+        return tensor.parts[0].kind if tensor.parts else tensor.kind
+    said = NAMES.get(name, name)
+    if name in ("gptq", "awq"):
+        said += f", {rest[0]} bits"
+    if name == "ints":
+        said += rest[0]
+    return said + (", columns in an order of their own" if "ordered" in rest else "")
+
+
+def _form(tensor: TensorInfo, quantization: str) -> str:
+    if len(tensor.shape) != 2 or quantization == "none":
+        return ""
+    own = kept_as(tensor.kind) if tensor.parts else tensor.kind if tensor.kind in PACKED_KINDS else ""
+    own = own if tensor.shape[1] % BLOCK == 0 else ""
+    if quantization == "keep" or (quantization == "q4_1" and own.startswith("q4")):
+        return own
+    if tensor.shape[1] % BLOCK or tensor.name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+        return ""
+    table = tensor.name in ("model.embed_tokens.weight", "lm_head.weight")
+    return "q8_0" if table else quantization
+
+
+def _per_weight(tensor: TensorInfo, form: str) -> float:
+    """Bytes."""
+    if tensor.kind == form:
+        return tensor.nbytes / math.prod(tensor.shape)
+    return BLOCK_BYTES[form] / BLOCK
