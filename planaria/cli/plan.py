@@ -49,10 +49,11 @@ class Demand(msgspec.Struct, frozen=True):
         """Raises ConfigError for a layout that the model can't be dealt to."""
         parallel = msgspec.structs.replace(self.parallel, tensor_parallel_size=layout.tp)
         experts = expert_map(self.model, parallel, parallel.expert_parallel_size)
+        context = parallel.context_size(layout), parallel.cp_kv_cache_interleave_size
         lanes = [
             [
                 rank_memory(self.model, shard, **self.quantities).shared_by(self.sharers)
-                for shard in deal(self.model, layout.tp, layout.pp, parallel.pp_layer_partition, experts, lane)
+                for shard in deal(self.model, layout.tp, layout.pp, parallel.pp_layer_partition, experts, lane, context)
             ]
             for lane in range(parallel.lanes)
         ]

@@ -16,6 +16,7 @@ from planaria.topology.experts import STRATEGIES as EXPERT_STRATEGIES
 from planaria.topology.layout import Layout
 from planaria.topology.outer import OuterLauncher
 from planaria.topology.packing import STRATEGIES as PACK_STRATEGIES
+from planaria.topology.stripes import context_size
 
 DTYPES = ("auto", "float32", "bfloat16")
 TINY = 5e-324  # the least number above 0
@@ -27,6 +28,25 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: Annotated[int, option("Ranks that share each layer.", "-tp", least=1, hashed=False)] = 1
     pipeline_parallel_size: Annotated[int, option("Stages that share the layers.", "-pp", least=1, hashed=False)] = 1
+    decode_context_parallel_size: Annotated[
+        int,
+        option(
+            "Tensor ranks that share the tokens of a sequence's KV, instead of having heads of all; divides -tp.",
+            "-dcp",
+            least=1,
+            hashed=True,
+        ),
+    ] = 1
+    prefill_context_parallel_size: Annotated[
+        int, option("Ranks that share a prompt's tokens; only 1 so far.", "-pcp", least=1, hashed=True)
+    ] = 1
+    cp_kv_cache_interleave_size: Annotated[
+        int | None,
+        option("Tokens in turn on each context rank: divides --block-size; default: 1.", least=1, hashed=True),
+    ] = None
+    dcp_kv_cache_interleave_size: Annotated[
+        int | None, option("Old name of --cp-kv-cache-interleave-size.", least=1, hashed=False)
+    ] = None
     pp_layer_partition: Annotated[
         str | tuple[int, ...] | None, option("Layers of each stage, e.g. 10,20; default: evenly.", hashed=True)
     ] = None
@@ -493,7 +513,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`memory`: bytes for KV, None: chosen from what the machine has. `kv_offloading`: bytes for blocks of all ranks of
-    an engine beside it."""
+    an engine beside it. block_size: tokens of a block, on all context ranks together."""
 
     block_size: int = 16
     memory: int | None = None
@@ -571,6 +591,7 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     says which of them an engine has; an engine's own configuration has its own nodes.
     """
 
+    cp_kv_cache_interleave_size: int = 1
     pp_layer_partition: tuple[int, ...] | None = None
     distributed_executor_backend: str = "uni"
     ray_runtime_env: dict[str, Any] | None = None
@@ -626,6 +647,10 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     def layout(self) -> Layout:
         """That was asked for."""
         return Layout(tp=self.tensor_parallel_size, pp=self.pipeline_parallel_size, dp=self.lanes)
+
+    def context_size(self, layout: Layout) -> int:
+        """Tensor ranks of a layout in force that share a sequence's tokens."""
+        return context_size(self.decode_context_parallel_size, layout.tp)
 
     @property
     def world_size_across_dp(self) -> int:
@@ -714,6 +739,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative: SpeculativeConfig | None = None
     draft: DraftSource | None = None
     pooling: PoolingConfig = PoolingConfig()
+
+    def tokens_here(self, layout: Layout) -> int:
+        """Of a block, on each rank of a layout in force."""
+        return self.cache.block_size // self.parallel.context_size(layout)
 
     def with_layout(self, layout: Layout) -> EngineConfig:
         """The same engine, asked for in another layout. A partition of layers stays where it has as many stages."""

@@ -47,9 +47,11 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
         "ray_runtime_env": _runtime_env(options.ray_runtime_env),
         "placement_group_local_ranks": _list(_LOCAL_RANKS, options.placement_group_local_ranks, _LOCAL_RANKS_FIX),
         "outer": machine.outer,
+        "cp_kv_cache_interleave_size": _interleave(options),
         **engines,
         **expert_fields(options),
     })  # fmt: skip
+    _context(config)
     config = _with_lanes(config)
     _nodes(config)
     _ray(config, machine)
@@ -59,7 +61,54 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
     if options.data_parallel_size == 1:
         _spmd(machine.data_parallel, options.enable_expert_parallel)
     _refuse_synchronization(config, options)
-    return _all_reduce(config, device, _crowded(config, machine, device))
+    notes = _crowded(config, machine, device)
+    if options.dcp_kv_cache_interleave_size is not None:
+        line = "--dcp-kv-cache-interleave-size is the old name of --cp-kv-cache-interleave-size"
+        notes.append((logging.WARNING, line))
+    return _all_reduce(config, device, notes)
+
+
+def _interleave(options: EngineOptions) -> int:
+    """Tokens in turn on each context rank. Raises ConfigError."""
+    new, old = options.cp_kv_cache_interleave_size, options.dcp_kv_cache_interleave_size
+    if old is not None and new is not None and old != new:
+        raise ConfigError(
+            "--dcp-kv-cache-interleave-size", old, f"is the old name of --cp-kv-cache-interleave-size, which is {new}",
+            "leave the old one out",
+        )  # fmt: skip
+    found = new or old or 1
+    if options.block_size % found:
+        raise ConfigError(
+            "--cp-kv-cache-interleave-size", found,
+            f"so many tokens in turn must divide the {options.block_size} of a block (context parallel)",
+            "use a divisor of --block-size",
+        )  # fmt: skip
+    return found
+
+
+def _context(config: ParallelConfig) -> None:
+    """The rules of context parallel. Raises ConfigError."""
+    size, tp, prefill = (
+        config.decode_context_parallel_size, config.tensor_parallel_size, config.prefill_context_parallel_size
+    )  # fmt: skip
+    if tp % size:
+        raise ConfigError(
+            "--decode-context-parallel-size", size,
+            f"context parallel deals a sequence's tokens to tensor ranks, and {size} doesn't divide "
+            f"--tensor-parallel-size {tp}", f"use a divisor of {tp}",
+        )  # fmt: skip
+    if prefill > 1:
+        raise ConfigError(
+            "--prefill-context-parallel-size", prefill,
+            f"context parallel is there for decoding, and {prefill} would be ranks that compute parts of a prompt's "
+            "chunk (docs/adr/0041)", "use --decode-context-parallel-size for long contexts",
+        )  # fmt: skip
+    if size > 1 and config.num_micro_batches > 1:
+        raise ConfigError(
+            "--decode-context-parallel-size", size,
+            f"{config.num_micro_batches} micro-batches would write to the one place where context ranks exchange parts",
+            "leave --enable-dbo and --ubatch-size out",
+        )  # fmt: skip
 
 
 def _with_lanes(config: ParallelConfig) -> ParallelConfig:

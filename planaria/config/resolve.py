@@ -271,6 +271,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
                 "memory": memory,
                 "kv_tier": _tier(options, device_name),
                 "kv_offloading": _offloading(options, device_name),
+                "block_size": options.block_size * parallel.decode_context_parallel_size,
             }
         ),  # fmt: skip
         device=device,

@@ -71,8 +71,6 @@ ABSENT = {
     "KV on the move": """kv_transfer_config kv_events_config ec_transfer_config kv_offloading_backend
         weight_transfer_config""",
     "KV in fewer bits": "kv_cache_dtype calculate_kv_scales!",
-    "context parallel": """decode_context_parallel_size prefill_context_parallel_size dcp_kv_cache_interleave_size
-        cp_kv_cache_interleave_size""",
     "other weights, code or classes": """load_format model_loader_extra_config ignore_patterns model_impl config_format
         tokenizer_mode logits_processors logits_processor_pattern scheduler_cls additional_config middleware
         enable_return_routed_experts!""",
@@ -87,7 +85,7 @@ ABSENT = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto", "hf"), "load_format": ("auto", "safetensors", "gguf"), "kv_cache_dtype": ("auto",),
     "model_impl": ("auto", "vllm"), "override_generation_config": ({}, "{}"),
-    "logits_processors": ([],), "decode_context_parallel_size": (1, "1"), "prefill_context_parallel_size": (1, "1"),
+    "logits_processors": ([],),
     "config_format": ("auto", "hf"), "chat_template_content_format": ("auto", "string"), "ssl_cert_reqs": (0, "0"),
     "response_role": ("assistant",), "guided_decoding_backend": ("auto", "guidance"), "lora_modules": ([],),
     "middleware": ([],), "kv_offloading_backend": ("native",),

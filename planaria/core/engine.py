@@ -318,6 +318,7 @@ class EngineCore:
             running=sum(lane.num_running for lane in lanes),
             waiting=sum(lane.num_waiting for lane in lanes),
             kv_usage=sum(lane.pool.usage() for lane in lanes) / len(lanes),
+            kv_tokens=sum(lane.capacity() for lane in lanes),
             prefix_queries=sum(lane.prefix_queries for lane in lanes),
             prefix_hits=sum(lane.prefix_hits for lane in lanes),
             preemptions=sum(lane.preemptions for lane in lanes),

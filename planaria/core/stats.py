@@ -92,6 +92,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0  # 0..1
+    kv_tokens: int = 0  # that KV has room for
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
     preemptions: int = 0

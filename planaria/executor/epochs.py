@@ -17,7 +17,7 @@ from planaria.core.engine import EngineCore
 from planaria.core.transfer import lend_from
 from planaria.errors import CapacityError, WorkersLost
 from planaria.executor.gang import Gang, Refusal
-from planaria.executor.recovery import Reformations, Replay, layout_name, told, told_replay
+from planaria.executor.recovery import Reformations, Replay, told, told_replay
 from planaria.executor.status import places_of
 from planaria.executor.transition import Transition, Wish
 from planaria.protocol import Failed
@@ -110,12 +110,12 @@ class Epochs:
         seconds["total"] = self.clock() - began
         first = Transition(change.first, change.present)
         done = msgspec.structs.replace(
-            self._told(change, first.failed, gang.epoch, first.loss), seconds=seconds, layout=layout_name(gang.layout),
+            self._told(change, first.failed, gang.epoch, first.loss), seconds=seconds, layout=gang.named(gang.layout),
             pids=[member.pid for member in gang.members], requests=len(core.lane_of),
             tokens=core.replayed_tokens - tokens, places=places_of(gang), travel=gang.travel if gang.maps else None,
         )  # fmt: skip
         self.emit(done)
-        logger.warning("%s", told(done, replaced, change.present))
+        logger.warning("%s", told(done, replaced, gang.named(change.present)))
         if going := [request.id for request in core.snapshot() if request.output]:
             self.replay = Replay(done, going, self.clock())
         else:

@@ -25,6 +25,7 @@ from planaria.executor.health import LONGEST_LOOK
 from planaria.executor.kv import GangKV
 from planaria.executor.link.address import Inside
 from planaria.executor.link.faults import ConnectionLost, LinkError
+from planaria.executor.recovery import layout_name
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.executor.startup import StartUp, parts_of
 from planaria.executor.transition import Transition
@@ -146,6 +147,10 @@ class Gang:
                 logger.warning("%s; going on with %s", e.why, e.nearest)
                 gone, layout = (), e.nearest
         self.places, self.layout, self.ledger.world_size = places, layout, layout.size
+
+    def named(self, layout: Layout) -> str:
+        """As people read it."""
+        return layout_name(layout, self.config.parallel.context_size(layout))
 
     def room(self) -> Layout | None:
         """Where there are fewer ranks than there should be: a larger layout, when one could be had now; where some are

@@ -16,7 +16,6 @@ from planaria.core.eplb.places import ExpertsPlaced, Placing, departing
 from planaria.errors import ConfigError, PlanariaError
 from planaria.executor.backend import Borrower
 from planaria.executor.gang import START_TIMEOUT, Gang
-from planaria.executor.recovery import layout_name
 from planaria.executor.reply_ledger import Ticket
 from planaria.models.deal import deal
 from planaria.protocol import Command, SendExperts, StepResult
@@ -126,7 +125,7 @@ class LayoutChanger:
         """Answer who waits: nothing comes of it."""
         for open in (self.departure, self.arrival):
             if open is not None:
-                self.emit(EngineResized(open.resize.id, layout_name(self.gang.layout), why))
+                self.emit(EngineResized(open.resize.id, self.gang.named(self.gang.layout), why))
         self.departure = self.arrival = None
 
     def _get_ready(self, layout: Layout) -> bool:
@@ -156,12 +155,12 @@ class LayoutChanger:
         if not why and layout != gang.layout:
             self.change(layout, "asked for")
             if gang.layout != layout:
-                why = f"{layout_name(layout)} could not be had: the log says why"
+                why = f"{gang.named(layout)} could not be had: the log says why"
         if not why:
             gang.asked = layout
         elif lender is not None and before is not None:
             lender.lend(before)
-        self.emit(EngineResized(resize.id, layout_name(gang.layout), why, self.clock() - began))
+        self.emit(EngineResized(resize.id, gang.named(gang.layout), why, self.clock() - began))
 
     # -- devices that come and go
 

@@ -62,9 +62,11 @@ def told_replay(message: Recovery) -> str:
     return f"replay: the first sequence has its next token {first:.2f} s after that, the last {all:.2f} s"
 
 
-def layout_name(layout: Layout) -> str:
-    """As in EngineFacts: the lanes, where there are several, then the degrees of each."""
-    return (f"dp={layout.dp} " if layout.dp > 1 else "") + f"tp={layout.tp} pp={layout.pp}"
+def layout_name(layout: Layout, context: int = 1) -> str:
+    """As in EngineFacts: the lanes, where there are several, then the degrees of each. context: tensor ranks that share
+    a sequence's tokens."""
+    lanes, shared = f"dp={layout.dp} " * (layout.dp > 1), f" dcp={context}" * (context > 1)
+    return f"{lanes}tp={layout.tp} pp={layout.pp}{shared}"
 
 
 def travel_told(travel: Travel) -> str:
@@ -73,12 +75,12 @@ def travel_told(travel: Travel) -> str:
     return f"experts: {moved} moved between ranks, {needed} had to; {travel.read} read from the checkpoint"
 
 
-def told(done: Recovery, replaced: bool, before: Layout) -> str:
+def told(done: Recovery, replaced: bool, before: str) -> str:
     """The block of the log that says what happened and what was done. before: the layout until then."""
     ranks = ", ".join(map(str, done.ranks))
     parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in done.seconds.items() if part != "total")
-    if layout_name(before) != done.layout:
-        what = f"went from {layout_name(before)} to {done.layout}"
+    if before != done.layout:
+        what = f"went from {before} to {done.layout}"
     else:
         what = "replaced it" if replaced else "kept its process"
     lines = [

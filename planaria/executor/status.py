@@ -16,7 +16,6 @@ from planaria.core.engine import EngineCore
 from planaria.errors import CallFailed, EngineDead, UserError
 from planaria.executor.gang import Gang
 from planaria.executor.pending import Pending
-from planaria.executor.recovery import layout_name
 from planaria.node import home, node_name, process_state, resident_bytes, uptime
 from planaria.protocol import Hello
 from planaria.topology import Layout
@@ -42,7 +41,7 @@ def facts_of(config: EngineConfig, gang: Gang, core: EngineCore) -> EngineFacts:
         weight_bytes=gang.weight_bytes,
         executor=gang.launcher.name,
         link=gang.link.name if gang.link is not None else "",
-        layout=layout_name(gang.layout),
+        layout=gang.named(gang.layout),
         ranks=[member.pid for member in gang.members],
         seconds=gang.seconds,
         places=places_of(gang),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from planaria.mesh.all2all import All2All
     from planaria.mesh.comm import Comm
     from planaria.models.config import MoEConfig
+    from planaria.models.shard import ContextGroup, Shard
 
 Array = Any  # of a back end's kind: NumPy's in main memory, a tensor on a device
 Act = Any
@@ -51,7 +52,8 @@ class Batch:
     counts       int64 [4]: T tokens, number of sequences, S sample positions, tokens of all lanes (see `Ops.dispatch`)
     tokens       int32 [max_tokens]        token ids, sequence after sequence
     positions    int32 [max_tokens]        position of each in its sequence
-    slots        int64 [max_tokens]        where its key and value go: block * block_size + offset
+    slots        int64 [max_tokens]        where its key and value go: block * block_size + offset; -1: to another
+                                           context rank
     seq_start    int32 [max_seqs + 1]      first token of each sequence in `tokens`; [num_seqs] = T
     seq_len      int32 [max_seqs]          tokens in KV after this step, per sequence
     seq_row      int32 [max_seqs]          its row in block_table
@@ -121,6 +123,40 @@ def replicas_of(slots: Sequence[int], num_experts: int) -> list[list[int]]:
     return replicas
 
 
+@dataclass(frozen=True)
+class Columns:
+    """A rank's part of what its context group brings together. pieces: (first column of its own, first column of the
+    whole, how many); width: of the whole; most: of that of the largest group. heads: its query heads among the
+    group's."""
+
+    pieces: tuple[tuple[int, int, int], ...]
+    width: int
+    most: int
+    heads: range
+
+    @staticmethod
+    def of_heads(group: ContextGroup, shard: Shard, dim: int) -> Columns:
+        """Of q, k, v side by side, heads of `dim`. Keys and values that several have come from the first."""
+        queries, keys = len(shard.heads), len(shard.kv_heads)
+        at, at_kv = shard.heads.start - group.heads.start, shard.kv_heads.start - group.kv_heads.start
+        at_kv += len(group.heads)
+        pieces = [(0, at, queries)]
+        if group.leads_keys:
+            pieces += [(queries, at_kv, keys), (queries + keys, at_kv + len(group.kv_heads), keys)]
+        return Columns(
+            tuple((own * dim, whole * dim, count * dim) for own, whole, count in pieces),
+            (len(group.heads) + 2 * len(group.kv_heads)) * dim, (group.most_heads + 2 * group.most_kv_heads) * dim,
+            range(at, at + queries),
+        )  # fmt: skip
+
+    @staticmethod
+    def of_queries(group: ContextGroup, shard: Shard, dim: int) -> Columns:
+        """Of q alone."""
+        at, count = shard.heads.start - group.heads.start, len(shard.heads)
+        pieces = ((0, at * dim, count * dim),)
+        return Columns(pieces, len(group.heads) * dim, group.most_heads * dim, range(at, at + count))
+
+
 class Operations(Protocol):
     """What a forward pass is written in, and its argument while it is compiled."""
 
@@ -175,6 +211,26 @@ class Operations(Protocol):
     def mla_attend(self, q: Act, kv: KVLayer, num_heads: int, rank: int, scale: float) -> Act:
         """Causal attention of q [T, heads * width] over its sequence's cache, whose rows are the keys of all heads and
         whose first `rank` columns are the values. [T, heads * rank], activation dtype."""
+
+    def gather(self, x: Act, group: ContextGroup, own: Columns) -> Act:
+        """The columns of all ranks of the context group: [T, own.width]."""
+
+    def attend_part(
+        self, q: Act, kv: KVLayer, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, group: ContextGroup,
+        window: int | None = None, cap: float = 0.0,
+    ) -> Act:  # fmt: skip
+        """As `attend`, over this rank's tokens only; what that makes is for `merge`."""
+
+    def mla_attend_part(
+        self, q: Act, kv: KVLayer, num_heads: int, rank: int, scale: float, group: ContextGroup
+    ) -> Act:  # fmt: skip
+        """As `mla_attend`, over this rank's tokens only; what that makes is for `merge`."""
+
+    def merge(self, parts: Act, group: ContextGroup, heads: range, dim: int, sinks: Any = None) -> Act:
+        """Attention over the tokens of all ranks of the group, of these heads among the group's: [T, heads * dim],
+        activation dtype. A part is the weighted sum of its values, their greatest score and the sum of weights (output
+        and log-sum-exp in other numbers); parts are merged by pairs in a tree of context ranks. sinks: as in `attend`,
+        of these heads."""
 
     def gated(self, gate_up: Act, kind: str = "silu") -> Act:
         """Of the halves g, u of the columns: "silu": silu(g) * u; "gelu_tanh": gelu(g) * u by tanh; "clamped": with

@@ -26,10 +26,13 @@ from planaria.kernels import triton_experts
 from planaria.kernels.numbers import BFLOAT16
 from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Slots
 from planaria.kernels.quant import dequantise
+from planaria.kernels.reference_context import SharedTokens
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
 from planaria.models.config import MoEConfig
+from planaria.topology.stripes import Stripes
 
+ALL = Stripes()  # of tokens
 LOGIT_ROWS = 16384  # rows of the output head taken to float32 at a time, so that no float32 copy of it ever exists
 
 
@@ -89,16 +92,17 @@ class SequenceGroup:
     """Sequences with the same number of new tokens: attended together.
 
     rows int64 [B, Q]: their tokens. slots int64 [B, L]: their cache, padded to the longest with the first.
-    positions int64 [B, Q]: of those tokens; key l of a sequence is at position l.
+    positions int64 [B, Q]: of those tokens; key l of a sequence is at position l of those in `stripes`.
     """
 
     rows: Tensor
     slots: Tensor
     positions: Tensor
+    stripes: Stripes
 
     def mask(self, window: int | None) -> Tensor:
         """bool [B, 1, Q, L]: which keys a token sees."""
-        key = torch.arange(self.slots.shape[1], device=self.slots.device)
+        key: Tensor = self.stripes.position(torch.arange(self.slots.shape[1], device=self.slots.device))
         query = self.positions[:, None, :, None]
         seen = key <= query
         return seen if window is None else seen & (key > query - window)
@@ -118,8 +122,10 @@ class StepTensors:
         self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
         self._lengths = batch.seq_len[:sequences].astype(np.int64)
         self._tables = batch.block_table[batch.seq_row[:sequences]].astype(np.int64)
-        self._groups: dict[int, list[SequenceGroup]] = {}
-        self._masks: dict[tuple[int, int | None], list[Tensor]] = {}
+        here = batch.slots[:tokens] >= 0
+        self._here = None if here.all() else self._put(here.nonzero()[0])  # the others are on other context ranks
+        self._groups: dict[tuple[int, Stripes], list[SequenceGroup]] = {}
+        self._masks: dict[tuple[int, Stripes, int | None], list[Tensor]] = {}
 
     @property
     def hidden(self) -> Tensor:
@@ -130,30 +136,42 @@ class StepTensors:
         assert self._hidden is not None
         return torch.from_numpy(self._hidden[: len(self.tokens)]).to(self.device, copy=True)
 
+    def store(self, cache: Tensor, rows: Tensor) -> None:
+        """rows [T, ...] at the step's slots."""
+        if self._here is None:
+            cache[self.slots] = rows
+        else:
+            cache[self.slots[self._here]] = rows[self._here]
+
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
-    def groups(self, block_size: int, window: int | None) -> list[tuple[SequenceGroup, Tensor]]:
+    def groups(
+        self, block_size: int, window: int | None, stripes: Stripes = ALL
+    ) -> list[tuple[SequenceGroup, Tensor]]:  # fmt: skip
         """The step's sequences by number of new tokens, with masks. Made once a step, used by all layers."""
-        groups = self._groups.get(block_size)
+        groups = self._groups.get((block_size, stripes))
         if groups is None:
             counts = np.diff(self._starts)
-            groups = [self._group(counts == n, int(n), block_size) for n in np.unique(counts) if n]
-            self._groups[block_size] = groups
-        masks = self._masks.get((block_size, window))
+            groups = [self._group(counts == n, int(n), block_size, stripes) for n in np.unique(counts) if n]
+            self._groups[block_size, stripes] = groups
+        masks = self._masks.get((block_size, stripes, window))
         if masks is None:
-            masks = self._masks[block_size, window] = [group.mask(window) for group in groups]
+            masks = self._masks[block_size, stripes, window] = [group.mask(window) for group in groups]
         return list(zip(groups, masks, strict=True))
 
-    def _group(self, members: npt.NDArray[np.bool_], count: int, block_size: int) -> SequenceGroup:
+    def _group(
+        self, members: npt.NDArray[np.bool_], count: int, block_size: int, stripes: Stripes
+    ) -> SequenceGroup:  # fmt: skip
         lengths, tables = self._lengths[members], self._tables[members]
-        key = np.arange(lengths.max())
+        held = np.array([stripes.held(length) for length in lengths.tolist()])
+        key = np.arange(max(1, held.max()))
         slots = tables[:, key // block_size] * block_size + key % block_size
-        slots = np.where(key < lengths[:, None], slots, slots[:, :1])
+        slots = np.where(key < held[:, None], slots, slots[:, :1])
         new = np.arange(count)
         rows = self._starts[:-1][members][:, None] + new
         positions = (lengths - count)[:, None] + new
-        return SequenceGroup(self._put(rows), self._put(slots), self._put(positions))
+        return SequenceGroup(self._put(rows), self._put(slots), self._put(positions), stripes)
 
 
 def _attend(
@@ -172,7 +190,7 @@ def _attend(
     return (weights.to(values.dtype) @ values).to(q.dtype)
 
 
-class TorchOps:
+class TorchOps(SharedTokens):
     """`Ops` in eager torch. dtype: of activations, weights and cache; the residual stream is float32. tp: the tensor
     ranks that hold the other parts."""
 
@@ -295,8 +313,8 @@ class TorchOps:
         if k_norm is not None:
             k = self._norm(k, k_norm, eps)
         cos, sin = (table[self.step.positions][:, None, :] for table in rope)
-        kv.keys[self.step.slots] = self._rotate(k, cos, sin)
-        kv.values[self.step.slots] = v
+        self.step.store(kv.keys, self._rotate(k, cos, sin))
+        self.step.store(kv.values, v)
         return self._rotate(q, cos, sin).flatten(1)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -336,7 +354,8 @@ class TorchOps:
     def mla_store(self, x: Tensor, kv: SlotLatents, norm: Tensor, eps: float, rope: tuple[Tensor, Tensor]) -> None:
         latent, rotated = x[:, : len(norm)], x[:, len(norm) :]
         cos, sin = (table[self.step.positions] for table in rope)
-        kv.rows[self.step.slots] = torch.cat([self.rms_norm(latent, norm, eps), self._rotate(rotated, cos, sin)], -1)
+        rows = torch.cat([self.rms_norm(latent, norm, eps), self._rotate(rotated, cos, sin)], -1)
+        self.step.store(kv.rows, rows)
 
     def mla_attend(self, q: Tensor, kv: SlotLatents, num_heads: int, rank: int, scale: float) -> Tensor:
         q = q.view(-1, num_heads, q.shape[1] // num_heads)

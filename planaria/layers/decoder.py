@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from planaria.kernels.ops import Act, KVLayer, Operations, Ops, RopeTable, Weight
+from planaria.kernels.ops import Act, Columns, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.mla import LatentAttention
 from planaria.layers.mlp import MLP
 from planaria.layers.moe import MoE
@@ -52,6 +52,10 @@ class Attention:
         )
         self.sinks = load.vector(f"{name}.sinks", c.num_heads, shard.heads) if c.sinks else None
         self.wide = WideNorm(c, name, load, shard, queries, keys) if c.wide_qk_norm else None
+        self.context = shard.context
+        if self.context is not None:
+            self.own = Columns.of_heads(self.context, shard, dim)
+            self.num_heads, self.num_kv_heads = len(self.context.heads), len(self.context.kv_heads)
 
     def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
         qkv = ops.linear(x, self.qkv)
@@ -59,13 +63,18 @@ class Attention:
             qkv = self.wide(ops, qkv)
         if self.clip:
             qkv = ops.clip(qkv, self.clip)
+        if self.context is not None:
+            qkv = ops.gather(qkv, self.context, self.own)
         q = ops.rope_store(
             qkv, self.kv, self.rope, self.num_heads, self.num_kv_heads, self.head_dim,
             self.q_norm, self.k_norm, self.eps,
         )  # fmt: skip
-        x = ops.attend(
-            q, self.kv, self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window, self.cap, self.sinks
-        )  # fmt: skip
+        heads = q, self.kv, self.num_heads, self.num_kv_heads, self.head_dim, self.scale
+        if self.context is None:
+            x = ops.attend(*heads, self.window, self.cap, self.sinks)
+        else:
+            parts = ops.attend_part(*heads, self.context, self.window, self.cap)
+            x = ops.merge(parts, self.context, self.own.heads, self.head_dim, self.sinks)
         return into(ops, x, self.output, h, self.after)
 
     def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:

@@ -6,12 +6,12 @@ attend to the same rows, the latent and after it the rotated part of the key, wh
 W_k and W_v are products of their own and not multiplied into the projections beside them, which would be several times
 as large. A bfloat16 model rounds W_k^T q and the sum of latents where one that makes keys and values rounds those.
 
-Tensor ranks have some of the heads each, and all of the latent.
+Tensor ranks have some of the heads each, and all of the latent; context ranks those of some tokens.
 """
 
 from __future__ import annotations
 
-from planaria.kernels.ops import Act, KVLayer, Operations, Ops, RopeTable, Weight
+from planaria.kernels.ops import Act, Columns, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.rope import softmax_factor
 from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
@@ -37,6 +37,9 @@ class LatentAttention:
         m, name = c.mla, f"model.layers.{layer}.self_attn"
         self.rope, self.num_heads = rope, len(shard.heads)
         self.rank, self.width = m.kv_lora_rank, m.width
+        self.context = shard.context
+        if self.context is not None:
+            self.own = Columns.of_queries(self.context, shard, m.width)
         self.scale = (m.qk_nope_head_dim + m.qk_rope_head_dim) ** -0.5 * softmax_factor(c.rope)
 
         def order(lead: int, heads: int = 1) -> tuple[int, ...] | None:
@@ -72,7 +75,12 @@ class LatentAttention:
         if self.q_down is not None:
             x = ops.rms_norm(ops.linear(x, self.q_down), self.q_norm, NORM_EPS)
         q = ops.by_head(ops.linear(x, self.q), self.keys, self.num_heads, self.rope)
-        latents = ops.mla_attend(q, self.kv, self.num_heads, self.rank, self.scale)
+        if self.context is None:
+            latents = ops.mla_attend(q, self.kv, self.num_heads, self.rank, self.scale)
+        else:
+            q = ops.gather(q, self.context, self.own)
+            parts = ops.mla_attend_part(q, self.kv, len(self.context.heads), self.rank, self.scale, self.context)
+            latents = ops.merge(parts, self.context, self.own.heads, self.rank)
         return ops.linear(ops.by_head(latents, self.values, self.num_heads), self.output, h, reduce=True)
 
     def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:

@@ -14,8 +14,9 @@ from itertools import pairwise
 
 from planaria.errors import ConfigError
 from planaria.models.config import ModelConfig
-from planaria.models.shard import Shard
+from planaria.models.shard import ContextGroup, Shard
 from planaria.topology.experts import ExpertMap
+from planaria.topology.stripes import Stripes
 
 MLP_BLOCK = 32  # columns; packed weights are cut at multiples of it
 VOCAB_BLOCK = 16  # rows; what a kernel writes at a time
@@ -40,6 +41,24 @@ def deal_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[tuple[rang
     return dealt
 
 
+def deal_context(heads: list[tuple[range, range]], size: int, interleave: int) -> list[ContextGroup | None]:
+    """Of each tensor rank its context group of `size` neighbours, None where each has all tokens; heads: see
+    `deal_heads`."""
+    if size == 1:
+        return [None] * len(heads)
+    found: list[ContextGroup | None] = []
+    groups = [heads[first : first + size] for first in range(0, len(heads), size)]
+    spans = [
+        (range(first[0].start, last[0].stop), range(first[1].start, last[1].stop)) for first, *_, last in groups
+    ]  # fmt: skip
+    most, most_kv = (max(len(span[kind]) for span in spans) for kind in (0, 1))
+    for number, (group, (queries, keys)) in enumerate(zip(groups, spans, strict=True)):
+        for rank, (_, kv) in enumerate(group):
+            leads, stripes = rank == 0 or group[rank - 1][1] != kv, Stripes(size, rank, interleave)
+            found.append(ContextGroup(stripes, queries, keys, leads, number, len(groups), most, most_kv))
+    return found
+
+
 def deal_blocks(total: int, block: int, ranks: int) -> list[range]:
     """[0, total) cut at multiples of `block`. The last parts are the longer ones, where heads have it the other way."""
     blocks = -(-total // block)
@@ -48,11 +67,11 @@ def deal_blocks(total: int, block: int, ranks: int) -> list[range]:
 
 
 def deal_tensor(
-    config: ModelConfig, ranks: int, experts: ExpertMap | None = None, lane: int = 0
+    config: ModelConfig, ranks: int, experts: ExpertMap | None = None, lane: int = 0, context: tuple[int, int] = (1, 1)
 ) -> list[Shard]:  # fmt: skip
     """The shards of `ranks` tensor ranks, all layers each. experts: whole experts on each rank of the expert group, in
-    which those of a lane follow one another; None: each tensor rank has some columns of every expert. Raises
-    ConfigError where a rank would be left empty."""
+    which those of a lane follow one another; None: each tensor rank has some columns of every expert. context: ranks of
+    a context group, tokens in turn. Raises ConfigError where a rank would be left empty."""
     whole, moe = Shard.full(config), config.moe
     if ranks == 1 and experts is None:
         return [whole]
@@ -83,12 +102,13 @@ def deal_tensor(
     vocab = deal_blocks(config.vocab_size, VOCAB_BLOCK, ranks)
     shared = deal_blocks(len(whole.shared_columns), MLP_BLOCK, ranks)
     sliced = deal_blocks(len(whole.expert_columns), MLP_BLOCK, ranks)
+    contexts = deal_context(heads, *context)
     return [
         Shard(
             *heads[rank], mlp_columns=columns[rank], vocab=vocab[rank], layers=whole.layers, leads=rank == 0,
             shared_columns=shared[rank], experts=experts or whole.experts,
             slots=experts.span(lane * ranks + rank) if experts else whole.slots,
-            expert_columns=whole.expert_columns if experts else sliced[rank],
+            expert_columns=whole.expert_columns if experts else sliced[rank], context=contexts[rank],
         )
         for rank in range(ranks)
     ]  # fmt: skip
@@ -113,11 +133,11 @@ def deal_layers(num_layers: int, stages: int, partition: tuple[int, ...] | None 
 
 def deal(
     config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] | None = None,
-    experts: ExpertMap | None = None, lane: int = 0,
+    experts: ExpertMap | None = None, lane: int = 0, context: tuple[int, int] = (1, 1),
 ) -> list[Shard]:  # fmt: skip
-    """The shard of every rank of a lane; rank = stage * tp + tensor rank. experts: see `deal_tensor`."""
+    """The shard of every rank of a lane; rank = stage * tp + tensor rank. experts, context: see `deal_tensor`."""
     return [
         replace(shard, layers=layers)
         for layers in deal_layers(config.num_layers, pp, partition)
-        for shard in deal_tensor(config, tp, experts, lane)
+        for shard in deal_tensor(config, tp, experts, lane, context)
     ]

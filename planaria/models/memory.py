@@ -38,9 +38,11 @@ def rank_memory(
 ) -> RankMemory:  # fmt: skip
     """parameter: bytes of a weight as it is kept, packed or not; element: of a number in KV and activations. kv: bytes
     that were asked for, None: those of a request of `max_model_len` tokens."""
-    width = config.mla.width if config.mla is not None else 2 * len(shard.kv_heads) * config.head_dim
+    context = shard.context
+    kv_heads = shard.kv_heads if context is None else context.kv_heads
+    width = config.mla.width if config.mla is not None else 2 * len(kv_heads) * config.head_dim
     if kv is None:
-        kv = max_model_len * len(shard.layers) * width * element
+        kv = max_model_len * len(shard.layers) * width * element // (1 if context is None else context.stripes.size)
     heads = len(shard.heads) * config.head_dim
     hidden, columns = config.hidden_size, max(len(shard.mlp_columns), len(shard.shared_columns))
     if config.moe is not None:

@@ -11,6 +11,25 @@ from dataclasses import dataclass
 
 from planaria.models.config import ModelConfig
 from planaria.topology.experts import ExpertMap
+from planaria.topology.stripes import Stripes
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """Neighbouring tensor ranks that attend with the heads of all of them, each to its own tokens (docs/adr/0041).
+
+    stripes: this rank's tokens. heads, kv_heads: of all of them. leads_keys: no rank before it in the group has its KV
+    heads. number, count: of this group, and how many the tensor ranks are. most_heads, most_kv_heads: of the largest.
+    """
+
+    stripes: Stripes
+    heads: range
+    kv_heads: range
+    leads_keys: bool = True
+    number: int = 0
+    count: int = 1
+    most_heads: int = 0
+    most_kv_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -22,7 +41,8 @@ class Shard:
     products that are summed over ranks. experts: where the experts of each layer are, over all ranks of the expert
     group (None: a model without); slots: this rank's; reads: of each layer with experts of the whole model those that
     are read from the checkpoint, to be placed by who knows where the others come from (None: those of its slots, which
-    are placed there); expert_columns: of each expert, shared_columns: of the experts that all tokens share.
+    are placed there); expert_columns: of each expert, shared_columns: of the experts that all tokens share. context:
+    who has the other tokens' keys and values, where this rank hasn't those of all; weights are the same either way.
     """
 
     heads: range
@@ -36,6 +56,12 @@ class Shard:
     reads: tuple[tuple[int, ...], ...] | None = None
     expert_columns: range = range(0)
     shared_columns: range = range(0)
+    context: ContextGroup | None = None
+
+    @property
+    def stripes(self) -> Stripes | None:
+        """Tokens that this rank has keys and values of; None: all."""
+        return None if self.context is None else self.context.stripes
 
     @property
     def held_experts(self) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ _GAUGES: tuple[tuple[str, str, _Number], ...] = (
     ("vllm:num_requests_running", "Sequences being computed.", lambda e: e.stats.running),
     ("vllm:num_requests_waiting", "Sequences waiting for room.", lambda e: e.stats.waiting),
     ("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it.", lambda e: e.stats.kv_usage),
+    ("planaria:kv_cache_tokens", "Tokens that the KV cache has room for.", lambda e: e.stats.kv_tokens),
     ("planaria:epoch", "Epoch of an engine's ranks; begins with 0 in another process.", lambda e: e.stats.epoch),
     ("planaria:engine_ready", "1 while an engine can admit.", lambda e: e.state == "ready"),
     ("planaria:engine_load_tokens", "In KV, and still to be computed for what is open.", lambda e: e.load),

@@ -209,5 +209,6 @@ def identity_of(config: EngineConfig, layout: Layout, rank: int, kernels: str, w
         "planaria KV 1", compared(config)["planaria"], weights, model, device.device, device.dtype,
         device.quantization, device.kernels, device.batch_invariant, kernels, platform.machine(),
         config.cache.block_size, layout.tp, layout.pp, at.tp, at.pp, parallel.pp_layer_partition,
+        parallel.context_size(layout), parallel.cp_kv_cache_interleave_size,
     ]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).digest()[:16]

@@ -77,7 +77,8 @@ def read_part(
     partition = config.parallel.pp_layer_partition
     if partition is not None and len(partition) != pp:
         partition = None  # of the layout that was asked for, and this is another
-    shard = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp))[rank]
+    context = config.parallel.context_size(layout), config.parallel.cp_kv_cache_interleave_size
+    shard = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp), context=context)[rank]
     nothing = tuple(() for _ in reads) if reads is not None else None
 
     def make(packings: Writing | Mapped | None, heard: Callable[[float], None]) -> Model:

@@ -7,7 +7,7 @@ that go on by themselves. A step costs a few array operations for those and a li
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from planaria.config.options import SchedulerConfig
 from planaria.kernels.ops import Array, Batch
 from planaria.protocol import Fresh, LanePlan, LaneResult, Row
+from planaria.topology.stripes import Stripes
 from planaria.types import TokenLogprobs
 from planaria.worker.pooling import Pooling
 from planaria.worker.sampler import Follower, Sampler
@@ -30,18 +31,19 @@ class Runner:
 
     On a rank with a part of the model `stage` runs that part, and only the rank that draws tokens has a result; the
     others keep the same rows. A row that drew in a step goes on in the next step of its turn. meets: other lanes' ranks
-    are met in every step, also in one in which this lane has nothing to do.
+    are met in every step, also in one in which this lane has nothing to do. stripes: the tokens that this rank has keys
+    and values of, where it hasn't all; a block of `block_size` tokens is then one of fewer here.
     """
 
     def __init__(
         self, batch: Batch, forward: Callable[[], Array], sampler: Sampler | Follower,
         scheduler: SchedulerConfig, block_size: int, stage: Stage | None = None, *, meets: bool = False,
-        speculation: Speculation | None = None, pooling: Pooling | None = None,
+        speculation: Speculation | None = None, pooling: Pooling | None = None, stripes: Stripes | None = None,
     ) -> None:  # fmt: skip
         self.batch, self.sampler, self.meets, self.speculation = batch, sampler, meets, speculation
         self.pooling = pooling or Pooling(lambda: forward)
         self.stage = stage or Stage(batch, forward)
-        self.block_size = block_size
+        self.block_size, self.stripes = block_size, stripes
         rows = scheduler.max_num_seqs
         self.step_number = 0
         self.cursor = np.zeros(rows, np.int32)
@@ -246,7 +248,7 @@ class Runner:
             batch.seq_len[:n] = positions + 1 + taken
         total = len(of)
         batch.positions[:total] = of_positions
-        batch.slots[:total] = batch.block_table[of, of_positions // size].astype(np.int64) * size + of_positions % size
+        batch.slots[:total] = self._slots(batch.block_table[of, of_positions // size], of_positions)
         batch.seq_start[:n] = starts
         batch.seq_start[n] = total
         batch.sample_index[:total] = batch.counting[:total]
@@ -263,12 +265,25 @@ class Runner:
         batch.tokens[first:end] = self.prompts[chunk.row][chunk.start : chunk.start + chunk.count]
         batch.positions[first:end] = positions
         blocks = batch.block_table[chunk.row, positions // size]
-        batch.slots[first:end] = blocks.astype(np.int64) * size + positions % size
+        batch.slots[first:end] = self._slots(blocks, positions)
         batch.seq_start[seq] = first
         batch.seq_len[seq] = chunk.start + chunk.count
         batch.seq_row[seq] = chunk.row
         self.cursor[chunk.row] = chunk.start + chunk.count
         return end
+
+    def _slots(self, blocks: npt.NDArray[np.int32], positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Where keys and values of tokens at these positions go, in these blocks; -1: to another context rank."""
+        size, stripes, slots = self.block_size, self.stripes, blocks.astype(np.int64)
+        if stripes is None:
+            slots *= size
+            slots += positions % size
+            return slots
+        size //= stripes.size
+        slots *= size
+        slots += stripes.local(positions) % size
+        slots[~stripes.here(positions)] = -1
+        return slots
 
     def _prompt_logprobs(self, sampler: Sampler, chunk: Row, logits: Array, line: int) -> list[TokenLogprobs]:
         """Of the history's tokens after this chunk's positions, as far as they are the prompt's."""

@@ -272,7 +272,7 @@ class Worker:
 
     def _probe(self) -> Reply:
         size = self.config.cache.block_size
-        block, weights = self.model.kv_block_bytes(size), self.model.weight_bytes
+        block, weights = self.model.kv_block_bytes(self.config.tokens_here(self.layout)), self.model.weight_bytes
         if (draft := self.draft.of(self.config, self.mesh, self.boot.threads)) is not None:
             block, weights = block + draft.model.kv_block_bytes(size), weights + draft.model.weight_bytes
         assert self.part is not None
@@ -291,7 +291,8 @@ class Worker:
             self.runner.drain()
         scheduler, size = self.config.scheduler, self.config.cache.block_size
         try:
-            self.kv.make(self.model, self.ops, command.num_blocks, size, command.number)
+            here = self.config.tokens_here(self.layout)
+            self.kv.make(self.model, self.ops, command.num_blocks, here, command.number)
         except (RuntimeError, MemoryError) as e:
             raise CapacityError(f"no memory for {command.num_blocks} KV blocks of {size} tokens: {e}") from None
         batch = Batch(
@@ -322,7 +323,7 @@ class Worker:
         stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges),
-            speculation=guesses,
+            speculation=guesses, stripes=self.model.shard.stripes,
             pooling=Pooling((lambda: ops.compile(both, batch)) if model.has_logits else None, model.logit_scale),
         )  # fmt: skip
         facts = self.kv.take_over(self.config, command.full, self.layout.coords(self.rank).dp, self.model)

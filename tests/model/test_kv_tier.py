@@ -57,11 +57,11 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
-def engine(model: str, folder: Path, *, tp: int = 1) -> Engine:
+def engine(model: str, folder: Path, *, tp: int = 1, **options: Any) -> Engine:
     backend = "mp" if tp > 1 else "uni"
     return Engine(
         model, kv_tier=f"{folder},1GiB", distributed_executor_backend=backend, tensor_parallel_size=tp, threads=1,
-        max_model_len=1024, max_num_batched_tokens=128,
+        max_model_len=1024, max_num_batched_tokens=128, **options,
     )  # fmt: skip
 
 
@@ -102,6 +102,20 @@ def test_a_prefix_comes_back_after_a_restart(model: str, tmp_path: Path, tp: int
     with engine(model, tmp_path / "kv", tp=tp) as third:
         assert third.run(ASKED) == tokens
         assert disk_of(third).stored == 36 and tier_of(third).hits < 37 * 16
+
+
+def test_blocks_of_ranks_that_share_tokens_are_of_one_degree(model: str, tmp_path: Path) -> None:
+    """Blocks are of twice as many tokens, of which each rank has half."""
+    two = {"tp": 2, "decode_context_parallel_size": 2}
+
+    def run(**options: Any) -> tuple[list[list[int]], int, int]:
+        with engine(model, tmp_path / "kv", **options) as made:
+            return made.run(ASKED), settle(made).stored, tier_of(made).hits
+
+    tokens, stored, hits = run(**two)
+    assert (stored, hits) == (18, 0) and run(**two) == (tokens, 18, 18 * 32)
+    for other in ({**two, "cp_kv_cache_interleave_size": 2}, {"tp": 2, "block_size": 32}):
+        assert run(**other)[2] == 0
 
 
 def test_nothing_of_other_weights_comes_back(model: str, tmp_path: Path) -> None:

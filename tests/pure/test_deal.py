@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from planaria.errors import ConfigError
 from planaria.models.config import ModelConfig, RopeConfig
-from planaria.models.deal import MLP_BLOCK, VOCAB_BLOCK, deal, deal_layers, deal_tensor
+from planaria.models.deal import MLP_BLOCK, VOCAB_BLOCK, deal, deal_context, deal_heads, deal_layers, deal_tensor
 from planaria.models.memory import num_parameters, rank_memory
+from planaria.topology.stripes import Stripes, context_size
 
 
 def model(heads: int, kv_heads: int, head_dim: int, hidden: int, mlp: int, vocab: int, layers: int) -> ModelConfig:
@@ -125,3 +126,49 @@ def test_ranks_are_ordered_tensor_first() -> None:
 def test_too_many_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="only 9 query heads; use at most 9"):
         deal_tensor(SMOLLM2, 10)
+
+
+@given(st.integers(1, 6), st.sampled_from([1, 2, 3, 16]), st.integers(0, 200))
+def test_every_token_is_on_one_context_rank(size: int, interleave: int, length: int) -> None:
+    """And each has its own one behind the other, without holes."""
+    ranks, tokens = [Stripes(size, rank, interleave) for rank in range(size)], range(length)
+    for token in tokens:
+        assert [stripes.rank for stripes in ranks if stripes.here(token)] == [token // interleave % size]
+    for stripes in ranks:
+        own = [token for token in tokens if stripes.here(token)]
+        assert [stripes.local(token) for token in own] == list(range(stripes.held(length)))
+        assert [stripes.position(local) for local in range(len(own))] == own
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+def test_a_context_group_has_the_heads_of_its_ranks(kv_heads: int, per_kv: int, size: int, count: int) -> None:
+    ranks = min(size * count, kv_heads * per_kv) // size * size
+    if not ranks:
+        return
+    heads = deal_heads(kv_heads * per_kv, kv_heads, ranks)
+    groups = deal_context(heads, size, 4)
+    assert size > 1 or groups == [None] * ranks
+    for rank, group in enumerate(groups):
+        if group is None:
+            continue
+        first = rank // size * size
+        members, dealt = groups[first : first + size], heads[first : first + size]
+        assert (group.number, group.count, group.stripes) == (first // size, ranks // size, (size, rank - first, 4))
+        assert list(group.heads) == [head for queries, _ in dealt for head in queries]
+        # each KV head of the group is led by one of its ranks
+        led = [kv for (_, keys), member in zip(dealt, members, strict=True) if member.leads_keys for kv in keys]  # type: ignore[union-attr]
+        assert led == list(group.kv_heads) == sorted({kv for _, keys in dealt for kv in keys})
+        assert group.most_heads >= len(group.heads) and group.most_kv_heads >= len(group.kv_heads)
+
+
+def test_fewer_tensor_ranks_share_tokens_where_they_can() -> None:
+    assert [context_size(4, tp) for tp in (8, 6, 4, 3, 2, 1)] == [4, 2, 4, 1, 2, 1]
+
+
+def test_memory_of_a_rank_that_shares_tokens() -> None:
+    limits = {"max_model_len": 64, "step_tokens": 8, "logit_rows": 4}
+    plain, shared = (
+        rank_memory(SMOLLM2, deal(SMOLLM2, 2, 1, context=(size, 1))[0], parameter=2.0, element=2, kv=None, **limits)
+        for size in (1, 2)
+    )
+    assert shared.kv == 3 * plain.kv // 4 and shared.weights == plain.weights

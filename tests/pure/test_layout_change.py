@@ -32,6 +32,9 @@ class Engine:
     def placing(self, layout: Layout) -> None:
         return None
 
+    def named(self, layout: Layout) -> str:
+        return str(layout)
+
     def came(self, layout: Layout) -> bool:
         return self.ready
 

@@ -60,6 +60,7 @@ def notes(machine: Machine, **options: Any) -> list[tuple[int, str]]:
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
 RAY, MP, EXTERNAL = ({"distributed_executor_backend": name} for name in ("ray", "mp", "external_launcher"))
+EP2 = {"data_parallel_size": 2, "enable_expert_parallel": True}
 DP4, DP_RAY = {"data_parallel_size": 4}, {"data_parallel_backend": "ray"}
 
 
@@ -89,6 +90,19 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
     ("no tensor ranks", LAPTOP, "cpu", {"tensor_parallel_size": 0}, "--tensor-parallel-size 0", "at least 1"),
     ("no stages", LAPTOP, "cpu", {"pipeline_parallel_size": -1}, "--pipeline-parallel-size -1", "at least 1"),
     ("no loaders", LAPTOP, "cpu", {"max_parallel_loading_workers": 0}, "--max-parallel-loading-workers 0", "at least"),
+    ("context ranks", LAPTOP, "cpu", {"tensor_parallel_size": 3, "decode_context_parallel_size": 2},
+     "context-parallel-size 2: context parallel", "--tensor-parallel-size 3; use a divisor of 3"),
+    ("tokens in turn", LAPTOP, "cpu", {**TP2, "cp_kv_cache_interleave_size": 3}, "interleave-size 3",
+     "a divisor of --block-size"),
+    ("more in turn than a block", LAPTOP, "cpu", {**TP2, "cp_kv_cache_interleave_size": 32}, "interleave-size 32",
+     "must divide the 16 of a block (context parallel)"),
+    ("two numbers in turn", LAPTOP, "cpu", {"cp_kv_cache_interleave_size": 2, "dcp_kv_cache_interleave_size": 4},
+     "--dcp-kv-cache-interleave-size 4", "leave the old one out"),
+    ("ranks of a prompt", LAPTOP, "cpu", {"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2",
+     "use --decode-context-parallel-size"),
+    ("context in micro-batches", LAPTOP, "cpu",
+     {**TP2, **EP2, "decode_context_parallel_size": 2, "enable_dbo": True},
+     "2 micro-batches", "leave --enable-dbo"),
     ("no nodes", LAPTOP, "cpu", {"nnodes": 0}, "--nnodes 0", "at least 1"),
     ("node rank too high", LAPTOP, "cpu", {**TP2, "nnodes": 2, "node_rank": 2}, "--node-rank 2", "count nodes from 0"),
     ("node rank below 0", LAPTOP, "cpu", {"node_rank": -1}, "--node-rank -1", "count nodes from 0"),
@@ -375,6 +389,8 @@ def test_more_ranks_than_cores_is_said() -> None:
     ((level, line),) = notes(LAPTOP, tensor_parallel_size=3)
     assert level == logging.WARNING and "3 ranks share 2 cores" in line
     assert not notes(LAPTOP, **TP2)
+    ((level, line),) = notes(LAPTOP, dcp_kv_cache_interleave_size=4, **TP2)
+    assert level == logging.WARNING and "old name of --cp-kv-cache-interleave-size" in line
     ((level, line),) = notes(LAPTOP, nnodes=2, **TP2)
     assert level == logging.DEBUG and "plain collective" in line
 
@@ -383,6 +399,10 @@ FLAGS: dict[str, tuple[list[str], Any]] = {
     # as users of vLLM type them
     "tensor_parallel_size": (["-tp", "2"], 2),
     "pipeline_parallel_size": (["-pp", "3"], 3),
+    "decode_context_parallel_size": (["-dcp", "2"], 2),
+    "prefill_context_parallel_size": (["-pcp", "2"], 2),
+    "cp_kv_cache_interleave_size": (["--cp-kv-cache-interleave-size", "4"], 4),
+    "dcp_kv_cache_interleave_size": (["--dcp-kv-cache-interleave-size", "4"], 4),
     "pp_layer_partition": (["--pp-layer-partition", "10,10,10"], "10,10,10"),
     "distributed_executor_backend": (["--distributed-executor-backend", "ray"], "ray"),
     "data_parallel_size": (["-dp", "4"], 4),
@@ -589,3 +609,14 @@ def test_several_server_processes_are_for_a_server() -> None:
     with pytest.raises(ConfigError, match="--api-server-count 2: AsyncLLM is no server; leave it out"):
         refuse_several_engines(ParallelConfig(api_server_count=2), "AsyncLLM")
     refuse_several_engines(ParallelConfig(), "AsyncLLM")
+
+
+def test_degrees_of_context_are_of_the_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody goes on with KV whose tokens lie elsewhere: what tells of it is hashed with them."""
+
+    def named(**given: Any) -> str:
+        return compute_hash(msgspec.structs.replace(CONFIG, parallel=resolved(**TP2, **given)), "tp=2")
+
+    two = {"decode_context_parallel_size": 2}
+    assert len({named(), named(**two), named(**two, cp_kv_cache_interleave_size=2)}) == 3
+    assert named(**two, cp_kv_cache_interleave_size=2) == named(**two, dcp_kv_cache_interleave_size=2)

@@ -20,7 +20,8 @@ from planaria.kernels.cpu.fields import Operation
 from planaria.kernels.cpu.target import ISAS, Target
 from planaria.kernels.objects import CodeMachine, initialise, object_file
 
-PROGRAM = ("collective", "threads", "products", "grouped", "mla", "program")  # the interpreter, in reading order
+# The interpreter, in reading order.
+PROGRAM = ("collective", "threads", "striped", "products", "grouped", "mla", "program")
 SOURCES = (
     *PROGRAM, "activations", "build", "compiler", "emit", "expert_kernels", "fields", "mla_values", "layout", "micro",
     "native", "target", "vector",

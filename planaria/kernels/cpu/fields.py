@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 CODE = 0
-ROW_WORDS = 24
+ROW_WORDS = 32
 
 
 class Operation(int):
@@ -57,11 +57,13 @@ class RopeOp(Operation):
 class AttendOp(Operation):
     """groups: key heads. chunk_bytes: from one chunk of 16 tokens to the next, group_bytes: from one group to the next.
     keys_are_values: their first columns, `value_dim` of them. cap: what scores are multiplied by before their tanh, and
-    `scale` what after it; 0 for none. sinks: a float32 for each head, or 0."""
+    `scale` what after it; 0 for none. sinks: a float32 for each head, or 0. stripes: which tokens are here, 0: all;
+    else out takes parts (striped.py)."""
 
     code = 5
     q, ldq, out, ldo, cache, block_bytes, chunk_bytes, block_size, heads, groups, dim, scale, window = range(1, 14)
     seq_start, seq_len, seq_row, table, ld_table, group_bytes, value_dim, keys_are_values, cap, sinks = range(14, 24)
+    stripes = 24
 
 
 class GatedOp(Operation):
@@ -97,6 +99,21 @@ class SendOp(Operation):
 
 class ReceiveOp(SendOp):
     code = 11
+
+
+class GatherOp(Operation):
+    """Up to three parts of x to their places in a row of out; bytes. The last two have one size, maybe 0."""
+
+    code = 12
+    x, ldx, out, ldo, rows, to1, size1, from2, to2, size2, from3, to3 = range(1, 13)
+
+
+class MergeOp(Operation):
+    """heads: of the group's, from `first` on. part_bytes: from a rank's parts to the next rank's. sinks: a float32 for
+    each of these heads, or 0."""
+
+    code = 13
+    parts, ldp, out, ldo, ranks, part_bytes, first, heads, dim, sinks = range(1, 11)
 
 
 class ByHeadOp(Operation):

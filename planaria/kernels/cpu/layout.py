@@ -50,3 +50,5 @@ FORESIGHT_BYTES = 12 << 20  # of weights between an operation and the attention 
 KEY_TILE = 384  # keys of one softmax tile, at fixed positions; a multiple of 48
 QUERY_ROWS = 96  # rows (tokens x heads of a group) of one attention tile
 MAX_GROUP = 512  # query heads that may share a key head
+ONE = 1065353216  # float32 bits of 1
+PART_STATE = 16  # float32 behind a head's part of attention: the state of its softmax, padded

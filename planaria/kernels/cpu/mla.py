@@ -20,12 +20,14 @@ def op_mla_store(c: int, row: fields.MlaStoreOp, tid: int) -> None:
     temp = key + width
     last = whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid + 1), n)
     for t in range(whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid), n), last):
+        slot = get(slots, t)
+        if slot < 0:
+            continue
         x = row.x + t * row.ldx
         turn = get32(row.positions, t) * row.half * 4
         native.rotate(x, key, temp, 0, 0, 0, rank, row.norm, row.eps)
         x, tail = x + rank * TARGET.item, key + rank * TARGET.item
         native.rotate(x, tail, temp, row.cos + turn, row.sin + turn, row.half, rotated, 0, 0)
-        slot = get(slots, t)
         offset = slot % size
         place = row.cache + (slot // size) * row.block_bytes + (offset >> 4) * 16 * width
         if offset & 15 == 0:  # keys are values here: what an earlier owner left must not meet a weight of 0 as a NaN

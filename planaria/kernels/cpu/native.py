@@ -161,6 +161,10 @@ def divide(o: int, state: int, out: int, count: int) -> None:
     """A row of attention's output by its sum."""
 
 
+def merge(part: int, other: int, count: int) -> None:
+    """Two parts of attention into the first: `count` sums of values, then their state (vector.merge)."""
+
+
 def rotate(
     src: int, dst: int, temp: int, cos: int, sin: int,
     half: int, dim: int, weight: int, eps: int,

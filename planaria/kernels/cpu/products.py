@@ -10,6 +10,7 @@ from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.fields import AttendOp
 from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT, STREAM_AHEAD
 from planaria.kernels.cpu.native import TARGET, get, get32, put
+from planaria.kernels.cpu.striped import held
 from planaria.kernels.cpu.threads import barrier, bring, grab, scratch, share
 
 
@@ -48,7 +49,8 @@ def foresee(c: int, row: fields.LinearOp, mine: int, most: int) -> int:
     if line == lines:
         line = 0
         at += 1
-        if at * get(attend, AttendOp.block_size) >= get32(get(attend, AttendOp.seq_len), s):
+        length = get32(get(attend, AttendOp.seq_len), s)
+        if at * get(attend, AttendOp.block_size) >= held(get(attend, AttendOp.stripes), length):
             at = 0
             s += get(c, layout.THREADS)
     put(mine + layout.CURSOR, 0, s)

@@ -12,9 +12,8 @@ from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.micro import STORE_F32
 from planaria.kernels.cpu.native import TARGET, atomic_add, atomic_get, get, get32, operate, prefetch, put, put32, relax
 from planaria.kernels.cpu.products import tiles
+from planaria.kernels.cpu.striped import held
 from planaria.kernels.cpu.threads import barrier, bring, clear, rows_from, scratch, sleep_while, wake_all, whole_chunks
-
-ONE = 1065353216  # float32 bits of 1
 
 # Operations
 
@@ -103,6 +102,8 @@ def op_rope(c: int, row: fields.RopeOp, tid: int) -> None:
         for h in range(heads):
             native.rotate(x + h * head, q + h * head, temp, cos, sin, half, dim, row.q_norm, eps)
         slot = get(slots, t)
+        if slot < 0:
+            continue
         offset = slot % size
         place = row.cache + (slot // size) * row.block_bytes + (offset >> 4) * 2 * chunk
         token = offset & 15
@@ -124,8 +125,8 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
     begin = get32(row.seq_start, s)
     new = get32(row.seq_start, s + 1) - begin
     position = get32(row.seq_len, s) - new + first  # of token `first`
-    keys = position + count  # that the last token sees
-    window = row.window
+    window, stripes = row.window, row.stripes
+    keys = held(stripes, position + count)  # that the last token sees
     table = row.table + get32(row.seq_row, s) * row.ld_table
     chunk, both = 16 * head, row.chunk_bytes
     base = row.cache + h * row.group_bytes
@@ -144,12 +145,12 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
         put32(state, 4 * r + 1, 0)
         if row.sinks:  # as a key seen before all others, whose value is 0
             put32(state, 4 * r, get32(row.sinks, h * group + r % group))
-            put32(state, 4 * r + 1, ONE)
+            put32(state, 4 * r + 1, layout.ONE)
     for i in range(rows * dim // 2):
         put(o, i, 0)
     start = 0
     if window > 0:
-        start = max(0, position - window + 1) // layout.KEY_TILE * layout.KEY_TILE
+        start = held(stripes, max(0, position - window + 1)) // layout.KEY_TILE * layout.KEY_TILE
     while start < keys:
         chunks = (min(layout.KEY_TILE, keys - start) + 15) >> 4
         for i in range(chunks):
@@ -166,12 +167,12 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
             at = position + i
             lo = 0
             if window > 0:
-                lo = max(0, at - window + 1 - start)
-            hi = min(at + 1 - start, chunks * 16)
+                lo = max(0, held(stripes, max(0, at - window + 1)) - start)
+            hi = min(held(stripes, at + 1) - start, chunks * 16)
             for g in range(group):
                 r = i * group + g
                 if row.cap:
-                    native.cap(scores + r * layout.KEY_TILE * 4, chunks * 16, row.cap, ONE)
+                    native.cap(scores + r * layout.KEY_TILE * 4, chunks * 16, row.cap, layout.ONE)
                 native.softmax(
                     scores + r * layout.KEY_TILE * 4, p + r * layout.KEY_TILE * item, chunks * 16, lo, hi, row.scale,
                     state + 16 * r,
@@ -182,10 +183,15 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
             sum_values(dim, rows, p, vp, chunks, o, state)
         start += layout.KEY_TILE
     for i in range(count):
-        place = row.out + (begin + first + i) * row.ldo + h * group * dim * item
+        line = row.out + (begin + first + i) * row.ldo
         for g in range(group):
-            r = i * group + g
-            native.divide(o + r * dim * 4, state + 16 * r, place + g * dim * item, dim)
+            r, n = i * group + g, h * group + g
+            if stripes:
+                place = line + n * (dim + layout.PART_STATE) * 4
+                native.copy(place, o + r * dim * 4, dim * 4)
+                native.copy(place + dim * 4, state + 16 * r, 16)
+            else:
+                native.divide(o + r * dim * 4, state + 16 * r, line + n * dim * item, dim)
 
 
 def sum_values(dim: int, rows: int, p: int, vp: int, chunks: int, o: int, state: int) -> None:

@@ -7,14 +7,17 @@ import numpy as np
 from planaria.kernels.cpu import fields, layout, mla_rows
 from planaria.kernels.cpu.activations import ACTIVATIONS
 from planaria.kernels.cpu.caches import PagedKV, PagedLatents
+from planaria.kernels.cpu.context import ContextOps
 from planaria.kernels.cpu.experts import ExpertOps
 from planaria.kernels.cpu.micro import ADD_RESIDUAL, STORE_ACT, STORE_F32
 from planaria.kernels.cpu.pack import Packed, up
 from planaria.kernels.cpu.recorder import Recorder, Rope, Thing, Vector
 from planaria.kernels.cpu.tape import Act
+from planaria.models.shard import ContextGroup
+from planaria.topology.stripes import Stripes
 
 
-class RecordedOps(ExpertOps, mla_rows.LatentOps):
+class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
     """See `planaria.kernels.ops.Operations`."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -139,32 +142,58 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps):
         self, q: Act, kv: PagedKV, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
         window: int | None = None, cap: float = 0.0, sinks: Vector | None = None,
     ) -> Act:  # fmt: skip
-        self.recorder.expect(q, "attend")
         if sinks is not None and sinks.length != num_heads:
             raise ValueError(f"attend: {sinks.length} sinks for {num_heads} heads")
+        out = self.recorder.new(q.rows, q.columns)
+        return self._attend_heads(q, kv, out, num_heads, num_kv_heads, head_dim, scale, window, cap, sinks)
+
+    def attend_part(
+        self, q: Act, kv: PagedKV, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, group: ContextGroup,
+        window: int | None = None, cap: float = 0.0,
+    ) -> Act:  # fmt: skip
+        out, stripes = self.new_part(q.rows, group, head_dim), group.stripes
+        return self._attend_heads(q, kv, out, num_heads, num_kv_heads, head_dim, scale, window, cap, stripes=stripes)
+
+    def _attend_heads(
+        self, q: Act, kv: PagedKV, out: Act, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
+        window: int | None, cap: float, sinks: Vector | None = None, stripes: Stripes | None = None,
+    ) -> Act:  # fmt: skip
+        self.recorder.expect(q, "attend")
         kv.check(num_heads, num_kv_heads, head_dim)
         both = 2 * 16 * head_dim * self.target.item  # of keys and of values
         return self._attend(
-            q, kv, self.recorder.new(q.rows, q.columns), heads=num_heads, groups=num_kv_heads, dim=head_dim,
-            value_dim=head_dim, scale=cap or scale, window=window, chunk_bytes=both,
-            group_bytes=kv.block_size // 16 * both, cap=scale / cap if cap else None, sinks=sinks,
+            q, kv, out, heads=num_heads, groups=num_kv_heads, dim=head_dim, value_dim=head_dim, scale=cap or scale,
+            window=window, chunk_bytes=both, group_bytes=kv.block_size // 16 * both,
+            cap=scale / cap if cap else None, sinks=sinks, stripes=stripes,
         )  # fmt: skip
 
     def mla_attend(self, q: Act, kv: PagedLatents, num_heads: int, rank: int, scale: float) -> Act:
+        return self._attend_latents(q, kv, self.recorder.new(q.rows, num_heads * rank), num_heads, rank, scale)
+
+    def mla_attend_part(
+        self, q: Act, kv: PagedLatents, num_heads: int, rank: int, scale: float, group: ContextGroup
+    ) -> Act:  # fmt: skip
+        out = self.new_part(q.rows, group, rank)
+        return self._attend_latents(q, kv, out, num_heads, rank, scale, group.stripes)
+
+    def _attend_latents(
+        self, q: Act, kv: PagedLatents, out: Act, num_heads: int, rank: int, scale: float,
+        stripes: Stripes | None = None,
+    ) -> Act:  # fmt: skip
         self.recorder.expect(q, "mla_attend")
         if q.columns != num_heads * kv.width or rank > kv.width:
             raise ValueError(f"mla_attend: {q.columns} columns of {num_heads} heads for a cache of {kv.width}")
         # All heads read the same rows. They are cut into groups, so that one sequence alone keeps all threads busy.
         return self._attend(
-            q, kv, self.recorder.new(q.rows, num_heads * rank), heads=num_heads,
-            groups=mla_rows.groups(num_heads, self.recorder.most), dim=kv.width, value_dim=rank, scale=scale,
-            window=None, chunk_bytes=16 * kv.width * self.target.item, group_bytes=0,
+            q, kv, out, heads=num_heads, groups=mla_rows.groups(num_heads, self.recorder.most), dim=kv.width,
+            value_dim=rank, scale=scale, window=None, chunk_bytes=16 * kv.width * self.target.item, group_bytes=0,
+            stripes=stripes,
         )  # fmt: skip
 
     def _attend(
         self, q: Act, kv: PagedKV | PagedLatents, out: Act, *, heads: int, groups: int, dim: int, value_dim: int,
         scale: float, window: int | None, chunk_bytes: int, group_bytes: int, cap: float | None = None,
-        sinks: Vector | None = None,
+        sinks: Vector | None = None, stripes: Stripes | None = None,
     ) -> Act:  # fmt: skip
         """Attention of `groups` groups of heads. chunk_bytes: of a chunk of 16 tokens of a group, up to the next;
         group_bytes: from the chunks of one group to those of the next, 0 where they read the same, whose first columns
@@ -178,6 +207,7 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps):
             seq_start=batch.seq_start, seq_len=batch.seq_len, seq_row=batch.seq_row, table=batch.block_table,
             ld_table=batch.block_table.strides[0], group_bytes=group_bytes, value_dim=value_dim,
             keys_are_values=group_bytes == 0, cap=cap, sinks=sinks,
+            stripes=None if stripes is None else np.array(stripes, np.int64),
         )  # fmt: skip
         return out
 

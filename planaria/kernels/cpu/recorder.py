@@ -65,6 +65,8 @@ class Recorder:
         self.tape = Tape()
         self.owners: list[object] = [batch]  # what the tape names by address
         self.external: dict[int, npt.NDArray[Any]] = {}  # memory of buffers that are not the recording's, by address
+        self.regions: dict[str, tuple[int, int]] = {}  # of memory that all ranks see: where it begins, bytes of a row
+        self.region_bytes = 0
         self.scratch, self.shared = layout.BIG, 0  # bytes: of a thread, of all
         self.open = True
 
@@ -121,11 +123,26 @@ class Recorder:
         ld = up(columns, 16) * (4 if dtype == "float32" else 2)
         return Act(buffer(self.rows(rows), ld), rows, columns, ld, dtype)
 
-    def outside(self, memory: npt.NDArray[Any], rows: int, columns: int, ld: int, first: int = 0) -> Act:
-        """A float32 activation in memory of others, `first` bytes into it."""
+    def outside(
+        self, memory: npt.NDArray[Any], rows: int, columns: int, ld: int, first: int = 0, dtype: str = "float32"
+    ) -> Act:  # fmt: skip
+        """An activation in memory of others, `first` bytes into it."""
         address = int(memory.ctypes.data)
         self.external[address] = memory
-        return Act(Buffer(memory.nbytes, address=address + first), rows, columns, ld, "float32")
+        return Act(Buffer(memory.nbytes, address=address + first), rows, columns, ld, dtype)
+
+    def region(self, name: str, rows: int, row_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
+        """Memory that all ranks of a native group see, for rows of a kind, and the bytes of one: one and the same
+        wherever the recording asks for that name."""
+        assert self.native_tp is not None
+        ld = up(row_bytes, 64)
+        if name not in self.regions:
+            self.regions[name] = self.region_bytes, ld
+            self.region_bytes += self.rows(rows) * ld
+        first, had = self.regions[name]
+        if had != ld:
+            raise ValueError(f"rows of {row_bytes} bytes for {name}, which has rows of {had}")
+        return self.native_tp.window(self.region_bytes)[first:], ld
 
     def expect(self, x: Act, what: str, dtype: str | None = None) -> None:
         """Raises ValueError unless x is of a dtype, default the kernels' own."""
@@ -157,8 +174,7 @@ class Recorder:
             return self.new(rows, len(vocab), "float32"), self.new(rows, size, "float32")
         # Each rank writes its columns of one array that all see. The reductions of the next step keep it as it is
         # until rank 0, which takes part in them, is done with it.
-        ld = up(size, 16) * 4
-        memory = self.native_tp.window(self.rows(rows) * ld)
+        memory, ld = self.region("logits", rows, size * 4)
         return (
             self.outside(memory, rows, len(vocab), ld, 4 * vocab.start), self.outside(memory, rows, size, ld)
         )  # fmt: skip

@@ -85,9 +85,17 @@ def bring(address: int, size: int) -> None:
 
 def whole_chunks(slots: int, t: int, n: int) -> int:
     """The first token from `t` on, of n, that does not go on with the chunk of 16 of the token before it. Tokens of one
-    chunk are written by one thread: the first clears the chunk, two may share a word."""
-    while 0 < t < n and get(slots, t) & 15 and get(slots, t - 1) == get(slots, t) - 1:
-        t += 1
+    chunk are written by one thread: the first clears the chunk, two may share a word. Those below 0 are of other ranks,
+    and those of a chunk may be among them."""
+    while 0 < t < n:
+        before, after = t - 1, t
+        while before >= 0 and get(slots, before) < 0:
+            before -= 1
+        while after < n and get(slots, after) < 0:
+            after += 1
+        if before < 0 or after == n or get(slots, after) & 15 == 0 or get(slots, before) != get(slots, after) - 1:
+            return t
+        t = after + 1
     return t
 
 

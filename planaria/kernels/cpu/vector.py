@@ -157,6 +157,32 @@ def divide(target: Target) -> str:
     return f.end()
 
 
+def merge() -> str:
+    """Two parts of a head's attention, each [count] sums of values and then a softmax's m, l, into the first."""
+    f = Function("pl_merge", ("part", "other", "count"))
+    parts = [f.ptr("%part"), f.ptr("%other")]
+    states = [f.at(part, f.shl("%count", 2)) for part in parts]
+    ms, ls = ([f.load("float", f.at(state, 4 * k), 4) for state in states] for k in (0, 1))
+    m = f.op(f"select i1 {f.op(f'fcmp ogt float {ms[1]}, {ms[0]}')}, float {ms[1]}, float {ms[0]}")
+    both = "zeroinitializer"
+    for k in (0, 1):
+        less = f.op(f"fsub float {ms[k]}, {m}")
+        both = f.op(f"insertelement {F32} {both}, float {less}, i64 {k}")
+    weights = exp(f, both)
+    a, b = (f.op(f"extractelement {F32} {weights}, i64 {k}") for k in (0, 1))
+    l = f.op(f"fadd float {f.op(f'fmul float {ls[0]}, {a}')}, {f.op(f'fmul float {ls[1]}, {b}')}")
+    every_a, every_b = f.splat("float", a), f.splat("float", b)
+
+    def body(i: str) -> None:
+        scaled = [f.vec("fmul", f.floats(part, i), by) for part, by in zip(parts, (every_a, every_b), strict=True)]
+        f.put_floats(f.vec("fadd", *scaled), parts[0], i)
+
+    f.each("%count", 16, body)
+    for k, value in enumerate((m, l)):
+        f.store("float", value, f.at(states[0], 4 * k), 4)
+    return f.end()
+
+
 def rotate(target: Target) -> str:
     """One head: RMS norm where `weight` is not 0, then the first 2 * half elements rotated. temp: float32 [dim]."""
     f = Function("pl_rotate", ("src", "dst", "temp", "cos", "sin", "half", "dim", "weight", "eps"))
@@ -353,7 +379,7 @@ def vector_module(target: Target) -> str:
     columns = {kind: embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)} | {DENSE: embed_dense(target)}
     pause = "call void @llvm.x86.sse2.pause() " if X86 else ""
     return "\n".join([
-        norm(target), softmax(target), divide(target), rotate(target), store_key(target),
+        norm(target), softmax(target), divide(target), merge(), rotate(target), store_key(target),
         store_value(target), block_sums(target), copy(), widen(target), put_past(), add(), *columns.values(),
         dispatcher("pl_embed", EMBED_ARGS, "kind", columns), "declare void @llvm.x86.sse2.pause()\n" if X86 else "",
         f"define void @pl_relax() nounwind alwaysinline {{ {pause}ret void }}\n",

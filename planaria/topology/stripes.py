@@ -1,0 +1,41 @@
+"""Which tokens of a sequence a rank has keys and values of, where context ranks share them (decode context parallel).
+
+Rule: token i is on context rank (i // interleave) mod size. A rank has its tokens one behind the other, so its n-th is
+where the n-th of a whole sequence would be; `position` and `local` go from one count to the other. Both take numbers
+and arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+
+class Stripes(NamedTuple):
+    """Of context rank `rank` of `size`, which have `interleave` tokens in turn."""
+
+    size: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+    def held(self, length: int) -> int:
+        """How many of the first `length` tokens are here."""
+        cycles, rest = divmod(length, self.size * self.interleave)
+        return cycles * self.interleave + max(0, min(rest - self.rank * self.interleave, self.interleave))
+
+    def here(self, position: Any) -> Any:
+        return position // self.interleave % self.size == self.rank
+
+    def local(self, position: Any) -> Any:
+        """The number of a token that is here among those that are."""
+        return position // (self.size * self.interleave) * self.interleave + position % self.interleave
+
+    def position(self, local: Any) -> Any:
+        """The inverse of `local`."""
+        turn = local // self.interleave * self.size + self.rank
+        return turn * self.interleave + local % self.interleave
+
+
+def context_size(asked: int, tp: int) -> int:
+    """Context ranks of a layout with so many tensor ranks: as asked for, or what divides both where ranks are gone."""
+    return math.gcd(asked, tp)

@@ -1,0 +1,156 @@
+"""Engines whose ranks share the tokens of a sequence: the same bits whatever happens to a rank, the same tokens in any
+layout, more room, and what users are told of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria import LLM, SamplingParams, StructuredOutputsParams
+from tests.model.checkpoints import write_checkpoint, write_talker
+from tests.model.engines import texts
+from tests.model.test_deepseek import SIZES
+from tests.proc.servers import TINY, needs_smollm2, planaria, wait_until
+from tests.proc.test_cli import one_line
+from tests.proc.test_layouts import missing, try_now  # noqa: F401
+from tests.proc.test_recovery import watched_small
+
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+FEW: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory": "8MiB", "max_num_seqs": 8, "dtype": "float32"}
+PROMPTS = [prompt for prompt, _ in texts(131, [(5, 0), (90, 0), (1, 0), (33, 0), (200, 0), (64, 0)])]
+Answers = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {**SIZES, "max_position_embeddings": 1024}
+    return write_checkpoint(tmp_path_factory.mktemp("latents"), "deepseek_v2", **shape)
+
+
+def answers(llm: LLM, which: range, on_tokens: Callable[[int, int], None] | None = None) -> Answers:
+    """Tokens and their log-probabilities; every other prompt's are drawn."""
+    prompts = [PROMPTS[i] for i in which]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True, logprobs=1) for i in which]
+    found = []
+    for output in llm.generate(prompts, params, on_tokens=on_tokens):
+        (choice,) = output.outputs
+        assert choice.logprobs is not None and choice.error is None
+        found.append((choice.token_ids, [given.logprob for given in choice.logprobs]))
+    return found
+
+
+@pytest.mark.parametrize("interleave", [1, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["small", "latents"])
+def test_to_the_last_bit(request: pytest.FixtureRequest, model: str, victim: int, interleave: int) -> None:
+    """Alone, beside others, and when a rank is killed meanwhile. Its part of the KV is there for who comes after it."""
+    folder, every = str(request.getfixturevalue(model)), range(len(PROMPTS))
+    options = {**FEW, **TWO, "dtype": "bfloat16", "cp_kv_cache_interleave_size": interleave}
+    with LLM(folder, skip_tokenizer_init=True, **options) as llm:
+        together = answers(llm, every)
+        assert answers(llm, range(4, 5)) + answers(llm, range(1, 2)) == [together[4], together[1]]
+        harmed, count = list[int](), 0
+
+        def harm(done: int, tokens: int) -> None:
+            nonlocal count
+            count += tokens
+            if count > 100 and not harmed:
+                harmed.append(llm._loop.gang.members[victim].pid)
+                os.kill(harmed[0], signal.SIGKILL)
+
+        assert answers(llm, every, harm) == together
+        gang = llm._loop.gang
+        assert harmed and gang.epoch == 1 and gang.kv.kept
+        assert gang.named(gang.layout) == llm.facts.layout == "tp=2 pp=1 dcp=2"
+
+
+def test_fewer_ranks_and_back(small: Path, missing: Path) -> None:  # noqa: F811
+    """Who is alone has all tokens; with the same requests going on."""
+    short = "tests.proc.custom.ShortLauncher"
+    two = watched_small(small, distributed_executor_backend=short, **TWO)
+    with two.llm:
+        before = two.pids
+
+        def harm() -> None:
+            missing.touch()
+            os.kill(before[1], signal.SIGKILL)
+
+        one = two.run(at=20, harm=harm)
+        assert one == two.expected and two.done[-1].layout == "tp=1 pp=1"
+        missing.unlink()
+        try_now(two)
+        loop = two.llm._loop
+        wait_until("it has its layout again", lambda: loop.check() or len(two.pids) == 2, 120)
+        assert two.run() == two.expected and two.done[-1].layout == "tp=2 pp=1 dcp=2"
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_talker(tmp_path_factory.mktemp("talker"))
+
+
+def test_all_that_requests_may_want(talker: Path) -> None:
+    """A prefix that is there, rows that must give up their blocks, drafts, a form to follow: as with one rank."""
+    head = "abc true null " * 12
+    form = StructuredOutputsParams(regex="(abc|true|null){20}")
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, structured_outputs=form if i == 3 else None)
+        for i in range(6)
+    ]
+    prompts = [f"{head}{i}" for i in range(6)]
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+
+    def run(**options: Any) -> tuple[list[list[int]], Any]:
+        with LLM(str(talker), **{**FEW, **drafts, **options}) as llm:
+            found = []
+            for _ in range(2):
+                found += [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+            return found, llm.stats
+
+    expected, _ = run()
+    found, stats = run(**TWO, kv_cache_memory="96KiB", max_model_len=256)
+    assert found == expected
+    assert stats.prefix_hits > 0 and stats.preemptions > 0 and stats.drafts.accepted and stats.kv_tokens == 384
+
+
+@needs_smollm2
+def test_room_for_a_third_more() -> None:
+    """SmolLM2's three KV heads are two on the rank that has most of them; half of three, where tokens are shared."""
+
+    def room(**options: Any) -> int:
+        with LLM("smollm2", kv_cache_memory="64MiB", max_model_len=512, tensor_parallel_size=2, **options) as llm:
+            facts = llm.facts
+            assert facts.kv_bytes <= 64 << 20
+            return facts.num_blocks * facts.block_size
+
+    assert room(decode_context_parallel_size=2) / room() > 1.3
+
+
+def test_half_of_the_latents(latents: Path) -> None:
+    def each(**options: Any) -> float:
+        with LLM(str(latents), skip_tokenizer_init=True, **{**FEW, **options}) as llm:
+            return llm.facts.kv_bytes / (llm.facts.num_blocks * llm.facts.block_size)
+
+    assert each(**TWO) == each(tensor_parallel_size=2) / 2
+
+
+def test_what_users_are_told(small: Path) -> None:
+    asked = ["generate", str(small), *TINY, "--prompt-token-ids", "1,2,3", "--max-tokens", "2", "--json"]
+    result = planaria(*asked, "-tp", "2", "-dcp", "2", "--dcp-kv-cache-interleave-size", "4")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["layout"] == "tp=2 pp=1 dcp=2"
+    assert "--dcp-kv-cache-interleave-size is the old name of --cp-kv-cache-interleave-size" in result.stderr
+    for wrong, says in (
+        (["-tp", "3", "-dcp", "2"], ("-size 2", "-size 3", "context parallel")),
+        (["-tp", "2", "-dcp", "2", "--cp-kv-cache-interleave-size", "5"], ("-size 5", "16", "context parallel")),
+        (["-pcp", "2"], ("-size 2", "context parallel")),
+    ):
+        result = planaria(*asked, *wrong)
+        assert result.returncode == 2
+        assert all(part in one_line(result.stderr) for part in says)
