@@ -354,8 +354,7 @@ class TorchOps(SharedTokens):
     def mla_store(self, x: Tensor, kv: SlotLatents, norm: Tensor, eps: float, rope: tuple[Tensor, Tensor]) -> None:
         latent, rotated = x[:, : len(norm)], x[:, len(norm) :]
         cos, sin = (table[self.step.positions] for table in rope)
-        rows = torch.cat([self.rms_norm(latent, norm, eps), self._rotate(rotated, cos, sin)], -1)
-        self.step.store(kv.rows, rows)
+        self.step.store(kv.rows, torch.cat([self.rms_norm(latent, norm, eps), self._rotate(rotated, cos, sin)], -1))
 
     def mla_attend(self, q: Tensor, kv: SlotLatents, num_heads: int, rank: int, scale: float) -> Tensor:
         q = q.view(-1, num_heads, q.shape[1] // num_heads)

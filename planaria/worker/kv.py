@@ -19,7 +19,7 @@ import numpy as np
 from planaria.checkpoint.identity import weights_digest
 from planaria.config.digest import compared, compute_hash
 from planaria.config.options import EngineConfig, TierConfig
-from planaria.errors import ConfigError
+from planaria.errors import CapacityError, ConfigError
 from planaria.executor.boot import RankBoot
 from planaria.hosts.memory import KVMemory
 from planaria.node import ProcessGone
@@ -104,10 +104,13 @@ class RankKV:
         self.own = bool(number) and self.made == (self.rank, number)
         if self.own:
             return
-        if self.memory is not None:
-            size = num_blocks * model.kv_block_bytes(block_size)
-            ops.kv_part = self.memory.part(self.rank, size, CACHES * len(model.layers))
-        model.make_kv(num_blocks, block_size)
+        try:
+            if self.memory is not None:
+                size = num_blocks * model.kv_block_bytes(block_size)
+                ops.kv_part = self.memory.part(self.rank, size, CACHES * len(model.layers))
+            model.make_kv(num_blocks, block_size)
+        except (RuntimeError, MemoryError) as e:
+            raise CapacityError(f"no memory for {num_blocks} KV blocks of {block_size} tokens: {e}") from None
         ops.kv_part = None
         self.made = self.rank, number
         if self.memory is not None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planaria.errors import CapacityError
 from planaria.executor.boot import RankBoot
 from planaria.mesh.mesh import Mesh
 from planaria.node import resident_bytes
@@ -290,11 +289,7 @@ class Worker:
         if self.runner is not None:
             self.runner.drain()
         scheduler, size = self.config.scheduler, self.config.cache.block_size
-        try:
-            here = self.config.tokens_here(self.layout)
-            self.kv.make(self.model, self.ops, command.num_blocks, here, command.number)
-        except (RuntimeError, MemoryError) as e:
-            raise CapacityError(f"no memory for {command.num_blocks} KV blocks of {size} tokens: {e}") from None
+        self.kv.make(self.model, self.ops, command.num_blocks, self.config.tokens_here(self.layout), command.number)
         batch = Batch(
             scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-scheduler.max_model_len // size) + 1,
             scheduler.max_logit_rows,

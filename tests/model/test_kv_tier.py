@@ -110,7 +110,7 @@ def test_blocks_of_ranks_that_share_tokens_are_of_one_degree(model: str, tmp_pat
 
     def run(**options: Any) -> tuple[list[list[int]], int, int]:
         with engine(model, tmp_path / "kv", **options) as made:
-            return made.run(ASKED), settle(made).stored, tier_of(made).hits
+            return made.run(ASKED), settle(made).stores["disk"].stored, tier_of(made).hits
 
     tokens, stored, hits = run(**two)
     assert (stored, hits) == (18, 0) and run(**two) == (tokens, 18, 18 * 32)
