@@ -301,8 +301,8 @@ class Lane:
             return self.finish(entry, delta, FinishReason.STOP)
         if len(output) >= request.max_tokens:
             return self.finish(entry, delta, FinishReason.LENGTH)
-        if request.lends and self.lender is not None:
-            delta.lease = self.lender.lend(entry)
+        if request.lends:
+            delta.lease = self.lender.lend(entry) if self.lender is not None else None
             return self.finish(entry, delta, FinishReason.LENT)
         return delta
 

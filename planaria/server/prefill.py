@@ -46,10 +46,13 @@ class HandOvers:
 
     @property
     def threshold(self) -> int:
-        """Tokens to be computed from which on a prompt is handed over: fewer are computed in the time that takes."""
+        """Tokens to be computed from which on a prompt is handed over: fewer are computed in the time that takes. A
+        hand-over costs one stream that time; computing costs it all that an engine for them has."""
         if not self.transfer.value or not self.token.value:
             return FIRST
-        return round(max(LEAST, min(MOST, self.transfer.value / self.token.value)))
+        found = [engine.stats.running for engine in self.dispatcher.members.values() if engine.kind == DECODE]
+        streams = 1 + sum(found) / max(1, len(found))
+        return round(max(LEAST, min(MOST, self.transfer.value / self.token.value / streams)))
 
     @property
     def both(self) -> bool:

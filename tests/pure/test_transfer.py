@@ -212,6 +212,14 @@ def test_an_end_at_the_owner_is_no_loan() -> None:
     assert owner.deltas[-1].finish is FinishReason.LENT and owner.deltas[-1].lease is None
 
 
+def test_without_memory_that_others_can_read_it_goes_on_elsewhere_all_the_same() -> None:
+    owner = Side(5)
+    owner.core.lanes[0].lender = None
+    owner.ask("a", lends=True)
+    owner.run()
+    assert owner.deltas[-1].finish is FinishReason.LENT and owner.deltas[-1].lease is None
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_leases_outlive_an_epoch_with_their_kv(kept: bool) -> None:
     owner = Side(5)

@@ -293,6 +293,8 @@ class FleetRules:
             if engine.engine.dead is not None and engine not in self._gone:
                 self._gone.append(engine)
                 remote = self._current(engine)
+                told = remote is None and index in self.sim.remotes and self.sim.remotes[index].told_to_end
+                self.lost -= told  # its end was no fault, and the start that failed last is told as the engine's end
                 reason = remote is None or remote.gone or self.sim.counts["start fails"]
                 fair = len(self.fruitless[index]) >= limit
                 self.world.require(bool(reason or fair), "gives up", f"engine {index}: {engine.engine.dead.message}")

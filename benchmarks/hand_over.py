@@ -1,0 +1,135 @@
+"""Prompts and what follows them on engines of two kinds: what a hand-over costs, and what it gives.
+
+    python -m benchmarks.hand_over [--model smollm2] [--cases prompt,trace] [--tokens 1024] [--rounds 8]
+        [--trace FILE.csv] [--requests 60] [--share 0.6] [--length-scale 0.25] [--ttft 4] [--gap 0.25]
+
+prompt: a server with one engine of each kind is asked for prompts of that length, one after the other, each its own.
+`prefill` is the time to the first token, `transfer` what ranks say it took until all blocks were there, `pause` the
+time between the first token and the second, less the median of the gaps after it: all that the hand-over costs.
+
+trace: requests come as in a trace (docs: `planaria bench serve --trace`), lengths times --length-scale and cut to what
+the model takes, to `-dp 2` all at once first, which says how many a second it can take, then to `-dp 2` and to 1 + 1,
+in turn, at that rate times --share, and all at once to 1 + 1. goodput: requests a second whose first token came within
+--ttft seconds and none of whose gaps was longer than --gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.deployment import Server, patient_client
+from benchmarks.kv_tier import metric, prompt
+from planaria.cli.bench_serve import body, drive, figures
+from planaria.cli.traces import Prompts, Trace, read_trace
+
+OUT = Path(__file__).resolve().parent / "out" / "hand_over.json"
+APART = ("--prefill-engines", "1", "--decode-engines", "1")
+FOLLOW, LENGTH = 24, 2048  # tokens after a prompt; of the model
+OPTIONS = ("--threads", "1", "--log-level", "warning", "--max-model-len", str(LENGTH), "--kv-cache-memory", "512MiB")
+
+
+async def gaps(server: Server, ids: list[int]) -> list[float]:
+    """Seconds until the first token, then between one and the next."""
+    times = [time.perf_counter()]
+    async with patient_client() as client:
+        async for choice in server.stream(client, server.body(ids, FOLLOW)):
+            times += [time.perf_counter()] * len(choice["token_ids"])
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def prompts(model: str, tokens: int, rounds: int) -> dict[str, Any]:
+    found: list[dict[str, float]] = []
+    with Server(model, *OPTIONS, *APART) as server:
+        asyncio.run(gaps(server, prompt(-1, tokens)))  # its memory is touched for the first time
+        for number in range(rounds):
+            names = [f"planaria:kv_transfer_{name}_total" for name in ("seconds", "bytes")]
+            before = [metric(server, name) for name in names]
+            first, second, *rest = asyncio.run(gaps(server, prompt(1000 + number, tokens)))
+            seconds, moved = (metric(server, name) - was for name, was in zip(names, before, strict=True))
+            pause = max(0.0, second - statistics.median(rest))
+            found.append({"prefill": first, "transfer": seconds, "pause": pause, "bytes": moved})
+        if failed := metric(server, "planaria:kv_transfer_failed_total"):
+            raise RuntimeError(f"{failed:.0f} transfers failed")
+    middle = {name: statistics.median(each[name] for each in found) for name in found[0]}
+    shares = {name: statistics.median(each[name] / each["prefill"] for each in found) for name in ("transfer", "pause")}
+    print(
+        f"a prompt of {tokens} tokens, {middle['bytes'] / 2**20:.1f} MiB, {rounds} times, medians: prefill "
+        f"{middle['prefill']:.2f} s; its blocks came in {1e3 * middle['transfer']:.0f} ms ({shares['transfer']:.1%}), "
+        f"the stream paused for {1e3 * middle['pause']:.0f} ms ({shares['pause']:.1%}; goal: 3% on one node)"
+    )
+    return {"tokens": tokens, "samples": found, "shares": shares}
+
+
+def planned(model: str, trace: Trace, rate: float | None) -> list[tuple[float, bytes]]:
+    """rate: requests a second on the whole; None: all at once."""
+    arrivals, made = trace.arrivals, Prompts(trace.block_len, 0, 100, 40_000)
+    stretch = 0.0 if rate is None else len(arrivals) / rate / arrivals[-1].at
+    return [(each.at * stretch, body(model, made.tokens(each), each.output_len)) for each in arrivals]
+
+
+def served(model: str, kinds: tuple[str, ...], trace: Trace, rate: float | None, slo: tuple[float, float]) -> Any:
+    with Server(model, *OPTIONS, *kinds) as server:
+        asyncio.run(gaps(server, prompt(-1, 256)))
+        work = planned(model, trace, rate)
+        samples, took = asyncio.run(drive(server.url, {}, work, None, lambda done, tokens: None))
+    result = figures(trace.arrivals, samples, took)
+    if result["failed"]:
+        raise RuntimeError(f"{result['failed']} requests failed: {result['errors'][:3]}")
+    good = sum(s.ttft <= slo[0] and max(s.gaps, default=0.0) <= slo[1] for s in samples)
+    return result | {"good_per_s": good / took}
+
+
+def traced(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    whole = read_trace(Path(args.trace), args.requests).scaled(args.length_scale)
+    most = LENGTH - 128
+    cut = [a._replace(input_len=min(a.input_len, most), output_len=min(a.output_len, 128)) for a in whole.arrivals]
+    trace, slo = Trace(cut, whole.block_len), (args.ttft, args.gap)
+    found: dict[str, Any] = {"-dp 2, at once": served(model, ("-dp", "2"), trace, None, slo)}
+    rate = args.share * found["-dp 2, at once"]["requests_per_s"]
+    for name, kinds in (("-dp 2", ("-dp", "2")), ("1 + 1", APART)):
+        found[name] = served(model, kinds, trace, rate, slo)
+    found["1 + 1, at once"] = served(model, APART, trace, None, slo)
+    print(f"{len(cut)} requests of the trace; SLO: first token in {slo[0]:g} s, gaps of {slo[1]:g} s at most")
+    for name, one in found.items():
+        print(
+            f"{name:>15}: {one['requests_per_s']:.2f} requests/s, {one['output_tokens_per_s']:.0f} tokens/s, first "
+            f"token p50 {one['ttft_ms']['median']:.0f} p99 {one['ttft_ms']['p99']:.0f} ms, gap p50 "
+            f"{one['inter_token_ms']['median']:.0f} p99 {one['inter_token_ms']['p99']:.0f} ms, "
+            f"{one['good_per_s']:.2f} good/s"
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--cases", default="prompt,trace")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--trace")
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--share", type=float, default=0.6)
+    parser.add_argument("--length-scale", type=float, default=0.25)
+    parser.add_argument("--ttft", type=float, default=4.0)
+    parser.add_argument("--gap", type=float, default=0.25)
+    args = parser.parse_args()
+    cases, result = args.cases.split(","), {}
+    if "prompt" in cases:
+        result["prompt"] = prompts(args.model, args.tokens, args.rounds)
+    if "trace" in cases:
+        if args.trace is None:
+            parser.error("the case trace needs --trace FILE.csv")
+        result["trace"] = traced(args.model, args)
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
