@@ -31,6 +31,7 @@ Weight = Any
 Routing = Any  # for each row, the slots and weights of the experts it chose
 KVLayer = Any
 RopeTable = Any
+LoraTable = Any  # of one weight: the low-rank product of each slot
 
 
 @dataclass
@@ -62,15 +63,18 @@ class Batch:
     sample_index int32 [max_samples]       token indices whose logits are wanted
     hidden       float32 [max_tokens, >= H] the previous stage's residual; only where `make_hidden` was called
     prefill      are there tokens of histories among them, or only ones that were drawn last?
+    loras        int32 [max_tokens]        slot of each token's adapter, -1: it has none
+    adapted      has any of them one?
     """
 
     def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, max_samples: int) -> None:
         self.max_tokens, self.max_seqs, self.max_samples = max_tokens, max_seqs, max_samples
-        self.prefill = False
+        self.prefill = self.adapted = False
         self.counts: npt.NDArray[np.int64] = np.zeros(4, np.int64)
         self.tokens: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
         self.positions: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
         self.slots: npt.NDArray[np.int64] = np.zeros(max_tokens, np.int64)
+        self.loras: npt.NDArray[np.int32] = np.full(max_tokens, -1, np.int32)
         self.seq_start: npt.NDArray[np.int32] = np.zeros(max_seqs + 1, np.int32)
         self.seq_len: npt.NDArray[np.int32] = np.zeros(max_seqs, np.int32)
         self.seq_row: npt.NDArray[np.int32] = np.zeros(max_seqs, np.int32)
@@ -179,9 +183,13 @@ class Operations(Protocol):
         """x W^T + bias of all ranks of the group together, each of which has some of K; RMS-normalised, in float32, and
         added to the residual."""
 
-    def linear(self, x: Act, weight: Weight, residual: Act | None = None, *, reduce: bool = False) -> Act:
+    def linear(
+        self, x: Act, weight: Weight, residual: Act | None = None, *, reduce: bool = False,
+        lora: LoraTable | None = None,
+    ) -> Act:  # fmt: skip
         """x W^T + bias, in the activation dtype; with `residual` (float32): adds that to it and returns it. With
-        `reduce` (and a residual) each rank of the group has some of K, and what is added is the sum over the ranks."""
+        `reduce` (and a residual) each rank of the group has some of K, and what is added is the sum over the ranks.
+        lora: a row whose token has a slot gets (x A^T) B^T of that slot added, x A^T in the activation dtype."""
 
     def rope_store(
         self, qkv: Act, kv: KVLayer, rope: RopeTable, num_heads: int, num_kv_heads: int, head_dim: int,
@@ -335,6 +343,13 @@ class Ops(Protocol):
 
     def mla_block_bytes(self, block_size: int, width: int) -> int:
         """Bytes of one block of one such layer."""
+
+    def lora_table(self, parts: Sequence[range], rank: int, slots: int) -> LoraTable:
+        """For `linear` with a weight whose rows are of these parts: `slots` slots, with nothing in them."""
+
+    def put_lora(self, table: LoraTable, slot: int, pairs: Sequence[tuple[Array, Array] | None]) -> None:
+        """From the next step on a slot has these: of each part A [r, K] and B [rows of the part, r], float32, r up to
+        the table's rank; None: nothing is added. Called between steps; what was compiled stays good."""
 
     def group(self, experts: Sequence[tuple[Weight, Weight]]) -> Weight:
         """The experts of this rank's slots, slot by slot: (gate over up [2 I, H], down [H, I]), all of one kind."""

@@ -59,6 +59,14 @@ class SlotExperts:
 
 
 @dataclass
+class LowRank:
+    """parts: of the weight's rows. slots: of each slot, of each part, A [r, K] and B [rows of the part, r], or None."""
+
+    parts: Sequence[range]
+    slots: list[Sequence[tuple[Tensor, Tensor] | None]]
+
+
+@dataclass
 class SlotKV:
     """keys, values [slots, kv_heads, head_dim]; slot = block * block_size + offset."""
 
@@ -118,6 +126,7 @@ class StepTensors:
         self.positions = self._put(batch.positions[:tokens])
         self.slots = self._put(batch.slots[:tokens])
         self.sample_index = self._put(batch.sample_index[:samples])
+        self.loras = self._put(batch.loras[:tokens])
         self._hidden, self._arrived = batch.hidden, batch.arrived
         self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
         self._lengths = batch.seq_len[:sequences].astype(np.int64)
@@ -294,12 +303,33 @@ class TorchOps(SharedTokens):
             self.tp.all_reduce(self._shared(y))
         return residual.add_(self._norm(y, norm, eps))
 
-    def linear(self, x: Tensor, weight: Linear, residual: Tensor | None = None, *, reduce: bool = False) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Linear, residual: Tensor | None = None, *, reduce: bool = False,
+        lora: LowRank | None = None,
+    ) -> Tensor:  # fmt: skip
         y = F.linear(x, weight.weight, weight.bias)
+        if lora is not None:
+            y = self._adapted(x, y.float(), lora)
         if reduce and self.tp.size > 1:
             y = y.float()
             self.tp.all_reduce(self._shared(y))
-        return y if residual is None else residual.add_(y)
+        return y.to(self.dtype) if residual is None else residual.add_(y)
+
+    def _adapted(self, x: Tensor, y: Tensor, lora: LowRank) -> Tensor:
+        for slot, pairs in enumerate(lora.slots):
+            rows = torch.nonzero(self.step.loras == slot)[:, 0]
+            for part, pair in zip(lora.parts, pairs, strict=True):
+                if len(rows) and pair is not None:
+                    y[rows, part.start : part.stop] += F.linear(F.linear(x[rows], pair[0]), pair[1]).float()
+        return y
+
+    def lora_table(self, parts: Sequence[range], rank: int, slots: int) -> LowRank:
+        return LowRank(parts, [[None] * len(parts) for _ in range(slots)])
+
+    def put_lora(self, table: LowRank, slot: int, pairs: Sequence[tuple[Array, Array] | None]) -> None:
+        table.slots[slot] = [
+            None if pair is None else (self._keep(pair[0], self.dtype), self._keep(pair[1], self.dtype)) for pair in pairs
+        ]
 
     def rope_store(
         self, qkv: Tensor, kv: SlotKV, rope: tuple[Tensor, Tensor],

@@ -21,7 +21,7 @@ from planaria.kernels.cpu.target import ISAS, Target
 from planaria.kernels.objects import CodeMachine, initialise, object_file
 
 # The interpreter, in reading order.
-PROGRAM = ("collective", "threads", "striped", "products", "grouped", "mla", "program")
+PROGRAM = ("collective", "threads", "striped", "products", "grouped", "lora", "mla", "program")
 SOURCES = (
     *PROGRAM, "activations", "build", "compiler", "emit", "expert_kernels", "fields", "mla_values", "layout", "micro",
     "native", "target", "vector",

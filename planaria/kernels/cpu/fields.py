@@ -132,6 +132,17 @@ class MlaStoreOp(Operation):
     x, ldx, cache, block_bytes, block_size, rank, rotated, norm, eps, cos, sin, half, slots, positions = range(1, 15)
 
 
+class LoraOp(Operation):
+    """Adds each row's own low-rank product to `out`. slots: of the rows. table: of each slot, for each part of the
+    weight, the addresses of its A and its B, 0: none. places: of each part its first panel of `out`, and how many.
+    inner: [rows, parts * rank]. length: steps of A; panels: of one A, whose `stride` is from panel to panel; b_length,
+    b_stride: the same of B. columns: panels of `out`. narrow: out is of the activation dtype, and that isn't float32."""
+
+    code = 24
+    x, ldx, out, ldo, inner, ldi, slots, table, parts, places, length, stride, panels = range(1, 14)
+    b_length, b_stride, columns, narrow, rows = range(14, 19)
+
+
 class RouteOp(Operation):
     """scoring: kind of scores. correction: 0 for none. sum2: a group is worth its best two. table: slots of each
     expert, rows of ld_table words: how many there are, then their numbers. load: 0 where it isn't counted."""

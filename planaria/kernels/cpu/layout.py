@@ -48,6 +48,7 @@ STREAM_ROWS = 8  # rows up to which a dense weight is read panel after panel, in
 FUSED_PANELS = 12  # panels of gate and of up taken at a time; a multiple of a tile's
 FORESIGHT_BYTES = 12 << 20  # of weights between an operation and the attention whose keys it asks for
 KEY_TILE = 384  # keys of one softmax tile, at fixed positions; a multiple of 48
+PIECE_ROWS = 32  # rows of one adapter that are done together
 QUERY_ROWS = 96  # rows (tokens x heads of a group) of one attention tile
 MAX_GROUP = 512  # query heads that may share a key head
 ONE = 1065353216  # float32 bits of 1

@@ -196,6 +196,10 @@ def sum(out: int, a: int, b: int, count: int) -> None:
     """out = a + b of float32; count is a multiple of 16. out may be a or b."""
 
 
+def accrue(out: int, delta: int, count: int) -> None:
+    """out, of the activation dtype, += float32; count is a multiple of 16."""
+
+
 def scores(logits: int, out: int, count: int, padded: int, kind: int) -> None:
     """Scores of a row of logits (expert_kernels.scores)."""
 

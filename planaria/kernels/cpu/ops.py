@@ -18,6 +18,7 @@ from planaria.errors import ConfigError
 from planaria.kernels.cpu import caches, layout
 from planaria.kernels.cpu import experts as mixture
 from planaria.kernels.cpu.build import load, target_for
+from planaria.kernels.cpu.lora_rows import LoraRows, Pair
 from planaria.kernels.cpu.memory import Arena
 from planaria.kernels.cpu.pack import Packed, blank, form_of, pack, up
 from planaria.kernels.cpu.recorded import RecordedOps
@@ -111,6 +112,12 @@ class CpuOps:
 
     def mla_block_bytes(self, block_size: int, width: int) -> int:
         return caches.latent_elements(block_size, width) * self.target.item
+
+    def lora_table(self, parts: Sequence[range], rank: int, slots: int) -> LoraRows:
+        return LoraRows(parts, rank, slots, self.target, self._arena)
+
+    def put_lora(self, table: LoraRows, slot: int, pairs: Sequence[Pair | None]) -> None:
+        table.put(slot, pairs)
 
     def group(self, experts: Sequence[tuple[Packed, Packed]]) -> mixture.ExpertTable:
         return mixture.group(experts)

@@ -9,6 +9,7 @@ from planaria.kernels.cpu.activations import ACTIVATIONS
 from planaria.kernels.cpu.caches import PagedKV, PagedLatents
 from planaria.kernels.cpu.context import ContextOps
 from planaria.kernels.cpu.experts import ExpertOps
+from planaria.kernels.cpu.lora_rows import LoraRows, record_lora
 from planaria.kernels.cpu.micro import ADD_RESIDUAL, STORE_ACT, STORE_F32
 from planaria.kernels.cpu.pack import Packed, up
 from planaria.kernels.cpu.recorder import Recorder, Rope, Thing, Vector
@@ -76,16 +77,20 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
         )  # fmt: skip
         return residual
 
-    def linear(self, x: Act, weight: Packed, residual: Act | None = None, *, reduce: bool = False) -> Act:
+    def linear(
+        self, x: Act, weight: Packed, residual: Act | None = None, *, reduce: bool = False,
+        lora: LoraRows | None = None,
+    ) -> Act:  # fmt: skip
         """x W^T + bias; added to `residual` in float32, unrounded, where one is given."""
         if residual is None:
-            return self._linear(x, weight, self.recorder.new(x.rows, weight.rows), STORE_ACT)
+            out = self._linear(x, weight, self.recorder.new(x.rows, weight.rows), STORE_ACT)
+            return record_lora(self.recorder, x, out, lora)
         self.recorder.expect(residual, "the residual of linear", "float32")
         if residual.columns != weight.rows or residual.rows != x.rows:
             raise ValueError(f"linear: a residual of {residual.columns} columns for {weight.rows} outputs")
         if not reduce or self.recorder.tp.size == 1:
-            return self._linear(x, weight, residual, ADD_RESIDUAL)
-        return self.recorder.reduce(self.scores(x, weight), residual)
+            return record_lora(self.recorder, x, self._linear(x, weight, residual, ADD_RESIDUAL), lora)
+        return self.recorder.reduce(record_lora(self.recorder, x, self.scores(x, weight), lora), residual)
 
     def scores(self, x: Act, weight: Packed) -> Act:
         return self._linear(x, weight, self.recorder.new(x.rows, weight.rows, "float32"), STORE_F32)

@@ -374,13 +374,28 @@ def add() -> str:
     return f.end()
 
 
+def accrue(target: Target) -> str:
+    """out += delta: an activation and float32."""
+    f = Function("pl_accrue", ("out", "delta", "count"))
+    act = Elements(f, target)
+    out, delta = f.ptr("%out"), f.ptr("%delta")
+
+    def body(i: str) -> None:
+        place = act.place(out, i)
+        act.store(f.vec("fadd", act.load(place), f.floats(delta, i)), place)
+
+    f.each("%count", 16, body)
+    return f.end()
+
+
 def vector_module(target: Target) -> str:
     """IR of all row operations."""
     columns = {kind: embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)} | {DENSE: embed_dense(target)}
     pause = "call void @llvm.x86.sse2.pause() " if X86 else ""
     return "\n".join([
         norm(target), softmax(target), divide(target), merge(), rotate(target), store_key(target),
-        store_value(target), block_sums(target), copy(), widen(target), put_past(), add(), *columns.values(),
-        dispatcher("pl_embed", EMBED_ARGS, "kind", columns), "declare void @llvm.x86.sse2.pause()\n" if X86 else "",
+        store_value(target), block_sums(target), copy(), widen(target), put_past(), add(), accrue(target),
+        *columns.values(), dispatcher("pl_embed", EMBED_ARGS, "kind", columns),
+        "declare void @llvm.x86.sse2.pause()\n" if X86 else "",
         f"define void @pl_relax() nounwind alwaysinline {{ {pause}ret void }}\n",
     ])  # fmt: skip
