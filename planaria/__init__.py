@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "AsyncLLM", "BeamSearchParams", "PoolingParams", "RequestOutput", "SamplingParams",
+    "LLM", "AsyncLLM", "BeamSearchParams", "LoRARequest", "PoolingParams", "RequestOutput", "SamplingParams",
     "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from planaria.beam import BeamSearchParams
     from planaria.llm import LLM, AsyncLLM, RequestOutput
-    from planaria.prompts import TextPrompt, TokensPrompt
+    from planaria.prompts import LoRARequest, TextPrompt, TokensPrompt
     from planaria.types import PoolingParams, SamplingParams, StructuredOutputsParams
 
 _PLACES = {
     "LLM": "llm", "AsyncLLM": "llm", "RequestOutput": "llm", "SamplingParams": "types", "BeamSearchParams": "beam",
     "TextPrompt": "prompts", "TokensPrompt": "prompts", "StructuredOutputsParams": "types",
-    "PoolingParams": "types",
+    "PoolingParams": "types", "LoRARequest": "prompts",
 }  # fmt: skip
 
 

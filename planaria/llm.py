@@ -21,7 +21,9 @@ from planaria import pooled
 from planaria.beam import BeamSearchOutput, BeamSearchParams, beam_search
 from planaria.build import build_loop
 from planaria.checkpoint import Checkpoint
+from planaria.checkpoint.adapter import CONFIG, WEIGHTS
 from planaria.checkpoint.generation import sampling_defaults
+from planaria.checkpoint.identity import weights_version
 from planaria.config.declared import picked
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.parallel import refuse_outer_launcher, refuse_several_engines
@@ -37,8 +39,9 @@ from planaria.pooled import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from planaria.prompts import Prompt, content_of, refuse, salt_of
+from planaria.prompts import LoRARequest, Prompt, content_of, refuse, salt_of
 from planaria.server.inputs import child_seed, grammar_check, submissions
+from planaria.server.loras import LoraRegistry
 from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import Tokenizer, load_tokenizer
 from planaria.server.tools import (
@@ -213,6 +216,8 @@ class _Front:
         weakref.finalize(self, self._grammars.close)
         self._numbers, self._on_progress, self._to = itertools.count(), on_progress, deliver
         self._loop = build_loop(self.config, lambda message: front._hear(message) if (front := me()) else None)
+        self._loras = LoraRegistry.of(self.config)
+        self._looks: dict[str, tuple[str, str]] = {}  # by name of an adapter: its path, its files as they were read
 
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, Output):
@@ -260,6 +265,23 @@ class _Front:
     def _next_id(self) -> str:
         return f"r{next(self._numbers)}"
 
+    def _adapter(self, request: LoRARequest | None) -> str:
+        """The digest of what is asked for. Its folder is read again when its files have changed. Raises
+        RequestError."""
+        if request is None:
+            return ""
+        registry, name, path = self._loras, request.lora_name, request.lora_path
+        if registry is None:
+            raise RequestError("lora_request needs enable_lora=True", param="lora_request")
+        look = path, weights_version([os.path.join(path, file) for file in (CONFIG, WEIGHTS)])
+        if name not in registry.named or self._looks.get(name) != look:
+            adapter = registry.read(path)
+            if name not in registry.named and len(registry.named) >= registry.config.max_cpu_loras:
+                registry.remove(next(iter(registry.named)))  # the one that was loaded first
+            registry.add(name, adapter)
+            self._looks[name] = look
+        return registry.named[name].digest
+
     def get_tokenizer(self) -> TokenizerWords:
         """The model's tokenizer, under Hugging Face's words. Raises ConfigError without one."""
         if self.tokenizer is None:
@@ -291,6 +313,7 @@ class _Front:
         priority: int = 0,
         salt: str = "",
         reading: Reading | None = None,
+        adapter: str = "",
     ) -> tuple[str, Choices, list[Submit]]:
         need_task(self.config.pooling, "generate")
         params = self._grammars.spelled(msgspec.structs.replace(params))  # the caller may go on to change its own
@@ -302,7 +325,7 @@ class _Front:
         submits = submissions(
             request_id, prompt, params, self.facts, eos_ids=self.config.model.eos_ids, tokenizer=self.tokenizer,
             seed=child_seed(seed, number) if seed is not None else None, priority=priority,
-            cache_salt=salt,
+            cache_salt=salt, adapter=adapter,
         )  # fmt: skip
         tokenizer = self.tokenizer if params.detokenize else None
         if reading is not None and tokenizer is not None:
@@ -340,6 +363,8 @@ class LLM(_Front):
         self._sinks: dict[str, Choices] = {}
         self._pieces: list[Piece] = []
         self.facts = self._loop.start()
+        if self._loras is not None:
+            self._loras.tell = self._loop.handle  # type: ignore[method-assign]
         self._finalizer = weakref.finalize(self, self._loop.close)
         self._finalizer.atexit = True
         atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
@@ -359,7 +384,7 @@ class LLM(_Front):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
         on_tokens: Callable[[int, int], None] | None = None,
         priority: Sequence[int] | None = None,
@@ -370,17 +395,28 @@ class LLM(_Front):
         bar shows that everywhere. `on_tokens(finished requests, new tokens)` is called after each step. Raises
         RequestError for a bad prompt or parameter before any of them runs, EngineDead if the engine ends.
         """
-        refuse(lora_request=lora_request)
         batch = _listed(prompts)
+        adapters = self._adapters(lora_request, len(batch))
         each = _each(sampling_params or self.get_default_sampling_params(), len(batch))
         ranks = list(priority) if priority is not None else [0] * len(batch)
-        opened = [self._stream(self._encode(p), s, r, salt_of(p)) for p, s, r in zip(batch, each, ranks, strict=True)]
+        opened = [
+            self._stream(self._encode(p), s, r, salt_of(p), adapter=adapter)
+            for p, s, r, adapter in zip(batch, each, ranks, adapters, strict=True)
+        ]
         self._run(opened, use_tqdm, on_tokens)
         texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in batch]
         return [
             self._output(stream, id, text if isinstance(text, str) else None)
             for (id, stream, _), text in zip(opened, texts, strict=True)
         ]
+
+    def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
+        """Of each prompt."""
+        if given is None or isinstance(given, LoRARequest):
+            return [self._adapter(given)] * count
+        if len(given) != count:
+            raise RequestError(f"{len(given)} lora_request for {count} prompts", param="lora_request")
+        return [self._adapter(each) for each in given]
 
     def _run(
         self, opened: list[tuple[str, Choices, list[Submit]]], use_tqdm: bool | Callable[..., Any],
@@ -437,7 +473,7 @@ class LLM(_Front):
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -455,7 +491,7 @@ class LLM(_Front):
         where the format in which the model writes them is known, else its text. chat_template_content_format: content
         is text, whatever is said here.
         """
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         many = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         conversations: list[Any] = messages if many else [messages]
         declared = check_tools(tools, tool_choice, parallel_tool_calls)
@@ -473,7 +509,8 @@ class LLM(_Front):
         opened, readings = [], []
         if sampling_params is None:
             sampling_params = msgspec.structs.replace(self.get_default_sampling_params(), max_tokens=None)
-        for text, params in zip(texts, _each(sampling_params, len(texts)), strict=True):
+        adapters = self._adapters(lora_request, len(texts))
+        for text, params, adapter in zip(texts, _each(sampling_params, len(texts)), adapters, strict=True):
             ids, reading = self._encode(text, add_special_tokens=False), None
             if self.tokenizer is not None:
                 reading = reading_of(declared if read else None, Parsers(**parsers), template, self.tokenizer, ids)
@@ -482,7 +519,7 @@ class LLM(_Front):
                     form = forced_form(declared, reading, template, self.tokenizer)
                     params = msgspec.structs.replace(params, structured_outputs=form)
             readings.append(reading)
-            opened.append(self._stream(ids, params, reading=reading))
+            opened.append(self._stream(ids, params, reading=reading, adapter=adapter))
         self._run(opened, use_tqdm)
         outputs = [self._output(stream, id, text) for (id, stream, _), text in zip(opened, texts, strict=True)]
         for output, reading in zip(outputs, readings, strict=True):
@@ -491,17 +528,16 @@ class LLM(_Front):
         return outputs
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: None = None,
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: LoRARequest | None = None,
         use_tqdm: bool = False, concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:  # fmt: skip
         """The likeliest continuations of each prompt, best first. use_tqdm and concurrency_limit have no effect: all
         beams of all prompts are requests of one batch. Raises RequestError."""
-        refuse(lora_request=lora_request)
         batch, most = [self._encode(prompt) for prompt in _listed(prompts)], self.facts.max_model_len
         eos = self.tokenizer.eos_ids if self.tokenizer is not None else self.config.model.eos_ids
 
         def step(histories: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
-            return self.generate(list(histories), params, use_tqdm=False)
+            return self.generate(list(histories), params, use_tqdm=False, lora_request=lora_request)
 
         found = beam_search(batch, params, step, eos, most)
         if self.tokenizer is None:
@@ -638,6 +674,8 @@ class AsyncLLM(_Front):
         self._finalizer = weakref.finalize(self, engine.close)
         self._finalizer.atexit = True
         atexit.register(self._finalizer)  # once; before those that its launcher's libraries registered
+        if self._loras is not None:
+            self._loras.tell = engine.inbox.put  # type: ignore[method-assign, assignment]
 
     @property
     def is_failed(self) -> bool:
@@ -665,11 +703,13 @@ class AsyncLLM(_Front):
         return await asyncio.wrap_future(future)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[StreamOutput]:
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> AsyncIterator[StreamOutput]:  # fmt: skip
         """Stream a completion, a piece per step and choice. Leaving the loop early cancels it. Raises RequestError."""
         params = sampling_params or self.get_default_sampling_params()
-        _, stream, submits = self._stream(self._encode(prompt), params, priority, salt_of(prompt))
+        adapter = "" if lora_request is None else await asyncio.to_thread(self._adapter, lora_request)
+        _, stream, submits = self._stream(self._encode(prompt), params, priority, salt_of(prompt), adapter=adapter)
         engine, target = self._engine, Waiting(stream)
         for submit in submits:
             engine.waiting[submit.id] = target

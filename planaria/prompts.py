@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from planaria.errors import RequestError
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter: a name, and its folder as peft writes it. lora_int_id is vLLM's, and has no effect: an adapter is
+    known by its bytes."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
 
 
 class _Text(TypedDict):

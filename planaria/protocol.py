@@ -38,6 +38,7 @@ class Fresh(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     eos_ids: tuple[int, ...] = ()  # min_tokens keeps these from being sampled
     drafts: int = 0  # tokens the worker may guess after the row's last one, in a step the row goes on by itself
+    adapter: str = ""  # digest of the adapter it is computed with; empty: none
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -231,6 +232,30 @@ class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_expe
     maps: tuple[tuple[int, tuple[int, ...]], ...]
 
 
+class LoraModule(msgspec.Struct, frozen=True, array_like=True):
+    """Of an adapter: what is added to one matrix [N, K] of the model, scaling * B A. `a`, `b`: bytes of A [rank, K] and
+    B [N, rank]; dtype: f32, f16 or bf16."""
+
+    name: str
+    rank: int
+    scaling: float
+    dtype: str
+    a: bytes
+    b: bytes
+
+
+class PutLora(msgspec.Struct, frozen=True, array_like=True, tag="put_lora"):
+    """Between two steps: a slot gets these modules of the adapter with this digest. `first`: what was in it goes, and
+    nobody uses that any more; `last`: this was all of it, and requests may name it from now on. All modules of a layer
+    come together."""
+
+    slot: int
+    digest: str
+    modules: tuple[LoraModule, ...]
+    first: bool = False
+    last: bool = False
+
+
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
     """Say what is there: memory, bytes per KV block."""
 
@@ -264,7 +289,8 @@ class Exit(msgspec.Struct, frozen=True, array_like=True, tag="exit"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Regroup, Load, SendExperts, PlaceExperts, Allocate are done. `seconds` by part, for the start-up summary."""
+    """Regroup, Load, SendExperts, PlaceExperts, PutLora, Allocate are done. `seconds` by part, for the start-up's
+    summary."""
 
     rank: int
     seconds: dict[str, float] = {}
@@ -298,5 +324,18 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     kind: str = "error"  # "model": ModelError, "capacity": CapacityError, "config": ConfigError, "peer", "error"
 
 
-Command = Join | Regroup | Load | SendExperts | PlaceExperts | Probe | Allocate | StepPlan | Call | FreeMemory | Exit
+Command = (
+    Join
+    | Regroup
+    | Load
+    | SendExperts
+    | PlaceExperts
+    | PutLora
+    | Probe
+    | Allocate
+    | StepPlan
+    | Call
+    | FreeMemory
+    | Exit
+)
 Reply = Hello | Ready | Facts | Done | StepResult | Failed

@@ -278,7 +278,8 @@ class Request:
     """The only durable thing in the engine. `history = prompt + output`; `computed` says how much of it is in KV."""
 
     __slots__ = (
-        "arrival", "computed", "eos_ids", "id", "lane", "lease", "lends", "max_tokens", "output", "params", "persist",
+        "adapter", "arrival", "computed", "eos_ids", "id", "lane", "lease", "lends", "max_tokens", "output", "params",
+        "persist",
         "priority", "prompt", "salt", "seed",
     )  # fmt: skip
 
@@ -298,12 +299,14 @@ class Request:
         persist: bool = False,
         lends: bool = False,
         lease: KVLease | None = None,
+        adapter: str = "",
     ) -> None:
         self.id, self.prompt, self.params, self.seed = id, prompt, params, seed
         self.max_tokens, self.eos_ids, self.arrival, self.priority = max_tokens, eos_ids, arrival, priority
         self.output: list[int] = output if output is not None else []
         self.salt, self.persist = salt, persist  # whose KV it may share; is its own wanted again?
         self.lends, self.lease = lends, lease  # after its first token; what another engine has lent to it
+        self.adapter = adapter  # digest of the adapter it is computed with; empty: none
         self.computed = 0
         self.lane: int | None = None
 

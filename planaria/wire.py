@@ -12,16 +12,18 @@ from planaria.core.stats import ExpertStats as ExpertStats
 from planaria.core.stats import StoreStats as StoreStats
 from planaria.core.stats import TierStats as TierStats
 from planaria.core.stats import TransferStats as TransferStats
+from planaria.protocol import LoraModule
 from planaria.topology import LaneGroup, Layout
 from planaria.topology.table import CameUp
-from planaria.types import Delta, KVLease, SamplingParams
+from planaria.types import Delta, KVLease, Request, SamplingParams
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """One sequence to generate (a request with n > 1 is n of these). `output`: tokens it already has (re-admission).
     `cache_salt`: its KV is found by requests with the same one alone. `persist`: what is computed of it is wanted
     again, also after a restart. `lends`: it ends here with its first token, finish "lent", and goes on elsewhere with
-    the lease of that delta; `lease`: what another engine has lent to it."""
+    the lease of that delta; `lease`: what another engine has lent to it. `adapter`: digest of the adapter it is
+    computed with, which the engine is given by `LoadLora`; empty: none."""
 
     id: str
     prompt: list[int]
@@ -35,6 +37,14 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     persist: bool = False
     lends: bool = False
     lease: KVLease | None = None
+    adapter: str = ""
+
+    def request(self, arrival: float) -> Request:
+        return Request(
+            self.id, self.prompt, self.params, self.seed, max_tokens=self.max_tokens, eos_ids=self.eos_ids,
+            arrival=arrival, priority=self.priority, output=list(self.output), salt=self.cache_salt,
+            persist=self.persist, lends=self.lends, lease=self.lease, adapter=self.adapter,
+        )  # fmt: skip
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
@@ -52,6 +62,22 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """End now; open requests are answered with finish "abort". followed: by another engine, in another process."""
 
     followed: bool = False
+
+
+class LoadLora(msgspec.Struct, frozen=True, array_like=True, tag="load_lora"):
+    """Part `part` of `parts` of the adapter with this digest, which requests may name from now on: the modules of a
+    layer or several. A digest that is known already is not an error."""
+
+    digest: str
+    part: int
+    parts: int
+    modules: tuple[LoraModule, ...]
+
+
+class UnloadLora(msgspec.Struct, frozen=True, array_like=True, tag="unload_lora"):
+    """No other request will name it. Those that are open end with it, and so do those on their way."""
+
+    digest: str
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, tag="share"):
@@ -288,7 +314,10 @@ class EngineState(msgspec.Struct, frozen=True):
         return "leaving" if self.leaving else self.state
 
 
-ToEngine = Submit | Cancel | Release | Gone | Report | ReportExperts | ResizeEngine | Share | Shutdown | Sleep
+ToEngine = (
+    Submit | Cancel | Release | Gone | LoadLora | UnloadLora | Report | ReportExperts | ResizeEngine | Share | Shutdown
+    | Sleep
+)  # fmt: skip
 StartUpNews = Phase | Progress
 FromEngine = (
     EngineFacts

@@ -79,11 +79,18 @@ def has_tokenizer(folder: Path) -> bool:
 def read_json(path: Path, missing: str = "get the model again") -> dict[str, Any]:
     """A JSON object from a file. Raises ModelError naming file and place."""
     try:
-        value = json.loads(path.read_bytes())  # takes NaN and Infinity, which such files do have
+        data = path.read_bytes()
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file; {missing}") from None
     except OSError as e:
         raise ModelError(f"{path}: can't be read: {e.strerror or e}") from None
+    return json_object(path, data)
+
+
+def json_object(path: Path, data: bytes) -> dict[str, Any]:
+    """What is in such a file. Raises ModelError naming it."""
+    try:
+        value = json.loads(data)  # takes NaN and Infinity, which such files do have
     except (ValueError, RecursionError) as e:
         raise ModelError(f"{path}: not valid JSON ({e}); get the file again") from None
     if not isinstance(value, dict):
@@ -118,11 +125,19 @@ def read_safetensors_header(path: Path, file: int) -> list[TensorInfo]:
         with path.open("rb") as f:
             size = os.fstat(f.fileno()).st_size
             length = int.from_bytes(f.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER):
-                raise ModelError(f"{path}: damaged or truncated ({size} bytes, header of {length}); get the file again")
-            header = json.loads(f.read(length))
+            head = length.to_bytes(8, "little") + f.read(max(0, min(length, size, MAX_HEADER)))
     except OSError as e:
         raise ModelError(f"{path}: can't be read: {e.strerror or e}") from None
+    return safetensors_header(path, head, size, file)
+
+
+def safetensors_header(path: Path, head: bytes, size: int, file: int) -> list[TensorInfo]:
+    """Tensors of such a file, of which `head` is the beginning; `size`: its bytes. Raises ModelError."""
+    length = int.from_bytes(head[:8], "little")
+    try:
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            raise ModelError(f"{path}: damaged or truncated ({size} bytes, header of {length}); get the file again")
+        header = json.loads(head[8 : 8 + length])
     except (ValueError, RecursionError):
         raise ModelError(f"{path}: damaged: its header is not valid JSON; get the file again") from None
     start = 8 + length

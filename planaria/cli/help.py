@@ -18,6 +18,7 @@ TOPICS = (
      r"|skip_tokenizer_init|\w+_parser|enable_auto_tool_choice"),
     ("Speed and memory", r"device|threads|kernels|max_(model|num)_\w+|policy|block_size|\w*memory\w*|seed"
      r"|enable_prefix_caching|async_scheduling|batch_invariant|null_worker"),
+    ("Adapters", r"enable_lora|max_loras|max_lora_rank|max_cpu_loras|lora_modules"),
     ("When parts die", r"spare_workers|recovery_\w+|journal|step_timeout|heartbeat_timeout"),
     ("Server", r"host|port|served_model_names?|api_keys|admin_key|cors_\w+|ssl_\w+|trust_\w+|max_body_\w+|\w+_timeout"),
     ("Ranks", r"tensor_\w+|pipeline_\w+|pp_\w+|distributed_\w+|worker_\w+|disable_custom_all_reduce|max_parallel_\w+"),

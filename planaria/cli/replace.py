@@ -15,6 +15,7 @@ from planaria.errors import ConfigError
 from planaria.server.config import ServerConfig
 from planaria.server.fleet import Fleet
 from planaria.server.journal import Journal
+from planaria.server.loras import load_modules
 from planaria.server.root_serve import folder_of_names
 from planaria.server.serve import Lifecycle, serve
 from planaria.server.taking_over import TakingOver
@@ -37,6 +38,7 @@ async def serve_in_place(
         names = stack.enter_context(folder_of_names())
         bar = stack.enter_context(contextlib.ExitStack())
         fleet = Fleet(config, bar.enter_context(loading()), make, hosts, names=names, weights=other.weights)
+        load_modules(fleet.dispatcher.loras, settings.lora_modules)
         if fleet.local is None:
             raise ConfigError("--replace", True, "is for engines that are processes of this machine")
         for index, keeper in fleet.members.items():

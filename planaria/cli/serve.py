@@ -55,6 +55,7 @@ def run(
     server |= {
         "served_model_names": names, "api_keys": server["api_keys"] or api_keys(),
         "admin_key": server["admin_key"] or admin_key(), "cors_origins": server["cors_origins"] or (),
+        "lora_modules": server["lora_modules"] or (),
     }  # fmt: skip
     config = resolve(engine_options(model, engine, served_model_name=names[0], skip_tokenizer_init=skip_tokenizer_init))
     refuse_outer_launcher(config.parallel, "planaria serve")
@@ -116,6 +117,7 @@ async def _serve(
     config: EngineConfig, settings: ServerConfig, started: float, skip_tokenizer_init: bool, planned: Planned | None
 ) -> int:
     from planaria.server.fleet import Fleet
+    from planaria.server.loras import load_modules
 
     several = config.parallel.api_server_count > 1
     if settings.replace:
@@ -135,6 +137,7 @@ async def _serve(
 
             folder = names.enter_context(folder_of_names())
         fleet = Fleet(config, bar.enter_context(loading()), *engines(config), folder if several else None)
+        load_modules(fleet.dispatcher.loras, settings.lora_modules)
         _prepare(fleet, planned)
         succession = Succession(fleet, settings)
         names.callback(succession.close)

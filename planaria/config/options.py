@@ -391,6 +391,15 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             metavar="JSON",
         ),
     ] = None
+    enable_lora: Annotated[bool, option("Serve adapters (LoRA) over the model.", hashed=True)] = False
+    max_loras: Annotated[
+        int, option("Adapters that requests may use at the same time; others wait.", least=1, most=4096, hashed=True)
+    ] = 1
+    max_lora_rank: Annotated[int, option("Largest rank of an adapter.", least=1, most=512, hashed=True)] = 16
+    max_cpu_loras: Annotated[
+        int | None,
+        option("Adapters that may be loaded; default: 64, or --max-loras if that is more.", least=1, hashed=False),
+    ] = None
     seed: Annotated[int | None, option("Of requests that bring none; default: drawn.", hashed=False)] = None
     generation_config: Annotated[
         str,
@@ -571,6 +580,15 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     draft_tensor_parallel_size: int = 1  # of draft_model: ranks that share its layers; only 1
 
 
+class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters: max_loras in use at the same time, each of a rank up to max_lora_rank. max_cpu_loras: that a front end
+    has, in use or not."""
+
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: Annotated[int, UNHASHED] = 64
+
+
 class DraftSource(msgspec.Struct, frozen=True, kw_only=True):
     """The model that drafts, as EngineConfig has the one that is served."""
 
@@ -739,6 +757,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative: SpeculativeConfig | None = None
     draft: DraftSource | None = None
     pooling: PoolingConfig = PoolingConfig()
+    lora: LoRAConfig | None = None  # None: there are no adapters
 
     def tokens_here(self, layout: Layout) -> int:
         """Of a block, on each rank of a layout in force."""

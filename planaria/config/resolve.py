@@ -30,6 +30,7 @@ from planaria.config.options import (
     EngineConfig,
     EngineOptions,
     FaultConfig,
+    LoRAConfig,
     ParallelConfig,
     PoolingConfig,
     SchedulerConfig,
@@ -166,6 +167,20 @@ def _tier(options: EngineOptions, device: str) -> TierConfig | None:
     return tier
 
 
+def _lora(options: EngineOptions) -> LoRAConfig | None:
+    """Raises ConfigError."""
+    if not options.enable_lora:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            if (value := getattr(options, name)) != getattr(EngineOptions(model=""), name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(flag, value, "is of adapters, and there are none", "give --enable-lora too")
+        return None
+    most = options.max_cpu_loras or max(64, options.max_loras)
+    if most < options.max_loras:
+        raise ConfigError("--max-cpu-loras", most, f"is less than --max-loras ({options.max_loras})", "raise it")
+    return LoRAConfig(max_loras=options.max_loras, max_lora_rank=options.max_lora_rank, max_cpu_loras=most)
+
+
 def step_tokens(options: EngineOptions, device: str) -> int:
     """Of a step at most."""
     return options.max_num_batched_tokens or max(STEP_TOKENS[device], options.max_num_seqs)
@@ -281,4 +296,5 @@ def resolve(options: EngineOptions) -> EngineConfig:
         speculative=speculative,
         draft=draft_source(speculative, model, hub, device.dtype),
         pooling=pooling,
+        lora=_lora(options),
     )

@@ -53,13 +53,14 @@ WITHOUT_EFFECT = {
         mm_processor_cache_type mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache! mm_encoder_tp_mode
         mm_encoder_attn_backend skip_mm_profiling! interleave_mm_strings! allowed_local_media_path
         allowed_media_domains video_pruning_rate disable_chunked_mm_input! enable_multimodal_encoder_data_parallel!""",
+    "adapters are kept and cut as the weights are": "lora_dtype fully_sharded_loras!",
     "it is read from the environment": "hf_token",
 }
 INSTEAD = {"num_gpu_blocks_override": "kv_cache_memory", "hf_token": "$HF_TOKEN", "uvicorn_log_level": "--log-level"}
 # Not there yet. By what they are for.
 ABSENT = {
-    "LoRA adapters": """enable_lora! lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size
-        fully_sharded_loras! enable_lora_bias! default_mm_loras enable_prompt_adapter! prompt_adapters""",
+    "adapters of other kinds": """lora_extra_vocab_size enable_lora_bias! default_mm_loras enable_prompt_adapter!
+        prompt_adapters""",
     "speculative decoding by this option": """speculative_model num_speculative_tokens
         ngram_prompt_lookup_max ngram_prompt_lookup_min""",
     "parsers of the user's own, and servers of tools": "tool_parser_plugin tool_server reasoning_parser_plugin",
@@ -87,7 +88,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "model_impl": ("auto", "vllm"), "override_generation_config": ({}, "{}"),
     "logits_processors": ([],),
     "config_format": ("auto", "hf"), "chat_template_content_format": ("auto", "string"), "ssl_cert_reqs": (0, "0"),
-    "response_role": ("assistant",), "guided_decoding_backend": ("auto", "guidance"), "lora_modules": ([],),
+    "response_role": ("assistant",), "guided_decoding_backend": ("auto", "guidance"),
     "middleware": ([],), "kv_offloading_backend": ("native",),
     "logprobs_mode": ("raw_logprobs",), "max_logprobs": (*range(21), *map(str, range(21))),
     "fingerprint_mode": ("full", "hash"), "tool_parser_plugin": ("",), "reasoning_parser_plugin": ("",),

@@ -15,7 +15,8 @@ from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
 from planaria.core.connector import LaneConnector, TierCounts, work_of
 from planaria.core.kv_cache import KeyScope
-from planaria.core.kv_index import LaneIndex, NoIndex, name_of
+from planaria.core.kv_index import LaneIndex, NoIndex, name_of_request
+from planaria.core.loras import LoraSlots
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.core.stats import DraftStats, EngineStats
@@ -31,14 +32,15 @@ CLAIM = 60.0  # seconds that blocks of another engine's requests wait for them
 
 class EngineCore:
     """`num_blocks` KV blocks in each of `num_lanes` lanes. indexes: of each lane, what is in them; adopt: of another
-    engine's, with which this one goes on. scope: of their keys."""
+    engine's, with which this one goes on. scope: of their keys. loras: slots of ranks."""
 
     def __init__(
         self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, num_lanes: int = 1,
-        indexes: Sequence[LaneIndex | None] = (), *, adopt: bool = False, scope: KeyScope = KeyScope(),
+        indexes: Sequence[LaneIndex | None] = (), *, adopt: bool = False, scope: KeyScope = KeyScope(), loras: int = 0,
     ) -> None:  # fmt: skip
+        self.loras = slots = LoraSlots(loras)
         self.config, self.cache, self.micro_steps = scheduler, cache, scheduler.micro_steps
-        self.lanes = [Lane(scheduler, cache, num_blocks, index, scope) for index in indexes or [None] * num_lanes]
+        self.lanes = [Lane(scheduler, cache, num_blocks, each, scope, slots) for each in indexes or [None] * num_lanes]
         self.adopted, self.claim_until = adopt, cast("float | None", None)
         for lane in self.lanes if adopt else ():
             holding.adopt(lane)
@@ -212,7 +214,7 @@ class EngineCore:
     def _lane_for(self, request: Request) -> Lane:
         """The one that holds what is computed of it, else the one with the least to do."""
         if any(lane.held for lane in self.lanes):
-            name = name_of(request.id, request.prompt, request.seed, request.salt)
+            name = name_of_request(request)
             for lane in self.lanes:
                 if name in lane.held:
                     return lane
@@ -258,7 +260,7 @@ class EngineCore:
         old, first = self.lanes, self.lanes[0]
         self.lanes = old[:num_lanes]
         for index in indexes[len(self.lanes) : num_lanes]:
-            lane = Lane(self.config, self.cache, first.num_blocks, index, first.scope)
+            lane = Lane(self.config, self.cache, first.num_blocks, index, first.scope, self.loras)
             lane.step_tokens, lane.only = first.step_tokens, first.only
             lane.lost(0, self.micro_steps)
             self.lanes.append(lane)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from planaria.core.kv_index import HeldBlocks, name_of
+from planaria.core.kv_index import HeldBlocks, name_of_request
 from planaria.core.policy import Key
 from planaria.core.sequence import SequenceState
 
@@ -93,7 +93,7 @@ def adopt(lane: Lane) -> None:
 def claim(lane: Lane, entry: SequenceState) -> None:
     """It has come: what of its history is computed."""
     request = entry.request
-    held = lane.held.pop(name_of(request.id, request.prompt, request.seed, request.salt), None)
+    held = lane.held.pop(name_of_request(request), None)
     if held is None:
         return
     entry.blocks, request.computed = held.blocks, min(held.length, request.num_tokens - 1)

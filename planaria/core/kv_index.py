@@ -70,12 +70,16 @@ class NoIndex:
         return {}, {}
 
 
-def name_of(id: str, prompt: Sequence[int], seed: int, salt: str = "") -> bytes:
+def name_of(id: str, prompt: Sequence[int], seed: int, salt: str = "", adapter: str = "") -> bytes:
     """Of a request. All that its tokens follow from, but for parameters that don't change, is in it: what bears the
     name of another is never taken for its own."""
     history = blake2b(array("q", [seed & ((1 << 63) - 1), *prompt]).tobytes(), digest_size=KEY)
-    history.update(id.encode() + b"\0" + salt.encode())
+    history.update(adapter.encode() + b"\0" + id.encode() + b"\0" + salt.encode())
     return history.digest()
+
+
+def name_of_request(request: Request) -> bytes:
+    return name_of(request.id, request.prompt, request.seed, request.salt, request.adapter)
 
 
 class BufferIndex:
@@ -99,7 +103,7 @@ class BufferIndex:
 
     def enter(self, row: int, request: Request, blocks: Sequence[int]) -> None:
         self._counts[row] = 0
-        self._names[row * KEY : (row + 1) * KEY] = name_of(request.id, request.prompt, request.seed, request.salt)
+        self._names[row * KEY : (row + 1) * KEY] = name_of_request(request)
         self.lengths[row] = request.computed
         self.append(row, 0, blocks)
 

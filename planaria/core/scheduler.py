@@ -27,6 +27,7 @@ from planaria.core import holding
 from planaria.core.connector import LaneConnector
 from planaria.core.kv_cache import BlockKey, BlockPool, KeyScope, chain
 from planaria.core.kv_index import HeldBlocks, LaneIndex, NoIndex
+from planaria.core.loras import LoraSlots
 from planaria.core.policy import POLICIES, Key
 from planaria.core.sequence import NEVER, MicroStep, SequenceState
 from planaria.core.stats import DraftStats
@@ -38,13 +39,14 @@ from planaria.types import Delta, FinishReason, Request, TokenLogprobs
 
 class Lane:
     """The scheduler of one data-parallel rank. Driven by `EngineCore`, which numbers the steps. index: tells of what is
-    in KV. scope: of its blocks' keys."""
+    in KV. scope: of its blocks' keys. loras: slots of its ranks, which those of other lanes have alike."""
 
     def __init__(
         self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, index: LaneIndex | None = None,
-        scope: KeyScope = KeyScope(),
+        scope: KeyScope = KeyScope(), loras: LoraSlots | None = None,
     ) -> None:  # fmt: skip
         self.config, self.block_size, self.scope = scheduler, cache.block_size, scope
+        self.loras = loras or LoraSlots(0)
         self.policy = POLICIES[scheduler.policy]
         self.caching = cache.enable_prefix_caching
         self.num_blocks, self.micro_steps = num_blocks, scheduler.micro_steps
@@ -64,6 +66,7 @@ class Lane:
 
     def reset(self, step: int, pool: BlockPool | None = None) -> None:
         """All rows are free, and all blocks but those in use in `pool`; `step` is the last step that counts."""
+        self.loras.lost()
         self.pool = pool or BlockPool(self.num_blocks, caching=self.caching, index=self.index)
         self.held = self.held if pool is not None else {}
         self.free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
@@ -181,6 +184,7 @@ class Lane:
         elif entry in self.prefilling:
             self.prefilling.remove(entry)
         entry.leaving = True
+        self.loras.leave(entry.request.adapter)
         self.freed.append(entry.row)
         blocks = entry.blocks
         if at_once:
@@ -316,7 +320,7 @@ class Lane:
             return
         if full > len(entry.keys):
             history = (request.prompt + request.output)[: full * self.block_size]
-            chain(history, self.block_size, entry.keys, self.scope.root(request.salt))
+            chain(history, self.block_size, entry.keys, self.scope.root(request.salt, request.adapter))
         for index in range(entry.remembered, full):
             key = entry.keys[index]
             self.pool.remember(entry.blocks[index], key)

@@ -42,6 +42,7 @@ class StepBuilder:
         turn = lane.turns[number]
         self.step, self.number, self.turn = step, number, turn
         turn.tick += 1
+        lane.loras.begin()
         changes: dict[int, Row] = {}
         self.changes, self.confirm = changes, []
         pressed = self._go_on()
@@ -145,6 +146,9 @@ class StepBuilder:
             if entry.last_step > lane.committed or (lane.only is not None and entry.request.id != lane.only):
                 passed.append(item)
                 continue
+            if not lane.loras.may_enter(entry.request.adapter):
+                passed.append(item)
+                continue
             hits = entry.blocks  # that it has, of before a fault
             usable = (len(history) - 1) // lane.block_size  # the last token must be computed
             cached = lane.caching and not entry.reads
@@ -152,7 +156,7 @@ class StepBuilder:
                 passed.append(item)
                 continue
             if cached:
-                chain(history, lane.block_size, entry.keys, lane.scope.root(entry.request.salt))
+                chain(history, lane.block_size, entry.keys, lane.scope.root(entry.request.salt, entry.request.adapter))
             if cached and not hits:
                 hits = lane.pool.hits(entry.keys[:usable])
                 if len(hits) < usable and entry.keys[len(hits)] in lane.computing:
@@ -191,10 +195,14 @@ class StepBuilder:
         lane.index.enter(entry.row, request, entry.blocks)
         lane.at_row[entry.row] = entry
         lane.prefilling.append(entry)
+        lane.loras.enter(request.adapter)
         tokens = array("i", history)
         self._chunk(
-            entry, Fresh(tokens, len(request.prompt), request.params, request.seed, request.eos_ids, self.drafts)
-        )
+            entry,
+            Fresh(
+                tokens, len(request.prompt), request.params, request.seed, request.eos_ids, self.drafts, request.adapter
+            ),
+        )  # fmt: skip
 
     def _begin_with(self, entry: SequenceState, hits: list[int], length: int) -> None:
         """Of a history of so many tokens others have computed the blocks `hits`."""

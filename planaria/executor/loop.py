@@ -26,6 +26,7 @@ from planaria.executor.gang import Gang, Refusal, failure
 from planaria.executor.layout_change import LayoutChanger
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
+from planaria.executor.loras import LoraStore
 from planaria.executor.pending import Pending
 from planaria.executor.reply_ledger import Ticket
 from planaria.executor.sleeper import Sleeper
@@ -35,12 +36,13 @@ from planaria.executor.watch import System
 from planaria.hosts.host import Place
 from planaria.protocol import Call, Command, Failed, KVNews, StepPlan, StepResult
 from planaria.topology import Layout
-from planaria.types import Delta, FinishReason, Request
+from planaria.types import Delta, FinishReason
 from planaria.wire import (
     Cancel,
     Dead,
     EngineFacts,
     FromEngine,
+    LoadLora,
     Output,
     Release,
     Report,
@@ -51,6 +53,7 @@ from planaria.wire import (
     Sleep,
     Submit,
     ToEngine,
+    UnloadLora,
 )
 
 logger = logging.getLogger("planaria.engine")
@@ -86,6 +89,7 @@ class EngineLoop:
         self.epochs = Epochs(config, self.gang, clock, say, self._emit, self.balancing.formed)
         self.layout_change = LayoutChanger(config, self.gang, say, lambda: self.clock(), self._change, self._prepare)
         self.sleeper = Sleeper(self.gang, say, clock, lambda: settle(self), self._wake)
+        self.loras = LoraStore(config, self.gang, lambda: self.clock())
         self.reports = Reports(self.gang, self.call, self.busy, say)
 
     # -- starting and ending
@@ -102,8 +106,9 @@ class EngineLoop:
             raise
         kv, layout = gang.kv, gang.layout
         self.core = EngineCore(
-            config.scheduler, config.cache, gang.num_blocks, layout.dp, kv.indexes, adopt=kv.kept, scope=kv.scope
-        )
+            config.scheduler, config.cache, gang.num_blocks, layout.dp, kv.indexes, adopt=kv.kept, scope=kv.scope,
+            loras=config.lora.max_loras if config.lora is not None else 0,
+        )  # fmt: skip
         self.core.epoch = gang.epoch
         if layout != gang.asked:
             self.core.lost(gang.epoch, gang.num_blocks, layout.pp, kept=kv.kept, indexes=kv.indexes)
@@ -134,10 +139,11 @@ class EngineLoop:
         self.on_loss()
 
     def watches(self) -> bool:
-        """Are there ranks whose silence must be looked for, or leases whose end, by calling `check` about once a
-        second?"""
+        """Is there anything to look for, by calling `check` about once a second: ranks that may fall silent, leases
+        that end, requests that wait for an adapter?"""
         lends = self.core is not None and any(lender.leases for lender in transfer.lenders(self.core.lanes))
-        return lends or (self.gang.link is not None and bool(self.gang.link.pulses()))
+        waits = lends or bool(self.loras.held)
+        return waits or (self.gang.link is not None and bool(self.gang.link.pulses()))
 
     def check(self) -> None:
         """Look for ranks that ended or fell silent while nothing was running; about once a second."""
@@ -145,6 +151,7 @@ class EngineLoop:
             return
         if self.core is not None and transfer.expire(self.core.lanes, self.clock()):
             self._emit([], stepped=True)
+        self._emit(self.loras.look(self.core))
         try:
             self.gang.check()
             self.layout_change.look(not self._has_work())
@@ -164,7 +171,8 @@ class EngineLoop:
         self.gang.send(command)
 
     def _has_work(self) -> bool:
-        return self.core is not None and bool(self.core.has_requests() or self.gang.ledger.open)
+        core = self.core
+        return core is not None and bool(core.has_requests() or self.gang.ledger.open or core.loras.wanted)
 
     def _wake(self) -> str:
         self._begin_next(Wish(self.gang.layout, "the engine wakes up", "asleep"))
@@ -197,18 +205,15 @@ class EngineLoop:
             raise EngineDead(str(e)) from None
         match message:
             case Submit():
-                request = Request(
-                    message.id, message.prompt, message.params, message.seed, max_tokens=message.max_tokens,
-                    eos_ids=message.eos_ids, arrival=self.clock(), priority=message.priority,
-                    output=list(message.output), salt=message.cache_salt, persist=message.persist,
-                    lends=message.lends, lease=message.lease,
-                )  # fmt: skip
-                self._emit(self.core.admit(request))
+                self._admit(message)
             case Cancel():
-                self._emit(self.core.cancel(message.id))
+                self._emit(self.core.cancel(message.id) + self.loras.end([message.id], FinishReason.ABORT, None))
             case Release():
                 transfer.release(self.core.lanes, message.number, message.id)
                 self._emit([], stepped=True)
+            case LoadLora() | UnloadLora():
+                for submit in self.loras.hear(message, self.core):
+                    self._admit(submit)
             case Report():
                 self.reports.ask(self.dead is not None)
             case ReportExperts():
@@ -229,6 +234,11 @@ class EngineLoop:
             case Shutdown():
                 self.stopping, self.gang.launcher.followed = True, message.followed
 
+    def _admit(self, submit: Submit) -> None:
+        if not self.loras.lacks(submit):
+            assert self.core is not None
+            self._emit(self.core.admit(submit.request(self.clock())))
+
     def limit_steps(self) -> None:
         """With few threads a step of many tokens takes long, and every stream waits for it."""
         if self.core is not None and self.gang.link is not None and self.config.scheduler.auto_batched_tokens:
@@ -247,8 +257,10 @@ class EngineLoop:
         core, gang = self.core, self.gang
         assert core is not None
         self._look_for_room()
+        self._emit(self.loras.look(core))
         try:
             self.layout_change.look(not self._has_work())
+            self.loras.place(core)
             while core.in_flight < max(gang.layout.pp, self.config.scheduler.depth):
                 plan = core.plan(self.clock()) if self.sleeper.level is None else None
                 if plan is None:
@@ -345,7 +357,7 @@ class EngineLoop:
     def _abort_all(self, reason: FinishReason, error: str | None) -> None:
         assert self.core is not None
         self.layout_change.end(error or "the engine ends")
-        deltas = []
+        deltas = self.loras.end(list(self.loras.held), reason, error)
         for request in self.core.snapshot():
             for delta in self.core.cancel(request.id, reason):
                 delta.error = error

@@ -179,9 +179,11 @@ class Operations(Protocol):
     def layer_norm(self, x: Act, weight: Any, bias: Any, eps: float) -> Act:
         """(x - mean) / sqrt(variance + eps) * weight + bias, in the activation dtype. x: the residual."""
 
-    def linear_norm(self, x: Act, weight: Weight, norm: Any, eps: float, residual: Act) -> Act:
+    def linear_norm(
+        self, x: Act, weight: Weight, norm: Any, eps: float, residual: Act, *, lora: LoraTable | None = None
+    ) -> Act:
         """x W^T + bias of all ranks of the group together, each of which has some of K; RMS-normalised, in float32, and
-        added to the residual."""
+        added to the residual. lora: as of `linear`."""
 
     def linear(
         self, x: Act, weight: Weight, residual: Act | None = None, *, reduce: bool = False,

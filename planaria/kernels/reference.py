@@ -27,6 +27,7 @@ from planaria.kernels.numbers import BFLOAT16
 from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Slots
 from planaria.kernels.quant import dequantise
 from planaria.kernels.reference_context import SharedTokens
+from planaria.kernels.reference_lora import LoraTensors, LowRank
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
 from planaria.models.config import MoEConfig
@@ -56,14 +57,6 @@ class SlotExperts:
 
     pairs: list[tuple[Linear, Linear]]
     table: triton_experts.Table | None
-
-
-@dataclass
-class LowRank:
-    """parts: of the weight's rows. slots: of each slot, of each part, A [r, K] and B [rows of the part, r], or None."""
-
-    parts: Sequence[range]
-    slots: list[Sequence[tuple[Tensor, Tensor] | None]]
 
 
 @dataclass
@@ -199,7 +192,7 @@ def _attend(
     return (weights.to(values.dtype) @ values).to(q.dtype)
 
 
-class TorchOps(SharedTokens):
+class TorchOps(LoraTensors, SharedTokens):
     """`Ops` in eager torch. dtype: of activations, weights and cache; the residual stream is float32. tp: the tensor
     ranks that hold the other parts."""
 
@@ -297,8 +290,12 @@ class TorchOps(SharedTokens):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps).to(self.dtype)
 
-    def linear_norm(self, x: Tensor, weight: Linear, norm: Tensor, eps: float, residual: Tensor) -> Tensor:
+    def linear_norm(
+        self, x: Tensor, weight: Linear, norm: Tensor, eps: float, residual: Tensor, *, lora: LowRank | None = None
+    ) -> Tensor:
         y = F.linear(x, weight.weight, weight.bias).float()
+        if lora is not None:
+            y = lora.add(x, y, self.step.loras)
         if self.tp.size > 1:
             self.tp.all_reduce(self._shared(y))
         return residual.add_(self._norm(y, norm, eps))
@@ -309,27 +306,11 @@ class TorchOps(SharedTokens):
     ) -> Tensor:  # fmt: skip
         y = F.linear(x, weight.weight, weight.bias)
         if lora is not None:
-            y = self._adapted(x, y.float(), lora)
+            y = lora.add(x, y.float(), self.step.loras)
         if reduce and self.tp.size > 1:
             y = y.float()
             self.tp.all_reduce(self._shared(y))
         return y.to(self.dtype) if residual is None else residual.add_(y)
-
-    def _adapted(self, x: Tensor, y: Tensor, lora: LowRank) -> Tensor:
-        for slot, pairs in enumerate(lora.slots):
-            rows = torch.nonzero(self.step.loras == slot)[:, 0]
-            for part, pair in zip(lora.parts, pairs, strict=True):
-                if len(rows) and pair is not None:
-                    y[rows, part.start : part.stop] += F.linear(F.linear(x[rows], pair[0]), pair[1]).float()
-        return y
-
-    def lora_table(self, parts: Sequence[range], rank: int, slots: int) -> LowRank:
-        return LowRank(parts, [[None] * len(parts) for _ in range(slots)])
-
-    def put_lora(self, table: LowRank, slot: int, pairs: Sequence[tuple[Array, Array] | None]) -> None:
-        table.slots[slot] = [
-            None if pair is None else (self._keep(pair[0], self.dtype), self._keep(pair[1], self.dtype)) for pair in pairs
-        ]
 
     def rope_store(
         self, qkv: Tensor, kv: SlotKV, rope: tuple[Tensor, Tensor],

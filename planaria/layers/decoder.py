@@ -127,6 +127,7 @@ class Model:
         labelled = self.last and c.head == "labels"
         self.labels = load.plain("score", c.num_labels, c.hidden_size) if labelled else None
         self.blocks = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
+        self.linears = load.linears
         self._dense_bytes = load.num_bytes - self._expert_bytes()
 
     def forward(self, ops: Operations) -> Act:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,14 @@ class TensorPart:
     order: tuple[int, ...] | None = None
 
 
+class LinearParts(NamedTuple):
+    """A weight that `linear` has read: its parts one below the other, and these columns."""
+
+    weight: Weight
+    parts: tuple[TensorPart, ...]
+    columns: range
+
+
 def cut(part: range, size: int) -> slice | None:
     """None for all of a dimension, so that a source may hand out its tensor whole."""
     return None if part == range(size) else slice(part.start, part.stop)
@@ -93,6 +101,7 @@ class WeightLoader:
         self._source, self._ops, self._quantization = source, ops, quantization
         self._progress, self._total, self._packings = progress, total, packings
         self.used: set[str] = set()
+        self.linears: list[LinearParts] = []  # that don't travel
         self.num_weights = 0  # checked or read so far
         self.num_bytes = 0  # of what was packed: plain weights in the activation dtype, norms in float32
         self._threads = int(getattr(ops, "threads", 1))
@@ -137,7 +146,11 @@ class WeightLoader:
             names = [f"{part.name}.weight" for part in parts]
             return self._pack(names, weight, np.concatenate(biases) if biases else None)
 
-        return make() if travels else self._thing(f"linear {list(parts)} {columns} of {size} {bias} {kind}", make)
+        if travels:
+            return make()
+        weight = self._thing(f"linear {list(parts)} {columns} of {size} {bias} {kind}", make)
+        self.linears.append(LinearParts(weight, tuple(parts), columns))
+        return weight
 
     def plain(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Weight:
         """All of a matrix that is kept in the activation dtype, whatever the others are packed to."""

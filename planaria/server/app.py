@@ -17,6 +17,7 @@ from starlette.responses import Response
 import planaria
 from planaria.errors import RequestError
 from planaria.server import (
+    adapters,
     admin,
     anthropic_messages,
     chat,
@@ -211,6 +212,15 @@ def _routes(app: FastAPI) -> None:
     add("/is_sleeping", admin.is_sleeping, schema_fleet.SleepResponse, errors=(401, 403))
     for path, endpoint in (("/sleep", admin.sleep), ("/wake_up", admin.wake_up)):
         add(path, endpoint, schema_fleet.SleepResponse, method="POST", errors=(400, 401, 403, 409))
+    refused = (400, 401, 403, 408, 413, 415, 503)
+    add(
+        "/v1/load_lora_adapter", adapters.load_lora_adapter, schema_fleet.LoraResponse, schema_fleet.LoadLoraRequest,
+        errors=refused,
+    )  # fmt: skip
+    add(
+        "/v1/unload_lora_adapter", adapters.unload_lora_adapter, schema_fleet.LoraResponse,
+        schema_fleet.UnloadLoraRequest, errors=(*refused, 404),
+    )  # fmt: skip
     page = {"text/html": {"schema": {"type": "string"}}}
     add("/dashboard", dashboard.show_dashboard, None, errors=(501,), content=page)
     add(
@@ -261,7 +271,8 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema_responses.ResponsesRequest, schema_responses.ResponseObject, schema_responses.ResponseDeleted,
     schema_responses.InputItems,
     schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
-    schema_fleet.LayoutResponse, schema_fleet.SleepResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
+    schema_fleet.LayoutResponse, schema_fleet.SleepResponse, schema_fleet.LoadLoraRequest,
+    schema_fleet.UnloadLoraRequest, schema_fleet.LoraResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
 )  # fmt: skip
 
 

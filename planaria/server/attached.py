@@ -21,6 +21,7 @@ from planaria.server.background import Background
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.engine import Engine
 from planaria.server.engine_client import LOOK, EngineConnection
+from planaria.server.loras import LoraRegistry
 from planaria.server.root_messages import ApiOrder, Kill, Listed, OrderDone, Replayed, State, ToRoot
 from planaria.wire import EngineFacts, FromEngine
 
@@ -38,7 +39,7 @@ class Attached:
         self, config: EngineConfig, server: int, tell: Callable[[ToRoot], None], dispatcher: Dispatcher | None = None
     ) -> None:
         self.config, self.server, self.tell = config, server, tell
-        self.dispatcher = dispatcher or Dispatcher(config.cache.enable_prefix_caching)
+        self.dispatcher = dispatcher or Dispatcher(config.cache.enable_prefix_caching, loras=LoraRegistry.of(config))
         self.dispatcher.on_changed = self._admit
         for engine in self.dispatcher.members.values():
             engine.server, engine.tell = server, tell
@@ -52,6 +53,8 @@ class Attached:
     def follow(self, state: State) -> None:
         """What the root says there is."""
         self.listed = {listed.index: listed for listed in state.engines}
+        if self.dispatcher.loras is not None:
+            self.dispatcher.loras.named = {named.name: named for named in state.loras}
         members = self.dispatcher.members
         for index in [index for index in members if index not in self.listed]:
             self._forget(members[index])

@@ -107,7 +107,8 @@ async def open_chat(
     submits = submissions(
         f"{kind}-{request.scope['planaria'].uid}", ids, params, facts,
         eos_ids=tokenizer.eos_ids, tokenizer=tokenizer, seed=service.next_seed(),
-        priority=body.priority or 0, cache_salt=body.cache_salt or "", param="messages",
+        priority=body.priority or 0, cache_salt=body.cache_salt or "", adapter=service.adapter(body.model),
+        param="messages",
     )  # fmt: skip
     return Choices(ids, submits, tokenizer if reading is None else tokenizer.showing(shown_marks(reading))), reading
 

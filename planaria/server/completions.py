@@ -84,6 +84,7 @@ async def create_completion(request: Request) -> Response:
             f"cmpl-{info.uid}-{index}", ids, params, facts,
             eos_ids=eos, tokenizer=tokenizer, seed=service.next_seed(), priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            adapter=service.adapter(body.model),
         )  # fmt: skip
         streams.append(Choices(ids, submits, tokenizer, index * n))
     generation = Generation(service, info, streams, stream=bool(body.stream))

@@ -70,6 +70,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 4096  # of this process; fewer where it may not open so many files
     header_timeout: float = 10.0  # for a request's header to come
     body_timeout: float = 60.0  # for a request's body to come
+    lora_modules: Annotated[
+        tuple[str, ...],
+        option("Load this adapter: a name clients use and its folder; may be given more than once.",
+               metavar="NAME=PATH"),
+    ] = ()  # fmt: skip
     journal: Annotated[
         str | None,
         option("Keep stored responses in this folder; those that run in the background go on after a restart.",

@@ -34,6 +34,7 @@ from planaria.wire import Dead, EngineFacts, EngineState, EngineStats, Recovery,
 
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet
+    from planaria.server.loras import LoraRegistry
 
 _numbers = itertools.count()
 WARM_UP = 60.0  # seconds the other engine gets to compute what a sequence has
@@ -45,13 +46,16 @@ class Dispatcher:
     keeps the engines says which there are (`add`, `admit`, `leave`, `forget`); on_changed hears when one is another,
     on_recovery of every fault and its end, on_settled of every engine that is ready, was given up or has left. facts:
     None until ready, of several engines what they have in common. warm: engines have prefix caches; control: who has
-    their number and layout changed, None: in another process."""
+    their number and layout changed, None: in another process; loras:
+    adapters, None: there are none."""
 
-    def __init__(self, warm: bool, control: Fleet | None = None) -> None:
-        self.warm, self.control = warm, control
+    def __init__(self, warm: bool, control: Fleet | None = None, loras: LoraRegistry | None = None) -> None:
+        self.warm, self.control, self.loras = warm, control, loras
         self.router = Router()
         self.hand_overs = HandOvers(self, self.router)
         self.members: dict[int, Engine] = {}  # by number
+        if loras is not None:
+            loras.engines = self.members.values
         self.facts: EngineFacts | None = None
         self.dead: Dead | None = None
         self.check = Check()
@@ -72,6 +76,8 @@ class Dispatcher:
         """Another. It gets work once it is up and `admit` was called."""
         engine.on_change = functools.partial(self._changed, engine)
         engine.on_step = lambda: self.router.snapshot(engine.index, engine.stats)
+        if self.loras is not None:
+            engine.given = self.loras.messages
         self.members[engine.index] = engine
 
     def admit(self, engine: Engine) -> None:
@@ -203,7 +209,8 @@ class Dispatcher:
     def best(self, stream: Stream) -> Engine | None:
         """The best of those that can admit."""
         history = stream.history() if stream.tokens else stream.submit.prompt
-        left, salt = stream.submit.max_tokens - len(stream.tokens), stream.submit.cache_salt
+        submit = stream.submit
+        left, salt = submit.max_tokens - len(stream.tokens), submit.adapter + submit.cache_salt
         for kind in self.hand_overs.kinds(stream):
             if (index := self.router.choose(history, left, salt, kind)) is not None:
                 return self.members[int(index)]
@@ -380,8 +387,9 @@ async def _warm_up(engine: Engine, stream: Stream) -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     submit = stream.submit
     warm = Submit(
-        id, stream.history(), params, seed=0, max_tokens=1, priority=submit.priority, cache_salt=submit.cache_salt
-    )
+        id, stream.history(), params, seed=0, max_tokens=1, priority=submit.priority,
+        cache_salt=submit.cache_salt, adapter=submit.adapter,
+    )  # fmt: skip
     engine.submit(Stream(warm, lambda stream, piece: done.set() if piece.finish is not None else None))
     try:
         async with asyncio.timeout(WARM_UP):

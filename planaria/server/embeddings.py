@@ -269,7 +269,7 @@ async def _answer(
             await asyncio.sleep(0)
         submit = vectors.pooling_submit(
             f"{name}-{info.uid}-{index}", ids, config, facts, param=param, priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            cache_salt=body.cache_salt or "", adapter=service.adapter(body.model),
         )  # fmt: skip
         streams.append(Choices(ids, [submit], None, index))
     generation = Generation(service, info, streams, stream=False)

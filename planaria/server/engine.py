@@ -65,6 +65,7 @@ class Engine:
         self.asleep: int | None = None  # at which level
         self.leaving = False  # it gets no new work
         self.ending = False  # it leaves, and its process is told to end
+        self.given: Callable[[], Iterable[ToEngine]] = tuple  # what a process that has come up is told first
         self.on_news: Callable[[FromEngine], None] = lambda message: None
         self.on_change: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
@@ -155,6 +156,8 @@ class Engine:
                 self.stats = added(self.before, EngineStats())  # it has done nothing yet, in epoch 0
                 self.last_progress = time.monotonic()
                 self._settled.set()
+                for order in self.given():
+                    self.send(order)
                 self.admit()
                 self.on_news(message)
                 self.on_change()

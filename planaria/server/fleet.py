@@ -29,6 +29,7 @@ from planaria.server.engine import Engine
 from planaria.server.engine_client import EngineProcess
 from planaria.server.fleet_resize import Resizer
 from planaria.server.keeper import EngineKeeper, Make, all_ready
+from planaria.server.loras import LoraRegistry
 from planaria.server.placed import Plan
 from planaria.wire import Dead, ExpertLoads, Phase, ProcessInfo, Slept, StartUpNews
 
@@ -98,7 +99,7 @@ class Fleet:
         self.config, self.on_progress, self.make, self.hosts = config, on_progress, make, hosts
         self.shared_in, self.names = shared_in, names
         self.weights = weights or (WeightsMemory.make() if config.device.device == "cpu" else None)
-        self.dispatcher = Dispatcher(config.cache.enable_prefix_caching, self)
+        self.dispatcher = Dispatcher(config.cache.enable_prefix_caching, self, LoraRegistry.of(config))
         self.mover: Mover = self.dispatcher
         self.members: dict[int, EngineKeeper] = {}  # by number
         self.closing = False  # no engine is added any more

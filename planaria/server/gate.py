@@ -31,7 +31,10 @@ logger = logging.getLogger("planaria.server")
 
 # No key, and answered while draining; the dashboard is a page without data.
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/dashboard", "/dashboard/plotly.min.js"})
-ADMIN_PATHS = ("/admin", "/scale_elastic_ep", "/sleep", "/wake_up", "/is_sleeping")
+ADMIN_PATHS = (
+    "/admin", "/scale_elastic_ep", "/sleep", "/wake_up", "/is_sleeping", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)  # fmt: skip
 MAX_BODIES = 512 << 20  # bytes of all requests that are being read or answered
 LINGER_BYTES = 64 << 20  # of a body that is too large, read and dropped so that the client hears why
 LINGER_SECONDS = 10.0

@@ -87,18 +87,16 @@ async def metrics(request: Request) -> Response:
 
 
 def _cards(service: Service) -> list[dict[str, object]]:
-    facts = service.admit(None)
+    facts, root = service.admit(None), service.model_names[0]
+    own = {"object": "model", "owned_by": "planaria", "root": root, "max_model_len": facts.max_model_len}
+    named = service.client.loras.named.values() if service.client.loras is not None else ()
     return [
-        {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "planaria",
-            "root": service.model_names[0],
-            "max_model_len": facts.max_model_len,
-        }
-        for name in service.model_names
-    ]
+        *({"id": name, "created": service.created, **own} for name in service.model_names),
+        *(
+            {"id": each.name, "created": each.created, **own, "parent": root, "adapter": each.digest}
+            for each in named
+        ),
+    ]  # fmt: skip
 
 
 async def list_models(request: Request) -> Response:

@@ -184,6 +184,7 @@ def submissions(
     seed: int | None = None,
     priority: int = 0,
     cache_salt: str = "",
+    adapter: str = "",
     param: str = "prompt",
 ) -> list[Submit]:
     """One Submit for each of the request's `n` choices; their ids are `request_id` and "-" and the choice. The prompt's
@@ -212,6 +213,7 @@ def submissions(
             eos_ids=() if params.ignore_eos and not params.grammar else eos_ids,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         for index in range(params.n)
     ]

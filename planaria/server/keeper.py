@@ -64,7 +64,7 @@ Make = Callable[[EngineConfig, Callable[[FromEngine], None]], EngineHandle]
 def _lacking(stream: Stream, facts: EngineFacts) -> int:
     """Of its tokens that an engine which has come up must compute again: all but the last could be there."""
     submit = stream.resubmit()
-    name = name_of(submit.id, submit.prompt, submit.seed, submit.cache_salt).hex()
+    name = name_of(submit.id, submit.prompt, submit.seed, submit.cache_salt, submit.adapter).hex()
     return max(0, len(stream.history()) - 1 - facts.committed.get(name, 0))
 
 

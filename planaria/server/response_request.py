@@ -49,7 +49,8 @@ async def asked_of(
         params = msgspec.structs.replace(params, max_tokens=None)  # as many as there is room for
     (asked,) = submissions(
         f"resp-{request.scope['planaria'].uid}", ids, params, facts, eos_ids=tokenizer.eos_ids, tokenizer=tokenizer,
-        seed=service.next_seed(), priority=body.priority or 0, cache_salt=body.cache_salt or "", param="input",
+        seed=service.next_seed(), priority=body.priority or 0, cache_salt=body.cache_salt or "",
+        adapter=service.adapter(body.model), param="input",
     )  # fmt: skip
     lasts = service.responses.journal is not None and bool(body.background)
     return msgspec.structs.replace(asked, persist=lasts), reading  # its KV, where there is a tier on disk

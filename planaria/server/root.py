@@ -41,13 +41,22 @@ class RootEngines:
         self.fleet, self.apis = fleet, apis
         fleet.mover, fleet.others, fleet.dispatcher.on_changed = self, apis.report, self.publish
         apis.lost = self._lost
+        if fleet.dispatcher.loras is not None:
+            fleet.dispatcher.loras.changed = self._other_loras
 
     # -- what API processes are told
 
     def publish(self) -> None:
         """Say what there is; nobody is to use those that end."""
         members = sorted(self.fleet.members.items())
-        self.apis.publish(State([listed(self.fleet, keeper) for _, keeper in members if not keeper.engine.ending]))
+        engines = [listed(self.fleet, keeper) for _, keeper in members if not keeper.engine.ending]
+        loras = self.fleet.dispatcher.loras
+        self.apis.publish(State(engines, list(loras.named.values()) if loras is not None else []))
+
+    async def _other_loras(self) -> None:
+        """Returns when every API process knows of them: it has carried out an order that came later."""
+        self.publish()
+        await self.apis.order("settle")
 
     async def hand_over_all(self, engine: Engine) -> int:
         """Raises PlanariaError when nobody can take over."""

@@ -13,6 +13,7 @@ from planaria.core.quarantine import Turn
 from planaria.executor.link.keys import Keys
 from planaria.server.config import ServerConfig
 from planaria.server.engine_client import Ended
+from planaria.server.loras import NamedLora
 from planaria.wire import Dead
 
 
@@ -45,6 +46,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
 
 class State(msgspec.Struct, frozen=True, tag="state"):
     engines: list[Listed]
+    loras: list[NamedLora] = []
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

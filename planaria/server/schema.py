@@ -438,8 +438,10 @@ class ModelCard(Strict):
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str
+    root: str  # the model's own name; an adapter's folder is told to nobody
     max_model_len: int
+    parent: str | None = None  # of an adapter: the model it is over
+    adapter: str | None = None  # its digest
 
 
 class ModelList(Strict):

@@ -149,3 +149,29 @@ class Dashboard(Strict):
     events: list[Event]
     resizes: list[ResizeEntry]
     experts: list[EngineExperts]
+
+
+class LoadLoraRequest(Strict):
+    """As in vLLM."""
+
+    lora_name: str = Field(min_length=1, max_length=256, description="What requests name as their model.")
+    lora_path: str = Field(
+        min_length=1, max_length=4096, description="Folder on the server's machine, as peft writes it."
+    )
+    base_model_name: str | None = Field(None, description="Has no effect.")
+    load_inplace: bool | None = Field(None, description="Has no effect: a name that is known gets the new bytes.")
+
+
+class UnloadLoraRequest(Strict):
+    """As in vLLM."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_int_id: int | None = Field(None, description="Has no effect.")
+
+
+class LoraResponse(Strict):
+    """digest: of the adapter's bytes, that requests have from when they are admitted."""
+
+    lora_name: str
+    digest: str
+    message: str

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("planaria.server")
 
 TEXT_AT_ONCE = 1 << 16  # characters of several texts that are tokenised together
+SHOWN_NAMES = 20  # of adapters, where a name is none
 MAX_TEXT = 1 << 20  # characters of a text that isn't bound by the model's length
 MAX_CHECKING = 256  # grammars that wait to be compiled; beyond that 503
 NORMALIZER_SLACK = 4  # how much shorter a normaliser may make a text
@@ -132,15 +134,24 @@ class Service:
         facts = self.client.facts
         if why or facts is None:
             raise RequestError(why, code="not_ready", status=503)
-        if model is not None and model not in self.model_names and model != self.config.model:
-            names = ", ".join(self.model_names)
-            raise RequestError(
-                f"model {model[:200]!r} is not served here; there is: {names}",
-                param="model", code="model_not_found", status=404,
-            )  # fmt: skip
+        self.adapter(model)
         if task is not None:
             need_task(self.config.pooling, task)
         return facts
+
+    def adapter(self, model: str | None) -> str:
+        """The digest of the adapter that a request for `model` is answered with, "" for none; raises RequestError
+        (404)."""
+        if model is None or model in self.model_names or model == self.config.model:
+            return ""
+        named = self.client.loras.named if self.client.loras is not None else {}
+        if model in named:
+            return named[model].digest
+        names = ", ".join([*self.model_names, *islice(named, SHOWN_NAMES)])
+        raise RequestError(
+            f"model {model[:200]!r} is not served here; there is: {names}",
+            param="model", code="model_not_found", status=404,
+        )  # fmt: skip
 
     def next_seed(self) -> int | None:
         """For a prompt whose request brings no seed; None: draw one."""

@@ -75,12 +75,12 @@ def pair_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
 
 def pooling_submit(
     id: str, prompt: list[int], config: PoolingConfig, facts: EngineFacts, *, param: str = "input", priority: int = 0,
-    cache_salt: str = "",
+    cache_salt: str = "", adapter: str = "",
 ) -> Submit:  # fmt: skip
     """What an engine is asked for a text's vector. Raises RequestError."""
     check_prompt(prompt, facts, param, generates=False)
     params = SamplingParams(max_tokens=1, detokenize=False, pooling=config.kind)
-    return Submit(id, prompt, params, 0, 1, priority=priority, cache_salt=cache_salt)
+    return Submit(id, prompt, params, 0, 1, priority=priority, cache_salt=cache_salt, adapter=adapter)
 
 
 def embedding(pooled: bytes, config: PoolingConfig, wish: PoolingParams) -> Vector:

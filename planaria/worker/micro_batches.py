@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from planaria.config.options import ParallelConfig
-from planaria.kernels.ops import Act, Array, Batch, Operations, Ops
+from planaria.kernels.ops import Act, Array, Batch, Operations
 from planaria.mesh.all2all.plain import room
 from planaria.mesh.mesh import Mesh
 from planaria.worker.turns import InTurns, Rotation
@@ -25,11 +25,18 @@ if TYPE_CHECKING:
     from planaria.worker.streams import Streams
 
 
+class Compiles(Protocol):
+    def compile(
+        self, forward: Callable[[Operations], Act], batch: Batch, lanes: All2All | None = None
+    ) -> Callable[[], Array]:
+        """See `Ops.compile`."""
+
+
 def cut(part: Batch, whole: Batch, first: int, last: int) -> None:
     """Fill `part` with the tokens [first, last) of a step; the block table is the same. Of a sequence that is cut the
     earlier part knows nothing of the later tokens."""
     tokens, samples = last - first, whole.sample_index[: int(whole.counts[2])]
-    for name in ("tokens", "positions", "slots"):
+    for name in ("tokens", "positions", "slots", "loras"):
         getattr(part, name)[:tokens] = getattr(whole, name)[first:last]
     starts = whole.seq_start[: int(whole.counts[1]) + 1]
     begin = int(np.searchsorted(starts, first, "right")) - 1 if tokens else 0
@@ -41,6 +48,7 @@ def cut(part: Batch, whole: Batch, first: int, last: int) -> None:
     low, high = np.searchsorted(samples, (first, last))
     part.sample_index[: high - low] = samples[low:high] - first
     part.counts[:3] = (tokens, count, high - low)
+    part.adapted = whole.adapted
     if whole.arrived is not None:
         part.arrived = whole.arrived[first:last]
     elif whole.hidden is not None:
@@ -51,7 +59,7 @@ class MicroBatch:
     """One of `turns.count` micro-batches: a batch and a recorded forward pass of its own."""
 
     def __init__(
-        self, ops: Ops, forward: Callable[[Operations], Act], whole: Batch, exchange: All2All, turns: Rotation,
+        self, ops: Compiles, forward: Callable[[Operations], Act], whole: Batch, exchange: All2All, turns: Rotation,
         place: int,
     ) -> None:  # fmt: skip
         self.place, self.exchange = place, InTurns(exchange, turns, place)
@@ -75,8 +83,9 @@ class MicroBatches:
     Its threads end with `close`, which must not be called while a step runs."""
 
     def __init__(
-        self, ops: Ops, forward: Callable[[Operations], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
-        splits: Callable[[int, bool], bool], enter_thread: Callable[[], Any], streams: Streams | None = None,
+        self, ops: Compiles, forward: Callable[[Operations], Act], batch: Batch, mesh: Mesh,
+        exchanges: Sequence[All2All], splits: Callable[[int, bool], bool], enter_thread: Callable[[], Any],
+        streams: Streams | None = None,
     ) -> None:  # fmt: skip
         self.batch, self.mesh, self.splits, self.streams = batch, mesh, splits, streams
         self.once, self.turns = Rotation(1), Rotation(len(exchanges), self.streams)
@@ -162,7 +171,7 @@ class MicroBatches:
 
 
 def make_forward(
-    ops: Ops, forward: Callable[[Operations], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
+    ops: Compiles, forward: Callable[[Operations], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
     parallel: ParallelConfig, enter_thread: Callable[[], Any], *, cuda: bool,
 ) -> tuple[Callable[[], Array], MicroBatches | None]:  # fmt: skip
     """The forward pass of a worker, and who does it where there is a way of exchange for each of several

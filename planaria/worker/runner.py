@@ -23,6 +23,7 @@ from planaria.worker.sampler import Follower, Sampler
 from planaria.worker.stage import Stage
 
 if TYPE_CHECKING:
+    from planaria.worker.loras import RowSlots
     from planaria.worker.speculation import Speculation
 
 
@@ -39,8 +40,10 @@ class Runner:
         self, batch: Batch, forward: Callable[[], Array], sampler: Sampler | Follower,
         scheduler: SchedulerConfig, block_size: int, stage: Stage | None = None, *, meets: bool = False,
         speculation: Speculation | None = None, pooling: Pooling | None = None, stripes: Stripes | None = None,
+        adapters: RowSlots | None = None,
     ) -> None:  # fmt: skip
         self.batch, self.sampler, self.meets, self.speculation = batch, sampler, meets, speculation
+        self.adapters = adapters
         self.pooling = pooling or Pooling(lambda: forward)
         self.stage = stage or Stage(batch, forward)
         self.block_size, self.stripes = block_size, stripes
@@ -64,6 +67,8 @@ class Runner:
         refused = {change.row: self.refused[change.row] for change in plan if change.row in self.refused}
         self.stage.take_tokens(turn, self._hear)
         rows = np.flatnonzero(self.turn == turn)
+        if self.adapters is not None:
+            rows = self.adapters.together(rows)
         taken = None  # of each row's drafts
         if self.speculation is not None:
             room = self.batch.row_blocks[rows] * self.block_size - self.cursor[rows]
@@ -96,6 +101,8 @@ class Runner:
         self.batch.seq_start[num_seqs] = num_tokens
         self.batch.prefill = bool(chunks)
         self.batch.counts[:3] = (num_tokens, num_seqs, num_samples)
+        if self.adapters is not None:
+            self.batch.adapted = bool((self.batch.loras[:num_tokens] >= 0).any())
         if not num_tokens and not self.meets:
             return LaneResult([], [], errors=refused)
         logits, vectors, failed = self._run(num_tokens, pooled)
@@ -188,6 +195,8 @@ class Runner:
         self.refused.pop(row, None)
         self.sampler.leave(row)
         self.pooling.leave(row)
+        if self.adapters is not None:
+            self.adapters.leave(row)
         if self.speculation is not None:
             self.speculation.leave(row)
 
@@ -205,6 +214,10 @@ class Runner:
             self.refused.pop(row, None)
             self.pooling.leave(row)
             try:
+                if self.adapters is not None:
+                    self.adapters.enter(row, fresh.adapter)
+                elif fresh.adapter:
+                    raise ValueError("this rank has no adapters")
                 self._begin(row, fresh)
             except Exception as e:  # this request's mistake; the others go on
                 self.refused[row] = f"the request can't be run: {e}"
@@ -253,6 +266,8 @@ class Runner:
         batch.seq_start[n] = total
         batch.sample_index[:total] = batch.counting[:total]
         batch.seq_row[:n] = rows
+        if self.adapters is not None:
+            batch.loras[:total] = self.adapters.of[of]
         self.cursor[rows] = positions + 1
         lines: list[int] = starts.tolist()
         return lines
@@ -266,6 +281,8 @@ class Runner:
         batch.positions[first:end] = positions
         blocks = batch.block_table[chunk.row, positions // size]
         batch.slots[first:end] = self._slots(blocks, positions)
+        if self.adapters is not None:
+            batch.loras[first:end] = self.adapters.of[chunk.row]
         batch.seq_start[seq] = first
         batch.seq_len[seq] = chunk.start + chunk.count
         batch.seq_row[seq] = chunk.row

@@ -26,6 +26,7 @@ from planaria.protocol import (
     Load,
     PlaceExperts,
     Probe,
+    PutLora,
     Ready,
     Regroup,
     Reply,
@@ -46,6 +47,7 @@ from planaria.worker.parts import Part, configured, of_any_lane, part_of, read_l
 from planaria.worker.weights import RankWeights
 
 if TYPE_CHECKING:
+    from planaria.config.options import EngineConfig
     from planaria.kernels.ops import Ops
     from planaria.worker.experts import Experts
     from planaria.worker.micro_batches import MicroBatches
@@ -78,6 +80,7 @@ class Worker:
         self.experts: Experts | None = None  # where they are dealt to ranks whole
         self.runner: Runner | None = None
         self.sampler: Sampler | Follower | None = None
+        self.loras: Any = None  # adapters, where there are any
 
     @property
     def mesh(self) -> Mesh:
@@ -104,6 +107,8 @@ class Worker:
                 return guard(self.rank, "experts", lambda: self._prepare_experts(command))
             case PlaceExperts():
                 return guard(self.rank, "experts", lambda: self._arrange_experts(command))
+            case PutLora():
+                return guard(self.rank, "adapter", lambda: self.loras.handle(command, self.rank))
             case Probe():
                 return guard(self.rank, "probe", self._probe)
             case Allocate():
@@ -229,6 +234,7 @@ class Worker:
             self.experts = _experts_of(self.ops, self.model, self.take_thread)
             self.experts.enter(self.mesh.experts)
         self.part = part
+        self.loras = _loras_of(self.config, self.ops, self.model)
         self._timed("weights", since)
 
     def _load_experts(self, maps: Maps, moves: tuple[Move, ...]) -> Reply:
@@ -262,7 +268,7 @@ class Worker:
             self.ops.close()
         self.end_micro_batches()
         self.kv.unmap()
-        self.ops = self.model = self.runner = self.sampler = self.part = self.experts = None
+        self.ops = self.model = self.runner = self.sampler = self.part = self.experts = self.loras = None
 
     def end_micro_batches(self) -> None:
         if self.micro_batches is not None:
@@ -274,8 +280,10 @@ class Worker:
         block, weights = self.model.kv_block_bytes(self.config.tokens_here(self.layout)), self.model.weight_bytes
         if (draft := self.draft.of(self.config, self.mesh, self.boot.threads)) is not None:
             block, weights = block + draft.model.kv_block_bytes(size), weights + draft.model.weight_bytes
+        adapters = self.loras.num_bytes if self.loras is not None else 0
         assert self.part is not None
-        return Facts(self.rank, block, available_bytes(self.config), weights, *self.weights.shared(self.part))
+        available = available_bytes(self.config) - adapters
+        return Facts(self.rank, block, available, weights + adapters, *self.weights.shared(self.part))
 
     def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch
@@ -298,11 +306,11 @@ class Worker:
             self.experts.count(self.config.parallel.enable_eplb and self.layout.coords(self.rank).tp == 0)
         self.end_micro_batches()
         made = make_forward(
-            self.ops, self.model.forward, batch, self.mesh, self.groups.exchanges, self.config.parallel,
+            self.loras or self.ops, self.model.forward, batch, self.mesh, self.groups.exchanges, self.config.parallel,
             self.take_thread, cuda=self.config.device.device == "cuda",
         )  # fmt: skip
         forward, self.micro_batches = made
-        model, ops, both = self.config.model, self.ops, self.model.forward_both
+        model, ops, both = self.config.model, self.loras or self.ops, self.model.forward_both
         if self.sampler is not None:  # of the epoch before
             self.sampler.close()
         if self.mesh.samples and model.has_logits:
@@ -320,6 +328,7 @@ class Worker:
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges),
             speculation=guesses, stripes=self.model.shard.stripes,
             pooling=Pooling((lambda: ops.compile(both, batch)) if model.has_logits else None, model.logit_scale),
+            adapters=self.loras.of_rows(scheduler.max_num_seqs) if self.loras is not None else None,
         )  # fmt: skip
         facts = self.kv.take_over(self.config, command.full, self.layout.coords(self.rank).dp, self.model)
         facts |= self.kv.connect(self.config, self.layout, self.model, self.ops)
@@ -379,6 +388,14 @@ def _experts_of(ops: Ops, model: Any, take_thread: Callable[[], None]) -> Expert
     from planaria.worker.experts import Experts
 
     return Experts(ops, model, take_thread)
+
+
+def _loras_of(config: EngineConfig, ops: Ops, model: Any) -> Any:
+    if config.lora is None:
+        return None
+    from planaria.worker.loras import Loras
+
+    return Loras(config.lora, config.model, ops, model)
 
 
 def make_rank(boot: RankBoot, progress: Progress | None = None) -> Any:

@@ -76,6 +76,7 @@ class FakeEngine:
         self.dead: Dead | None = None
         self.on_recovery = lambda message: None
         self.control = self.resizer = self
+        self.loras = None
         self.resizes: list[Resize] = []
         self.asleep = self.busy = False
         self.palette = palette(tokenizer) if tokenizer is not None else list(range(100, 200))

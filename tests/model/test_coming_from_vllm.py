@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import planaria
-from planaria import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from planaria import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
 from planaria.beam import beam_search
 from planaria.errors import RequestError, UserError
 from tests.model import checkpoints
@@ -114,7 +114,10 @@ def test_a_prefix_is_found_until_it_is_forgotten(tiny: LLM) -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda tiny: tiny.generate([IDS], lora_request=object()), "lora_request is not supported yet"),
+        (
+            lambda tiny: tiny.generate([IDS], lora_request=LoRARequest("a", 1, "b")),
+            "lora_request needs enable_lora=True",
+        ),
         (lambda tiny: tiny.generate({"prompt_token_ids": IDS, "multi_modal_data": {}}), "multi_modal_data"),
         (lambda tiny: tiny.generate([IDS], SamplingParams(structured_outputs={"json": {}})), "need a tokenizer"),
         (lambda tiny: tiny.generate([IDS], SamplingParams(logit_bias={"the": 1})), "logit_bias: a key is no token id"),  # type: ignore[dict-item]

@@ -66,7 +66,7 @@ def test_products_of_adapters_are_those_of_the_definition(isa: str, dtype: str) 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_s_bits_depend_on_no_other_s_adapter(dtype: str) -> None:
-    """Alone, among others in one order or another, with more threads; without an adapter the bits are those of before."""
+    """Alone, among others, with more threads; without an adapter the bits are those of before."""
     (parts, k), found = SIZES[0], []
     for threads in (1, 2, 3):
         ops = CpuOps(dtype, threads)

@@ -23,7 +23,8 @@ LINES = (
     Line("llm.generate('a', params, use_tqdm=bar)", "The same: `bar(total=, desc=)` makes it.", "bar.made[0].n == 1"),
     Line(
         "llm.generate({'prompt': 'a'}, params, lora_request=None)",
-        "The same. LoRA adapters are not there yet: anything but None is refused.", "found[0].prompt == 'a'",
+        "The same: a `LoRARequest`, or one for each prompt, with `enable_lora=True` ([adapters](lora.md)).",
+        "found[0].prompt == 'a'",
     ),
     Line(
         "llm.generate({'prompt_token_ids': [504, 3575]}, params)", "The same.",

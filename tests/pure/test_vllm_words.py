@@ -200,7 +200,10 @@ def test_arguments_without_effect_are_named_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["M", "--lora-modules", "a=b"], r"^--lora-modules a=b: LoRA adapters: not there yet; leave it out$"),
+        (
+            ["M", "--enable-lora-bias"],
+            r"^--enable-lora-bias True: adapters of other kinds: not there yet; leave it out$",
+        ),
         (["M", "--max-model-length", "3"], r"no such option; did you mean --max-model-len\?$"),
         (["M", "--lorry"], r"^--lorry: serve has no such option; planaria serve --help lists them$"),
         (["M", "--port"], r"^--port needs a value$"),

@@ -135,8 +135,8 @@ class MlaStoreOp(Operation):
 class LoraOp(Operation):
     """Adds each row's own low-rank product to `out`. slots: of the rows. table: of each slot, for each part of the
     weight, the addresses of its A and its B, 0: none. places: of each part its first panel of `out`, and how many.
-    inner: [rows, parts * rank]. length: steps of A; panels: of one A, whose `stride` is from panel to panel; b_length,
-    b_stride: the same of B. columns: panels of `out`. narrow: out is of the activation dtype, and that isn't float32."""
+    inner: [rows, parts * rank]. length: steps of A; panels: of one A, `stride` bytes each; b_length, b_stride: the same
+    of B. columns: panels of `out`. narrow: out is of the activation dtype, and that isn't float32."""
 
     code = 24
     x, ldx, out, ldo, inner, ldi, slots, table, parts, places, length, stride, panels = range(1, 14)

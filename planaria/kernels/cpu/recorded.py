@@ -64,9 +64,11 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
         )  # fmt: skip
         return out
 
-    def linear_norm(self, x: Act, weight: Packed, norm: Vector, eps: float, residual: Act) -> Act:
+    def linear_norm(
+        self, x: Act, weight: Packed, norm: Vector, eps: float, residual: Act, *, lora: LoraRows | None = None
+    ) -> Act:
         self.recorder.expect(residual, "the residual of linear_norm", "float32")
-        y = self.scores(x, weight)
+        y = record_lora(self.recorder, x, self.scores(x, weight), lora)
         if not norm.length == y.columns == residual.columns:
             raise ValueError(f"linear_norm: a norm of {norm.length} for {y.columns} columns")
         if self.recorder.tp.size > 1:
