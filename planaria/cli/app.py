@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from planaria import __version__
-from planaria.cli.help import PlainCommand, PlainGroup
+from planaria.cli.help import ModelsGroup, PlainCommand, PlainGroup
 from planaria.cli.options import engine_command
 from planaria.cli.words import EngineCommand
 
@@ -28,7 +28,7 @@ bench_app = typer.Typer(
     help="Measure: one stream, many at once, or a running server.",
 )
 app.add_typer(bench_app, name="bench")
-models_app = typer.Typer(rich_markup_mode=None, cls=PlainGroup)
+models_app = typer.Typer(rich_markup_mode=None, cls=ModelsGroup)
 app.add_typer(models_app, name="models")
 
 Model = Annotated[
@@ -167,11 +167,19 @@ def chat(
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context, as_json: Json = False) -> None:
-    """List what can be named as MODEL here: aliases, models in the hub's cache, supported architectures."""
+    """List what can be named as MODEL here: aliases, models in the hub's cache, supported architectures; with MODEL,
+    say what that is."""
     from planaria.cli import models as command
 
     if context.invoked_subcommand is None:
         command.run(as_json=as_json)
+
+
+@models_app.command("show", cls=PlainCommand)
+@body("model_report")
+def models_show(model: Model, as_json: Json = False) -> None:
+    """What MODEL is, what becomes of its weights, what it takes and what won't work; `planaria models MODEL` is short
+    for it. Nothing is loaded."""
 
 
 @models_app.command("fetch", cls=PlainCommand)

@@ -107,3 +107,10 @@ class PlainGroup(TyperGroup):
         formatter.write(
             show(ctx, self.help or "", {**panels, "Commands": list(known.values()), "Options": options}) + "\n"
         )
+
+
+class ModelsGroup(PlainGroup):
+    """What is no command of it is a model to show."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if self.get_command(ctx, args[0]) else ["show", *args])

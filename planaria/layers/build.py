@@ -39,14 +39,13 @@ def build(
 
 def _check(config: ModelConfig, weights: Source, quantization: str, shard: Shard) -> int:
     """How many weights the shard has. Raises ModelError."""
-    # First with a loader that only checks, the whole model, so that a damaged checkpoint fails on every rank before
-    # minutes of reading.
+    # First the whole model, so that a damaged checkpoint fails on every rank before minutes of reading.
+    if extra := unused(config, weights):
+        shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
+        log.warning("%d tensors of the checkpoint are not part of %s and are ignored: %s",
+                    len(extra), config.architecture, shown)  # fmt: skip
     checked = WeightLoader(weights, None, quantization)
-    Model(config, checked, Shard.full(config), (None, None), None)
-    _warn_of_unused(config, checked)
-    if shard != Shard.full(config):
-        checked = WeightLoader(weights, None, quantization)
-        Model(config, checked, shard, (None, None), None)
+    Model(config, checked, shard, (None, None), None)
     return checked.num_weights
 
 
@@ -59,13 +58,14 @@ def read_experts(
         block.read(load, reads.get(block.number, ()))
 
 
-def _warn_of_unused(config: ModelConfig, load: WeightLoader) -> None:
+def unused(config: ModelConfig, weights: Source) -> list[str]:
+    """Tensors that the model doesn't ask for. Raises ModelError, one line, for one that is missing or has another
+    shape; nothing is read."""
+    load = WeightLoader(weights, None, "keep")
+    Model(config, load, Shard.full(config), (None, None), None)
+
     def ignored(name: str) -> bool:
         unused_head = config.tie_word_embeddings or not config.has_logits
         return name.endswith("rotary_emb.inv_freq") or (unused_head and name == "lm_head.weight")
 
-    extra = load.unused(ignored)
-    if extra:
-        shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
-        log.warning("%d tensors of the checkpoint are not part of %s and are ignored: %s",
-                    len(extra), config.architecture, shown)  # fmt: skip
+    return load.unused(ignored)

@@ -9,6 +9,7 @@ from planaria.checkpoint.quantised import kept_as
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.kernels.quant import BLOCK, BLOCK_BYTES, PACKED_KINDS
 
+PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 NAMES = {
     "gptq": "GPTQ", "awq": "AWQ", "ints": "compressed-tensors int", "int8": "int8", "fp8": "fp8",
     "bnb4": "bitsandbytes, 4 bits", "bnb8": "bitsandbytes int8", "mxfp4": "MXFP4",
@@ -16,7 +17,7 @@ NAMES = {
 
 
 class Form(NamedTuple):
-    """Tensors that are stored alike and kept alike. form: "" for plain weights, in the dtype of activations."""
+    """Tensors that are stored alike and kept alike. form: "" for plain matrices, in the dtype of activations."""
 
     stored: str
     form: str
@@ -37,8 +38,7 @@ def forms(checkpoint: Checkpoint, quantization: str, element: int) -> list[Form]
     for tensor in checkpoint.tensors:
         stored, form = _stored(tensor), _form(tensor, quantization)
         weights = math.prod(tensor.shape)
-        each = element if len(tensor.shape) > 1 else 4
-        size = math.ceil(weights * _per_weight(tensor, form)) if form else weights * each
+        size = math.ceil(weights * _per_weight(tensor, form)) if form else weights * element
         before = found.get((stored, form), Form(stored, form, 0, 0, 0, 0))
         found[stored, form] = Form(
             stored, form, before.tensors + 1, before.weights + weights, before.stored_bytes + tensor.nbytes,
@@ -58,7 +58,8 @@ def unpacked_line(checkpoint: Checkpoint, quantization: str, dtype: str) -> str:
 def _stored(tensor: TensorInfo) -> str:
     name, *rest = tensor.kind.split(":")
     if not tensor.parts or name == "turned":
-        return tensor.parts[0].kind if tensor.parts else tensor.kind
+        kind = tensor.parts[0].kind if tensor.parts else tensor.kind
+        return PLAIN.get(kind, kind)
     said = NAMES.get(name, name)
     if name in ("gptq", "awq"):
         said += f", {rest[0]} bits"
@@ -68,7 +69,9 @@ def _stored(tensor: TensorInfo) -> str:
 
 
 def _form(tensor: TensorInfo, quantization: str) -> str:
-    if len(tensor.shape) != 2 or quantization == "none":
+    if len(tensor.shape) != 2:
+        return "float32"  # norms and biases
+    if quantization == "none":
         return ""
     own = kept_as(tensor.kind) if tensor.parts else tensor.kind if tensor.kind in PACKED_KINDS else ""
     own = own if tensor.shape[1] % BLOCK == 0 else ""
@@ -82,6 +85,8 @@ def _form(tensor: TensorInfo, quantization: str) -> str:
 
 def _per_weight(tensor: TensorInfo, form: str) -> float:
     """Bytes."""
+    if form == "float32":
+        return 4
     if tensor.kind == form:
         return tensor.nbytes / math.prod(tensor.shape)
     return BLOCK_BYTES[form] / BLOCK
