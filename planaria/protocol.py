@@ -19,7 +19,7 @@ import msgspec
 
 from planaria.topology.experts import Maps, Move
 from planaria.topology.layout import Layout
-from planaria.types import KVLease, SamplingParams, TokenLogprobs
+from planaria.types import KVLease, KVOffer, SamplingParams, TokenLogprobs
 
 # Token ids, array("i"). A prompt is the one thing here that is long: as an array it travels as its bytes, where a tuple
 # would be made of one object per token on every rank. Nobody changes one that is in a message.
@@ -62,24 +62,25 @@ LanePlan = tuple[Row, ...]
 class KVLoad(msgspec.Struct, frozen=True, array_like=True):
     """Bring back what is stored under `keys[i]` into `blocks[i]`, from the first on up to the first that isn't there.
     `number`: of the load, in this epoch. `lease`: it is in `lease.blocks[i]` of another engine, if that block still has
-    the key; else in this engine's own store."""
+    the key, or a server offers it; else it is in this engine's own stores."""
 
     number: int
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
-    lease: KVLease | None = None
+    lease: KVLease | KVOffer | None = None
 
 
 class KVWork(msgspec.Struct, frozen=True, array_like=True):
     """What each rank of a lane does for its connector before it computes the step, in this order. `dropped`: loads that
     nobody waits for any more, whose blocks are another's from this step on. `saves`: (key, block), of blocks that were
     committed and are as they were until this step computes. `waits`: there is nothing to compute, so wait a moment for
-    news."""
+    news. `offers`: (lease, key, block), as saves, for other servers to fetch."""
 
     dropped: tuple[int, ...] = ()
     loads: tuple[KVLoad, ...] = ()
     saves: tuple[tuple[bytes, int], ...] = ()
     waits: bool = False
+    offers: tuple[tuple[str, bytes, int], ...] = ()
 
 
 class StoreNews(msgspec.Struct, frozen=True, array_like=True):

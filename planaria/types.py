@@ -263,7 +263,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
                 yield token, logprob, rank
 
 
-class KVLease(msgspec.Struct, frozen=True, array_like=True):
+class KVLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
     """Blocks of an engine that hold the beginning of a history, kept for who goes on with it (planaria.core.transfer).
     id: of the lease; number: of the KV, and so of the engine's process and epoch; blocks: from the history's first on;
     memory: the file they are in, as planaria.node.Shared."""
@@ -274,13 +274,23 @@ class KVLease(msgspec.Struct, frozen=True, array_like=True):
     memory: tuple[int, int, int]
 
 
+class KVOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+    """Copies of blocks that an engine of another server has taken of a history, for who goes on with it: whoever knows
+    a block's key may fetch it (planaria.worker.kv_peers). id: of the lease; blocks: their places in the history; host,
+    port: of that engine's first rank."""
+
+    id: str
+    blocks: tuple[int, ...]
+    host: str
+    port: int
+
+
 class Request:
     """The only durable thing in the engine. `history = prompt + output`; `computed` says how much of it is in KV."""
 
     __slots__ = (
-        "adapter", "arrival", "computed", "eos_ids", "id", "lane", "lease", "lends", "max_tokens", "output", "params",
-        "persist",
-        "priority", "prompt", "salt", "seed",
+        "adapter", "arrival", "computed", "eos_ids", "id", "lane", "lease", "lends", "max_tokens", "offers", "output",
+        "params", "persist", "priority", "prompt", "salt", "seed",
     )  # fmt: skip
 
     def __init__(
@@ -298,14 +308,16 @@ class Request:
         salt: str = "",
         persist: bool = False,
         lends: bool = False,
-        lease: KVLease | None = None,
+        lease: KVLease | KVOffer | None = None,
         adapter: str = "",
+        offers: bool = False,
     ) -> None:
         self.id, self.prompt, self.params, self.seed = id, prompt, params, seed
         self.max_tokens, self.eos_ids, self.arrival, self.priority = max_tokens, eos_ids, arrival, priority
         self.output: list[int] = output if output is not None else []
         self.salt, self.persist = salt, persist  # whose KV it may share; is its own wanted again?
-        self.lends, self.lease = lends, lease  # after its first token; what another engine has lent to it
+        self.lends, self.lease = lends, lease  # after its first token; what another engine has lent to it, or offers
+        self.offers = offers  # its blocks to other servers
         self.adapter = adapter  # digest of the adapter it is computed with; empty: none
         self.computed = 0
         self.lane: int | None = None

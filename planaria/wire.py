@@ -15,15 +15,16 @@ from planaria.core.stats import TransferStats as TransferStats
 from planaria.protocol import LoraModule
 from planaria.topology import LaneGroup, Layout
 from planaria.topology.table import CameUp
-from planaria.types import Delta, KVLease, Request, SamplingParams
+from planaria.types import Delta, KVLease, KVOffer, Request, SamplingParams
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """One sequence to generate (a request with n > 1 is n of these). `output`: tokens it already has (re-admission).
     `cache_salt`: its KV is found by requests with the same one alone. `persist`: what is computed of it is wanted
     again, also after a restart. `lends`: it ends here with its first token, finish "lent", and goes on elsewhere with
-    the lease of that delta; `lease`: what another engine has lent to it. `adapter`: digest of the adapter it is
-    computed with, which the engine is given by `LoadLora`; empty: none."""
+    the lease of that delta; `lease`: what another engine has lent to it, or offers. `adapter`: digest of the adapter it
+    is computed with, which the engine is given by `LoadLora`; empty: none. `offers`: other servers will fetch its
+    blocks."""
 
     id: str
     prompt: list[int]
@@ -36,14 +37,16 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     cache_salt: str = ""
     persist: bool = False
     lends: bool = False
-    lease: KVLease | None = None
+    lease: KVLease | KVOffer | None = None
     adapter: str = ""
+    offers: bool = False
 
     def request(self, arrival: float) -> Request:
         return Request(
             self.id, self.prompt, self.params, self.seed, max_tokens=self.max_tokens, eos_ids=self.eos_ids,
             arrival=arrival, priority=self.priority, output=list(self.output), salt=self.cache_salt,
             persist=self.persist, lends=self.lends, lease=self.lease, adapter=self.adapter,
+            offers=self.offers,
         )  # fmt: skip
 
 

@@ -66,6 +66,9 @@ def run(
         pooling=config.pooling,
         parsers=Parsers(**{name: engine[name] for name in Parsers.__struct_fields__}),
         seed=engine["seed"],
+        transfer=config.cache.transfer,
+        transfer_key=_transfer_key(config),
+        ranks=config.parallel.world_size,
         stores_responses=config.parallel.api_server_count == 1,
         **server,
     )
@@ -79,6 +82,15 @@ def run(
     code = asyncio.run(_serve(config, settings, started, skip_tokenizer_init, planned))
     if code:
         raise typer.Exit(code)
+
+
+def _transfer_key(config: EngineConfig) -> bytes:
+    if config.cache.transfer is None or not config.cache.transfer.port:
+        return b""
+    from planaria.config.secret import deployment_secret
+    from planaria.server.transfer import signing_key
+
+    return signing_key(deployment_secret(config.parallel, config.cache.transfer.host))
 
 
 def _show(table: str) -> None:

@@ -381,6 +381,15 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             metavar="GIB",
         ),
     ] = None
+    kv_transfer_config: Annotated[
+        str | dict[str, Any] | None,
+        option(
+            "Exchange KV blocks with other servers, behind somebody else's router: as JSON, with vLLM's names; "
+            "connectors: tcp, directory.",
+            hashed=False,
+            metavar="JSON",
+        ),
+    ] = None
     async_scheduling: Annotated[bool | None, option("Plan a step while one runs.", hashed=True)] = None
     speculative_config: Annotated[
         str | dict[str, Any] | None,
@@ -520,6 +529,24 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
 
+class TransferConfig(msgspec.Struct, frozen=True):
+    """Of KV blocks between servers. serves: others fetch here what was computed for them; asks: it fetches from others.
+    host, port: where others reach the first rank of the first engine, each other rank at a port more; peers: whom it
+    may ask, `HOST:PORT`, besides those that have the deployment's secret; buffer: bytes of each rank for blocks that
+    others are to fetch; lease: seconds that they are held; folder: of the connector directory."""
+
+    connector: str
+    serves: bool
+    asks: bool
+    engine_id: str
+    host: str = ""
+    port: int = 0
+    peers: tuple[str, ...] = ()
+    buffer: int = 0
+    lease: float = 0.0
+    folder: TierConfig | None = None
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`memory`: bytes for KV, None: chosen from what the machine has. `kv_offloading`: bytes for blocks of all ranks of
     an engine beside it. block_size: tokens of a block, on all context ranks together."""
@@ -529,7 +556,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     kv_checksums: bool = True
     kv_tier: TierConfig | None = None
-    kv_offloading: int = 0
+    kv_offloading: Annotated[int, UNHASHED] = 0
+    transfer: Annotated[TransferConfig | None, UNHASHED] = None
 
     @property
     def keeps_blocks(self) -> bool:

@@ -41,6 +41,7 @@ from planaria.config.pooling import json_option, resolve_pooling
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import AUTO, parse_bytes, parse_tokens
 from planaria.config.speculative import draft_source, speculative_config
+from planaria.config.transfer import transfer_config
 from planaria.config.vllm_words import variables
 from planaria.env import environment
 from planaria.errors import ConfigError
@@ -261,6 +262,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
     check_torch(device, parallel, machine)
     libraries = None if uses_ray(parallel, machine) else machine.libraries
     parallel, more = resolve_experts(parallel, options, device_name, expert_shapes(model, device.dtype), libraries)
+    if options.kv_transfer_config is not None:
+        _check_store("--kv-transfer-config", options.kv_transfer_config, options, device_name)
+    transfer = transfer_config(options, parallel)
     for level, line in notes + more:
         logger.log(level, line)
     return EngineConfig(
@@ -284,9 +288,10 @@ def resolve(options: EngineOptions) -> EngineConfig:
             **{
                 **picked(CacheConfig, options),
                 "memory": memory,
-                "kv_tier": _tier(options, device_name),
+                "kv_tier": _tier(options, device_name) or (transfer and transfer.folder),
                 "kv_offloading": _offloading(options, device_name),
                 "block_size": options.block_size * parallel.decode_context_parallel_size,
+                "transfer": transfer,
             }
         ),  # fmt: skip
         device=device,

@@ -17,8 +17,11 @@ MIN_BYTES = 32
 _MAKE = "make one with `openssl rand -base64 48 > FILE`, give every node the file"
 
 
-def deployment_secret(config: ParallelConfig) -> bytes:
+def deployment_secret(
+    config: ParallelConfig, host: str | None = None, asked: tuple[str, object] | None = None
+) -> bytes:
     """--secret-file, else $PLANARIA_SECRET_FILE, else $PLANARIA_SECRET; on a loopback address one of this user's own.
+    host: where connections come to, the master's where it is None; asked: the option that wants it, and its value.
 
     Raises ConfigError: there is none, it can't be read, it is too short.
     """
@@ -32,10 +35,12 @@ def deployment_secret(config: ParallelConfig) -> bytes:
         return _long_enough(option, named, found)
     if (text := secret()) is not None:
         return _long_enough("$PLANARIA_SECRET", "***", text.encode().strip())
-    if is_loopback(config.master_addr):
+    host = host or config.master_addr
+    if is_loopback(host):
         return _own(cache_dir() / "secret")
+    flag, value = asked or ("--nnodes", config.nnodes)
     raise ConfigError(
-        "--nnodes", config.nnodes, f"over the network ({config.master_addr}) needs a secret that all nodes share",
+        flag, value, f"over the network ({host}) needs a secret that all nodes share",
         f"{_MAKE} and name it with --secret-file or $PLANARIA_SECRET_FILE",
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ ABSENT = {
         guided_decoding_disable_any_whitespace! guided_decoding_disable_additional_properties!""",
     "plugins": "io_processor_plugin",
     "prompts of embeddings, images or sounds": "enable_prompt_embeds! enable_mm_embeds! mm_encoder_only!",
-    "KV on the move": """kv_transfer_config kv_events_config ec_transfer_config kv_offloading_backend
+    "KV on the move": """kv_events_config ec_transfer_config kv_offloading_backend
         weight_transfer_config""",
     "KV in fewer bits": "kv_cache_dtype calculate_kv_scales!",
     "other weights, code or classes": """load_format model_loader_extra_config ignore_patterns model_impl config_format

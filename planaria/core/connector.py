@@ -25,10 +25,10 @@ import msgspec
 from planaria.core.kv_cache import BlockKey
 from planaria.core.sequence import SequenceState
 from planaria.core.stats import StoreStats, TierStats, TransferStats
-from planaria.core.transfer import Fetch
+from planaria.core.transfer import Fetch, Offers
 from planaria.hosts.kv_keys import KEY
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
-from planaria.types import KVLease
+from planaria.types import KVLease, KVOffer
 
 if TYPE_CHECKING:
     from planaria.core.scheduler import Lane
@@ -127,21 +127,23 @@ class TierCounts:
 
 class LaneConnector:
     """Of one lane in one epoch. stored: of each of its ranks, the keys that each of its stores has, one behind the
-    other."""
+    other; None: of what it has beside stores to save blocks in."""
 
-    def __init__(self, lane: Lane, stored: Sequence[Mapping[str, bytes]], counts: TierCounts) -> None:
+    def __init__(self, lane: Lane, stored: Sequence[Mapping[str, bytes | None]], counts: TierCounts) -> None:
         self.lane, self.counts, self.rates = lane, counts, counts.rates
         self.all = (1 << len(stored)) - 1
         self.ranks_of: dict[BlockKey, int] = {}  # ranks that have a key, as bits
-        self.stores = [{name: StoreNews(len(keys) // KEY) for name, keys in stores.items()} for stores in stored]
+        self.stores = [{name: StoreNews(len(keys or b"") // KEY) for name, keys in each.items()} for each in stored]
+        self.saves = [[name for name, keys in each.items() if keys is not None] for each in stored]
         for rank, stores in enumerate(stored):
-            for keys in stores.values():
+            for keys in filter(None, stores.values()):
                 for at in range(0, len(keys), KEY):
                     self._has(rank, keys[at : at + KEY])
         self.fetches: dict[int, Fetch] = {}
         self.numbers = 0
         self.loads: list[KVLoad] = []  # to be told
         self.dropped: list[int] = []
+        self.offers = Offers()
         self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # to be saved: the block of each
         self.saving: dict[BlockKey, int] = {}  # ranks that haven't answered, as bits
         self.waits = 0  # without news of a save
@@ -212,7 +214,9 @@ class LaneConnector:
         self._begin(entry, hits, keys[:count])
         return True
 
-    def _begin(self, entry: SequenceState, hits: list[int], keys: list[BlockKey], lease: KVLease | None = None) -> None:
+    def _begin(
+        self, entry: SequenceState, hits: list[int], keys: list[BlockKey], lease: KVLease | KVOffer | None = None
+    ) -> None:
         lane = self.lane
         lane.pool.share(hits)
         self.numbers += 1
@@ -282,7 +286,8 @@ class LaneConnector:
 
     def want(self, keys: Iterable[BlockKey], blocks: Iterable[int]) -> None:
         """Save these blocks, which are committed."""
-        if any(all(news.why for news in stores.values()) for stores in self.stores):
+        both = zip(self.stores, self.saves, strict=True)
+        if any(all(stores[name].why for name in names) for stores, names in both):
             return  # some rank can save nothing, or has nowhere to
         for key, block in zip(keys, blocks, strict=False):
             known = self.ranks_of.get(key) == self.all or key in self.saving or key in self.queue
@@ -295,6 +300,8 @@ class LaneConnector:
         request = entry.request
         if entry.fetch is not None:
             self.drop(entry.fetch)
+        if request.offers:
+            self.offers.add(entry)
         if request.persist or entry.num_cached or request.num_tokens >= LONG:
             self.want(entry.keys[: entry.remembered], entry.blocks)
 
@@ -311,7 +318,8 @@ class LaneConnector:
     def busy(self) -> bool:
         """Is there anything to do without a row?"""
         room = bool(self.queue) and len(self.saving) < self.most
-        return bool(self.fetches or self.loads or self.dropped or room or (self.saving and self.waits < SILENT))
+        begins = self.loads or self.dropped or self.offers.queue
+        return bool(self.fetches or begins or room or (self.saving and self.waits < SILENT))
 
     def wait(self) -> KVWork | None:
         """For a step without anything else."""
@@ -336,14 +344,15 @@ class LaneConnector:
         saves: list[tuple[BlockKey, int]] = []
         copied = self.counts.busy_bytes if computes else self.counts.idle_bytes
         room = max(1, copied // self.counts.block_bytes, tokens // self.lane.block_size)
-        while self.queue and len(saves) < room and len(self.saving) < self.most:
+        offers = self.offers.take(self.lane.pool, room)
+        while self.queue and len(saves) + len(offers) < room and len(self.saving) < self.most:
             key, block = self.queue.popitem(last=False)
             if self.lane.pool.key_of.get(block) == key:  # else it has fallen out of memory
                 saves.append((key, block))
                 self.saving[key] = self.all
-        if not (saves or self.loads or self.dropped):
+        if not (saves or offers or self.loads or self.dropped):
             return None
-        work = KVWork(tuple(self.dropped), tuple(self.loads), tuple(saves), not computes)
+        work = KVWork(tuple(self.dropped), tuple(self.loads), tuple(saves), not computes, offers)
         self.dropped, self.loads = [], []
         return work
 

@@ -55,7 +55,7 @@ class EngineCore:
         self.lane_ranks = 1
         self.sizes: dict[int, int] = {}  # tokens of steps in flight, where rates are measured
 
-    def connect(self, stored: Mapping[int, Mapping[str, bytes]], block_bytes: int) -> None:
+    def connect(self, stored: Mapping[int, Mapping[str, bytes | None]], block_bytes: int) -> None:
         """Ranks can have blocks from outside of the cache. stored: of each, by store, keys one behind the other, if it
         has stores; block_bytes: of a rank's part of a block."""
         self.tier.block_bytes, self.lane_ranks = max(1, block_bytes), len(stored) // len(self.lanes)
@@ -329,5 +329,5 @@ class EngineCore:
             replayed_tokens=self.replayed_tokens,
             tier=self.tier.stats(found) if found else None,
             drafts=reduce(DraftStats.added, (lane.drafts for lane in lanes)) if self.config.max_drafts else None,
-            transfers=self.tier.transfers.added(lent(lanes)) if lenders(lanes) else None,
+            transfers=self.tier.transfers.added(lent(lanes)) if lenders(lanes) or self.cache.transfer else None,
         )

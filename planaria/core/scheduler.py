@@ -329,6 +329,8 @@ class Lane:
         if request.persist and self.connector is not None:
             self.connector.want(entry.keys[entry.remembered : full], entry.blocks[entry.remembered : full])
         entry.remembered = full
+        if request.offers and self.connector is not None:
+            self.connector.offers.add(entry)
 
     def finish(self, entry: SequenceState, delta: Delta, reason: FinishReason) -> Delta:
         delta.finish = reason

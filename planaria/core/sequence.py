@@ -19,8 +19,8 @@ class SequenceState:
 
     __slots__ = (
         "auto", "auto_from", "auto_start", "blocks", "end_tick", "fetch", "fetched", "key", "keys", "last_step",
-        "leaving", "next_event", "num_cached", "open", "owned", "planned", "prompt_logprobs", "queued", "reads",
-        "remembered", "request", "row", "stops", "target", "turn",
+        "leaving", "next_event", "num_cached", "offered", "open", "owned", "planned", "prompt_logprobs", "queued",
+        "reads", "remembered", "request", "row", "stops", "target", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: Key) -> None:
@@ -42,6 +42,7 @@ class SequenceState:
         self.fetch: Fetch | None = None  # that it waits for
         self.fetched = False  # or it has waited for one
         self.num_cached = 0
+        self.offered = 0  # blocks of its history, to other servers
         self.queued = 0.0  # seconds before it first had a row
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         params = request.params

@@ -14,14 +14,15 @@ Rules it keeps
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from planaria.core.kv_cache import BlockKey
+from planaria.core.kv_cache import BlockKey, BlockPool
 from planaria.core.sequence import SequenceState
 from planaria.core.stats import TransferStats
 from planaria.protocol import KVLoad
-from planaria.types import KVLease
+from planaria.types import KVLease, KVOffer
 
 if TYPE_CHECKING:
     from planaria.core.scheduler import Lane
@@ -34,7 +35,7 @@ Memory = tuple[int, int, int]  # see KVLease
 class Fetch:
     """Blocks of a request on their way. hits: of memory, before them; missing: ranks that haven't answered (bits);
     usable: blocks from the first on that all who have answered have; lease: of the engine they come from, with those
-    blocks of its own, None: they come from a store."""
+    blocks of its own, or as they are offered, None: they come from a store."""
 
     __slots__ = (
         "began", "blocks", "entry", "failed", "hits", "keys", "lease", "missing", "number", "seconds", "until", "usable"
@@ -42,7 +43,7 @@ class Fetch:
 
     def __init__(
         self, number: int, entry: SequenceState, hits: list[int], keys: list[BlockKey], blocks: list[int], ranks: int,
-        lease: KVLease | None = None,
+        lease: KVLease | KVOffer | None = None,
     ) -> None:  # fmt: skip
         self.number, self.entry, self.hits, self.keys, self.blocks = number, entry, hits, keys, blocks
         self.missing, self.usable, self.seconds, self.lease = ranks, len(blocks), 0.0, lease
@@ -108,6 +109,29 @@ class Lender:
     def held(self) -> int:
         """Blocks."""
         return sum(len(blocks) for blocks, _ in self.leases.values())
+
+
+class Offers:
+    """Blocks of histories that other servers will fetch. Ranks take copies, before the step in whose plan that stands
+    computes, and hold those: here nothing is held, and what has fallen out of memory by then isn't offered."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[str, BlockKey]] = deque()
+
+    def add(self, entry: SequenceState) -> None:
+        """What of its history is there, and not yet offered."""
+        keys = entry.keys[entry.offered : entry.remembered]
+        self.queue.extend((entry.request.id, key) for key in keys)
+        entry.offered = max(entry.offered, entry.remembered)
+
+    def take(self, pool: BlockPool, most: int) -> tuple[tuple[str, BlockKey, int], ...]:
+        """The next ones."""
+        found: list[tuple[str, BlockKey, int]] = []
+        while self.queue and len(found) < most:
+            lease, key = self.queue.popleft()
+            if (block := pool.block_of.get(key)) is not None:
+                found.append((lease, key, block))
+        return tuple(found)
 
 
 def lend_from(lanes: Iterable[Lane], number: int, memory: Memory) -> None:

@@ -140,9 +140,8 @@ class BringUp:
         self.seconds: dict[str, float] = {}
         self.failure: Failed | None = None
         self.placing = placing
-        self.stored: dict[
-            int, dict[str, bytes]
-        ] = {}  # keys of KV blocks that each rank has outside of the cache, by store
+        # keys of KV blocks that each rank has outside of the cache, by store
+        self.stored: dict[int, dict[str, bytes | None]] = {}
         self.received: dict[int, int] = {}  # bytes of experts that each rank has from others, and that lie aside
         self.lay_aside: dict[int, int] = {}  # of these, before any were sent in this epoch
         self._placed: ExpertsPlaced | None = None

@@ -55,17 +55,18 @@ class GangKV:
         self.known: Callable[[], list[set[int]]] | None = None  # of the engine's lanes: blocks that are full and count
         self.damaged: dict[int, set[int]] = {}  # by lane: blocks of `there` that count for nothing
         self.block_bytes = 1  # of a rank's part of a block
-        self.stored: dict[int, dict[str, bytes]] = {}  # by rank and store: keys of blocks outside of the cache
+        self.stored: dict[int, dict[str, bytes | None]] = {}  # by rank and store: keys of blocks outside of the cache
 
     def find(self) -> None:
         """What another engine has left. Raises CapacityError: its ranks are still there."""
         files = self.config.checkpoint.get("files", ())
-        version = weights_digest if self.config.cache.keeps_blocks else weights_version
+        cache = self.config.cache
+        version = weights_digest if cache.keeps_blocks or cache.transfer is not None else weights_version
         try:
             self.scope = KeyScope(version(files), self.config.device.dtype)
         except OSError as e:
             raise CapacityError(
-                f"--kv-tier and --kv-offloading-size need to read the weights where the engine is: {e}"
+                f"--kv-tier, --kv-offloading-size, --kv-transfer-config must read the weights where the engine is: {e}"
             ) from None
         if self.memory is None:
             return

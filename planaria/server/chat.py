@@ -110,6 +110,7 @@ async def open_chat(
         priority=body.priority or 0, cache_salt=body.cache_salt or "", adapter=service.adapter(body.model),
         param="messages",
     )  # fmt: skip
+    submits = service.transfers.asked(body, submits)
     return Choices(ids, submits, tokenizer if reading is None else tokenizer.showing(shown_marks(reading))), reading
 
 

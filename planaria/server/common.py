@@ -211,6 +211,9 @@ class Envelope:
             "id": id, "object": kind, "created": int(time.time()), "model": model,
             "system_fingerprint": service.fingerprint,
         }  # fmt: skip
+        asked = body.kv_transfer_params
+        self.transfers = service.transfers if asked is not None and asked.do_remote_decode else None
+        self.block_size = service.client.facts.block_size if service.client.facts is not None else 1
         self.started = [False] * sum(len(prompt.sequences) for prompt in prompts)
         self.closing = b',"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self.usage else b"") + b"}\n\n"
 
@@ -228,7 +231,10 @@ class Envelope:
         return value
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self.head, "choices": choices, "usage": self.counts()}
+        value = {**self.head, "choices": choices, "usage": self.counts()}
+        if self.transfers is not None:
+            value["kv_transfer_params"] = self.transfers.answer(self.prompts[0], self.block_size)
+        return value
 
     def tail(self, counted: bool = False) -> bytes:
         """Events after the last piece of all choices. counted: token counts are among them unasked."""

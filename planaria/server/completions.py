@@ -86,6 +86,7 @@ async def create_completion(request: Request) -> Response:
             cache_salt=body.cache_salt or "",
             adapter=service.adapter(body.model),
         )  # fmt: skip
+        submits = service.transfers.asked(body, submits, len(prompts))
         streams.append(Choices(ids, submits, tokenizer, index * n))
     generation = Generation(service, info, streams, stream=bool(body.stream))
     echoes = [_echo_text(ids, text, tokenizer) for ids, text in prompts] if body.echo else None

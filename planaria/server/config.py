@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from planaria.config.declared import check, option
-from planaria.config.options import PoolingConfig
+from planaria.config.options import PoolingConfig, TransferConfig
 from planaria.errors import ConfigError
 from planaria.server.tools import Parsers
 from planaria.types import SamplingParams
@@ -84,6 +84,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         option("Take the place of the server of yours that runs on this port: no request of its clients fails."),
     ] = False  # fmt: skip
+    transfer: TransferConfig | None = None  # of KV blocks, with other servers
+    transfer_key: bytes = b""  # what is handed to clients of it is signed with
+    ranks: int = 1  # of an engine
     stores_responses: bool = True  # several API processes keep none
     otlp_traces_endpoint: Annotated[
         str | None, option("Send traces to this collector, by OTLP over HTTP, e.g. http://localhost:4318.")

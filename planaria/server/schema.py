@@ -28,6 +28,7 @@ MAX_PROMPTS = 16_384
 MAX_ALLOWED = 1 << 17  # entries of allowed_token_ids
 MAX_FIELDS = 256
 MAX_SALT = 256  # characters
+MAX_BLOCKS = 1 << 16  # of a history
 MAX_BRACKETS = 1 << 18  # [ and { of a body
 
 
@@ -71,6 +72,21 @@ class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="Send token counts in a last event with no choices.")
     continuous_usage_stats: bool | None = Field(None, description="Send token counts with every event.")
     include_obfuscation: bool | None = Field(None, description="Accepted: events are not padded.")
+
+
+class KVTransferParams(BaseModel):
+    """As another server's answer has them, and vLLM's proxies pass them on; what is unknown has no effect."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    do_remote_decode: bool = Field(False, description="Another server goes on: hold this prompt's KV for it.")
+    do_remote_prefill: bool = Field(False, description="Another server has computed the prompt: fetch its KV there.")
+    remote_engine_id: str | None = Field(None, max_length=256)
+    remote_block_ids: list[int] | None = Field(None, max_length=MAX_BLOCKS)
+    remote_host: str | None = Field(None, max_length=64)
+    remote_port: int | None = Field(None, ge=1, le=65535)
+    remote_request_id: str | None = Field(None, max_length=256)
+    remote_signature: str | None = Field(None, max_length=128)
 
 
 class JsonSchema(Strict):
@@ -178,6 +194,9 @@ class GenerationRequest(SampledRequest):
     guided_whitespace_pattern: str | None = Field(None, description="As `whitespace_pattern` of structured_outputs.")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Part of the answer's id.")
     stream_options: StreamOptions | None = None
+    kv_transfer_params: KVTransferParams | None = Field(
+        None, description="Prompts and what follows on two servers (docs/kv-transfer.md): as vLLM's proxies say it."
+    )
 
 
 class CompletionRequest(GenerationRequest):
@@ -376,6 +395,7 @@ class CompletionResponse(Strict):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: TokenUsage | None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class TopLogprob(Strict):
@@ -429,6 +449,7 @@ class ChatCompletionResponse(Strict):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
+    kv_transfer_params: dict[str, Any] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -569,7 +590,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "echo", "use_beam_search", "early_stopping", "continue_final_message", "add_special_tokens",
     ), (False,)),
-    **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs"), ({},)),
     **dict.fromkeys((
         "audio", "moderation", "web_search_options", "reasoning_effort", "verbosity", "thinking_token_budget",
         "chat_template", "structural_tag", "prompt_embeds",

@@ -28,6 +28,7 @@ from planaria.server.metrics import Metrics
 from planaria.server.response_metrics import ResponseMetrics
 from planaria.server.response_store import ResponseStore
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
+from planaria.server.transfer import Transfers
 from planaria.server.vectors import need_task
 from planaria.types import SamplingParams
 from planaria.wire import Dead, EngineFacts, Recovery
@@ -58,6 +59,7 @@ class Service:
 
     def __init__(self, client: Dispatcher, tokenizer: Tokenizer | None, config: ServerConfig) -> None:
         self.client, self.tokenizer, self.config = client, tokenizer, config
+        self.transfers = Transfers(config.transfer, config.transfer_key, config.ranks)
         self.history = History()
         self.faults = FaultLog(lambda: [engine.index for engine in client.engines() if engine.state != "ended"])
         client.on_recovery, client.on_settled = self._recovery, self.faults.settled

@@ -11,6 +11,7 @@ import mmap
 import platform
 import threading
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +20,7 @@ import numpy as np
 from planaria.checkpoint.identity import weights_digest
 from planaria.config.digest import compared, compute_hash
 from planaria.config.options import EngineConfig, TierConfig
+from planaria.config.secret import deployment_secret
 from planaria.errors import CapacityError, ConfigError
 from planaria.executor.boot import RankBoot
 from planaria.hosts.memory import KVMemory
@@ -31,6 +33,7 @@ from planaria.worker.kv_sums import BlockSums
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
+    from planaria.worker.kv_peers import KVPeers
     from planaria.worker.kv_tier import Store
     from planaria.worker.runner import Runner
 
@@ -49,6 +52,7 @@ class RankKV:
         self.own = False  # has this process computed what is in them?
         self.connector: RankConnector | None = None  # of this epoch
         self.shared: SharedKV | None = None  # of other engines, in this epoch
+        self.peers: KVPeers | None = None  # ranks of other servers
         self.sums: BlockSums | None = None
         self.enter(boot)
 
@@ -124,7 +128,8 @@ class RankKV:
         if config.parallel.splits_prefill and self.memory is not None:
             blocks, digest = model.kv_blocks(config.cache.block_size), compute_hash(config, str(layout))
             self.shared = SharedKV(self.rank, blocks, digest, self.sums)
-        if not config.cache.keeps_blocks:
+        network = config.cache.transfer if config.cache.transfer and config.cache.transfer.port else None
+        if not config.cache.keeps_blocks and network is None:
             return {"stored": {}} if self.shared is not None else {}
         from planaria.worker.kv_tier import RATE, KVStores, StoreThreads
 
@@ -132,11 +137,13 @@ class RankKV:
         size = sum(part.shape[1] for part in blocks)
         kernels, loaded = f"{getattr(ops, 'target', '')} {size}", self.sums.note if self.sums is not None else None
 
+        def identity() -> bytes:
+            weights = weights_digest(config.checkpoint.get("files", ()))
+            return identity_of(config, layout, self.rank, kernels, weights)
+
         def opened(name: str, make: Callable[[bytes], Store], rate: float) -> StoreThreads | Unconnected:
             try:
-                weights = weights_digest(config.checkpoint.get("files", ()))
-                store = make(identity_of(config, layout, self.rank, kernels, weights))
-                return StoreThreads(name, store, blocks, loaded, news=news, rate=rate)
+                return StoreThreads(name, make(identity()), blocks, loaded, news=news, rate=rate)
             except (OSError, ValueError, ConfigError) as e:
                 logger.warning("rank %d keeps no KV blocks in the store %s: %s", self.rank, name, e)
                 return Unconnected(name, f"rank {self.rank} keeps no KV blocks there; its log says why")
@@ -147,9 +154,18 @@ class RankKV:
             stores.append(opened("memory", lambda identity: self._in_memory(identity, size, share), math.inf))
         if config.cache.kv_tier is not None:
             tier = config.cache.kv_tier
-            stores.append(opened("disk", lambda identity: _on_disk(identity, size, tier), RATE))
-        self.connector = KVStores(stores, news)
-        return {"stored": self.connector.stored()}
+            name = "directory" if config.cache.transfer and config.cache.transfer.folder else "disk"
+            stores.append(opened(name, lambda identity: _on_disk(identity, size, tier), RATE))
+        self.connector = KVStores(stores, news) if stores else None
+        stored: dict[str, bytes | None] = dict(self.connector.stored()) if self.connector is not None else {}
+        if network is not None:
+            from planaria.worker.kv_peers import KVPeers
+
+            stored |= {network.connector: None}
+            place = config.parallel.data_parallel_index * config.parallel.layout.size + self.rank
+            secret = deployment_secret(config.parallel, network.host)
+            self.peers = KVPeers(network, secret, place, self.rank, identity(), blocks, size, loaded, news)
+        return {"stored": stored}
 
     def _in_memory(self, identity: bytes, size: int, most: int) -> Store:
         """In memory of the node, where there is any, so that it outlives this process."""
@@ -171,6 +187,9 @@ class RankKV:
         if self.shared is not None:
             self.shared.close()
             self.shared = None
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
 
     def begin(self, plan: StepPlan, lane: int) -> None:
         """What comes before a step's computation."""
@@ -180,18 +199,29 @@ class RankKV:
         if self.shared is not None:
             self.shared.begin(work)
             self.shared.copy(idle=work.waits)
+        if self.peers is not None and plan.kv:
+            self.peers.begin(work)
 
     def finished(self, plan: StepPlan, lane: int, runner: Runner) -> KVNews | None:
         """The step was computed. What came of what was begun with it, and with those before."""
         if self.sums is not None:
             self.sums.filled(plan.lanes[lane], runner)
-        came = self.shared.finished() if self.shared is not None else None
-        if self.connector is None:
-            return came
-        news = self.connector.finished(waits=bool(plan.kv) and plan.kv[lane].waits and came is None)
-        if news is None or came is None:
-            return news or came
-        return msgspec.structs.replace(news, loaded=news.loaded + came.loaded, failed=came.failed)
+        said = [self.shared.finished()] if self.shared is not None else []
+        waits = bool(plan.kv) and plan.kv[lane].waits
+        if self.peers is not None:
+            said.append(self.peers.finished(waits=waits and not any(said) and self.connector is None))
+        if self.connector is not None:
+            said.append(self.connector.finished(waits=waits and not any(said)))
+        return reduce(_joined, filter(None, said), None)
+
+
+def _joined(one: KVNews | None, other: KVNews) -> KVNews:
+    """Of different parts of a rank: what only stores say is said once."""
+    if one is None:
+        return other
+    return msgspec.structs.replace(
+        other, loaded=one.loaded + other.loaded, failed=one.failed | other.failed, stores=one.stores | other.stores
+    )
 
 
 def _on_disk(identity: bytes, size: int, tier: TierConfig) -> Store:

@@ -82,7 +82,7 @@ class SharedKV:
     def begin(self, work: KVWork) -> None:
         """Heed what is dropped, and take in what is to come."""
         self._open = deque(copying for copying in self._open if copying.load.number not in work.dropped)
-        self._open.extend(Copying(load) for load in work.loads if load.lease is not None)
+        self._open.extend(Copying(load) for load in work.loads if isinstance(load.lease, KVLease))
 
     def copy(self, *, idle: bool) -> None:
         """Some of what is open, before the step computes; idle: it won't."""
@@ -103,7 +103,7 @@ class SharedKV:
     def _some(self, copying: Copying, room: int) -> int:
         """Copy up to so many of its blocks; returns how many. Raises Lost; `done` are good all the same."""
         load, lease = copying.load, copying.load.lease
-        assert lease is not None
+        assert isinstance(lease, KVLease)
         other = self._other(lease)
         part = slice(copying.done, copying.done + room)
         keys, theirs, own = load.keys[part], lease.blocks[part], load.blocks[part]

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
+from planaria.types import KVOffer
 from planaria.worker.connector import Unconnected
 from planaria.worker.kv_store import KEY, StoreError
 
@@ -120,12 +121,7 @@ class StoreThreads:
                 self._errors["busy"] += 1
                 return
             self._staged += size
-        payload = bytearray(size)
-        copied, at = np.frombuffer(payload, np.uint8), 0
-        for part in self.blocks:
-            end = at + part.shape[1]
-            copied[at:end] = part[block]
-            at = end
+        payload = copy_out(self.blocks, block, size)
         self._saves.put((key, payload))
 
     def finished(self) -> KVNews | None:
@@ -202,14 +198,10 @@ class StoreThreads:
         except Exception as e:  # whatever it is: its tokens are computed
             self._failed(e if isinstance(e, StoreError) else StoreError("read", repr(e)), key)
             return False
-        bytes_, at = np.frombuffer(aside, np.uint8), 0
         with self._lock:
             if number not in self._open:
                 return False
-            for part in self.blocks:
-                end = at + part.shape[1]
-                part[block] = bytes_[at:end]
-                at = end
+            copy_in(self.blocks, block, aside)
             self.loaded([block])
         return True
 
@@ -281,7 +273,7 @@ class KVStores:
             self._parts.pop(number, None)
         loads: list[list[KVLoad]] = [[] for _ in self.stores]
         for load in work.loads:
-            if load.lease is not None:
+            if not own_load(load):
                 continue
             parts = self._parts[load.number] = _Parts(len(load.keys))
             for i, key in enumerate(load.keys):
@@ -346,3 +338,27 @@ class _Parts:
 
 def split(keys: bytes) -> set[bytes]:
     return {keys[at : at + KEY] for at in range(0, len(keys), KEY)}
+
+
+def own_load(load: KVLoad) -> bool:
+    """Does it come from stores of this rank, be it that another server has put it there?"""
+    return load.lease is None or (isinstance(load.lease, KVOffer) and not load.lease.host)
+
+
+def copy_out(blocks: Blocks, block: int, size: int) -> bytearray:
+    """A block of all caches, `size` bytes together."""
+    payload = bytearray(size)
+    copied, at = np.frombuffer(payload, np.uint8), 0
+    for part in blocks:
+        end = at + part.shape[1]
+        copied[at:end] = part[block]
+        at = end
+    return payload
+
+
+def copy_in(blocks: Blocks, block: int, payload: bytearray | memoryview) -> None:
+    copied, at = np.frombuffer(payload, np.uint8), 0
+    for part in blocks:
+        end = at + part.shape[1]
+        part[block] = copied[at:end]
+        at = end

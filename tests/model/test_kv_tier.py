@@ -5,8 +5,10 @@ what it was costs its computation, and nothing else.
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -554,3 +556,47 @@ def test_weights_are_known_by_their_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     flip(one)
     os.utime(one, ns=(time, time))  # as large and as old as before
     assert weights_digest([str(one)]) != first
+
+
+PRODUCER: dict[str, Any] = {"kv_connector": "tcp", "kv_role": "kv_producer"}
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("{", "can't be read"), ({"kv_role": "kv_both"}, "kv_connector"), (PRODUCER | {"kv_sort": 1}, "kv_sort"),
+        (PRODUCER | {"kv_connector": "fax"}, "unknown; use one of tcp, directory"),
+        (PRODUCER | {"kv_connector": "OffloadingConnector"}, "--kv-offloading-size"),
+        (PRODUCER | {"kv_role": "both"}, "kv_producer, kv_consumer, kv_both"),
+        (PRODUCER | {"kv_rank": 2, "kv_parallel_size": 2}, "no place among"),
+        (PRODUCER | {"kv_ip": "0.0.0.0"}, "the address"), (PRODUCER | {"kv_ip": "localhost"}, "in digits"),
+        (PRODUCER | {"kv_ip": "10.0.0.1"}, "needs a secret"), (PRODUCER | {"kv_port": 80}, "must be from 1024"),
+        (PRODUCER | {"kv_buffer_size": 3}, "too few"), (PRODUCER | {"kv_buffer_device": "cuda"}, "'cpu'"),
+        (PRODUCER | {"engine_id": ""}, "1 to 128"), (PRODUCER | {"kv_load_failure_policy": "fail"}, "'recompute'"),
+        (PRODUCER | {"kv_connector_extra_config": {"path": "x"}}, "it has peers, lease_seconds"),
+        (PRODUCER | {"kv_connector_extra_config": {"peers": ["example.org:1"]}}, "in digits"),
+        (PRODUCER | {"kv_connector_extra_config": {"lease_seconds": -1}}, "more than 0"),
+        ({"kv_connector": "directory"}, "must name the folder"),
+    ],
+)  # fmt: skip
+def test_what_a_transfer_can_not_be_is_refused_at_the_door(
+    model: str, said: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PLANARIA_SECRET", "PLANARIA_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        resolve(EngineOptions(model=model, kv_transfer_config=said, distributed_executor_backend="uni"))
+
+
+def test_a_transfer_needs_what_it_stands_on(model: str, tmp_path: Path) -> None:
+    for more, why in (
+        ({"enable_prefix_caching": False}, "prefix cache"), ({"null_worker": True}, "CPU"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            resolve(EngineOptions(model=model, kv_transfer_config=PRODUCER, **more))
+    folder = {"kv_connector": "directory", "kv_connector_extra_config": {"path": str(tmp_path / "kv")}}
+    with pytest.raises(ConfigError, match="another; give one"):
+        resolve(EngineOptions(model=model, kv_transfer_config=folder, kv_tier=str(tmp_path)))
+    config = resolve(EngineOptions(model=model, kv_transfer_config=json.dumps(folder)))
+    assert config.cache.kv_tier is not None and config.cache.kv_tier.folder == str(tmp_path / "kv")
+    assert config.cache.transfer is not None and config.cache.transfer.serves and config.cache.transfer.asks

@@ -12,7 +12,7 @@ from planaria.core import connector
 from planaria.core.connector import LaneConnector, Rates
 from planaria.core.engine import EngineCore
 from planaria.protocol import KVLoad, KVNews, StepPlan, StepResult, StoreNews
-from planaria.types import Delta, Request, SamplingParams
+from planaria.types import Delta, KVOffer, Request, SamplingParams
 from tests.reference_worker import HashWorker, hash_tokens
 
 VOCAB, SIZE = 40, 4
@@ -37,6 +37,7 @@ class Ranks:
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
         self.saved: list[bytes] = []
+        self.offered: list[tuple[str, bytes, int]] = []
         self.now, self.writes = 0.0, True
 
     @property
@@ -59,6 +60,7 @@ class Ranks:
         if plan is None:
             return False
         for work in plan.kv:
+            self.offered += work.offers
             self.open = [load for load in [*self.open, *work.loads] if load.number not in work.dropped]
             for key, block in work.saves:
                 self.saved.append(key)
@@ -349,3 +351,32 @@ def test_a_loss_ends_what_is_on_its_way() -> None:
     ranks.open = []
     ranks.run()
     assert ranks.tokens["b"] == EXPECTED and ranks.cached["b"] == 0
+
+
+def test_what_other_servers_will_fetch_is_offered_once_and_holds_nothing() -> None:
+    ranks = Ranks([{}, {}])
+    ranks.ask("first", PROMPT[:13], 1)
+    ranks.run()
+    ranks.ask("a", PROMPT, 1, offers=True)
+    ranks.run()
+    offered = ranks.offered
+    keys = ranks.core.lanes[0].pool.block_of
+    assert [lease for lease, _, _ in offered] == ["a"] * 7 and len({key for _, key, _ in offered}) == 7
+    assert all(keys[key] == block for _, key, block in offered)
+    assert not ranks.connector.busy and ranks.core.lanes[0].pool.num_free == 32
+
+
+def test_what_is_offered_here_is_fetched_and_a_peer_that_says_nothing_is_given_up() -> None:
+    ranks = Ranks([{}, {}], prompt_seconds=0.01)
+    offer = KVOffer("a", tuple(range(7)), "10.0.0.1", 14579)
+    ranks.ask("b", PROMPT, 6, lease=offer)
+    ranks.step()
+    (load,) = ranks.open
+    assert load.lease == offer and len(load.keys) == 7
+    ranks.now += 60
+    ranks.step()
+    ranks.open = []
+    ranks.run()
+    assert ranks.tokens["b"] == EXPECTED and ranks.core.lanes[0].pool.num_free == 32
+    stats = ranks.core.tier.transfers
+    assert (stats.blocks, stats.failed) == (0, {"slow": 1})

@@ -15,6 +15,7 @@ import numpy as np
 
 from planaria.core import transfer
 from planaria.protocol import KVLoad, KVNews, StepPlan
+from planaria.types import KVLease
 from planaria.worker import kv_shared
 from planaria.worker.kv_shared import Lost, OtherKV
 
@@ -39,7 +40,7 @@ class SimCopying:
     def go_on(self) -> bool:
         """Has it ended?"""
         lease = self.load.lease
-        assert lease is not None
+        assert isinstance(lease, KVLease)
         try:
             owner = self.remote.sim.transfers.memory_at(lease.memory)
             if self.other is None:
@@ -59,7 +60,7 @@ class SimCopying:
 
     def _copy(self, owner: EngineMemory, *, first: bool) -> None:
         worker, lease = self.remote.worker, self.load.lease
-        assert lease is not None
+        assert isinstance(lease, KVLease)
         if owner.worker is None:
             raise Lost("gone")
         half = worker.block_size // 2

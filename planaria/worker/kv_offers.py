@@ -1,0 +1,262 @@
+"""Copies of KV blocks that other servers will fetch: held under leases with deadlines, sealed, and sent to who asks.
+
+A block's copy is taken before its step computes and sealed (as planaria.worker.kv_store seals a file) under the key
+that the core names, so what is sent later is what the key stands for, whatever has become of the block. Nobody can name
+a copy but by its key, which hashes all tokens up to its end, the weights, the adapter and the salt: who asks knows what
+it is of. Who asks at all has proved by CurveZMQ that it has the deployment's secret; what it says is bounded all the
+same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import zmq
+
+from planaria.executor.link.keys import HEARTBEAT, Keys, guard
+from planaria.executor.link.tcp_socket import End, bracketed
+from planaria.worker.kv_store import KEY, head_of
+
+logger = logging.getLogger("planaria.worker")
+
+PURPOSE = "kv transfer"  # keys of the deployment's secret for it
+MOST_KEYS = 8  # of an Ask
+MOST_ASKS = 4  # of a peer, that wait
+MOST_PEERS = 256
+WAIT = 0.5  # seconds that an Ask waits for a block to be there
+UNSENT = 16  # blocks on their way to a peer
+RETRY = 0.01  # seconds, where it takes none
+LOOK = 1.0  # seconds between looks for leases that are over
+STAGED = 128 << 20  # bytes that wait to be sealed
+HEADER = 1 << 15  # bytes of a message to who holds blocks, at most
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """Send the blocks with these keys, in this order; they are number `first` and so on of the load `number`. identity:
+    see planaria.worker.kv.identity_of."""
+
+    number: int
+    first: int
+    lease: Annotated[str, msgspec.Meta(max_length=256)]
+    identity: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    keys: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(min_length=KEY, max_length=KEY)], ...],
+        msgspec.Meta(min_length=1, max_length=MOST_KEYS),
+    ]
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """Nothing more of this lease will be asked for."""
+
+    lease: Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Before a payload. why: in a word, why there is none, and none after it of this Ask."""
+
+    number: int
+    index: int
+    head: bytes = b""
+    why: str = ""
+
+
+class Offered:
+    """What there is. most: bytes; lease: seconds since the last block of it was put here. Any thread."""
+
+    def __init__(self, identity: bytes, most: int, lease: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.identity, self.most, self.lease, self.clock = identity, most, lease, clock
+        self._lock = threading.Lock()
+        self._blocks: dict[bytes, tuple[bytes, bytearray]] = {}  # head and payload, by key
+        self._holders: Counter[bytes] = Counter()  # leases of each key
+        self._leases: dict[str, tuple[float, set[bytes]]] = {}  # deadlines and keys, the oldest first
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def share(self, lease: str, key: bytes) -> bool:
+        """Is it there already? Then it is held for this lease, too."""
+        with self._lock:
+            if key in self._blocks:
+                self._hold(lease, key)
+            return key in self._blocks
+
+    def put(self, lease: str, key: bytes, payload: bytearray) -> bool:
+        """False: there is no room."""
+        head = head_of(self.identity, key, payload)
+        with self._lock:
+            if key not in self._blocks:
+                if self._bytes + len(payload) > self.most:
+                    return False
+                self._blocks[key] = head, payload
+                self._bytes += len(payload)
+            self._hold(lease, key)
+        return True
+
+    def _hold(self, lease: str, key: bytes) -> None:
+        _, keys = self._leases.pop(lease, (0.0, set[bytes]()))
+        self._holders[key] += key not in keys
+        self._leases[lease] = self.clock() + self.lease, keys | {key} if key not in keys else keys
+
+    def get(self, lease: str, key: bytes) -> tuple[bytes, bytearray] | None:
+        """Only what is held for this lease."""
+        with self._lock:
+            until, keys = self._leases.get(lease, (0.0, ()))
+            return self._blocks[key] if key in keys and until > self.clock() else None
+
+    def release(self, lease: str) -> None:
+        with self._lock:
+            for key in self._leases.pop(lease, (0.0, ()))[1]:
+                self._holders[key] -= 1
+                if not self._holders[key]:
+                    del self._holders[key]
+                    self._bytes -= len(self._blocks.pop(key)[1])
+
+    def expire(self) -> int:
+        """End leases whose time is over. Returns how many."""
+        now = self.clock()
+        over = [lease for lease, (until, _) in self._leases.items() if until <= now]
+        for lease in over:
+            self.release(lease)
+        return len(over)
+
+
+class OfferServer:
+    """Of one rank. host, port: where it listens. Raises zmq.ZMQError."""
+
+    def __init__(self, offered: Offered, keys: Keys, host: str, port: int) -> None:
+        self.offered, self._lock = offered, threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._end = End(zmq.ROUTER, HEADER // 2, HEARTBEAT)
+        socket = self._end.socket
+        try:
+            guard(self._end.context, socket, keys)
+            for option, value in (
+                (zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, UNSENT), (zmq.LINGER, 0), (zmq.IPV6, int(":" in host)),
+            ):  # fmt: skip
+                socket.set(option, value)
+            socket.bind(f"tcp://{bracketed(host)}:{port}")
+        except zmq.ZMQError:
+            self._end.close()
+            raise
+        self._decode = msgspec.msgpack.Decoder(Ask | Done).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._copies: queue.SimpleQueue[tuple[str, bytes, bytearray]] = queue.SimpleQueue()
+        self._staged = 0
+        self._asks: dict[bytes, deque[tuple[Ask, float]]] = {}  # of each peer, and until when they wait
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="planaria-kv-offers", daemon=True)
+        self._thread.start()
+
+    def take(self, lease: str, key: bytes, copy: Callable[[], bytearray]) -> None:
+        """Offer a block. copy: its bytes, as they are now."""
+        if self.offered.share(lease, key):
+            return
+        if self._staged > STAGED:
+            self._count("busy")
+            return
+        payload = copy()
+        self._staged += len(payload)
+        self._copies.put((lease, key, payload))
+        self._end.ring()
+
+    def _count(self, what: str, more: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += more
+
+    def counts(self, *, told: bool) -> Counter[str]:
+        """Blocks saved here, and errors by kind, since they were told."""
+        with self._lock:
+            counts = +self._counts
+            if told:
+                self._counts.clear()
+            return counts
+
+    def close(self) -> None:
+        self._closed = True
+        self._end.ring()
+        self._thread.join(LOOK)
+
+    # -- its thread
+
+    def _run(self) -> None:
+        looked = 0.0
+        while not self._closed:
+            try:
+                if (now := self.offered.clock()) - looked >= LOOK:
+                    self._count("expired", self.offered.expire())
+                    looked = now
+                busy = self._seal() | self._hear()
+                late = self._answer()
+                if not busy:
+                    self._end.wait(RETRY if late else LOOK if len(self.offered) else None)
+            except Exception:  # of one message: others go on
+                logger.exception("KV blocks for other servers")
+        self._end.close()
+
+    def _seal(self) -> bool:
+        try:
+            lease, key, payload = self._copies.get_nowait()
+        except queue.Empty:
+            return False
+        self._staged -= len(payload)
+        self._count("saved" if self.offered.put(lease, key, payload) else "full")
+        return True
+
+    def _hear(self) -> bool:
+        frames = self._end.frames()
+        if frames is None:
+            return False
+        route, said = frames[0].bytes, None
+        with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, IndexError):
+            said = self._decode(frames[1].buffer)
+        if isinstance(said, Done):
+            self.offered.release(said.lease)
+        elif isinstance(said, Ask) and len(self._asks) < MOST_PEERS:
+            asks = self._asks.setdefault(route, deque())
+            if len(asks) < MOST_ASKS:
+                asks.append((said, self.offered.clock() + WAIT))
+        else:
+            self._count("refused")
+        return True
+
+    def _answer(self) -> bool:
+        """What can be sent. Does anybody wait?"""
+        for route, asks in list(self._asks.items()):
+            try:
+                while asks and self._next(route, asks):
+                    pass
+            except zmq.Again:  # it takes no more for now
+                continue
+            except zmq.ZMQError:  # it has gone
+                asks.clear()
+            if not asks:
+                del self._asks[route]
+        return bool(self._asks)
+
+    def _next(self, route: bytes, asks: deque[tuple[Ask, float]]) -> bool:
+        """Send a block, or why there is none. False: it may still come."""
+        ask, until = asks[0]
+        found = self.offered.get(ask.lease, ask.keys[0])
+        if ask.identity != self.offered.identity:
+            why = "layout"  # or other weights, another type: of none of which there can be a block here
+        elif found is None and self.offered.clock() < until:
+            return False
+        else:
+            why = "" if found is not None else "gone"
+        head, payload = found if found is not None and not why else (b"", b"")
+        part = self._encode(Part(ask.number, ask.first, head, why))
+        self._end.socket.send_multipart([route, part, payload], zmq.NOBLOCK, copy=False)
+        asks.popleft()
+        if len(ask.keys) > 1 and not why:
+            rest = msgspec.structs.replace(ask, first=ask.first + 1, keys=ask.keys[1:])
+            asks.appendleft((rest, self.offered.clock() + WAIT))
+        return True

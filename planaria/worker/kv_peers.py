@@ -1,0 +1,249 @@
+"""KV blocks from ranks of other servers, and for them (planaria.worker.kv_offers): a rank's connector to its peers.
+
+Each peer that is asked has a thread, so that one which is dead, stopped or slow keeps none waiting but who asked it,
+and those not long. What it sends counts only if its seal fits the key that was asked for and this rank's own identity,
+and goes into its block under a lock which is also held when the load is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import zmq
+
+from planaria.config.options import TransferConfig
+from planaria.executor.link.keys import HEARTBEAT, Keys, introduce
+from planaria.executor.link.tcp_socket import End, bracketed
+from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
+from planaria.types import KVOffer
+from planaria.worker.kv_offers import MOST_ASKS, MOST_KEYS, PURPOSE, Ask, Done, Offered, OfferServer, Part
+from planaria.worker.kv_store import is_whole
+from planaria.worker.kv_tier import WAIT, Blocks, copy_in, copy_out
+
+logger = logging.getLogger("planaria.worker")
+
+OPEN = 16  # peers that are kept connected
+SILENCE = 2.0  # seconds without a block after which nobody waits for a peer
+PAUSE = 10.0  # seconds in which it isn't asked again
+LOOK = 0.05  # seconds between looks whether a load was dropped
+IDLE = 60.0  # seconds after which a peer is let go of
+
+Loaded = Callable[[KVLoad, int, str, float], None]
+
+
+class Peer:
+    """A rank of another server, that is asked for blocks. size: of a block's payload; bring(load, index, payload) puts
+    one where it belongs, unless the load was dropped: False; ended(load, count, why, seconds)."""
+
+    def __init__(
+        self, address: str, keys: Keys, identity: bytes, size: int, bring: Callable[[KVLoad, int, memoryview], bool],
+        ended: Loaded,
+    ) -> None:  # fmt: skip
+        self.address, self.keys, self.identity, self.size = address, keys, identity, size
+        self.bring, self.ended = bring, ended
+        self._loads: queue.SimpleQueue[KVLoad | None] = queue.SimpleQueue()
+        self._decode = msgspec.msgpack.Decoder(Part).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._end: End | None = None
+        self._paused = 0.0
+        threading.Thread(target=self._run, name="planaria-kv-peer", daemon=True).start()
+
+    def fetch(self, load: KVLoad) -> None:
+        self._loads.put(load)
+
+    def close(self) -> None:
+        self._loads.put(None)
+
+    # -- its thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                load = self._loads.get(timeout=IDLE)
+            except queue.Empty:
+                self._hang_up()
+                continue
+            if load is None:
+                self._hang_up()
+                return
+            began, count, why = time.monotonic(), 0, "silent"
+            try:
+                if began >= self._paused:
+                    count, why = self._fetch(load)
+            except Exception:  # whatever it is: the rest is computed
+                logger.exception("KV blocks from %s", self.address)
+                why = "error"
+            if why in ("silent", "error"):
+                self._hang_up()  # whatever it says later is not heard
+                self._paused = max(self._paused, began + PAUSE)
+            self.ended(load, count, why, time.monotonic() - began)
+
+    def _hang_up(self) -> None:
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+    def _connected(self) -> End:
+        if self._end is None:
+            self._end = End(zmq.DEALER, self.size // 2 + (1 << 12), HEARTBEAT)
+            self._end.socket.set(zmq.LINGER, 100)
+            self._end.socket.set(zmq.IPV6, int("[" in self.address))
+            introduce(self._end.socket, self.keys.driver.public, self.keys.ranks[0])
+            self._end.socket.connect(self.address)
+        return self._end
+
+    def _fetch(self, load: KVLoad) -> tuple[int, str]:
+        """Blocks from the first on that have come, and why no more have."""
+        assert isinstance(load.lease, KVOffer)
+        end, lease, keys = self._connected(), load.lease.id, load.keys
+        got = asked = 0
+        heard = time.monotonic()
+        why = ""
+        while got < len(keys) and not why:
+            while asked < len(keys) and asked - got <= (MOST_ASKS - 2) * MOST_KEYS:
+                part = keys[asked : asked + MOST_KEYS]
+                self._send(end, Ask(load.number, asked, lease, self.identity, part))
+                asked += len(part)
+            frames = end.frames()
+            if frames is not None:
+                found = self._part(frames, load, got)
+                if found is not None:
+                    why, heard = found, time.monotonic()
+                    got += not found
+            elif time.monotonic() - heard >= SILENCE:
+                return got, "silent"
+            elif not self.bring(load, -1, memoryview(b"")):
+                why = "dropped" if got else "silent"  # whoever waited for it had less patience
+            else:
+                end.wait(LOOK)
+        if why != "silent":
+            self._send(end, Done(lease))
+        return got, why
+
+    def _send(self, end: End, message: Ask | Done) -> None:
+        """Never waits: what is not taken isn't answered."""
+        end.socket.send(self._encode(message), zmq.NOBLOCK)
+
+    def _part(self, frames: list[zmq.Frame], load: KVLoad, index: int) -> str | None:
+        """The next block of a load: "" where it is there now, else why it isn't. None: it is something else, late,
+        doubled, or out of order."""
+        try:
+            part = self._decode(frames[0].buffer)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            return "damaged"
+        if (part.number, part.index) != (load.number, index):
+            return None
+        if part.why:
+            return part.why[:32]
+        payload = frames[1].buffer if len(frames) == 2 else memoryview(b"")
+        if len(payload) != self.size or not is_whole(part.head, self.identity, load.keys[index], payload):
+            return "damaged"
+        return "" if self.bring(load, index, payload) else "dropped"
+
+
+class KVPeers:
+    """Of one rank in one epoch. place: its number among all ranks of the server's engines, rank: among those of its
+    engine; blocks: of its caches; size: bytes of one; loaded: hears which blocks came; news: see StoreThreads."""
+
+    def __init__(
+        self, config: TransferConfig, secret: bytes, place: int, rank: int, identity: bytes, blocks: Blocks, size: int,
+        loaded: Callable[[list[int]], None] | None, news: threading.Condition,
+    ) -> None:  # fmt: skip
+        self.rank, self.blocks, self.size = rank, blocks, size
+        self.loaded = loaded or (lambda blocks: None)
+        self._keys, self._identity = Keys.derive(secret, 1, PURPOSE), identity
+        self._news = self._lock = news  # of all below, and of every write into a block
+        self._open: set[int] = set()
+        self._peers: OrderedDict[str, Peer] = OrderedDict()
+        self._loaded: list[tuple[int, int, float]] = []
+        self._failed: dict[int, str] = {}
+        self._errors: Counter[str] = Counter()
+        self._blocks_loaded = 0
+        self._said: StoreNews | None = None
+        self.server: OfferServer | None = None
+        self.why = ""
+        if config.serves:
+            offered = Offered(identity, config.buffer, config.lease)
+            try:
+                self.server = OfferServer(offered, self._keys, config.host, config.port + place)
+            except zmq.ZMQError as e:
+                self.why = f"rank {rank} can't listen on {config.host} port {config.port + place}: {e.strerror}"
+                logger.warning("nothing is offered to other servers: %s", self.why)
+
+    def begin(self, work: KVWork) -> None:
+        with self._lock:
+            self._open.difference_update(work.dropped)
+            self._open.update(load.number for load in work.loads if isinstance(load.lease, KVOffer) and load.lease.host)
+        for load in work.loads:
+            if isinstance(load.lease, KVOffer) and load.lease.host:
+                self._peer(load.lease).fetch(load)
+        if self.server is not None:
+            for lease, key, block in work.offers:
+                self.server.take(lease, key, partial(copy_out, self.blocks, block, self.size))
+
+    def _peer(self, offer: KVOffer) -> Peer:
+        address = f"tcp://{bracketed(offer.host)}:{offer.port + self.rank}"
+        peer = self._peers.pop(address, None)
+        if peer is None:
+            peer = Peer(address, self._keys, self._identity, self.size, self._bring, self._ended)
+            while len(self._peers) >= OPEN:
+                self._peers.popitem(last=False)[1].close()
+        self._peers[address] = peer
+        return peer
+
+    def _bring(self, load: KVLoad, index: int, payload: memoryview) -> bool:
+        with self._lock:
+            if load.number not in self._open:
+                return False
+            if index >= 0:
+                copy_in(self.blocks, load.blocks[index], payload)
+                self.loaded([load.blocks[index]])
+                self._blocks_loaded += 1
+            return True
+
+    def _ended(self, load: KVLoad, count: int, why: str, seconds: float) -> None:
+        with self._news:
+            if load.number in self._open:
+                self._open.discard(load.number)
+                self._loaded.append((load.number, count, seconds))
+                if why:
+                    self._failed[load.number] = why
+                    self._errors[why] += 1
+                self._news.notify()
+
+    def finished(self, *, waits: bool) -> KVNews | None:
+        with self._news:
+            if waits and not self._loaded:
+                self._news.wait(WAIT)
+            figures = self._figures(told=False)
+            if not self._loaded and figures == self._said:
+                return None
+            figures = self._figures(told=True)
+            self._said = msgspec.structs.replace(figures, saved=0, loaded=0, errors={})
+            news = KVNews(tuple(self._loaded), stores={"tcp": figures}, failed=self._failed)
+            self._loaded, self._failed, self._blocks_loaded = [], {}, 0
+            self._errors.clear()
+            return news
+
+    def _figures(self, *, told: bool) -> StoreNews:
+        """Since it was last said."""
+        held, counts = 0, Counter(self._errors)
+        if self.server is not None:
+            held = len(self.server.offered)
+            counts += self.server.counts(told=told)
+        return StoreNews(held, counts.pop("saved", 0), self._blocks_loaded, dict(counts), self.why)
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+        for peer in self._peers.values():
+            peer.close()
+        if self.server is not None:
+            self.server.close()

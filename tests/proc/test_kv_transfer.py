@@ -1,0 +1,182 @@
+"""Two servers behind somebody else's proxy: one computes prompts, the other goes on with what it fetches from it.
+Whatever goes wrong on the way costs time, and no token."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.proc.proxy import NOBODY, Proxy
+from tests.proc.servers import Server, wait_until
+
+PROMPT = [(7 + 131 * i) % 100 for i in range(600)]
+BLOCKS = 37  # full ones of it that may be used again
+Ends = tuple[Server, Server, Proxy]
+
+
+def free_port() -> int:
+    """Of this many that follow one another."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def serve(model: Path, port: int, role: str, **more: Any) -> Server:
+    config = {"kv_connector": "tcp", "kv_role": role, "kv_port": port, "kv_connector_extra_config": more}
+    return Server(
+        str(model), "--served-model-name", "m", "--skip-tokenizer-init", "--dtype", "float32", "--threads", "1",
+        "--max-model-len", "1024", "--kv-cache-memory", "16MiB", "--kv-transfer-config", json.dumps(config),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ends(small: Path) -> Iterator[Ends]:
+    port = free_port()
+    with (
+        serve(small, port, "kv_producer", lease_seconds=3.0) as one,
+        serve(small, port + 50 if port < 65000 else port - 50, "kv_consumer") as other,
+        Proxy(one.url, other.url) as proxy,
+    ):
+        yield one, other, proxy
+
+
+def ask(url: str, prompt: list[int], **more: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
+    answer = httpx2.post(url + "/v1/completions", json=body | {"return_token_ids": True}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()  # type: ignore[no-any-return]
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    return answer["choices"][0]["token_ids"]  # type: ignore[no-any-return]
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]  # type: ignore[no-any-return]
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    lines = httpx2.get(server.url + "/metrics").text.splitlines()
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    found = (line for line in lines if line.startswith(f"planaria:kv_{name}") and all(each in line for each in wanted))
+    return sum(float(line.split()[-1]) for line in found)
+
+
+def held(server: Server) -> float:
+    """Blocks for other servers. Figures are told with steps, so one is made."""
+    ask(server.url, [1, 2, 3], max_tokens=1)
+    return metric(server, "tier_blocks", store="tcp")
+
+
+def mixed(seed: int) -> list[int]:
+    return [(seed + 17 * i + i // 7) % 97 for i in range(600)]
+
+
+def test_a_proxy_of_vllms_kind_drives_two_servers(ends: Ends) -> None:
+    one, _, proxy = ends
+    expected = ask(one.url, mixed(1), cache_salt="alone")
+    answer = ask(proxy.url, mixed(1))
+    assert tokens(answer) == tokens(expected) and cached(answer) == BLOCKS * 16
+    params = proxy.params[-1]
+    assert params["do_remote_prefill"] and params["remote_port"] and len(params["remote_block_ids"]) == BLOCKS
+    wait_until("nothing is held", lambda: held(one) == 0)
+    again = ask(proxy.url, mixed(2), stream=False, n=2, logprobs=1)
+    assert tokens(again) == tokens(ask(one.url, mixed(2), cache_salt="alone", logprobs=1))
+    assert "kv_transfer_params" not in again and len(again["choices"]) == 2
+
+
+def test_a_stream_and_a_salt(ends: Ends) -> None:
+    one, _, proxy = ends
+    expected = tokens(ask(one.url, mixed(3), cache_salt="alone"))
+    found: list[int] = []
+    body = {"model": "m", "prompt": mixed(3), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
+    more = {"cache_salt": "mine", "return_token_ids": True, "stream_options": {"include_usage": True}}
+    with httpx2.stream("POST", proxy.url + "/v1/completions", json=body | more, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                found += event["choices"][0]["token_ids"] if event["choices"] else []
+                usage = event["usage"] or {}
+    assert found == expected and usage["prompt_tokens_details"]["cached_tokens"] == BLOCKS * 16
+
+
+def test_a_salt_that_is_anothers_finds_nothing(ends: Ends) -> None:
+    """The lease is right, the blocks are there: but who asks has other keys."""
+    one, other, _ = ends
+    params = ask(one.url, mixed(4), cache_salt="mine", max_tokens=1, kv_transfer_params=NOBODY)["kv_transfer_params"]
+    for prompt, salt in ((mixed(4), "yours"), (mixed(5), "mine")):
+        answer = ask(other.url, prompt, cache_salt=salt, kv_transfer_params=params)
+        assert cached(answer) == 0
+        assert tokens(answer) == tokens(ask(one.url, prompt, cache_salt="alone"))
+
+
+@pytest.mark.parametrize("what", ["remote_host", "remote_port", "remote_signature", "remote_request_id"])
+def test_nobody_is_contacted_who_has_not_signed(ends: Ends, what: str) -> None:
+    one, _, proxy = ends
+    with socket.create_server(("127.0.0.1", 0)) as victim:
+        victim.settimeout(0.5)
+        port = victim.getsockname()[1]
+        changed = {
+            "remote_host": "localhost", "remote_port": port, "remote_signature": "0" * 64, "remote_request_id": "x",
+        }  # fmt: skip
+        proxy.between = lambda params: params | {"remote_port": port, what: changed[what]}
+        answer = ask(proxy.url, mixed(10), cache_salt=what)
+        assert tokens(answer) == tokens(ask(one.url, mixed(10), cache_salt="alone")) and cached(answer) == 0
+        with pytest.raises(TimeoutError):
+            victim.accept()
+    proxy.between = lambda params: params
+
+
+def test_a_lease_that_is_over_gives_nothing(ends: Ends) -> None:
+    one, other, _ = ends
+    params = ask(one.url, mixed(20), max_tokens=1, kv_transfer_params=NOBODY)["kv_transfer_params"]
+    wait_until("it is offered", lambda: held(one) >= BLOCKS)
+    wait_until("it is over", lambda: held(one) == 0)
+    answer = ask(other.url, mixed(20), kv_transfer_params=params)
+    assert cached(answer) == 0 and tokens(answer) == tokens(ask(one.url, mixed(20), cache_salt="alone"))
+    assert metric(other, "tier_errors_total", kind="gone") > 0
+
+
+@pytest.mark.parametrize(
+    ("params", "to", "why"),
+    [
+        ({"do_remote_decode": True}, 1, "kv_producer"), ({"do_remote_prefill": True}, 0, "kv_consumer"),
+        ({"do_remote_decode": True, "do_remote_prefill": True}, 0, "exclude each other"),
+        ({"remote_block_ids": "all"}, 1, "remote_block_ids"), ({"remote_port": 70000}, 1, "remote_port"),
+        ({"remote_host": "h" * 100}, 1, "remote_host"), ("none", 0, "kv_transfer_params"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_is_refused(ends: Ends, params: Any, to: int, why: str) -> None:
+    body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": params}
+    answer = httpx2.post(ends[to].url + "/v1/completions", json=body, timeout=60)  # type: ignore[union-attr]
+    assert answer.status_code == 400 and why in answer.text, answer.text
+
+
+def test_a_producer_that_is_stopped_or_dead_costs_the_time_to_compute(ends: Ends) -> None:
+    """The last one here: it ends one of them."""
+    one, other, _ = ends
+    prompts = {name: mixed(30 + i) for i, name in enumerate(("stopped", "again", "dead"))}
+    expected = {name: tokens(ask(other.url, prompt, cache_salt="alone")) for name, prompt in prompts.items()}
+    params = {
+        name: ask(one.url, prompt, max_tokens=1, kv_transfer_params=NOBODY)["kv_transfer_params"]
+        for name, prompt in prompts.items()
+    }
+    ranks = [*one.engine_pids(), *one.rank_pids()]
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    for name in ("stopped", "again"):
+        answer = ask(other.url, prompts[name], kv_transfer_params=params[name])
+        assert tokens(answer) == expected[name] and cached(answer) == 0
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+    answer = ask(other.url, prompts["dead"], kv_transfer_params=params["dead"])
+    assert tokens(answer) == expected["dead"] and cached(answer) == 0
+    assert metric(other, "tier_given_up_total") == 1  # then it is let be
