@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from planaria.config.options import EngineConfig, PoolingConfig
-from planaria.errors import EngineDead
+from planaria.errors import RequestError
 from planaria.prompts import Prompt, content_of, salt_of
 from planaria.server import vectors
 from planaria.server.stream import Choices, Stream
@@ -165,5 +165,5 @@ def _answered(llm: VectorEngine, asked: list[tuple[list[int], str]], use_tqdm: B
     streams = [choices.sequences[0] for _, choices, _ in opened]
     for stream in streams:
         if stream.pooled is None:
-            raise EngineDead(stream.error or "the engine gave no vector")
+            raise RequestError(stream.error or "the engine gave no vector", code="engine_error", status=500)
     return streams

@@ -250,7 +250,8 @@ def _vector_routes(add: Callable[..., None], errors: tuple[int, ...]) -> None:
         ),
     ):  # fmt: skip
         for path in paths:
-            add(path, endpoint, answer, body, errors=errors, documented=path == paths[0])
+            once = (422,) if path.startswith("/v1/") else ()
+            add(path, endpoint, answer, body, errors=(*errors, *once), documented=path == paths[0])
 
 
 _MODELS: tuple[type[BaseModel], ...] = (

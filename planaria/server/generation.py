@@ -127,6 +127,9 @@ class Generation:
                 aborted = piece.finish is FinishReason.ABORT
                 self.fail(piece.error, 503 if aborted else 500, "aborted" if aborted else "engine_error")
                 return
+            if sequence.submit.params.pooling and sequence.pooled is None:
+                self.fail("the engine gave no vector", 500, "engine_error")
+                return
         if self.writing:
             self._hold(piece)
         elif self.streaming:

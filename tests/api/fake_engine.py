@@ -87,6 +87,7 @@ class FakeEngine:
         self.submitted: list[Submit] = []
         self.cancelled: list[str] = []
         self.seen: set[tuple[int, ...]] = set()
+        self.knows_vectors = True
         self.fail_with: str | None = None  # error of every sequence's next delta
         self.gate = asyncio.Event()
         self.gate.set()
@@ -255,7 +256,7 @@ class FakeEngine:
         m = r.message
         if self.fail_with is not None:
             return Delta(m.id, len(r.output), [], FinishReason.ERROR, error=self.fail_with)
-        if m.params.pooling:
+        if m.params.pooling and self.knows_vectors:
             return Delta(m.id, 0, [], FinishReason.STOP, num_cached=r.cached, pooled=vector(m.prompt).tobytes())
         index = len(r.output)
         token = self.draw(m, index)

@@ -234,6 +234,9 @@ async def test_an_engine_s_failure_is_an_error_of_the_request(start, tokenizer):
         error = (await post(server, EMBED, {"input": ["a", "b"]}, 500))["error"]
         assert error["message"] == "the numbers are not finite" and error["code"] == "engine_error"
         assert len(engine.submitted) + len(engine.cancelled) >= 2
+        engine.fail_with, engine.knows_vectors = None, False
+        error = (await post(server, EMBED, {"input": ["a", "b"]}, 500))["error"]
+        assert error["message"] == "the engine gave no vector"
 
 
 async def test_what_is_counted(start, tokenizer):

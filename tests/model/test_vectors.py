@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from planaria import LLM, PoolingParams, SamplingParams
+from planaria.config.options import EngineOptions
+from planaria.config.resolve import resolve
 from planaria.errors import ConfigError, ModelError, RequestError
 from planaria.server.stream import Choices
 from planaria.server.vectors import pooling_submit
 from planaria.wire import Submit
 from tests.model.checkpoints import TINY, write_checkpoint, write_talker
+from tests.proc.experts import MODEL
 
 CLOSE = 0.9999  # cosine
 SMALL: dict[str, Any] = {
@@ -159,6 +163,38 @@ def test_too_little_memory_for_all_at_once(folder: Path, hidden: list[np.ndarray
         llm._run(opened, use_tqdm=False)
     raw = [np.frombuffer(choices.sequences[0].pooled or b"", np.float32) for _, choices, _ in opened[len(TEXTS) :]]
     check(raw, [h[-1] for h in hidden])
+
+
+@pytest.mark.parametrize("more", [{}, {"runner": "pooling"}], ids=["both", "alone"])
+def test_numbers_that_are_none_are_an_error_of_that_text(tmp_path: Path, more: dict[str, Any]) -> None:
+    folder = write_checkpoint(tmp_path, "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = np.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with LLM(str(folder), **SMALL, **more) as llm:
+        with pytest.raises(RequestError, match="not finite"):
+            llm.embed([[5, 6], [5, 7], [5, 8]], use_tqdm=False)
+        assert all(np.isfinite(o.outputs.embedding).all() for o in llm.embed([[5, 6], [5, 8]], use_tqdm=False))
+
+
+SPLIT = {"enable_dbo": True, "dbo_prefill_token_threshold": 4, "dbo_decode_token_threshold": 1}
+
+
+@pytest.mark.parametrize("more", [{}, SPLIT], ids=["lanes", "micro-batches"])
+def test_lanes_that_share_experts(tmp_path: Path, more: dict[str, Any]) -> None:
+    folder = write_checkpoint(tmp_path, "qwen2_moe", **MODEL)
+    wanted = [h.mean(0) for h in states(folder)]
+    lanes = {**SMALL, "enable_expert_parallel": True, "data_parallel_size": 2, **more}
+    with LLM(str(folder), **lanes, runner="pooling", pooler_config={"pooling_type": "MEAN"}) as llm:
+        assert llm.facts.layout.startswith("dp=2")
+        check(embedded(llm), wanted)
+
+
+def test_lanes_do_either(tmp_path: Path) -> None:
+    """Steps that are computed together give one or the other."""
+    folder = write_checkpoint(tmp_path, "qwen2_moe", **MODEL)
+    config = resolve(EngineOptions(model=str(folder), **SMALL, enable_expert_parallel=True, data_parallel_size=2))
+    assert config.pooling.tasks == ("generate",)
 
 
 # -- folders as sentence-transformers writes them

@@ -85,6 +85,11 @@ LINES = (
         "llm.get_metrics()", "The same names, of one engine; times are the server's.",
         "{m.name for m in found} >= {'vllm:num_requests_running', 'vllm:kv_cache_usage_perc'}",
     ),
+    Line(
+        "llm.embed(['a', 'b'], pooling_params=PoolingParams(normalize=True))",
+        "The same, also of a model that generates; so are `encode`, `score`, `classify` ([embeddings](embeddings.md)).",
+        "[len(o.outputs.embedding) for o in found] == [576, 576]",
+    ),
     Line("llm.reset_prefix_cache()", "The same.", "found is True"),
     Line(
         "llm.collective_rpc(lambda worker: worker.rank)",
