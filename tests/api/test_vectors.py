@@ -71,7 +71,7 @@ async def test_a_server_that_generates_embeds_too(start, tokenizer):
         client = server.client()
         ids = tokenizer.encode("x")
         written, embedded = await asyncio.gather(
-            client.completions.create(model="smollm2", prompt="x", max_tokens=3),
+            client.completions.create(model="smollm2", prompt="x", max_tokens=3, extra_body={"ignore_eos": True}),
             client.embeddings.create(model="smollm2", input="x", dimensions=3, encoding_format="float"),
         )
         assert written.usage.completion_tokens == 3 and np.allclose(embedded.data[0].embedding, unit(ids, 3))
