@@ -51,14 +51,16 @@ class Rule:
 
 
 class RowState:
-    """at: where the row's grammar is, after all its tokens; None: it has none. late: it can't draw."""
+    """at: where the row's grammar is, after all its tokens; None: it has none. late: it can't draw. summed: of the
+    positions that were computed for it."""
 
-    __slots__ = ("at", "blocks", "cursor", "fresh", "late", "tokens")
+    __slots__ = ("at", "blocks", "cursor", "fresh", "late", "summed", "tokens")
 
     def __init__(self, fresh: Fresh) -> None:
         self.fresh = fresh
         self.at: int | None = None
         self.late = False
+        self.summed = 0
         self.tokens = list(fresh.tokens)
         self.blocks: list[int] = []
         self.cursor = 0  # position after the last planned token
@@ -102,7 +104,7 @@ class RowBooks:
                 work[row] = Work(row, state.cursor, 1, True, drafts)
                 state.cursor += 1
         for change in plan:
-            if change.sample:
+            if change.sample and not self.rows[change.row].fresh.params.pooling:
                 self.auto[change.row] = turn
         return [work[row] for row in sorted(work)]
 
@@ -135,6 +137,15 @@ def hash_tokens(
     return out
 
 
+def hash_vector(prompt: list[int], pooling: str) -> bytes:
+    """What HashWorker gives for a prompt in place of tokens: by its last position, or by all."""
+    h = summed = 0
+    for token in prompt:
+        h = mix(h, token)
+        summed += h
+    return (h if pooling == "last" else summed).to_bytes(16, "little")
+
+
 class HashWorker:
     """`num_blocks` of `block_size` cells; a cell is None until it is computed."""
 
@@ -146,11 +157,17 @@ class HashWorker:
     def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
         rows, tokens, late = [], [], []
         more: dict[int, list[int]] = {}
+        pooled: dict[int, bytes] = {}
         for work in self.books.apply(step, plan, freed, turn):
             state = self.books.rows[work.row]
             for position in range(work.start, work.start + work.size):
                 self._compute(work.row, state, position, state.tokens[position])
-            if work.sample:
+            if pooling := state.fresh.params.pooling:
+                cells = [self._cell(state.blocks, work.start + i) or 0 for i in range(work.size)]
+                state.summed += sum(cells)
+                if work.sample:
+                    pooled[work.row] = (cells[-1] if pooling == "last" else state.summed).to_bytes(16, "little")
+            elif work.sample:
                 self.enter(state)
                 if state.late:
                     state.tokens.append(0)
@@ -165,7 +182,7 @@ class HashWorker:
                 tokens.append(drawn[0])
                 if len(drawn) > 1:
                     more[work.row] = drawn[1:]
-        return LaneResult(rows, tokens, more=more, late=tuple(late))
+        return LaneResult(rows, tokens, more=more, late=tuple(late), pooled=pooled)
 
     def _draw_all(self, work: Work, state: RowState) -> list[int]:
         """The token after the last one, and those after it as far as they are guessed; all guesses are computed."""

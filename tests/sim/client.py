@@ -58,6 +58,7 @@ class Client:
             self.world.note("{} ends: {} {}", id, delta.finish, delta.error or "")
             if delta.finish not in (FinishReason.ABORT, FinishReason.ERROR):
                 require(answer.tokens == asked.tokens, "tokens", f"{id} ends early")
+                require(delta.pooled == asked.vector, "vector", f"{id}: {delta.pooled!r}, not {asked.vector!r}")
                 require(asked.poison is None, "poison", f"{id} can't have been computed")
         return answer
 

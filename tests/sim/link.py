@@ -35,7 +35,7 @@ class SimLink:
         self.heard: deque[tuple[int, int, Reply] | LinkError] = deque()
         self._waiting: list[list[tuple[int, Command]]] = [[] for _ in places]
         self._free = [[0.0, 0.0] for _ in places]  # rank -> when its channels (to, from) are free
-        self._results: dict[tuple[int, int], dict[int, list[int]]] = {}
+        self._results: dict[tuple[int, int], dict[int, list[int] | bytes]] = {}
         self._haunted = False  # by what was said in other epochs
         self._gaps: dict[int, tuple[int, int]] = {}  # rank whose channel lost something -> its last pulse
 

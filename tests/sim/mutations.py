@@ -17,6 +17,7 @@ from planaria.core.engine import EngineCore
 from planaria.core.kv_cache import BlockPool
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
+from planaria.core.sequence import SequenceState
 from planaria.executor.health import Health
 from planaria.executor.recovery import Reformations
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
@@ -228,6 +229,21 @@ def drop_a_reply() -> Iterator[None]:
 
 
 @contextmanager
+def sum_from_the_middle() -> Iterator[None]:
+    """A text of whose positions all are wanted begins with what is in KV."""
+    with patch.object(SequenceState, "__init__", _reads_nothing):
+        yield
+
+
+_begin = SequenceState.__init__
+
+
+def _reads_nothing(self: SequenceState, *args: Any) -> None:
+    _begin(self, *args)
+    self.reads = False
+
+
+@contextmanager
 def collect_in_the_midst_of_a_commit() -> Iterator[None]:
     """As it once was: a row whose last token is in this commit is forgotten when another ends first."""
     leave = Lane.leave
@@ -293,6 +309,7 @@ MUTATIONS = [
     Mutation("keep a wrong guess", nothing, WRONG_TOKENS, Credulous),
     Mutation("guess beyond the blocks", nothing, WRONG_TOKENS | {"crash"}, Sprawling),
     Mutation("forget what was drafted", forget_what_was_drafted, WRONG_TOKENS | {"ends"}),
+    Mutation("sum from the middle", sum_from_the_middle, frozenset({"vector"})),
     Mutation("drop a reply", drop_a_reply, frozenset({"verdict", "ends"})),
     Mutation("collect in the midst of a commit", collect_in_the_midst_of_a_commit, STUCK, soon=1400),
     Mutation("deaf health", deaf_health, frozenset({"detect"})),

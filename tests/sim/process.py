@@ -459,5 +459,7 @@ class SimWorker(HashWorker):
         return super().draft(state, position, most if at is None else max(0, min(most, at - position)))
 
 
-def tokens_of(result: LaneResult) -> dict[int, list[int]]:
-    return {row: [token, *result.more.get(row, ())] for row, token in zip(result.rows, result.tokens, strict=True)}
+def tokens_of(result: LaneResult) -> dict[int, list[int] | bytes]:
+    """Or vectors."""
+    drawn = zip(result.rows, result.tokens, strict=True)
+    return {row: [token, *result.more.get(row, ())] for row, token in drawn} | result.pooled

@@ -23,7 +23,7 @@ from planaria.config.options import (
 from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
 from planaria.types import SamplingParams
 from planaria.wire import Cancel, Report, ResizeEngine, Shutdown, Submit, ToEngine
-from tests.reference_worker import hash_tokens
+from tests.reference_worker import hash_tokens, hash_vector
 from tests.sim.lanes import Pause
 
 VOCAB = 40
@@ -51,12 +51,13 @@ MODEL = ModelConfig(
 
 @dataclass
 class Asked:
-    """A request, and what is true of it: `tokens` are what it gets in full, `poison` the position that can't be
-    computed without killing (or failing) its rank."""
+    """A request, and what is true of it: `tokens` are what it gets in full, or a `vector` in their place; `poison` the
+    position that can't be computed without killing (or failing) its rank."""
 
     submit: Submit
     tokens: list[int]
     poison: int | None = None
+    vector: bytes | None = None
 
 
 @dataclass
@@ -102,7 +103,23 @@ def draw(seed: int, *, keyed: bool = True) -> Scenario:
     )  # fmt: skip
     if chance.random() < 0.15:
         scenario.poisons = draw_poisons(chance, asked)
-    return with_tier(scenario)
+    return with_vectors(with_tier(scenario))
+
+
+def with_vectors(scenario: Scenario) -> Scenario:
+    """In some, most requests end with a vector."""
+    if scenario.seed % 7 != 3:
+        return scenario
+    chance = random.Random(f"vectors of {scenario.seed}")
+    for i, (when, message) in enumerate(scenario.messages):
+        if not isinstance(message, Submit) or scenario.asked[message.id].poison is not None or chance.random() < 0.3:
+            continue
+        asked, pooling = scenario.asked[message.id], chance.choice(["last", "mean"])
+        params = SamplingParams(max_tokens=1, pooling=pooling)
+        asked.submit = msgspec.structs.replace(message, params=params, max_tokens=1, output=[])
+        asked.tokens, asked.vector = [], hash_vector(message.prompt, pooling)
+        scenario.messages[i] = when, asked.submit
+    return scenario
 
 
 def with_tier(scenario: Scenario) -> Scenario:
