@@ -90,6 +90,7 @@ def test_vectors_are_those_of_transformers(
         check(again, [KINDS[kind](h) for h in hidden])
         assert max(abs(np.linalg.norm(vector) - 1) for vector in again) > 0.1
         cached = [output.num_cached_tokens for output in llm.embed(TEXTS, use_tqdm=False)]
+        assert llm.stats.epoch == 0
         assert (max(cached) > 0) == (kind == "LAST" and options.get("enable_prefix_caching", True))
 
 
@@ -134,6 +135,7 @@ def test_texts_are_embedded_while_others_are_written(folder: Path, hidden: list[
         opened = [llm._stream(text[:8], params) for text in TEXTS]
         opened += [asked(llm, text) for text in TEXTS]
         llm._run(opened, use_tqdm=False)
+        assert llm.stats.epoch == 0  # no step failed, to be tried again
     written, vectors = opened[: len(TEXTS)], opened[len(TEXTS) :]
     assert [choices.sequences[0].tokens for _, choices, _ in written] == [o.outputs[0].token_ids for o in alone]
     raw = [np.frombuffer(choices.sequences[0].pooled or b"", np.float32) for _, choices, _ in vectors]
@@ -147,9 +149,13 @@ def asked(llm: LLM, text: list[int]) -> tuple[str, Choices, list[Submit]]:
     return id, Choices(text, [submit], None), [submit]
 
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
+
+
 def test_drafts_don_t_change_them(folder: Path, hidden: list[np.ndarray]) -> None:
-    with LLM(str(folder), **SMALL, speculative_config={"method": "ngram", "num_speculative_tokens": 4}) as llm:
+    with LLM(str(folder), **SMALL, speculative_config=DRAFTS, async_scheduling=True) as llm:
         check(embedded(llm), [h[-1] for h in hidden])
+        assert llm.stats.epoch == 0
         assert llm.generate(TEXTS[1], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].text == ""
 
 
@@ -161,6 +167,7 @@ def test_too_little_memory_for_all_at_once(folder: Path, hidden: list[np.ndarray
         ]
         opened += [asked(llm, text) for text in TEXTS]
         llm._run(opened, use_tqdm=False)
+        assert llm.stats.epoch == 0  # no step failed, to be tried again
     raw = [np.frombuffer(choices.sequences[0].pooled or b"", np.float32) for _, choices, _ in opened[len(TEXTS) :]]
     check(raw, [h[-1] for h in hidden])
 
