@@ -2,8 +2,8 @@
 of all processes, or from the node's memory after others took its place, against computing it and from the cache; and
 how soon responses that run in the background go on.
 
-    python -m benchmarks.kv_tier [--model smollm2] [--cases prefix,offload,background] [--tokens 4096] [--rounds 3]
-        [--folder DIR] [--cold]
+    python -m benchmarks.kv_tier [--model smollm2] [--cases prefix,offload,servers,background] [--tokens 4096]
+        [--rounds 3] [--folder DIR] [--cold]
 
 prefix: each round has a prompt of its own. A server with an empty folder computes the prompt, gives it from memory when
 it is asked again, and is ended with SIGKILL, all its processes with it, when /metrics says that its blocks are on disk.
@@ -12,6 +12,9 @@ cache holds of the folder stays there, as after any restart of a process; `--col
 
 offload: a server whose cache has room for one such prompt and `--kv-offloading-size` computes one, then another of that
 length, then is asked for the first again, and once more.
+
+servers: one computes a prompt of 1,024 tokens for another, which fetches its KV over TCP (`--kv-transfer-config`). The
+hand-over is what its first token takes longer than when it is asked once more.
 
 background: a server with a journal has four responses of about 1,024 tokens in the background. When each has 32 tokens
 more, everything gets SIGKILL. The time is from the next start of a process until each response has another token than
@@ -38,6 +41,7 @@ from benchmarks.deployment import Server, patient_client
 OUT = Path(__file__).resolve().parent / "out"
 VOCAB, SHORT, TOKENS = 40_000, 64, 4
 GOAL, OFFLOAD_GOAL = 8.0, 20.0
+HANDED, HAND_OVER_GOAL = 1024, 0.15
 STREAMS, GO_ON = 4, 3.0
 WORDS = ("house", "river", "green", "stone", "seven", "light", "under", "bread", "cloud", "table", "north", "music")
 
@@ -120,6 +124,42 @@ def offloaded(model: str, tokens: int, number: int) -> dict[str, float]:
     return {"computed": computed, "host": host, "memory": memory}
 
 
+def handed_over(model: str, number: int) -> dict[str, float]:
+    def server(role: str, port: int) -> Server:
+        said = {"kv_connector": "tcp", "kv_role": role, "kv_port": port}
+        arguments = ["--kv-transfer-config", json.dumps(said), "--max-model-len", "2048", "--max-num-seqs", "4"]
+        return Server(model, *arguments, "--threads", "1", "--log-level", "warning")
+
+    def ask(server: Server, ids: list[int], **more: Any) -> tuple[float, dict[str, Any]]:
+        began = time.perf_counter()
+        answer = server.http.post(server.url + "/v1/completions", json=server.body(ids, 1) | {"stream": False} | more)
+        return time.perf_counter() - began, answer.raise_for_status().json()
+
+    ids, params = prompt(number, HANDED), {"do_remote_decode": True}
+    with server("kv_producer", 24579) as one, server("kv_consumer", 24679) as other:
+        for each in (one, other):
+            ask(each, prompt(-1, SHORT))
+        prefill, answer = ask(one, ids, kv_transfer_params=params)
+        first, found = ask(other, ids, kv_transfer_params=answer["kv_transfer_params"])
+        again, _ = ask(other, ids)
+    if found["usage"]["prompt_tokens_details"]["cached_tokens"] < HANDED - 16:
+        raise RuntimeError(f"not all has come: {found['usage']}")
+    return {"prefill": prefill, "hand-over": first - again}
+
+
+def handed_over_table(rounds: list[dict[str, float]]) -> report.Table:
+    def told(name: str) -> str:
+        found = [each[name] for each in rounds]
+        return f"{statistics.median(found):.3f} ({min(found):.3f}-{max(found):.3f})"
+
+    part = statistics.median(each["hand-over"] / each["prefill"] for each in rounds)
+    return report.Table(
+        f"A prompt of {HANDED} tokens goes from one server to another over TCP, seconds",
+        ["prefill", "hand-over", "of the prefill", "goal"],
+        [[told("prefill"), told("hand-over"), f"{part:.1%}", f"{HAND_OVER_GOAL:.0%}"]],
+    )
+
+
 def waited(what: str, done: Callable[[], bool]) -> None:
     end = time.monotonic() + 120
     while not done():
@@ -189,7 +229,7 @@ def table(rounds: list[dict[str, float]], tokens: int, whence: str, said: str, g
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--cases", default="prefix,offload,background")
+    parser.add_argument("--cases", default="prefix,offload,servers,background")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="on the disk that is meant; default: a temporary one")
@@ -207,6 +247,9 @@ def main() -> None:
     if "offload" in cases:
         result["offload"] = rounds = [offloaded(options.model, options.tokens, n) for n in range(options.rounds)]
         tables.append(table(rounds, options.tokens, "host", "is in memory of the node", OFFLOAD_GOAL))
+    if "servers" in cases:
+        result["servers"] = rounds = [handed_over(options.model, n) for n in range(options.rounds)]
+        tables.append(handed_over_table(rounds))
     if "background" in cases:
         with_tier, without = [], []
         for number in range(options.rounds):

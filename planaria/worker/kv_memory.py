@@ -57,11 +57,11 @@ class MemoryStore:
             if magic == MAGIC and size == self.size and key not in self._slots:
                 self._slots[key] = slot, self._uses.stamp()
 
-    def changed(self) -> bool:
+    def news(self) -> tuple[set[bytes], set[bytes]]:
         """Nobody else has it."""
-        return False
+        return set(), set()
 
-    def keys(self, *, gently: bool = False) -> bytes:
+    def keys(self) -> bytes:
         """Of all blocks, one behind the other."""
         with self._lock:
             return b"".join(self._slots)

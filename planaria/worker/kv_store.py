@@ -32,6 +32,7 @@ PART = 32  # of the bound: written between two looks at what there is
 USED = 60.0  # seconds within which a use is not noted again
 BURST = 10**9  # nanoseconds
 ABANDONED = 600.0  # seconds after which a file that was never published goes
+TICK = 10**8  # nanoseconds
 BREATH = 0.001  # seconds after each folder, so that a look at many files keeps no step waiting
 
 HexNames = frozenset("0123456789abcdef")
@@ -84,31 +85,37 @@ class BlockStore:
         self._since = most  # bytes written since the folder was looked at; at once, the first time
         self._count = 0
         self._uses = Uses()
-        self._seen: list[tuple[str, int]] = []  # folders and when they were last changed
+        self._seen: dict[str, int] = {}  # folders and when they were last changed
+        self._names: dict[str, set[bytes]] = {}  # keys in them
 
-    def changed(self) -> bool:
-        """Have files come or gone since `keys`?"""
-        return self._look() != self._seen
+    def keys(self) -> bytes:
+        """Of all files there are, one behind the other; what is in them is not looked at."""
+        self._seen.clear()
+        self._names.clear()
+        self.news(gently=False)
+        return b"".join(key for names in self._names.values() for key in names)[: MAX_FILES * KEY]
 
-    def _look(self) -> list[tuple[str, int]]:
-        found = []
+    def news(self, *, gently: bool = True) -> tuple[set[bytes], set[bytes]]:
+        """Keys of files that have come and gone since the last look. gently: beside steps. Only folders that changed
+        are read."""
+        came, went = set[bytes](), set[bytes]()
+        there = {}
         for folder in self._folders(self.own):
             with contextlib.suppress(OSError):
-                found.append((folder, os.stat(folder).st_mtime_ns))
-        return sorted(found)
-
-    def keys(self, *, gently: bool = False) -> bytes:
-        """Of all files there are, one behind the other; what is in them is not looked at. gently: beside steps."""
-        found = []
-        self._seen = self._look()
-        for folder, _ in self._seen:
+                there[folder] = os.stat(folder).st_mtime_ns
+        for folder in self._names.keys() - there.keys():
+            went |= self._names.pop(folder)
+        for folder, changed in there.items():
+            if self._seen.get(folder) == changed:
+                continue
             if gently:
                 time.sleep(BREATH)
-            for entry in _entries(folder):
-                name = entry.name
-                if len(name) == 2 * KEY and HexNames.issuperset(name):
-                    found.append(bytes.fromhex(name))
-        return b"".join(found[:MAX_FILES])
+            names = {bytes.fromhex(entry.name) for entry in _entries(folder) if _is_key(entry.name)}
+            before, self._names[folder] = self._names.get(folder, set()), names
+            came, went = came | names - before, went | before - names
+        # what changed just now may change again within the same tick of its clock
+        self._seen = {folder: changed for folder, changed in there.items() if time.time_ns() - changed > TICK}
+        return came, went
 
     def read(self, key: bytes, into: memoryview) -> None:
         """The payload of a block, into `size` bytes. Raises StoreError."""
@@ -207,7 +214,7 @@ class BlockStore:
                 for folder in self._folders(Path(entry.path)):
                     for file in _entries(folder):
                         with contextlib.suppress(OSError):
-                            if len(file.name) == 2 * KEY and HexNames.issuperset(file.name):
+                            if _is_key(file.name):
                                 found = file.stat(follow_symlinks=False)
                                 yield found.st_mtime, found.st_size, file.path
                     time.sleep(BREATH)
@@ -228,6 +235,10 @@ def _write(fd: int, head: bytes, payload: bytearray) -> None:
     view = memoryview(payload)
     while at < len(payload):  # a head is never cut: the file is new and a page long
         at += os.write(fd, view[at:])
+
+
+def _is_key(name: str) -> bool:
+    return len(name) == 2 * KEY and HexNames.issuperset(name)
 
 
 def _entries(folder: str | Path) -> list[os.DirEntry[str]]:

@@ -32,7 +32,9 @@ Blocks = Sequence[npt.NDArray[np.uint8]]  # of each cache: [blocks, bytes]
 RATE = 512 << 20  # bytes that are written to a disk in a second, at most
 STAGED = 128 << 20  # bytes that wait to be written
 WAIT = 0.02  # seconds that a rank with nothing to compute waits for news
-LOOK = 30.0  # seconds after which is looked for what others have written and removed
+LOOK = 1.0  # seconds after which is looked for what others have written and removed
+COMES = 0.5  # seconds that a block is waited for which another server is about to write
+RETRY = 0.01
 PAUSE = 10.0  # seconds in which nothing is written after the disk has refused
 LAST = 2.0  # seconds for what is still to be written at the end
 
@@ -42,11 +44,11 @@ class Store(Protocol):
 
     size: int
 
-    def changed(self) -> bool:
-        """Have others brought or removed any since `keys`?"""
+    def news(self) -> tuple[set[bytes], set[bytes]]:
+        """Keys that have come and gone since the last look."""
         ...
 
-    def keys(self, *, gently: bool = False) -> bytes:
+    def keys(self) -> bytes:
         """Of what there is, one behind the other."""
         ...
 
@@ -170,8 +172,9 @@ class StoreThreads:
             if load is None:
                 return
             began, count = self.clock(), 0
+            until = began + COMES if load.lease is not None else began
             for key, block in zip(load.keys, load.blocks, strict=True):
-                if load.number not in self._open or not self._bring(load.number, key, block, aside):
+                if not self._bring(load.number, key, block, aside, until):
                     break
                 count += 1
             with self._news:
@@ -183,21 +186,24 @@ class StoreThreads:
 
     def look(self) -> None:
         """What other processes have written and removed."""
-        if not self.store.changed():
-            return
-        there = split(self.store.keys(gently=True))
+        came, went = self.store.news()
         with self._lock:
-            self._stored += sorted(there - self._known)
-            self._gone += sorted(self._known - there)
-            self._known = there
+            self._stored += sorted(came - self._known)
+            self._gone += sorted(went & self._known)
+            self._known = self._known - went | came if came or went else self._known
 
-    def _bring(self, number: int, key: bytes, block: int, aside: bytearray) -> bool:
-        """Is it there, and whole?"""
-        try:
-            self.store.read(key, memoryview(aside))
-        except Exception as e:  # whatever it is: its tokens are computed
-            self._failed(e if isinstance(e, StoreError) else StoreError("read", repr(e)), key)
-            return False
+    def _bring(self, number: int, key: bytes, block: int, aside: bytearray, until: float) -> bool:
+        """Is it there, and whole? until: it may still come."""
+        while number in self._open:
+            try:
+                self.store.read(key, memoryview(aside))
+                break
+            except Exception as e:  # whatever it is: its tokens are computed
+                error = e if isinstance(e, StoreError) else StoreError("read", repr(e))
+                if error.kind != "gone" or self.clock() >= until:
+                    self._failed(error, key)
+                    return False
+                time.sleep(RETRY)
         with self._lock:
             if number not in self._open:
                 return False

@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from planaria.config.resolve import resolve
 from planaria.core.stats import StoreStats, TierStats
 from planaria.errors import ConfigError
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
+from planaria.types import KVOffer
 from planaria.worker import kv_store, kv_tier
 from planaria.worker.kv_memory import MemoryStore
 from planaria.worker.kv_store import HEAD, PART, BlockStore, StoreError
@@ -373,6 +375,35 @@ def test_what_another_server_has_written_is_seen(slow: tuple[StoreThreads, Slow]
     assert news_of(tier) == KVNews(gone=(KEYS[1],), stores={"disk": StoreNews(1)})
     tier.look()
     assert tier.finished() is None
+
+
+def test_only_folders_that_changed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, yours = store(tmp_path / "kv"), store(tmp_path / "kv")
+    for number in range(1, 9):
+        yours.write(KEYS[number], payload(number))
+    assert split(mine.keys()) == set(KEYS[1:9])
+    monkeypatch.setattr(kv_store, "TICK", -1)
+    assert mine.news() == (set(), set())
+    read: list[str] = []
+    found = kv_store._entries
+    monkeypatch.setattr(kv_store, "_entries", lambda folder: (read.append(str(folder)), found(folder))[1])
+    yours.write(KEYS[9], payload(9))
+    yours.remove(KEYS[3])
+    assert mine.news() == ({KEYS[9]}, {KEYS[3]})
+    assert sorted(folder[-2:] for folder in read[1:]) == ["03", "09"]
+    shutil.rmtree(tmp_path / "kv")
+    assert mine.news() == (set(), set(KEYS[1:10]) - {KEYS[3]}) and mine.keys() == b""
+
+
+def test_a_block_that_another_server_is_about_to_write_is_waited_for_a_moment(tmp_path: Path) -> None:
+    mine, yours = store(tmp_path / "kv"), store(tmp_path / "kv")
+    tier = StoreThreads("directory", mine, [np.zeros((8, SIZE), np.uint8)])
+    threading.Timer(0.1, yours.write, [KEYS[1], payload(1)]).start()
+    tier.begin(KVWork(loads=(KVLoad(1, (KEYS[1],), (5,), KVOffer("", (0,), "", 0)),)))
+    assert [load[:2] for load in news_of(tier).loaded] == [(1, 1)]
+    tier.begin(KVWork(loads=(KVLoad(2, (KEYS[2],), (6,), KVOffer("", (0,), "", 0)),)))
+    assert [load[:2] for load in news_of(tier).loaded] == [(2, 0)]
+    tier.close(last=True)
 
 
 def test_a_slow_disk_writes_into_no_block_of_another(slow: tuple[StoreThreads, Slow]) -> None:

@@ -29,8 +29,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def serve(model: Path, port: int, role: str, **more: Any) -> Server:
-    config = {"kv_connector": "tcp", "kv_role": role, "kv_port": port, "kv_connector_extra_config": more}
+def serve(model: Path, port: int, role: str, *, connector: str = "tcp", **more: Any) -> Server:
+    config = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": more}
+    config |= {"kv_port": port} if port else {}
     return Server(
         str(model), "--served-model-name", "m", "--skip-tokenizer-init", "--dtype", "float32", "--threads", "1",
         "--max-model-len", "1024", "--kv-cache-memory", "16MiB", "--kv-transfer-config", json.dumps(config),
@@ -180,3 +181,27 @@ def test_a_producer_that_is_stopped_or_dead_costs_the_time_to_compute(ends: Ends
     answer = ask(other.url, prompts["dead"], kv_transfer_params=params["dead"])
     assert tokens(answer) == expected["dead"] and cached(answer) == 0
     assert metric(other, "tier_given_up_total") == 1  # then it is let be
+
+
+def test_a_directory_is_a_common_store(small: Path, tmp_path: Path) -> None:
+    """What one server writes another finds, told by a proxy or not; and each goes on without the folder."""
+    folder = tmp_path / "kv"
+    both = [serve(small, 0, "kv_both", connector="directory", path=str(folder), size="1GiB") for _ in range(2)]
+    with both[0] as one, both[1] as other, Proxy(one.url, other.url) as proxy:
+        expected = [tokens(ask(one.url, mixed(40 + i), cache_salt="alone")) for i in range(3)]
+        answer = ask(proxy.url, mixed(40))
+        assert tokens(answer) == expected[0] and cached(answer) == BLOCKS * 16
+        assert proxy.params[-1]["remote_host"] is None
+        ask(one.url, mixed(41))  # long, so it is kept, though nobody says for whom
+        wait_until("it is written", lambda: metric(one, "tier_saved_blocks_total", store="directory") >= 5 * BLOCKS)
+        wait_until(
+            "it is seen", lambda: metric(other, "tier_blocks", store="directory") >= 5 * BLOCKS or held(other) < 0
+        )
+        answer = ask(other.url, mixed(41))
+        assert tokens(answer) == expected[1] and cached(answer) == BLOCKS * 16
+        folder.rename(tmp_path / "gone")
+        folder.write_text("no folder any more")
+        answer = ask(proxy.url, mixed(42))
+        assert tokens(answer) == expected[2] and cached(answer) == 0
+        health = lambda: httpx2.get(one.url + "/health").json()["engines"][0]["kv_tier"]["directory"]  # noqa: E731
+        wait_until("it is said", lambda: ask(one.url, [1, 2, 3]) and health().startswith("nothing can be written"))
