@@ -42,6 +42,7 @@ from planaria.wire import (
     Slept,
     Submit,
     ToEngine,
+    WeightsUpdated,
 )
 
 logger = logging.getLogger("planaria.engine")
@@ -180,6 +181,8 @@ class Port:
                 )
         elif isinstance(message, Slept):
             self.slept = message if message.level is not None else None
+        elif isinstance(message, WeightsUpdated) and self.facts is not None:
+            self.facts = msgspec.structs.replace(self.facts, weights_number=message.number)
         for client in self.clients:
             self._send(client, message)
 

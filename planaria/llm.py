@@ -27,7 +27,7 @@ from planaria.checkpoint.identity import weights_version
 from planaria.config.declared import picked
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.parallel import refuse_outer_launcher, refuse_several_engines
-from planaria.config.resolve import resolve
+from planaria.config.resolve import other_weights, resolve
 from planaria.config.vllm_words import ours
 from planaria.engine_thread import EngineThread, OnFailure, Waiting
 from planaria.errors import ConfigError, EngineDead, RequestError, UserError
@@ -72,11 +72,14 @@ from planaria.wire import (
     Slept,
     StartUpNews,
     Submit,
+    UpdateWeights,
+    WeightsUpdated,
 )
 
 logger = logging.getLogger("planaria")
 
 Message = dict[str, Any]
+Changed = Slept | WeightsUpdated
 OnProgress = Callable[[StartUpNews], None]
 
 
@@ -210,7 +213,8 @@ class _Front:
         self.facts: EngineFacts
         self.stats = EngineStats()
         self._level: int | None = None
-        self._sleeps: dict[str, Future[Slept]] = {}
+        self.weights_version = self._weights_number = 0  # in force; the last that was asked for
+        self._changes: dict[str, Future[Changed]] = {}
         me = weakref.ref(self)  # neither the engine nor what checks grammars holds who uses it
         self._grammars = grammar_check(self.tokenizer, lambda: front.facts if (front := me()) else None)
         weakref.finalize(self, self._grammars.close)
@@ -224,9 +228,12 @@ class _Front:
             self.stats = message.stats
             for delta in message.deltas:
                 self._to(delta)
-        elif isinstance(message, Slept):
-            self._level = message.level
-            if (future := self._sleeps.pop(message.id, None)) is not None:
+        elif isinstance(message, Slept | WeightsUpdated):
+            if isinstance(message, Slept):
+                self._level = message.level
+            else:
+                self.weights_version = message.number
+            if (future := self._changes.pop(message.id, None)) is not None:
                 future.set_result(message)
         elif isinstance(message, Progress | Phase) and self._on_progress is not None:
             self._on_progress(message)
@@ -235,9 +242,18 @@ class _Front:
     def is_sleeping(self) -> bool:
         return self._level is not None
 
-    def _ask_to_sleep(self, level: int | None, tell: Callable[[Sleep], None]) -> Future[Slept]:
-        asked, future = Sleep(f"s{next(self._numbers)}", level), Future[Slept]()
-        self._sleeps[asked.id] = future
+    def _sleep(self, level: int | None) -> Sleep:
+        return Sleep(f"s{next(self._numbers)}", level)
+
+    def _weights(self, path: str | os.PathLike[str]) -> UpdateWeights:
+        """Raises ConfigError, ModelError."""
+        checkpoint = other_weights(self.config, os.fspath(path))
+        self._weights_number += 1
+        return UpdateWeights(f"w{self._weights_number}", self._weights_number, checkpoint)
+
+    def _ask(self, asked: Sleep | UpdateWeights, tell: Callable[[Sleep | UpdateWeights], None]) -> Future[Changed]:
+        """Its answer."""
+        future = self._changes[asked.id] = Future[Changed]()
         tell(asked)
         return future
 
@@ -333,10 +349,10 @@ class _Front:
         return request_id, Choices(prompt, submits, tokenizer), submits
 
 
-def _slept(slept: Slept) -> None:
+def _changed(change: Changed) -> None:
     """Raises UserError where it isn't what was asked for."""
-    if slept.error:
-        raise UserError(slept.error)
+    if change.error:
+        raise UserError(change.error)
 
 
 def _wakes(tags: Sequence[str] | None) -> bool:
@@ -548,12 +564,17 @@ class LLM(_Front):
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`. level 0: none; 1: that of KV (weights stay where the node keeps them); 2:
         that of weights, too. Raises UserError."""
-        _slept(self._ask_to_sleep(level, self._loop.handle).result())
+        _changed(self._ask(self._sleep(level), self._loop.handle).result())
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """tags: as vLLM's; with "weights" alone nothing happens until "kv_cache" follows. Raises UserError."""
         if _wakes(tags):
-            _slept(self._ask_to_sleep(None, self._loop.handle).result())
+            _changed(self._ask(self._sleep(None), self._loop.handle).result())
+
+    def update_weights(self, path: str | os.PathLike[str]) -> None:
+        """Go on with those of another checkpoint of the same model: a folder or file, which may be that of before with
+        other bytes. `weights_version` counts. Raises ConfigError, ModelError, UserError: those of before stay."""
+        _changed(self._ask(self._weights(path), self._loop.handle).result())
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] = True,
@@ -669,7 +690,7 @@ class AsyncLLM(_Front):
     def __init__(self, model: str, *, on_progress: OnProgress | None = None, **options: Any) -> None:
         super().__init__(model, options, on_progress, lambda delta: engine.deliver(delta))
         refuse_outer_launcher(self.config.parallel, "AsyncLLM")
-        self._engine = engine = EngineThread(self._loop, self._sleeps)
+        self._engine = engine = EngineThread(self._loop, self._changes)
         self.facts = engine.start()
         self._finalizer = weakref.finalize(self, engine.close)
         self._finalizer.atexit = True
@@ -689,15 +710,19 @@ class AsyncLLM(_Front):
 
     async def sleep(self, level: int = 1) -> None:
         """See LLM.sleep. What runs goes on after `wake_up`, and new requests wait for it."""
-        _slept(await self._rest(level))
+        _changed(await self._tell(self._sleep(level)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See LLM.wake_up."""
         if _wakes(tags):
-            _slept(await self._rest(None))
+            _changed(await self._tell(self._sleep(None)))
 
-    async def _rest(self, level: int | None) -> Slept:
-        future = self._ask_to_sleep(level, self._engine.inbox.put)
+    async def update_weights(self, path: str | os.PathLike[str]) -> None:
+        """See LLM.update_weights. What runs goes on with them."""
+        _changed(await self._tell(await asyncio.to_thread(self._weights, path)))
+
+    async def _tell(self, asked: Sleep | UpdateWeights) -> Changed:
+        future = self._ask(asked, self._engine.inbox.put)
         if self._engine.ended:
             raise EngineDead(self._engine.ended)
         return await asyncio.wrap_future(future)

@@ -5,6 +5,8 @@ The engine answers every `Submit` with deltas, the last of which has `finish` se
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from planaria.core.stats import EngineStats as EngineStats
@@ -123,6 +125,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, tag="facts"):
     drafts: tuple[str, int] | None = None  # who drafts, and how many tokens of a sequence in a step at most
     shared_bytes: int = 0  # of the weights, in memory that other engines of the node share
     committed: dict[str, int] = {}  # that the engine before it had computed: tokens of requests, by name in hex
+    weights_number: int = 0  # see UpdateWeights
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, tag="output"):
@@ -294,6 +297,24 @@ class Slept(msgspec.Struct, frozen=True, array_like=True, tag="slept"):
     seconds: float = 0.0
 
 
+class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
+    """Have the weights of another checkpoint of the same model, in a new epoch and with the same requests; number: of
+    them, larger than before. Answered by a WeightsUpdated of the same id."""
+
+    id: str
+    number: int
+    checkpoint: dict[str, Any]  # see EngineConfig
+
+
+class WeightsUpdated(msgspec.Struct, frozen=True, array_like=True, tag="weights_updated"):
+    """number: of the weights that are in force; `error`: why they are not those asked for."""
+
+    id: str
+    number: int
+    error: str = ""
+    seconds: float = 0.0
+
+
 class EngineState(msgspec.Struct, frozen=True):
     """One engine behind a front end. state: loading, ready, recovering, asleep or ended. ranks: pids. open: sequences;
     load: tokens, of its KV and still to be computed for them. leaving: it gets no new work."""
@@ -319,7 +340,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
 ToEngine = (
     Submit | Cancel | Release | Gone | LoadLora | UnloadLora | Report | ReportExperts | ResizeEngine | Share | Shutdown
-    | Sleep
+    | Sleep | UpdateWeights
 )  # fmt: skip
 StartUpNews = Phase | Progress
 FromEngine = (
@@ -336,4 +357,5 @@ FromEngine = (
     | Progress
     | EngineResized
     | Slept
+    | WeightsUpdated
 )

@@ -786,6 +786,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft: DraftSource | None = None
     pooling: PoolingConfig = PoolingConfig()
     lora: LoRAConfig | None = None  # None: there are no adapters
+    weights_number: int = 0  # how often weights were changed
 
     def tokens_here(self, layout: Layout) -> int:
         """Of a block, on each rank of a layout in force."""

@@ -303,3 +303,18 @@ def resolve(options: EngineOptions) -> EngineConfig:
         pooling=pooling,
         lora=_lora(options),
     )
+
+
+def other_weights(config: EngineConfig, path: str) -> dict[str, Any]:
+    """The engine's checkpoint, with the tensors of another one of the same model. Raises ConfigError, ModelError."""
+    found = resolve_checkpoint(path)
+    present, model = msgspec.convert(config.checkpoint, Checkpoint), model_config(found.config, found.generation_config)
+    differ = [name for name in model.__struct_fields__ if getattr(model, name) != getattr(config.model, name)]
+    if differ:
+        told = ", ".join(f"{name} {getattr(model, name)}, not {getattr(config.model, name)}" for name in differ[:3])
+        raise ConfigError("weights", path, f"are of another model: {told:.300}", "give those of the same architecture")
+    if found.format != present.format:
+        raise ConfigError("weights", path, f"are {found.format}, the engine's are {present.format}", "convert them")
+    return dict(msgspec.to_builtins(
+        msgspec.structs.replace(present, path=found.path, files=found.files, tensors=found.tensors)
+    ))  # fmt: skip

@@ -331,3 +331,11 @@ class EngineCore:
             drafts=reduce(DraftStats.added, (lane.drafts for lane in lanes)) if self.config.max_drafts else None,
             transfers=self.tier.transfers.added(lent(lanes)) if lenders(lanes) or self.cache.transfer else None,
         )
+
+
+def rescope(core: EngineCore, scope: KeyScope) -> None:
+    """Keys of blocks are of other weights from now on. Nothing is in flight, and `lost` follows."""
+    for lane in core.lanes:
+        lane.scope = scope
+        for entry in lane.entries.values():
+            entry.keys.clear()

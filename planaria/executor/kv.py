@@ -59,15 +59,7 @@ class GangKV:
 
     def find(self) -> None:
         """What another engine has left. Raises CapacityError: its ranks are still there."""
-        files = self.config.checkpoint.get("files", ())
-        cache = self.config.cache
-        version = weights_digest if cache.keeps_blocks or cache.transfer is not None else weights_version
-        try:
-            self.scope = KeyScope(version(files), self.config.device.dtype)
-        except OSError as e:
-            raise CapacityError(
-                f"--kv-tier, --kv-offloading-size, --kv-transfer-config must read the weights where the engine is: {e}"
-            ) from None
+        self._rescope()
         if self.memory is None:
             return
         if not self.memory.settle(SETTLE):
@@ -83,6 +75,22 @@ class GangKV:
             buffer = self.memory.index(shape.size)
             self.there = CommittedKV(layout, number, shape.num_blocks)
             self.indexes = [BufferIndex(buffer, shape, lane) for lane in range(shape.lanes)]
+
+    def rescope(self) -> None:
+        """Weights are others: what there is counts for nothing."""
+        self._rescope()
+        self.forget()
+
+    def _rescope(self) -> None:
+        files = self.config.checkpoint.get("files", ())
+        cache = self.config.cache
+        version = weights_digest if cache.keeps_blocks or cache.transfer is not None else weights_version
+        try:
+            self.scope = KeyScope(version(files), self.config.device.dtype)
+        except OSError as e:
+            raise CapacityError(
+                f"--kv-tier, --kv-offloading-size, --kv-transfer-config must read the weights where the engine is: {e}"
+            ) from None
 
     def formed(self, ranks: BringUp) -> None:
         """All ranks have it."""

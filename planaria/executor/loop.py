@@ -27,6 +27,7 @@ from planaria.executor.layout_change import LayoutChanger
 from planaria.executor.link.codec import encode_command
 from planaria.executor.link.faults import LinkError
 from planaria.executor.loras import LoraStore
+from planaria.executor.new_weights import update_weights
 from planaria.executor.pending import Pending
 from planaria.executor.reply_ledger import Ticket
 from planaria.executor.sleeper import Sleeper
@@ -54,6 +55,7 @@ from planaria.wire import (
     Submit,
     ToEngine,
     UnloadLora,
+    UpdateWeights,
 )
 
 logger = logging.getLogger("planaria.engine")
@@ -88,7 +90,7 @@ class EngineLoop:
         say: Emit = lambda message: self.emit(message)  # noqa: E731
         self.epochs = Epochs(config, self.gang, clock, say, self._emit, self.balancing.formed)
         self.layout_change = LayoutChanger(config, self.gang, say, lambda: self.clock(), self._change, self._prepare)
-        self.sleeper = Sleeper(self.gang, say, clock, lambda: settle(self), self._wake)
+        self.sleeper = Sleeper(self.gang, say, clock, lambda: settle(self), lambda: wake(self))
         self.loras = LoraStore(config, self.gang, lambda: self.clock())
         self.reports = Reports(self.gang, self.call, self.busy, say)
 
@@ -156,7 +158,7 @@ class EngineLoop:
             self.gang.check()
             self.layout_change.look(not self._has_work())
         except WorkersLost as e:
-            self._begin_next(e)
+            self.begin_next(e)
         self._look_for_room()
 
     def _look_for_room(self) -> None:
@@ -174,24 +176,20 @@ class EngineLoop:
         core = self.core
         return core is not None and bool(core.has_requests() or self.gang.ledger.open or core.loras.wanted)
 
-    def _wake(self) -> str:
-        self._begin_next(Wish(self.gang.layout, "the engine wakes up", "asleep"))
-        return self.dead.message if self.dead is not None else ""
-
     def _change(self, layout: Layout, why: str) -> None:
         """Another layout, by the same door as faults."""
-        self._begin_next(Wish(layout, f"the layout becomes {layout}: {why}", self.gang.phase()))
+        self.begin_next(Wish(layout, f"the layout becomes {layout}: {why}", self.gang.phase()))
 
-    def _begin_next(self, cause: WorkersLost | Wish) -> None:
+    def begin_next(self, cause: WorkersLost | Wish) -> None:
         """The epoch ends, and the next begins, or none."""
         assert self.core is not None
         if (failed := self.epochs.begin_next(self.core, cause)) is not None:
-            self._die(failed)
+            self.die(failed)
             return
         try:
             self.sleeper.again()
         except WorkersLost as e:
-            self._begin_next(e)
+            self.begin_next(e)
 
     # -- running
 
@@ -201,7 +199,7 @@ class EngineLoop:
         try:
             message = message if self.dead is not None else self.agree(message)
         except LinkError as e:
-            self._begin_next(WorkersLost(self.gang.epoch, e.ranks, str(e), self.gang.phase()))
+            self.begin_next(WorkersLost(self.gang.epoch, e.ranks, str(e), self.gang.phase()))
             raise EngineDead(str(e)) from None
         match message:
             case Submit():
@@ -225,12 +223,12 @@ class EngineLoop:
                     asleep = "it sleeps; wake it first" if self.sleeper.level is not None else ""
                     self.layout_change.ask(message, "the engine has ended" if self.dead is not None else asleep)
                 except WorkersLost as e:
-                    self._begin_next(e)
-            case Sleep():
+                    self.begin_next(e)
+            case Sleep() | UpdateWeights():
                 try:
-                    self.sleeper.ask(message, why_awake(self))
+                    carry_out(self, message)
                 except WorkersLost as e:
-                    self._begin_next(e)
+                    self.begin_next(e)
             case Shutdown():
                 self.stopping, self.gang.launcher.followed = True, message.followed
 
@@ -273,7 +271,7 @@ class EngineLoop:
                 self.complete(ticket)
             self.reports.answer()
         except WorkersLost as e:
-            self._begin_next(e)
+            self.begin_next(e)
         return True
 
     def call(
@@ -294,7 +292,7 @@ class EngineLoop:
         try:
             ticket = self.gang.send(command)
         except WorkersLost as e:  # nobody has it
-            self._begin_next(e)
+            self.begin_next(e)
             if self.dead is not None:
                 raise EngineDead(self.dead.message) from None
             ticket = self.gang.send(command)
@@ -310,7 +308,7 @@ class EngineLoop:
                 for each in done:
                     self.complete(each)
         except WorkersLost as e:
-            self._begin_next(e)
+            self.begin_next(e)
         if not ticket.closed:
             raise EngineDead(self.dead.message if self.dead is not None else "the engine was closed")
 
@@ -364,7 +362,7 @@ class EngineLoop:
                 deltas.append(delta)
         self._emit(deltas)
 
-    def _die(self, failed: Failed) -> None:
+    def die(self, failed: Failed) -> None:
         error = failure(failed)
         logger.error("the engine ends: %s\n%s", error, failed.traceback)
         self.gang.broken = True  # ranks may wait for one that failed
@@ -430,8 +428,23 @@ def settle(loop: EngineLoop) -> None:
     save_last(loop)
 
 
-def why_awake(loop: EngineLoop) -> str:
-    """Why it can neither sleep nor wake now, or ""."""
+def wake(loop: EngineLoop) -> str:
+    """Another epoch begins, or why none does."""
+    loop.begin_next(Wish(loop.gang.layout, "the engine wakes up", "asleep"))
+    return loop.dead.message if loop.dead is not None else ""
+
+
+def carry_out(loop: EngineLoop, asked: Sleep | UpdateWeights) -> None:
+    """What a front end wants of the whole engine. Raises WorkersLost."""
+    if isinstance(asked, Sleep):
+        loop.sleeper.ask(asked, why_not(loop))
+    else:
+        settle(loop)
+        update_weights(loop, asked, why_not(loop))
+
+
+def why_not(loop: EngineLoop) -> str:
+    """Why another epoch can't be begun on purpose now, or ""."""
     if loop.dead is not None:
         return "the engine has ended"
     if not loop.gang.launcher.replaces:

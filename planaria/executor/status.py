@@ -29,6 +29,7 @@ def facts_of(config: EngineConfig, gang: Gang, core: EngineCore) -> EngineFacts:
     """Of ranks that have come up."""
     return EngineFacts(
         model=config.served_model_name,
+        weights_number=config.weights_number,
         max_model_len=min(config.scheduler.max_model_len, gang.num_blocks * config.cache.block_size),
         vocab_size=config.model.vocab_size,
         num_parameters=config.model.num_parameters,

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from planaria.core.resize import COMMITTED, ROLLED_BACK, Refused
+from planaria.errors import ConfigError, ModelError
 from planaria.executor.status import timed
 from planaria.node import node_name, resident_bytes
 from planaria.server.common import encode_json, read
@@ -19,7 +20,7 @@ from planaria.server.failure import failure
 from planaria.server.fleet import Fleet
 from planaria.server.fleet_resize import DRAIN_TIMEOUT
 from planaria.server.metrics import imbalance
-from planaria.server.schema_fleet import LayoutRequest, ScaleRequest
+from planaria.server.schema_fleet import LayoutRequest, ScaleRequest, WeightsRequest
 from planaria.server.service import Service
 from planaria.wire import ProcessInfo
 
@@ -137,6 +138,26 @@ async def _slept(request: Request, level: int | None) -> Response:
         if slept.error:
             return failure(f"engine {index}: {slept.error}", 409, code="sleep_refused")
     return await is_sleeping(request)
+
+
+async def update_weights(request: Request) -> Response:
+    """Have the weights of another checkpoint of the same model; what runs goes on with them. Answers when all engines
+    do. 400: they can't be had, those of before stay; 409: another change is under way."""
+    body = await read(request, WeightsRequest)
+    service: Service = request.app.state.service
+    fleet = service.control
+    if fleet.resizer.busy or fleet.updating.locked():
+        return failure("another change of the fleet is under way; ask again after it", 409, code="busy")
+    async with fleet.updating:
+        try:
+            found = await fleet.update_weights(body.path)
+        except (ConfigError, ModelError) as e:
+            return failure(str(e), 400, param="path", code="weights_refused")
+    for index, done in found.items():
+        if done.error:
+            return failure(f"engine {index}: {done.error}", 400, param="path", code="weights_refused")
+    engines = [{"engine": n, "weights_version": done.number, "seconds": done.seconds} for n, done in found.items()]
+    return Response(encode_json({"engines": engines}), media_type=JSON)
 
 
 async def change_layout(request: Request) -> Response:

@@ -209,6 +209,10 @@ def _routes(app: FastAPI) -> None:
         "/admin/layout", admin.change_layout, schema_fleet.LayoutResponse, schema_fleet.LayoutRequest,
         errors=(400, 401, 403, 408, 409, 413, 415),
     )  # fmt: skip
+    add(
+        "/update_weights", admin.update_weights, schema_fleet.WeightsResponse, schema_fleet.WeightsRequest,
+        errors=(400, 401, 403, 408, 409, 413, 415),
+    )  # fmt: skip
     add("/is_sleeping", admin.is_sleeping, schema_fleet.SleepResponse, errors=(401, 403))
     for path, endpoint in (("/sleep", admin.sleep), ("/wake_up", admin.wake_up)):
         add(path, endpoint, schema_fleet.SleepResponse, method="POST", errors=(400, 401, 403, 409))
@@ -273,7 +277,8 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema_responses.InputItems,
     schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
     schema_fleet.LayoutResponse, schema_fleet.SleepResponse, schema_fleet.LoadLoraRequest,
-    schema_fleet.UnloadLoraRequest, schema_fleet.LoraResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
+    schema_fleet.UnloadLoraRequest, schema_fleet.LoraResponse, schema_fleet.WeightsRequest, schema_fleet.WeightsResponse,
+    schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from planaria.server.common import (
     spelled,
     token_text,
     truncated,
+    versions_of,
 )
 from planaria.server.generation import Answer, Generation
 from planaria.server.inputs import check_logprobs, room, submissions
@@ -265,6 +266,7 @@ class ChatWriter:
         choice["finish_reason"] = piece.finish
         if piece.finish is not None:
             choice["stop_reason"] = piece.stop_reason
+            choice |= versions_of(self.stream.sequences[piece.choice])
         if self.envelope.token_ids:
             choice["token_ids"] = piece.tokens
         return choice
@@ -300,7 +302,7 @@ class ChatWriter:
             }
             if self.envelope.token_ids:
                 choice["token_ids"] = sequence.tokens
-            choices.append(choice)
+            choices.append(choice | versions_of(sequence))
         value = self.envelope.whole(choices)
         self._prompt_part(value)
         return encode_json(value)

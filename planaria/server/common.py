@@ -16,7 +16,7 @@ from planaria.server.failure import DONE, error_body
 from planaria.server.inputs import spell_bad_words
 from planaria.server.schema import GenerationRequest, ResponseFormat, SampledRequest, clip, parse
 from planaria.server.service import Service
-from planaria.server.stream import Choices
+from planaria.server.stream import Choices, Stream
 from planaria.server.tokenise import Tokenizer
 from planaria.types import SamplingParams, StructuredOutputsParams, TokenLogprobs
 
@@ -246,6 +246,14 @@ class Envelope:
 
     def counts(self) -> dict[str, Any]:
         return usage_of(self.prompts, hidden=self.hidden)
+
+
+def versions_of(stream: Stream) -> dict[str, Any]:
+    """Fields of a choice whose tokens are of weights that were changed while the server ran; none where none were."""
+    if not stream.versions:
+        return {}
+    runs = stream.versions if stream.versions[0][0] == 0 else [(0, 0), *stream.versions]
+    return {"weights_version": runs[-1][1], "weights_versions": runs}
 
 
 def event_of(value: dict[str, Any]) -> bytes:

@@ -23,6 +23,7 @@ from planaria.server.common import (
     spelled,
     token_text,
     truncated,
+    versions_of,
 )
 from planaria.server.detokenise import text_offsets
 from planaria.server.generation import AT_ONCE, Answer, Generation
@@ -173,6 +174,7 @@ class CompletionWriter:
         choice["finish_reason"] = piece.finish
         if piece.finish is not None:
             choice["stop_reason"] = piece.stop_reason
+            choice |= versions_of(self.streams[index // self.n].sequences[index % self.n])
             if self.scoring:
                 choice["finish_reason"], choice["stop_reason"] = "length", None
         value = self.envelope.value([choice])
@@ -204,7 +206,7 @@ class CompletionWriter:
                 if self.token_ids:
                     choice["token_ids"] = [] if self.scoring else sequence.tokens
                 self._begin(choice, stream)
-                choices.append(choice)
+                choices.append(choice | versions_of(sequence))
         return encode_json(self.envelope.whole(choices))
 
     def _base(self, index: int) -> int:

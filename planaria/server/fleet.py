@@ -19,6 +19,7 @@ from planaria import preload
 from planaria.config.data_parallel import engine_config, sharers
 from planaria.config.machine import accelerator_ids
 from planaria.config.options import EngineConfig
+from planaria.config.resolve import other_weights
 from planaria.core.resize import deal_kinds
 from planaria.errors import PlanariaError
 from planaria.hosts.local import LocalHost
@@ -31,7 +32,8 @@ from planaria.server.fleet_resize import Resizer
 from planaria.server.keeper import EngineKeeper, Make, all_ready
 from planaria.server.loras import LoraRegistry
 from planaria.server.placed import Plan
-from planaria.wire import Dead, ExpertLoads, Phase, ProcessInfo, Slept, StartUpNews
+from planaria.server.wishes import update_weights
+from planaria.wire import Dead, ExpertLoads, Phase, ProcessInfo, Slept, StartUpNews, WeightsUpdated
 
 logger = logging.getLogger("planaria.server")
 
@@ -104,6 +106,7 @@ class Fleet:
         self.members: dict[int, EngineKeeper] = {}  # by number
         self.closing = False  # no engine is added any more
         self.resizer = Resizer(self)
+        self.updating = asyncio.Lock()
         self.others: Callable[[], list[ProcessInfo]] = list  # processes that are no engine's
         self.replacing: set[int] = set()  # engines whose process was told to end
         self._background = Background()
@@ -252,8 +255,27 @@ class Fleet:
     async def sleep(self, level: int | None) -> dict[int, Slept]:
         """All engines at once, by number. See wire.Sleep."""
         keepers = sorted((n, keeper) for n, keeper in self.members.items() if keeper.engine.dead is None)
-        found = await asyncio.gather(*(keeper.sleep.ask(level) for _, keeper in keepers))
+        found = await asyncio.gather(*(keeper.wishes.sleep(level) for _, keeper in keepers))
         return {index: slept for (index, _), slept in zip(keepers, found, strict=True)}
+
+    async def update_weights(self, path: str) -> dict[int, WeightsUpdated]:
+        """One engine after the other, so that the others serve meanwhile; all of them, or none. Raises ConfigError,
+        ModelError."""
+        before, number = self.config, self.config.weights_number + 1
+        checkpoint = await asyncio.to_thread(other_weights, before, path)
+        self.config = msgspec.structs.replace(before, checkpoint=checkpoint, weights_number=number)
+        found: dict[int, WeightsUpdated] = {}
+        for index, keeper in sorted(self.members.items()):
+            if keeper.engine.dead is None:
+                found[index] = await update_weights(keeper, number, checkpoint)
+                if found[index].error:
+                    self.config = msgspec.structs.replace(
+                        self.config, checkpoint=before.checkpoint, weights_number=number + 1
+                    )
+                    for done in list(found)[:-1]:
+                        await update_weights(self.members[done], number + 1, before.checkpoint)
+                    break
+        return found
 
     async def experts(self) -> dict[int, ExpertLoads]:
         """Experts' load and places, of each engine that records it and answers, by number."""

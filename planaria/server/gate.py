@@ -32,7 +32,8 @@ logger = logging.getLogger("planaria.server")
 # No key, and answered while draining; the dashboard is a page without data.
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/dashboard", "/dashboard/plotly.min.js"})
 ADMIN_PATHS = (
-    "/admin", "/scale_elastic_ep", "/sleep", "/wake_up", "/is_sleeping", "/v1/load_lora_adapter",
+    "/admin", "/scale_elastic_ep", "/sleep", "/wake_up", "/is_sleeping", "/update_weights",
+    "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 )  # fmt: skip
 MAX_BODIES = 512 << 20  # bytes of all requests that are being read or answered

@@ -30,8 +30,8 @@ from planaria.server import questions
 from planaria.server.engine import Engine
 from planaria.server.engine_client import EXIT_TIMEOUT, Ended, EngineHandle, EngineProcess
 from planaria.server.questions import PendingAnswers, Questions
-from planaria.server.sleep import EngineSleep
 from planaria.server.stream import Stream
+from planaria.server.wishes import EngineWishes
 from planaria.topology import LaneGroup, Layout
 from planaria.wire import (
     Dead,
@@ -52,6 +52,7 @@ from planaria.wire import (
     Share,
     Slept,
     StartUpNews,
+    WeightsUpdated,
 )
 
 logger = logging.getLogger("planaria.server")
@@ -104,7 +105,7 @@ class EngineKeeper:
         self._left = asyncio.Event()  # by `close` and `lend`
         self._pause = BackOff(LONGEST, SHORTEST)  # for processes that don't come up
         self._resizing = PendingAnswers[EngineResized]()
-        self.sleep = EngineSleep(self.engine)
+        self.wishes = EngineWishes(self.engine)
         self._task: asyncio.Task[None] | None = None
 
     def share(self, engines: int) -> None:
@@ -182,7 +183,7 @@ class EngineKeeper:
         else:
             self._pause.failed(time.monotonic())
         self._resizing.answer_all(EngineResized("", "", "the engine's process ended meanwhile"))
-        self.sleep.ended()
+        self.wishes.ended(self.config)
         elsewhere = self._progressed_elsewhere()
         progressed = engine.down(self.as_told or engine.dead is not None) or elsewhere
         if self._closing or engine.dead is not None:
@@ -329,9 +330,9 @@ class EngineKeeper:
         match message:
             case EngineFacts():
                 self._came_up(message)
-                self.sleep.came_up()
-            case Slept():
-                self.sleep.hear(message)
+                self.wishes.came_up(message, self.config)
+            case Slept() | WeightsUpdated():
+                self.wishes.hear(message)
             case Recovery():
                 self.on_recovery(msgspec.structs.replace(message, engine=self.index))
             case Progress() | Phase():

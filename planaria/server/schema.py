@@ -382,6 +382,8 @@ class CompletionChoice(Strict):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None = None
+    weights_version: int | None = None  # of the last token, where weights were changed
+    weights_versions: list[tuple[int, int]] | None = None  # from which token on which version
     prompt_logprobs: PromptLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -438,6 +440,8 @@ class ChatChoice(Strict):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None = None
+    weights_version: int | None = None  # of the last token, where weights were changed
+    weights_versions: list[tuple[int, int]] | None = None  # from which token on which version
     token_ids: list[int] | None = None
 
 

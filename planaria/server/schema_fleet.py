@@ -83,6 +83,20 @@ class LayoutResponse(Strict):
     engines: list[EngineLayout]
 
 
+class WeightsRequest(Strict):
+    path: str  # of a folder or file where the engines are
+
+
+class EngineWeights(Strict):
+    engine: int
+    weights_version: int
+    seconds: float
+
+
+class WeightsResponse(Strict):
+    engines: list[EngineWeights]
+
+
 class EngineLevel(Strict):
     engine: int
     level: int | None  # null: it is awake

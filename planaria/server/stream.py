@@ -83,7 +83,7 @@ class Stream:
         "_detokenizer", "_eos", "_keep_stop", "choice", "dispatcher", "engine", "error", "finish", "goes_on", "id",
         "lease", "leaving", "lends", "lent", "logprobs", "lost", "moves", "name", "num_cached", "pooled",
         "prompt_logprobs", "queued", "sent", "since", "sink", "stop_reason", "submit", "text_length", "text_parts",
-        "tokens", "tried",
+        "tokens", "tried", "versions",
     )  # fmt: skip
 
     def __init__(
@@ -101,6 +101,7 @@ class Stream:
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.versions: list[tuple[int, int]] = []  # of weights: from which token on, and their number
         self.pooled: bytes | None = None  # a vector, in place of tokens
         self._keep_stop = params.include_stop_str_in_output
         self._eos = frozenset(submit.eos_ids) - frozenset(params.stop_token_ids)
@@ -220,6 +221,11 @@ class Stream:
             self.stop_reason = piece.stop_reason = stop_reason
             piece.cancel = cancel
         return piece
+
+    def drawn(self, version: int, count: int) -> None:
+        """The last `count` tokens are of weights of this number; without any `versions` all are of number 0."""
+        if count and (self.versions[-1][1] if self.versions else 0) != version:
+            self.versions.append((len(self.tokens) - count, version))
 
     def fail(self, message: str, finish: FinishReason = FinishReason.ERROR, *, cancel: bool = True) -> Piece:
         """End the sequence with an error. `cancel`: the engine may still run it."""

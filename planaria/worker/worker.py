@@ -121,7 +121,11 @@ class Worker:
                 return guard(self.rank, "exit", self._exit)
 
     def enter(self, boot: RankBoot) -> None:
-        """Go on in another epoch, maybe as another rank. What is loaded stays."""
+        """Go on in another epoch, maybe as another rank. What is loaded stays, unless weights are others."""
+        if boot.config.weights_number != self.config.weights_number:
+            self.kv.forget(self.model)
+            self.unload()
+            self.prepared.clear()
         self.boot, self.config, self.rank = boot, boot.config, boot.rank
         self.groups.boot = boot
         self.kv.enter(boot)
@@ -141,7 +145,7 @@ class Worker:
             self.prepared[part] = ops, read_part(self.config, ops, part, reads, self.progress, self.weights)
 
     @property
-    def _own_part(self) -> Part:
+    def own_part(self) -> Part:
         """That this rank has in the present layout; `part` is what is loaded."""
         return part_of(self.rank, self.layout)
 
@@ -152,16 +156,7 @@ class Worker:
         """Leave the groups of before; say what this rank brings to those of the new epoch."""
         self._leave_groups()
         self.groups.layout = command.layout
-        return self.groups.bring(command, self._held(), self.kv.number)
-
-    def _held(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Experts in this rank's memory that it will have in this epoch."""
-        part = self._own_part
-        if not self.groups.whole_experts or (part != self.part and part not in self.prepared):
-            return ()
-        if self.experts is not None and part == self.part:
-            return self.experts.held()
-        return _experts_of(*self.prepared[part], self.take_thread).held()
+        return self.groups.bring(command, held(self), self.kv.number)
 
     def _regroup(self, command: Regroup) -> Reply:
         since = time.perf_counter()
@@ -208,7 +203,7 @@ class Worker:
         self.groups.close_door()  # every rank has answered Regroup, so has reached whom it must
         if command.ranks and self.rank not in command.ranks:
             return Ready(self.rank)
-        part, maps = self._own_part, command.maps or configured(self.config, self.layout)
+        part, maps = self.own_part, command.maps or configured(self.config, self.layout)
         if self.part != part:
             self._load_part(part, maps, command.moves)
         if maps:
@@ -366,6 +361,16 @@ class Worker:
         self.unload()
         self.draft.close()
         return Done(self.rank)
+
+
+def held(worker: Worker) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Experts in this rank's memory that it will have in this epoch."""
+    part = worker.own_part
+    if not worker.groups.whole_experts or (part != worker.part and part not in worker.prepared):
+        return ()
+    if worker.experts is not None and part == worker.part:
+        return worker.experts.held()
+    return _experts_of(*worker.prepared[part], worker.take_thread).held()
 
 
 def free(worker: Worker, command: FreeMemory) -> Reply:

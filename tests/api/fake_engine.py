@@ -30,6 +30,7 @@ from planaria.wire import (
     ProcessInfo,
     Slept,
     Submit,
+    WeightsUpdated,
 )
 
 TEXTS = (
@@ -79,6 +80,7 @@ class FakeEngine:
         self.loras = None
         self.resizes: list[Resize] = []
         self.asleep = self.busy = False
+        self.updating = asyncio.Lock()
         self.palette = palette(tokenizer) if tokenizer is not None else list(range(100, 200))
         self.delay = delay
         self.eos_every = 23  # on average
@@ -164,6 +166,10 @@ class FakeEngine:
         error = "a change of the layout is on its way" if level == 2 else ""
         self.asleep = level is not None and not error
         return {0: Slept("", level, error)}
+
+    async def update_weights(self, path: str) -> dict[int, WeightsUpdated]:
+        error = "those are of another model" if len(path) % 2 else ""
+        return {0: WeightsUpdated("", 1, error)}
 
     async def report(self) -> list[ProcessInfo]:
         return [

@@ -49,7 +49,7 @@ OPERATIONS = [
     ("GET", "/version"), ("GET", "/metrics"),
     ("GET", "/admin/processes"), ("GET", "/admin/fleet"), ("GET", "/admin/experts"),
     ("POST", "/scale_elastic_ep"), ("POST", "/admin/layout"),
-    ("GET", "/is_sleeping"), ("POST", "/sleep"), ("POST", "/wake_up"),
+    ("GET", "/is_sleeping"), ("POST", "/sleep"), ("POST", "/wake_up"), ("POST", "/update_weights"),
     ("GET", "/dashboard"), ("GET", "/dashboard/plotly.min.js"), ("GET", "/admin/dashboard"),
 ]  # fmt: skip
 

@@ -18,6 +18,10 @@ from planaria.topology import Infeasible, Layout
 class Handler(Protocol):
     def handle(self, command: Command) -> Reply: ...
 
+    def enter(self, boot: RankBoot) -> None:
+        """Go on in another epoch. It may lack this, where weights never change."""
+        ...
+
 
 class InlineLauncher(Defaults):
     """Makes rank 0 by calling `factory`; `ranks` has it from `run` on."""
@@ -29,6 +33,7 @@ class InlineLauncher(Defaults):
         super().__init__()
         self.factory = factory
         self.ranks: list[Handler] = []
+        self._number = 0  # of the weights
 
     def start(self) -> list[Place]:
         return [Place(0, home(), node_name(), pid=os.getpid(), cores=usable_cores())]
@@ -37,6 +42,9 @@ class InlineLauncher(Defaults):
         """Make the rank; in a later epoch it is there."""
         if not self.ranks:
             self.ranks += [self.factory(boot) for boot in boots]
+        elif boots[0].config.weights_number != self._number:
+            self.ranks[0].enter(boots[0])
+        self._number = boots[0].config.weights_number
 
     def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
         """A rank that failed again and again is made anew. There is one at most."""

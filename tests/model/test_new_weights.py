@@ -1,0 +1,123 @@
+"""Other weights of the same model, while requests run: what is open goes on with them, nothing of the old ones is used
+again, and where they can't be had those of before stay."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from planaria import LLM, AsyncLLM, SamplingParams
+from planaria.errors import ConfigError, ModelError
+from tests.model import checkpoints
+
+OPTIONS = {
+    "dtype": "float32",
+    "kv_cache_memory": "4MiB",
+    "max_model_len": 256,
+    "block_size": 16,
+    "skip_tokenizer_init": True,
+}
+PROMPT = [(i * 7) % 50 for i in range(40)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("weights")
+    return [str(checkpoints.write_checkpoint(folder / f"{seed}", "llama", seed)) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def told(folders: list[str]) -> list[list[int]]:
+    """What each says."""
+    found = []
+    for folder in folders:
+        with LLM(folder, **OPTIONS) as llm:
+            found.append(tokens(llm))
+    assert found[0] != found[1]
+    return found
+
+
+def tokens(llm: LLM) -> list[int]:
+    return list(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_comes_next_is_of_the_new_ones(folders: list[str], told: list[list[int]], ranks: int) -> None:
+    """Prefixes of the old ones count for nothing, and those who come later read the new ones."""
+    more = {"tensor_parallel_size": 2, "spare_workers": 1} if ranks > 1 else {}
+    with LLM(folders[0], **OPTIONS, **more) as llm:
+        assert [tokens(llm), tokens(llm)] == [told[0]] * 2
+        for number, which in enumerate((1, 0, 1), 1):
+            llm.update_weights(folders[which])
+            assert llm.weights_version == number
+            assert [tokens(llm), tokens(llm)] == [told[which]] * 2
+        if ranks > 1:
+            os.kill(llm._loop.gang.members[1].pid, signal.SIGKILL)
+            assert tokens(llm) == told[1], "who replaces a rank has them too"
+        llm.sleep(2)
+        llm.update_weights(folders[0])
+        llm.wake_up()
+        assert tokens(llm) == told[0]
+
+
+def test_the_same_folder_may_have_other_bytes(folders: list[str], told: list[list[int]], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders[0], folder)
+    with LLM(str(folder), **OPTIONS) as llm:
+        assert tokens(llm) == told[0]
+        shutil.copy(f"{folders[1]}/model.safetensors", folder / "new")
+        os.replace(folder / "new", folder / "model.safetensors")
+        llm.update_weights(folder)
+        assert tokens(llm) == told[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_they_cannot_be_had_those_of_before_stay(
+    folders: list[str], told: list[list[int]], tmp_path: Path, ranks: int
+) -> None:
+    other = str(checkpoints.write_checkpoint(tmp_path / "other", "llama", 3, num_hidden_layers=3))
+    torn = tmp_path / "torn"
+    shutil.copytree(folders[1], torn)
+    with LLM(folders[0], **OPTIONS, tensor_parallel_size=ranks) as llm:
+        with pytest.raises(ConfigError, match="another model: num_layers 3"):
+            llm.update_weights(other)
+        size = os.path.getsize(torn / "model.safetensors")
+        asked = llm._weights(torn)  # what is wrong shows to who reads it
+        os.truncate(torn / "model.safetensors", size // 2)
+        answer = llm._ask(asked, llm._loop.handle).result()
+        assert answer.error and llm.weights_version == 0, answer
+        assert tokens(llm) == told[0]
+        llm.update_weights(folders[1])
+        assert tokens(llm) == told[1]
+
+
+def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> None:
+    """Tokens that were told stay; the next ones are what the new weights say after them."""
+    engine = AsyncLLM(folders[0], **OPTIONS)
+
+    async def main() -> tuple[list[int], int]:
+        stream, found = aiter(engine.generate(PROMPT, GREEDY)), list[int]()
+        while len(found) < 4:
+            found += (await anext(stream)).token_ids
+        await engine.update_weights(folders[1])
+        async for piece in stream:
+            found += piece.token_ids
+        with pytest.raises(ModelError):
+            await engine.update_weights("/nowhere/at/all")
+        return found, engine.weights_version
+
+    try:
+        found, version = asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        engine.close()
+    assert version == 1 and len(found) == GREEDY.max_tokens and found[:4] == told[0][:4]
+    same = next(i for i in range(len(found) + 1) if found[:i] != told[0][:i]) - 1
+    with LLM(folders[1], **OPTIONS) as llm:
+        rest = SamplingParams(temperature=0, max_tokens=len(found) - same, ignore_eos=True)
+        assert llm.generate([PROMPT + found[:same]], rest)[0].outputs[0].token_ids == found[same:]

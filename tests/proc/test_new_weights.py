@@ -1,0 +1,79 @@
+"""`/update_weights`: engines that serve get other weights of their model while requests stream."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.model import checkpoints
+from tests.proc.servers import PATIENCE, Server, wait_until
+
+BODY = {"model": "m", "prompt": list(range(40)), "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("weights")
+    return [
+        checkpoints.write_checkpoint(folder / f"{seed}", "llama", seed, max_position_embeddings=4096) for seed in (1, 2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(folders: list[Path]) -> Iterator[Server]:
+    options = ["--skip-tokenizer-init", "--served-model-name", "m", "--max-model-len", "4096", "-dp", "2", "-tp", "2"]
+    with Server(str(folders[0]), *options, "--kv-cache-memory", "16MiB") as server:
+        yield server
+
+
+def ask(server: Server, count: int = 12) -> dict[str, Any]:
+    answer = httpx2.post(server.url + "/v1/completions", json=BODY | {"max_tokens": count}, timeout=PATIENCE)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return dict(choice)
+
+
+def update(server: Server, path: Path) -> httpx2.Response:
+    return httpx2.post(server.url + "/update_weights", json={"path": str(path)}, timeout=PATIENCE)
+
+
+def test_every_engine_has_them_also_those_that_come_later(server: Server, folders: list[Path], tmp_path: Path) -> None:
+    before = ask(server)
+    assert "weights_version" not in before, "nothing is said where nothing was changed"
+    body = BODY | {"max_tokens": 3000, "stream": True}
+    with httpx2.stream("POST", server.url + "/v1/completions", json=body, timeout=PATIENCE) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        assert httpx2.post(server.url + "/sleep?level=0").status_code == 200, "so that it can't end meanwhile"
+        done = update(server, folders[1])
+        assert done.status_code == 200, done.text
+        assert [engine["weights_version"] for engine in done.json()["engines"]] == [1, 1]
+        assert httpx2.post(server.url + "/wake_up").status_code == 200
+        *_, last = lines
+    assert '"weights_version":1,"weights_versions":[[0,0],[' in last, last
+    after = [ask(server) for _ in range(4)]
+    assert all(choice["weights_versions"] == [[0, 1]] and choice["weights_version"] == 1 for choice in after)
+    assert after[0]["token_ids"] != before["token_ids"]
+    assert len({tuple(choice["token_ids"]) for choice in after}) == 1, "both engines say the same"
+
+    engines = server.engine_pids()
+    for pid in engines:
+        os.kill(pid, signal.SIGKILL)
+    wait_until("there are others", lambda: len(set(server.engine_pids()) - set(engines)) == 2)
+    assert ask(server)["token_ids"] == after[0]["token_ids"]
+
+    torn = tmp_path / "torn"
+    shutil.copytree(folders[0], torn)
+    (torn / "model.safetensors").write_bytes(b"no weights")
+    refused = update(server, torn)
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "weights_refused", refused.text
+    refused = update(server, Path("/nowhere/at/all"))
+    assert refused.status_code == 400 and "/nowhere/at/all" in refused.text
+    assert ask(server)["token_ids"] == after[0]["token_ids"]
