@@ -277,8 +277,8 @@ _MODELS: tuple[type[BaseModel], ...] = (
     schema_responses.InputItems,
     schema_fleet.ScaleRequest, schema_fleet.ScaleResponse, schema_fleet.FleetResponse, schema_fleet.LayoutRequest,
     schema_fleet.LayoutResponse, schema_fleet.SleepResponse, schema_fleet.LoadLoraRequest,
-    schema_fleet.UnloadLoraRequest, schema_fleet.LoraResponse, schema_fleet.WeightsRequest, schema_fleet.WeightsResponse,
-    schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
+    schema_fleet.UnloadLoraRequest, schema_fleet.LoraResponse, schema_fleet.WeightsRequest,
+    schema_fleet.WeightsResponse, schema_fleet.ExpertsResponse, schema_fleet.Dashboard,
 )  # fmt: skip
 
 

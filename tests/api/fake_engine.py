@@ -80,6 +80,7 @@ class FakeEngine:
         self.loras = None
         self.resizes: list[Resize] = []
         self.asleep = self.busy = False
+        self.hand_overs = SimpleNamespace(both=False, threshold=0)
         self.updating = asyncio.Lock()
         self.palette = palette(tokenizer) if tokenizer is not None else list(range(100, 200))
         self.delay = delay

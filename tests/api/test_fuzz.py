@@ -42,7 +42,8 @@ PLAIN = (
 )
 OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("POST", "/v1/embeddings"), ("POST", "/pooling"), ("POST", "/classify"), ("POST", "/v1/score"),
+    ("POST", "/v1/rerank"), ("POST", "/v1/messages/count_tokens"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("POST", "/v1/responses"), ("GET", "/v1/responses/{response_id}"), ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/responses/{response_id}/cancel"), ("GET", "/v1/responses/{response_id}/input_items"),
     ("GET", "/tokenizer_info"), ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"),
@@ -76,6 +77,7 @@ def test_every_route_is_here(document):
     assert found == set(OPERATIONS)
 
 
+VECTORS = ("/v1/embeddings", "/pooling", "/classify", "/v1/score", "/v1/rerank")  # which this engine doesn't give
 PARAMETERS = [
     pytest.param(method, path, mode, id=f"{method} {path} {mode.value}")
     for method, path in OPERATIONS
@@ -109,4 +111,4 @@ def test_answers_are_as_documented(document, method, path, mode):
 
     run()
     if mode is POSITIVE:
-        assert statuses.get(200, 0) >= (0 if "{" in path else 1), statuses
+        assert statuses.get(200, 0) >= (0 if "{" in path or path in VECTORS else 1), statuses
