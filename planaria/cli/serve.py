@@ -69,7 +69,7 @@ def run(
         transfer=config.cache.transfer,
         transfer_key=_transfer_key(config),
         ranks=config.parallel.world_size,
-        stores_responses=config.parallel.api_server_count == 1,
+        api_processes=config.parallel.api_server_count,
         **server,
     )
     settings.verify()
@@ -143,11 +143,14 @@ async def _serve(
         from planaria.server.journal import Journal
 
         journal = Journal(settings.journal)
+        if several:  # one of them is to have it
+            await journal.close()
     with contextlib.ExitStack() as names, contextlib.ExitStack() as bar:
         if several:
             from planaria.server.root_serve import folder_of_names
 
             folder = names.enter_context(folder_of_names())
+            settings = msgspec.structs.replace(settings, passing=folder)
         fleet = Fleet(config, bar.enter_context(loading()), *engines(config), folder if several else None)
         load_modules(fleet.dispatcher.loras, settings.lora_modules)
         _prepare(fleet, planned)

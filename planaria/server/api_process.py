@@ -25,6 +25,8 @@ from planaria.server.background import Background
 from planaria.server.channel import Channel
 from planaria.server.counts import counts_of
 from planaria.server.forward import Forward, RootLink
+from planaria.server.journal import Journal
+from planaria.server.neighbours import Neighbours
 from planaria.server.root_messages import (
     ApiOrder,
     Boot,
@@ -36,7 +38,7 @@ from planaria.server.root_messages import (
     Stop,
     Unable,
 )
-from planaria.server.serve import serve
+from planaria.server.serve import Lifecycle, serve
 from planaria.server.tokenise import load_tokenizer
 
 
@@ -47,20 +49,24 @@ class ApiServer:
         self.boot, self.channel = boot, channel
         self.engines = Attached(boot.config, boot.number, channel.send)
         self.root = RootLink(channel.send)
+        settings, rank = boot.settings, boot.config.parallel.api_process_rank
+        self.neighbours = Neighbours(settings.passing, rank, settings.api_processes)
         self.stop = asyncio.Event()
         self.app: FastAPI | None = None
         self._orders = Background()
 
     async def run(self, sock: socket.socket) -> int:
         """Until it was told to stop; returns an exit code."""
-        listening = asyncio.create_task(self._listen())
+        listening, settings = asyncio.create_task(self._listen()), self.boot.settings
         tokenizer = None
         if self.boot.tokenizer:
             tokenizer = load_tokenizer(msgspec.convert(self.boot.config.checkpoint, Checkpoint))
         try:
             return await serve(
-                self.engines.dispatcher, tokenizer, self.boot.settings, sock=sock, signals=False, stop=self.stop,
+                self.engines.dispatcher, tokenizer, settings, sock=sock, signals=False, stop=self.stop,
                 shared=True, prepare=self._prepare, announce=lambda line: self.channel.send(Serving()),
+                journal=Journal(settings.journal) if settings.journal is not None else None,
+                begun=self._begun,
             )  # fmt: skip
         except ConfigError as e:
             self.channel.send(Unable(str(e)))
@@ -73,8 +79,11 @@ class ApiServer:
             await self.channel.close()
 
     def _prepare(self, app: FastAPI) -> None:
-        self.app = app
+        self.app, app.state.service.neighbours = app, self.neighbours
         app.user_middleware.append(Middleware(Forward, root=self.root))  # the innermost: behind the gate
+
+    def _begun(self, life: Lifecycle) -> None:
+        life.server.listen(self.neighbours.listen())
 
     async def _listen(self) -> None:
         while (message := await self.channel.receive()) is not None:

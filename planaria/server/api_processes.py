@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -30,6 +32,7 @@ from planaria.server.config import ServerConfig
 from planaria.server.counts import added
 from planaria.server.engine_client import LOOK, STOPPED, Ending
 from planaria.server.inputs import child_seed
+from planaria.server.neighbours import KEEPER
 from planaria.server.questions import PendingAnswers
 from planaria.server.root_messages import ApiOrder, Boot, Counts, OrderDone, Serving, State, Stop, ToRoot, Unable
 from planaria.wire import ProcessInfo
@@ -91,7 +94,9 @@ class ApiProcesses:
         fds = self.sock.fileno(), theirs.fileno()
         api = ApiProcess(number, rank)
         seed = self.settings.seed
-        settings = msgspec.structs.replace(self.settings, seed=None if seed is None else child_seed(seed, number))
+        settings = msgspec.structs.replace(
+            self.settings, seed=None if seed is None else child_seed(seed, number), **self._journal(rank)
+        )
         config = msgspec.structs.replace(self.config, parallel=parallel)
         boot = msgspec.msgpack.encode(Boot(config, settings, self.tokenizer, number))
         entry = Program("planaria.server.api_process", (*map(str, fds), current_level()))
@@ -110,6 +115,13 @@ class ApiProcesses:
         api.channel.send(self.state)
         self.all[number] = api
         self._attending.start(self._attend(api))
+
+    def _journal(self, rank: int) -> dict[str, Any]:
+        """One of them keeps responses; what it has written its successor goes on with."""
+        if rank != KEEPER:
+            return {"journal": None}
+        ends = self.settings.journal is None
+        return {"journal": os.path.join(self.settings.passing, "responses"), "journal_ends": True} if ends else {}
 
     async def _attend(self, api: ApiProcess) -> None:
         """Until it has ended."""
@@ -138,7 +150,9 @@ class ApiProcesses:
         watching.cancel()
         del self.all[api.number]
         api.orders.answer_all(OrderDone(0))
-        self._past = added([self._past, msgspec.structs.replace(api.counts, requests=0, open={}, moved=0.0)])
+        self._past = added(
+            [self._past, msgspec.structs.replace(api.counts, requests=0, open={}, moved=0.0, responses=[])]
+        )
         self.lost(api)
         await api.channel.close()
         if not self.stopping:

@@ -87,7 +87,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig | None = None  # of KV blocks, with other servers
     transfer_key: bytes = b""  # what is handed to clients of it is signed with
     ranks: int = 1  # of an engine
-    stores_responses: bool = True  # several API processes keep none
+    api_processes: int = 1  # of the server; one of several keeps responses
+    passing: str = ""  # folder of the sockets by which they pass requests on to each other
+    journal_ends: bool = False  # with the server: it is there for the death of an API process
     otlp_traces_endpoint: Annotated[
         str | None, option("Send traces to this collector, by OTLP over HTTP, e.g. http://localhost:4318.")
     ] = None
@@ -118,14 +120,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "needs a certificate",
                 "give --ssl-certfile too",
             )
-        if self.journal is not None and not self.stores_responses:
-            raise ConfigError(
-                "--journal", self.journal, "is kept by one API process, and there are several",
-                "give --api-server-count 1, or leave it out",
-            )  # fmt: skip
         if self.replace and not self.port:
             raise ConfigError("--replace", True, "needs the port of the server that runs", "give its --port")
-        if self.replace and not self.stores_responses:
+        if self.replace and self.api_processes > 1:
             raise ConfigError(
                 "--replace", True, "is for a server of one API process, and there are several",
                 "give --api-server-count 1, or leave it out",

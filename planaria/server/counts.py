@@ -29,6 +29,7 @@ def counts_of(service: Service) -> Counts:
         generation_tokens=metrics.generation_tokens,
         success={str(reason): count for reason, count in metrics.success.items()},
         times=[(histogram.counts, histogram.total) for histogram in _histograms(metrics)],
+        responses=service.responses.numbers,
     )
 
 
@@ -56,13 +57,14 @@ def added(parts: Sequence[Counts]) -> Counts:
              sum(total for _, total in column))
             for column in columns
         ],
+        responses=next((part.responses for part in parts if part.responses), []),  # one keeps them
     )  # fmt: skip
 
 
 def put(counts: Counts, service: Service) -> None:
     """Have this process answer for all of them."""
     metrics = service.metrics
-    service.elsewhere = counts.requests
+    service.elsewhere, service.responses.elsewhere = counts.requests, counts.responses
     metrics.prompt_tokens, metrics.generation_tokens = counts.prompt_tokens, counts.generation_tokens
     metrics.success.update(counts.success)
     for histogram, (buckets, total) in zip(_histograms(metrics), counts.times, strict=True):

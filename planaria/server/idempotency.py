@@ -170,7 +170,10 @@ class Idempotency:
             wrong = f"Idempotency-Key takes 1 to {MAX_KEY} bytes, none of them a control character; it has {len(key)}"
             await failure(wrong, param="Idempotency-Key", code="invalid_value")(scope, receive, send)
             return
-        owner = owner_of(scope, self.service.config)
+        owner, neighbours = owner_of(scope, self.service.config), self.service.neighbours
+        if neighbours is not None and (rank := neighbours.of_key(scope["path"], owner, key)) != neighbours.rank:
+            await neighbours.pass_on(rank, scope, body["body"], receive, send)
+            return
 
         def work() -> bytes:
             return hashlib.sha256(scope["path"].encode() + b"\0" + body["body"]).digest()

@@ -38,14 +38,23 @@ def items_of(given: Any, uid: str, find: Find) -> list[ConversationItem]:
     return [_item(one, f"input[{i}]", f"{uid}{i}", find) for i, one in enumerate(given)]
 
 
+def refers(given: Any) -> bool:
+    """Is anything in an input kept elsewhere?"""
+    given = given if isinstance(given, list) else ()
+    return any(isinstance(one, Mapping) and _kind(one) == "item_reference" for one in given)
+
+
+def _kind(given: Mapping[str, Any]) -> Any:
+    kind = given.get("type")
+    if kind is None:
+        kind = "item_reference" if "role" not in given and isinstance(given.get("id"), str) else "message"
+    return kind
+
+
 def _item(given: Any, place: str, number: str, find: Find) -> ConversationItem:
     if not isinstance(given, Mapping):
         raise wrong(place, "must be an object: a message, or an item of another type")
-    kind = given.get("type")
-    if kind is None:
-        kind = "message"
-        if "role" not in given and isinstance(given.get("id"), str):  # as OpenAI has it of references
-            kind = "item_reference"
+    kind = _kind(given)
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise wrong(
             f"{place}.type", f"must be one of {', '.join(_FIELDS)} (items of no other type are supported), got "

@@ -17,16 +17,17 @@ class ResponseMetrics(Collector):
         self._store, self._name = store, name
 
     def collect(self) -> Iterable[Metric]:
-        store, model = self._store, self._name()
-        if not store.known and store.journal is None:
+        numbers, model = self._store.numbers, self._name()
+        if not numbers:
             return
+        running, over, size, unwritten = numbers
         counts = GaugeMetricFamily("planaria:responses", "Responses that are kept.", labels=["model_name", "state"])
-        counts.add_metric([model, "running"], len(store.unfinished))
-        counts.add_metric([model, "over"], len(store.known) - len(store.unfinished))
+        counts.add_metric([model, "running"], running)
+        counts.add_metric([model, "over"], over)
         yield counts
         for name, text, number in (
-            ("responses_bytes", "What they take, about.", store.size),
-            ("journal_unwritten", "Responses that the journal can't write now.", len(store.failing)),
+            ("responses_bytes", "What they take, about.", size),
+            ("journal_unwritten", "Responses that the journal can't write now.", unwritten),
         ):
             family = GaugeMetricFamily(f"planaria:{name}", text, labels=["model_name"])
             family.add_metric([model], number)

@@ -52,7 +52,8 @@ async def asked_of(
         seed=service.next_seed(), priority=body.priority or 0, cache_salt=body.cache_salt or "",
         adapter=service.adapter(body.model), param="input",
     )  # fmt: skip
-    lasts = service.responses.journal is not None and bool(body.background)
+    store = service.responses
+    lasts = store.journal is not None and store.lasts and bool(body.background)
     return msgspec.structs.replace(asked, persist=lasts), reading  # its KV, where there is a tier on disk
 
 

@@ -63,7 +63,7 @@ class ResponseRun:
     async def go(self) -> None:
         """Until it has ended, whichever way."""
         generation, service = self.generation, self.store.service
-        waits = not (self.entry.durable and self.entry.listed)  # is it lost with this process?
+        waits = not (self.entry.durable and self.entry.listed and self.store.lasts)  # is it lost with this server?
         if waits:
             service.enter()
         try:
@@ -90,7 +90,7 @@ class ResponseRun:
         if generation.gone:
             self.store.end(entry, "cancelled")
         elif generation.error is not None:
-            if entry.durable and (service.draining or service.client.dead is not None):
+            if entry.durable and self.store.lasts and (service.draining or service.client.dead is not None):
                 self.set_aside()  # another server goes on with it
                 return
             self.error = generation.error

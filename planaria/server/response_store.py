@@ -56,11 +56,14 @@ class Entry:
 
 
 class ResponseStore:
-    """journal: None: all of it is in memory. failing: responses that can't be written now."""
+    """num_keys: API keys, each of which has a share of the places for what runs. lasts: what is in the journal outlives
+    the server, and not only this process. journal: None: all of it is in memory. failing: responses that can't be
+    written now."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, service: Service, num_keys: int = 1, *, lasts: bool = True) -> None:
+        self.service, self.num_keys, self.lasts = service, max(1, num_keys), lasts
         self.journal: Journal | None = None
+        self.elsewhere: list[int] = []  # `numbers` of the process that keeps them
         self.known: dict[str, Entry] = {}
         self.by_key: dict[tuple[str, str], Entry] = {}  # owner, Idempotency-Key
         self.unfinished: dict[str, Entry] = {}  # of them
@@ -73,6 +76,13 @@ class ResponseStore:
         self.on_kept: Callable[[Entry], None] | None = None  # hears of what another server is to have
         self._sweeping: asyncio.TimerHandle | None = None
         self._watching: asyncio.TimerHandle | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of responses that run and that are over, of bytes, and of what can't be written; none: there are none."""
+        if not self.known and self.journal is None:
+            return self.elsewhere
+        return [len(self.unfinished), len(self.known) - len(self.unfinished), self.size, len(self.failing)]
 
     # -- the journal
 
@@ -241,12 +251,28 @@ class ResponseStore:
         return entry
 
     def _refuse_too_many(self, kept: Kept) -> None:
-        open_ones = self.unfinished.values()
-        if len(open_ones) >= MAX_BACKGROUND or sum(e.charged for e in open_ones) + kept.size > MAX_BYTES // 2:
+        """Half of all room is for whoever comes; of the rest each API key has its share, whatever others do."""
+        counts, sizes = Counter[str](), Counter[str]()
+        for entry in self.unfinished.values():
+            counts[entry.kept.head.owner] += 1
+            sizes[entry.kept.head.owner] += entry.charged
+        owner, running = kept.head.owner, len(self.unfinished)
+        counts[owner] += 1
+        sizes[owner] += kept.size
+        used = (counts, MAX_BACKGROUND), (sizes, MAX_BYTES // 2)
+        if any(of.total() > room for of, room in used):
             raise RequestError(
-                f"{len(open_ones)} responses run already, with as much text as there is room for; try again later",
+                f"{running} responses run already, with as much text as there is room for; try again later",
                 param="background", code="overloaded", status=503,
             )  # fmt: skip
+        for of, room in used:
+            share = room // (2 * self.num_keys)
+            over = sum(max(0, size - share) for size in of.values())
+            if of[owner] > share and over > room - share * self.num_keys:
+                raise RequestError(
+                    f"{counts[owner] - 1} responses of this API key run already, and what is left is for others; try "
+                    "again later", param="background", code="too_many_background", status=429,
+                )  # fmt: skip
 
     def enlist(self, entry: Entry) -> None:
         head = entry.kept.head

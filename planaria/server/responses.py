@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -20,8 +21,9 @@ from planaria.server.failure import failure
 from planaria.server.gate import RequestInfo
 from planaria.server.idempotency import HEADER, owner_of
 from planaria.server.kept import Kept
+from planaria.server.neighbours import to_keeper
 from planaria.server.records import ConversationItem, Head
-from planaria.server.response_input import MAX_CONVERSATION, MAX_ITEMS, Find, check_outputs, items_of
+from planaria.server.response_input import MAX_CONVERSATION, MAX_ITEMS, Find, check_outputs, items_of, refers
 from planaria.server.response_items import ENDS
 from planaria.server.response_request import asked_of, fields_of
 from planaria.server.response_run import ResponseRun, choices_of, fits
@@ -49,7 +51,10 @@ async def create_response(request: Request) -> Response:
     store = service.responses
     body = await read(request, ResponsesRequest)
     facts = service.admit(body.model, "generate")
-    stored = _is_stored(service, body)
+    stored = _is_stored(body)
+    kept_ones = stored or body.previous_response_id is not None or refers(body.input)
+    if kept_ones and (elsewhere := await to_keeper(request)) is not None:
+        return elsewhere
     owner, key, digest = owner_of(request.scope, service.config), "", ""
     if body.background and (given := dict(request.scope["headers"]).get(HEADER)) is not None:
         whole = await request.body()
@@ -87,15 +92,7 @@ async def _at_leisure(request: Request, work: Callable[[], T]) -> T:
     return await service.in_thread(work, request.receive)
 
 
-def _is_stored(service: Service, body: ResponsesRequest) -> bool:
-    if not service.config.stores_responses:
-        for name in ("background", "store", "previous_response_id"):
-            if getattr(body, name):
-                raise RequestError(
-                    f"{name} needs a server with one API process: several keep no responses",
-                    param=name, code="unsupported_parameter",
-                )  # fmt: skip
-        return False
+def _is_stored(body: ResponsesRequest) -> bool:
     if body.background and body.store is False:
         raise RequestError("background needs store: true", param="background", code="invalid_value")
     return body.store is not False
@@ -256,19 +253,25 @@ class Answered(Response):
 # -- afterwards
 
 
+def _by_keeper(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Of several API processes the one that keeps responses answers."""
+
+    @functools.wraps(answer)
+    async def answered(request: Request) -> Response:
+        return await to_keeper(request) or await answer(request)
+
+    return answered
+
+
 async def _found(request: Request) -> Entry:
     service: Service = request.app.state.service
-    if not service.config.stores_responses:
-        raise RequestError(
-            "this server has several API processes, which keep no responses: start it with --api-server-count 1",
-            param="response_id", code="response_not_found", status=404,
-        )  # fmt: skip
     id: str = request.path_params["response_id"]
     entry = service.responses.find(id, owner_of(request.scope, service.config))
     await _taken_apart(service, entry.kept)
     return entry
 
 
+@_by_keeper
 async def get_response(request: Request) -> Response:
     """A response as it is now, or its events."""
     entry, query = await _found(request), request.query_params
@@ -288,6 +291,7 @@ async def get_response(request: Request) -> Response:
     return Followed(entry, 0 if after is None else int(after) + 1)
 
 
+@_by_keeper
 async def cancel_response(request: Request) -> Response:
     """End one that runs in the background; one that has ended is as it was."""
     entry = await _found(request)
@@ -304,6 +308,7 @@ async def cancel_response(request: Request) -> Response:
     return _json(response_of(entry.kept))
 
 
+@_by_keeper
 async def delete_response(request: Request) -> Response:
     """Nobody can ask for it any more; what runs in the background ends."""
     entry = await _found(request)
@@ -311,6 +316,7 @@ async def delete_response(request: Request) -> Response:
     return _json({"id": entry.kept.head.id, "object": "response", "deleted": True})
 
 
+@_by_keeper
 async def list_input_items(request: Request) -> Response:
     """Of a response: the conversation that it answers, the latest first, or (`order=asc`) the other way round."""
     entry, query = await _found(request), request.query_params

@@ -76,7 +76,7 @@ class ForwardedAnswer(msgspec.Struct, frozen=True, tag="answer"):
 class Counts(msgspec.Struct, frozen=True):
     """What an API process has counted since its start, and what it has open. open: engine -> (sequences, tokens of its
     load); taken: engine -> sequences that came from another; moved: time.monotonic() of the last progress, 0.0 where
-    nothing is open; times: buckets and sum of each histogram of `Metrics`."""
+    nothing is open; times: buckets and sum of each histogram of `Metrics`; responses: see ResponseStore.numbers."""
 
     requests: int = 0
     open: dict[int, tuple[int, int]] = {}
@@ -86,6 +86,7 @@ class Counts(msgspec.Struct, frozen=True):
     generation_tokens: int = 0
     success: dict[str, int] = {}
     times: list[tuple[list[int], float]] = []
+    responses: list[int] = []
 
 
 class OrderDone(msgspec.Struct, frozen=True, tag="done"):

@@ -100,19 +100,21 @@ class _Server(uvicorn.Server):
         self.accepting = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
+        self.servers = []
+        self.listener = self.listen(self.sock, tls=self.config.ssl, shared=self.shared)
+        self.started = True
+
+    def listen(self, sock: socket.socket, **how: Any) -> Listener:
+        """Accept connections from a socket. how: see Listener."""
+        loop, settings = asyncio.get_running_loop(), self.settings
 
         def make(listener: Listener) -> HttpConnection:
             return HttpConnection(listener, self.config, self.server_state, {}, loop)
 
-        settings = self.settings
-        listener = Listener(
-            self.sock, make, most=connection_bound(settings.max_connections), header_timeout=settings.header_timeout,
-            tls=self.config.ssl, shared=self.shared,
-        )  # fmt: skip
-        self.listener = listener
-        self.servers = [listener]  # type: ignore[list-item]
-        self.started = True
+        most = connection_bound(settings.max_connections)
+        listener = Listener(sock, make, most=most, header_timeout=settings.header_timeout, **how)
+        self.servers.append(listener)  # type: ignore[arg-type]
+        return listener
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

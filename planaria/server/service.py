@@ -36,6 +36,7 @@ from planaria.wire import Dead, EngineFacts, Recovery
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet
     from planaria.server.generation import Generation
+    from planaria.server.neighbours import Neighbours
     from planaria.server.traces import Traces
 
 logger = logging.getLogger("planaria.server")
@@ -69,9 +70,10 @@ class Service:
 
             self.traces = Traces(config.otlp_traces_endpoint, config.otlp_traces_sampling_ratio)
         self.metrics = Metrics(client.engines, lambda: self.model_names[0], self.faults)
-        self.responses = ResponseStore(self)
+        self.responses = ResponseStore(self, len(config.api_keys), lasts=not config.journal_ends)
         self.metrics.registry.register(ResponseMetrics(self.responses, lambda: self.model_names[0]))
         self.created = int(time.time())
+        self.neighbours: Neighbours | None = None  # other API processes of this server
         self.draining = ""  # the reason, for those who are turned away
         self.leaving = False  # another process has taken over: a connection ends with its next answer, if it is here
         self.open: dict[Generation, None] = {}

@@ -11,9 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from planaria.errors import ConfigError
 from planaria.server import response_store, responses
-from planaria.server.config import ServerConfig
 
 R = "/v1/responses"
 GREEDY: dict[str, Any] = {"model": "smollm2", "temperature": 0}
@@ -309,15 +307,19 @@ async def test_what_is_too_large_to_be_kept(server, monkeypatch):
         await client.responses.create(**GREEDY, input="x", previous_response_id=first.id)
 
 
-async def test_several_api_processes_keep_none(start):
-    with pytest.raises(ConfigError, match="--api-server-count 1"):
-        ServerConfig(journal="x", stores_responses=False).verify()
-    async with start(stores_responses=False) as server:
-        client = server.client()
-        answer = await client.responses.create(**GREEDY, input="x", max_output_tokens=1)
-        assert answer.store is False and not server.engine.open
-        for more in ({"background": True}, {"store": True}, {"previous_response_id": answer.id}):
-            with pytest.raises(openai.BadRequestError, match="one API process"):
-                await client.responses.create(**GREEDY, input="x", **more)
-        with pytest.raises(openai.NotFoundError, match="--api-server-count 1"):
-            await client.responses.retrieve(answer.id)
+async def test_a_key_has_a_share_of_the_places_in_the_background(start, monkeypatch):
+    monkeypatch.setattr(response_store, "MAX_BACKGROUND", 8)
+    async with start(api_keys=("one", "two")) as server:
+        server.engine.gate.clear()
+        one, two = (server.client(api_key=key) for key in ("one", "two"))
+        for _ in range(6):
+            await one.responses.create(**GREEDY, input="x", background=True)
+        with pytest.raises(openai.RateLimitError) as e:
+            await one.responses.create(**GREEDY, input="x", background=True)
+        assert e.value.code == "too_many_background"
+        for _ in range(2):
+            await two.responses.create(**GREEDY, input="x", background=True)
+        for client in (one, two):
+            with pytest.raises(openai.InternalServerError) as full:
+                await client.responses.create(**GREEDY, input="x", background=True)
+            assert full.value.code == "overloaded"
