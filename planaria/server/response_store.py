@@ -19,7 +19,7 @@ from planaria.server.kept import Kept
 from planaria.server.records import Head, Outcome, PieceRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from planaria.server.journal import Journal
     from planaria.server.response_passing import RunElsewhere
@@ -53,6 +53,32 @@ class Entry:
     def wake(self) -> None:
         self.more.set()
         self.more = asyncio.Event()
+
+
+def refuse_too_many(kept: Kept, running: Collection[Entry], num_keys: int) -> None:
+    """Half of all room for what runs is for whoever comes; of the rest each API key has its share, whatever others do.
+    Raises RequestError where there is none for another."""
+    counts, sizes = Counter[str](), Counter[str]()
+    for entry in running:
+        counts[entry.kept.head.owner] += 1
+        sizes[entry.kept.head.owner] += entry.charged
+    owner = kept.head.owner
+    counts[owner] += 1
+    sizes[owner] += kept.size
+    used = (counts, MAX_BACKGROUND), (sizes, MAX_BYTES // 2)
+    if any(of.total() > room for of, room in used):
+        raise RequestError(
+            f"{len(running)} responses run already, with as much text as there is room for; try again later",
+            param="background", code="overloaded", status=503,
+        )  # fmt: skip
+    for of, room in used:
+        share = room // (2 * num_keys)
+        over = sum(max(0, size - share) for size in of.values())
+        if of[owner] > share and over > room - share * num_keys:
+            raise RequestError(
+                f"{counts[owner] - 1} responses of this API key run already, and what is left is for others; try again "
+                "later", param="background", code="too_many_background", status=429,
+            )  # fmt: skip
 
 
 class ResponseStore:
@@ -243,36 +269,12 @@ class ResponseStore:
                     param="store", code="request_too_large", status=413,
                 )  # fmt: skip
             if head.background:
-                self._refuse_too_many(kept)
+                refuse_too_many(kept, self.unfinished.values(), self.num_keys)
             self.make_room(1, kept.size)
             self.enlist(entry)
             if self.on_kept is not None and head.background:
                 self.on_kept(entry)
         return entry
-
-    def _refuse_too_many(self, kept: Kept) -> None:
-        """Half of all room is for whoever comes; of the rest each API key has its share, whatever others do."""
-        counts, sizes = Counter[str](), Counter[str]()
-        for entry in self.unfinished.values():
-            counts[entry.kept.head.owner] += 1
-            sizes[entry.kept.head.owner] += entry.charged
-        owner, running = kept.head.owner, len(self.unfinished)
-        counts[owner] += 1
-        sizes[owner] += kept.size
-        used = (counts, MAX_BACKGROUND), (sizes, MAX_BYTES // 2)
-        if any(of.total() > room for of, room in used):
-            raise RequestError(
-                f"{running} responses run already, with as much text as there is room for; try again later",
-                param="background", code="overloaded", status=503,
-            )  # fmt: skip
-        for of, room in used:
-            share = room // (2 * self.num_keys)
-            over = sum(max(0, size - share) for size in of.values())
-            if of[owner] > share and over > room - share * self.num_keys:
-                raise RequestError(
-                    f"{counts[owner] - 1} responses of this API key run already, and what is left is for others; try "
-                    "again later", param="background", code="too_many_background", status=429,
-                )  # fmt: skip
 
     def enlist(self, entry: Entry) -> None:
         head = entry.kept.head
