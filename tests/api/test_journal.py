@@ -66,8 +66,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> None:
 
     init = ResponseStore.__init__
 
-    def made(self: Any, service: Any) -> None:
-        init(self, service)
+    def made(self: Any, service: Any, *given: Any, **more: Any) -> None:
+        init(self, service, *given, **more)
         service.client.store = self
 
     monkeypatch.setattr(ResponseStore, "__init__", made)
