@@ -279,7 +279,7 @@ class Script:
     def __init__(self, api_keys=()):
         self.runs: list[asyncio.Queue] = []
         self.ended = 0
-        service = SimpleNamespace(config=SimpleNamespace(api_keys=api_keys))
+        service = SimpleNamespace(config=SimpleNamespace(api_keys=api_keys), neighbours=None)
         self.once = Idempotency(self, service)
 
     async def __call__(self, scope, receive, send):
