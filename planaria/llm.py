@@ -578,48 +578,44 @@ class LLM(_Front):
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] = True,
-        pooling_params: PoolingParams | None = None, lora_request: None = None,
+        pooling_params: PoolingParams | None = None, lora_request: pooled.Adapted = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:  # fmt: skip
         """Each prompt's embedding, in their order. Raises RequestError, as where the model gives none; EngineDead."""
-        refuse(lora_request=lora_request)
         wish = pooled.wish_of(pooling_params, truncate_prompt_tokens)
-        found = pooled.run(self, "embed", _listed(prompts), wish, use_tqdm)
+        found = pooled.run(self, "embed", _listed(prompts), wish, use_tqdm, lora_request)
         return [pooled.embedded(stream, self.config.pooling, wish) for stream in found]
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] = True,
-        pooling_params: PoolingParams | None = None, lora_request: None = None,
+        pooling_params: PoolingParams | None = None, lora_request: pooled.Adapted = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput]:  # fmt: skip
         """Of each prompt the probabilities of the model's labels. Raises as `embed`."""
-        refuse(lora_request=lora_request)
         wish = pooled.wish_of(pooling_params, truncate_prompt_tokens)
-        found = pooled.run(self, "classify", _listed(prompts), wish, use_tqdm)
+        found = pooled.run(self, "classify", _listed(prompts), wish, use_tqdm, lora_request)
         return [pooled.classified(stream, self.config.pooling, wish) for stream in found]
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, *,
-        use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None, pooling_task: str | None = None,
-        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True, lora_request: pooled.Adapted = None,
+        pooling_task: str | None = None, truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:  # fmt: skip
         """What the model gives for each prompt, embedding or probabilities, as an array. pooling_task: embed or
         classify; default: whichever it does. Raises as `embed`."""
-        refuse(lora_request=lora_request)
         wish = pooled.wish_of(pooling_params, truncate_prompt_tokens)
-        found = pooled.run(self, pooling_task or "pool", _listed(prompts), wish, use_tqdm)
+        found = pooled.run(self, pooling_task or "pool", _listed(prompts), wish, use_tqdm, lora_request)
         return [pooled.encoded(stream, self.config.pooling, wish) for stream in found]
 
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], /, *,
         use_tqdm: bool | Callable[..., Any] = True, pooling_params: PoolingParams | None = None,
-        lora_request: None = None, truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | None = None, truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:  # fmt: skip
         """How alike pairs of texts are, one with each of the others or each with its own: the cosine of their
         embeddings, or the score of a model with one label, which looks at both together. Raises as `embed`."""
-        refuse(lora_request=lora_request)
         wish = pooled.wish_of(pooling_params, truncate_prompt_tokens)
-        return pooled.score(self, _listed(data_1), _listed(data_2), wish, use_tqdm)
+        return pooled.score(self, _listed(data_1), _listed(data_2), wish, use_tqdm, lora_request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is kept of earlier requests."""

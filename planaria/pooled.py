@@ -10,7 +10,7 @@ import msgspec
 
 from planaria.config.options import EngineConfig, PoolingConfig
 from planaria.errors import RequestError
-from planaria.prompts import Prompt, content_of, salt_of
+from planaria.prompts import LoRARequest, Prompt, content_of, salt_of
 from planaria.server import vectors
 from planaria.server.stream import Choices, Stream
 from planaria.server.tokenise import Tokenizer
@@ -19,6 +19,8 @@ from planaria.wire import EngineFacts, Submit
 
 T = TypeVar("T")
 Bar = bool | Callable[..., Any]
+Adapted = LoRARequest | Sequence[LoRARequest | None] | None
+Prompted = tuple[list[int], str, str]  # token ids, salt, adapter
 Opened = list[tuple[str, Choices, list[Submit]]]
 
 
@@ -30,6 +32,8 @@ class VectorEngine(Protocol):
     tokenizer: Tokenizer | None
 
     def _next_id(self) -> str: ...
+
+    def _adapters(self, given: Adapted, count: int) -> list[str]: ...
 
     def _encode(self, prompt: Prompt) -> list[int]: ...
 
@@ -93,21 +97,21 @@ def wish_of(params: PoolingParams | None, truncate_prompt_tokens: int | None) ->
 
 
 def run(
-    llm: VectorEngine, task: str, prompts: Sequence[Prompt], wish: PoolingParams, use_tqdm: Bar
+    llm: VectorEngine, task: str, prompts: Sequence[Prompt], wish: PoolingParams, use_tqdm: Bar, adapted: Adapted
 ) -> list[Stream]:  # fmt: skip
     """Each prompt's vector, as it comes from the engine. Raises RequestError, EngineDead."""
     config, facts, tokenizer = llm.config.pooling, llm.facts, llm.tokenizer
     vectors.need_task(config, task)
     vectors.check_wish(wish, config)
     limit = vectors.kept_tokens(wish, facts)
-    opened = []
-    for prompt in prompts:
+    opened: list[Prompted] = []
+    for prompt, adapter in zip(prompts, llm._adapters(adapted, len(prompts)), strict=True):
         content = content_of(prompt)
         if limit is not None and isinstance(content, str) and tokenizer is not None:
             ids = tokenizer.encode_first(content, None, limit)
         else:
             ids = llm._encode(prompt)[:limit]
-        opened.append((ids, salt_of(prompt)))
+        opened.append((ids, salt_of(prompt), adapter))
     return _answered(llm, opened, use_tqdm)
 
 
@@ -128,15 +132,16 @@ def _output(stream: Stream, outputs: T) -> PoolingRequestOutput[T]:
 
 
 def score(
-    llm: VectorEngine, first: Sequence[Any], second: Sequence[Any], wish: PoolingParams, use_tqdm: Bar
+    llm: VectorEngine, first: Sequence[Any], second: Sequence[Any], wish: PoolingParams, use_tqdm: Bar,
+    adapted: LoRARequest | None,
 ) -> list[ScoringRequestOutput]:  # fmt: skip
     """Raises RequestError, EngineDead."""
     config, names = llm.config.pooling, ("data_1", "data_2")
     vectors.need_task(config, "score")
     pairs = vectors.pairs_of(list(first), list(second), names)
     if not config.labels:
-        queries = run(llm, "score", first, wish, use_tqdm)
-        found = run(llm, "score", second, wish, use_tqdm)
+        queries = run(llm, "score", first, wish, use_tqdm, adapted)
+        found = run(llm, "score", second, wish, use_tqdm, adapted)
         both = list(zip(queries * (len(found) if len(queries) == 1 else 1), found, strict=True))
         return [
             PoolingRequestOutput(
@@ -148,18 +153,21 @@ def score(
     vectors.check_wish(wish, config)
     tokenizer = vectors.pair_tokenizer(llm.tokenizer, "data_1")
     limit = vectors.kept_tokens(wish, llm.facts)
-    asked = [(tokenizer.encode_first(a, b, limit), "") for a, b in pairs]
+    adapters = llm._adapters(adapted, len(pairs))
+    asked = [(tokenizer.encode_first(a, b, limit), "", own) for (a, b), own in zip(pairs, adapters, strict=True)]
     return [
         _output(stream, ScoringOutput(float(vectors.probabilities(stream.pooled or b"", config, wish)[0])))
         for stream in _answered(llm, asked, use_tqdm)
     ]
 
 
-def _answered(llm: VectorEngine, asked: list[tuple[list[int], str]], use_tqdm: Bar) -> list[Stream]:
+def _answered(llm: VectorEngine, asked: list[Prompted], use_tqdm: Bar) -> list[Stream]:
     opened = []
-    for ids, salt in asked:
+    for ids, salt, adapter in asked:
         id = llm._next_id()
-        submit = vectors.pooling_submit(f"{id}-0", ids, llm.config.pooling, llm.facts, param="prompt", cache_salt=salt)
+        submit = vectors.pooling_submit(
+            f"{id}-0", ids, llm.config.pooling, llm.facts, param="prompt", cache_salt=salt, adapter=adapter
+        )
         opened.append((id, Choices(ids, [submit], None), [submit]))
     llm._run(opened, use_tqdm)
     streams = [choices.sequences[0] for _, choices, _ in opened]

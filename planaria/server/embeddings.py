@@ -261,7 +261,7 @@ async def _answer(
     service: Service, request: Request, body: VectorRequest, facts: EngineFacts, prompts: Sequence[list[int]],
     name: str, tell: Told,
 ) -> Response:  # fmt: skip
-    info, config = request.scope["planaria"], service.config.pooling
+    info, config, adapter = request.scope["planaria"], service.config.pooling, service.adapter(body.model)
     param = {"score": "text_2", "rerank": "documents"}.get(name, "input")
     streams = []
     for index, ids in enumerate(prompts):
@@ -269,7 +269,7 @@ async def _answer(
             await asyncio.sleep(0)
         submit = vectors.pooling_submit(
             f"{name}-{info.uid}-{index}", ids, config, facts, param=param, priority=body.priority or 0,
-            cache_salt=body.cache_salt or "", adapter=service.adapter(body.model),
+            cache_salt=body.cache_salt or "", adapter=adapter,
         )  # fmt: skip
         streams.append(Choices(ids, [submit], None, index))
     generation = Generation(service, info, streams, stream=False)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from planaria import LLM, LoRARequest, RequestOutput, SamplingParams
 from planaria.errors import RequestError
-from tests.model.adapters import ATTENTION, peft_tokens, write_adapter
+from tests.model.adapters import ATTENTION, peft_model, peft_tokens, write_adapter
 from tests.model.checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -67,6 +68,25 @@ def test_tokens_are_those_of_peft(small: Path, folders: list[Path], options: dic
             len({tuple(llm.generate([PROMPTS[0]], GREEDY, lora_request=one)[0].outputs[0].token_ids) for one in asked})
             == 5
         )
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("runner", ["auto", "pooling"])
+def test_vectors_are_those_of_peft(small: Path, folders: list[Path], runner: str) -> None:
+    """Of the same text with each; prefixes of one are not another's."""
+    text, wanted = [*range(3, 53)], []
+    for path in (None, *folders):
+        with torch.no_grad():
+            found = peft_model(small, path)(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
+        wanted.append(found[0, -1] / found[0, -1].norm())
+    llm = llm_of(small, runner=runner)
+    try:
+        for _ in range(2):
+            outputs = llm.embed([text] * len(wanted), lora_request=requests_of(folders), use_tqdm=False)
+            alike = torch.tensor([output.outputs.embedding for output in outputs]) @ torch.stack(wanted).T
+            assert alike.diagonal().min() > 0.9999 and alike.fill_diagonal_(0).max() < 0.99
+        assert min(output.num_cached_tokens for output in outputs) > 0
     finally:
         llm.close()
 
