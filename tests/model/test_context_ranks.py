@@ -10,7 +10,12 @@ import pytest
 
 from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
+from planaria.kernels.cpu import threads
+from planaria.kernels.ops import Columns
+from planaria.models.deal import deal_context, deal_heads
+from planaria.models.shard import Shard
 from planaria.protocol import Allocate, Facts, Probe, Ready
+from planaria.topology.stripes import Stripes
 from planaria.types import Request, SamplingParams
 from tests.model.checkpoints import write_checkpoint
 from tests.model.ranks import Ranks
@@ -76,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.row("P19", "P20")
 @pytest.mark.parametrize("name, tp, size, interleave, kernels, gloo", CASES)
 def test_ranks_that_share_tokens_give_what_one_gives(
     folder: Any, name: str, tp: int, size: int, interleave: int, kernels: str, gloo: bool
@@ -146,3 +152,35 @@ def test_a_token_takes_less_of_a_rank(folder: Any, name: str, tp: int, ratio: fl
         return max(reply.block_bytes for reply in facts if isinstance(reply, Facts)) / config.cache.block_size
 
     assert most(2) == ratio * most(1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tp", "size"), [(8, 2, 4, 2), (9, 3, 3, 3), (8, 4, 6, 3), (8, 1, 4, 4)])
+def test_each_column_comes_from_one_rank(heads: int, kv_heads: int, tp: int, size: int) -> None:
+    """Also where several ranks have computed it."""
+    dealt, dim = deal_heads(heads, kv_heads, tp), 16
+    for first in range(0, tp, size):
+        columns, own = list[int](), list[int]()
+        groups = deal_context(dealt, size, 1)[first : first + size]
+        for (queries, keys), group in zip(dealt[first : first + size], groups, strict=True):
+            assert group is not None
+            part = Columns.of_heads(group, Shard(queries, keys, range(0), range(0), range(0)), dim)
+            columns += [to + i for _, to, count in part.pieces for i in range(count)]
+            own += part.heads
+            assert part.most >= part.width == (len(group.heads) + 2 * len(group.kv_heads)) * dim
+        assert sorted(columns) == list(range(part.width)) and own == list(range(len(group.heads)))
+
+
+def test_no_two_threads_write_to_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 tokens that are here, with those of other ranks among them."""
+    monkeypatch.setattr(threads, "get", lambda slots, token: slots[token])
+    stripes = Stripes(2, 1, 4)
+    for starts in ((0,), (5, 0, 30), (16, 33, 2, 8)):  # of several sequences in a step
+        slots = [
+            64 * row + stripes.local(position) if stripes.here(position) else -1
+            for row, start in enumerate(starts) for position in range(start, start + 60)
+        ]  # fmt: skip
+        for first in range(len(slots)):
+            cut = threads.whole_chunks(slots, first, len(slots))  # type: ignore[arg-type]
+            assert first <= cut <= len(slots)
+            before, after = ([slot for slot in part if slot >= 0] for part in (slots[:cut], slots[cut:]))
+            assert not before or not after or before[-1] // 16 != after[0] // 16 or before[-1] != after[0] - 1

@@ -16,9 +16,11 @@ from planaria import LLM, SamplingParams, StructuredOutputsParams
 from tests.model.checkpoints import write_checkpoint, write_talker
 from tests.model.engines import texts
 from tests.model.test_deepseek import SIZES
-from tests.proc.servers import TINY, needs_smollm2, planaria, wait_until
+from tests.proc.asking import ask_all
+from tests.proc.servers import TINY, Server, needs_smollm2, planaria, wait_until
 from tests.proc.test_cli import one_line
 from tests.proc.test_layouts import missing, try_now  # noqa: F401
+from tests.proc.test_prefill_decode import ASKED, metric, nothing_is_left
 from tests.proc.test_recovery import watched_small
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
@@ -45,6 +47,7 @@ def answers(llm: LLM, which: range, on_tokens: Callable[[int, int], None] | None
     return found
 
 
+@pytest.mark.row("P19")
 @pytest.mark.parametrize("interleave", [1, pytest.param(16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("model", ["small", "latents"])
@@ -140,6 +143,7 @@ def test_half_of_the_latents(latents: Path) -> None:
     assert each(**TWO) == each(tensor_parallel_size=2) / 2
 
 
+@pytest.mark.row("P1", "P20")
 def test_what_users_are_told(small: Path) -> None:
     asked = ["generate", str(small), *TINY, "--prompt-token-ids", "1,2,3", "--max-tokens", "2", "--json"]
     result = planaria(*asked, "-tp", "2", "-dcp", "2", "--dcp-kv-cache-interleave-size", "4")
@@ -154,3 +158,17 @@ def test_what_users_are_told(small: Path) -> None:
         result = planaria(*asked, *wrong)
         assert result.returncode == 2
         assert all(part in one_line(result.stderr) for part in says)
+
+
+@pytest.mark.long
+def test_prompts_go_on_in_engines_of_the_other_kind(small: Path) -> None:
+    """Each rank reads its own tokens of what the other engine lends."""
+    with LLM(str(small), skip_tokenizer_init=True, **{**FEW, "max_model_len": 1024}) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in ASKED]
+        expected = [output.outputs[0].token_ids for output in llm.generate([prompt for prompt, _ in ASKED], params)]
+    kinds = ["--prefill-engines", "1", "--decode-engines", "1", "-tp", "2", "-dcp", "2"]
+    with Server(str(small), *TINY, *kinds, "--max-num-seqs", "32", "--max-num-batched-tokens", "64") as server:
+        assert ask_all(server.url, str(small), ASKED) == expected
+        assert metric(server, "planaria:kv_transfer_blocks_total") > 15
+        assert metric(server, "planaria:kv_transfer_failed_total") == 0
+        nothing_is_left(server)

@@ -128,6 +128,7 @@ def test_too_many_ranks_are_refused() -> None:
         deal_tensor(SMOLLM2, 10)
 
 
+@pytest.mark.row("P20")
 @given(st.integers(1, 6), st.sampled_from([1, 2, 3, 16]), st.integers(0, 200))
 def test_every_token_is_on_one_context_rank(size: int, interleave: int, length: int) -> None:
     """And each has its own one behind the other, without holes."""

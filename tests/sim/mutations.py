@@ -65,6 +65,8 @@ from tests.sim.process import SimWorker
 from tests.sim.scenario import VOCAB
 from tests.sim.tier_mutations import (
     believe_the_first_rank,
+    forget_the_interleave,
+    leave_the_degree_out,
     leave_the_part_out,
     leave_the_version_out,
     read_no_checksum,
@@ -355,6 +357,8 @@ MUTATIONS = [
     Mutation("read no checksum", read_no_checksum, TIER, soon=100),
     Mutation("leave the version out of the key", leave_the_version_out, TIER),
     Mutation("leave the part out of the identity", leave_the_part_out, TIER),
+    Mutation("leave the degree out of the identity", leave_the_degree_out, TIER),
+    Mutation("forget the interleave", forget_the_interleave, TIER),
     Mutation("believe the first rank", believe_the_first_rank, TIER),
     Mutation("save before the commit", save_before_the_commit, TIER),
     Mutation("save what is there now", save_what_is_there_now, TIER),

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 FENCED = 65.0  # seconds after which a rank that does not come to a new epoch is missed
 
 
-def name(layout: Layout) -> str:
-    return ("" if layout.dp == 1 else f"dp={layout.dp} ") + f"tp={layout.tp} pp={layout.pp}"
+def name(layout: Layout, asked: int) -> str:
+    """asked: context ranks; as many of them as divide both share a sequence's tokens."""
+    shared = max(size for size in range(1, layout.tp + 1) if asked % size == layout.tp % size == 0)
+    degrees = f"tp={layout.tp} pp={layout.pp}" + ("" if shared == 1 else f" dcp={shared}")
+    return degrees if layout.dp == 1 else f"dp={layout.dp} {degrees}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ class Rules:
         require, ranks, layout = self.world.require, self.sim.launcher.ranks, self.sim.loop.gang.layout
         self.world.note("RECOVERED: epoch {}, {}, {} requests", done.epoch, done.layout, done.requests)
         require(done.pids == [ranks[rank].pid for rank in sorted(ranks)], "epoch", f"pids {done.pids}")
-        same = done.layout == name(layout) and sorted(ranks) == list(range(layout.size))
+        shared = self.scenario.config.parallel.decode_context_parallel_size
+        same = done.layout == name(layout, shared) and sorted(ranks) == list(range(layout.size))
         require(same, "layout", f"{done.layout} is told, {layout} believed, ranks {sorted(ranks)} are there")
         changed = layout != self.layout
         require(not changed or self.short or done.kind == "layout", "layout", f"{layout} without need")
@@ -191,7 +195,8 @@ class Rules:
         require, gang, asked, before = self.world.require, self.sim.loop.gang, wish.asked, wish.before
         now, faults, shortages = gang.layout, self.losses - wish.faults, self.shortages[wish.shortages :]
         self.world.note("{} is answered: {} {}", asked.id, done.layout, done.error)
-        require(done.layout == name(now), "layout", f"{done.layout} is told, it is {now}")
+        shared = self.scenario.config.parallel.decode_context_parallel_size
+        require(done.layout == name(now, shared), "layout", f"{done.layout} is told, it is {now}")
         possible = 1 <= asked.tp <= MOST and 1 <= asked.pp <= MOST
         calm = not (faults or shortages or self.sim.loop.dead or self.sim.loop.stopping)
         if not done.error:

@@ -92,6 +92,7 @@ def draw(seed: int, *, keyed: bool = True) -> Scenario:
     if chance.random() < 0.08:
         kinds = []
     config, liked = draw_experts(chance, config)
+    config = with_context(seed, config)
     config = with_drafts(seed, config)
     with_grammars(seed, asked, keyed=keyed)
     scenario = Scenario(
@@ -120,6 +121,17 @@ def with_vectors(scenario: Scenario) -> Scenario:
         asked.tokens, asked.vector = [], hash_vector(message.prompt, pooling)
         scenario.messages[i] = when, asked.submit
     return scenario
+
+
+def with_context(seed: int, config: EngineConfig) -> EngineConfig:
+    """Some have tensor ranks that share the tokens of a sequence."""
+    chance, parallel = random.Random(f"context of {seed}"), config.parallel
+    tp = parallel.tensor_parallel_size
+    size = chance.choice([size for size in range(1, tp + 1) if tp % size == 0])
+    shared = msgspec.structs.replace(
+        parallel, decode_context_parallel_size=size, cp_kv_cache_interleave_size=chance.choice([1, 1, 2])
+    )
+    return msgspec.structs.replace(config, parallel=shared)
 
 
 def with_tier(scenario: Scenario) -> Scenario:

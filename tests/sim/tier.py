@@ -14,8 +14,11 @@ import struct
 from array import array
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from planaria.core.kv_cache import KeyScope, chain
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
+from planaria.topology import Layout
 from planaria.worker import kv, kv_store
 from tests.reference_worker import mix
 from tests.sim.scenario import BLOCK_BYTES
@@ -74,6 +77,26 @@ class SimDisk:
                     root = KeyScope(BEFORE, "float32").root(submit.cache_salt)
                     for i, key in enumerate(chain(submit.prompt, size, [], root)):
                         self.keep(identity, BEFORE, rank, key, [7 + i] * size)
+
+        self._of_other_context(layout)
+
+    def _of_other_context(self, layout: Layout) -> None:
+        """What ranks have left that had other tokens of the same blocks, in as many bytes."""
+        chance, config = random.Random(f"context on the disk of {self.scenario.seed}"), self.scenario.config
+        parallel = config.parallel
+        size, interleave = parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size
+        others = [{"cp_kv_cache_interleave_size": 3 - interleave}]
+        others += [
+            {"decode_context_parallel_size": other}
+            for other in range(1, layout.tp + 1)
+            if layout.tp % other == 0 and other != size
+        ]
+        for other in others:
+            left = msgspec.structs.replace(config, parallel=msgspec.structs.replace(parallel, **other))
+            for rank in range(layout.tp * layout.pp) if chance.random() < 0.5 else ():
+                identity = kv.identity_of(left, layout, rank, "sim", "")
+                for key, cells in self.truth.items():
+                    self.keep(identity, "", rank, key, [mix(cell) for cell in cells])
 
     def of(self, identity: bytes) -> dict[bytes, File]:
         return self.files.setdefault(identity, {})

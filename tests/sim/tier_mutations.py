@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from planaria.core.connector import LaneConnector
 from planaria.core.kv_cache import KeyScope
 from planaria.core.step import StepBuilder
@@ -46,6 +48,30 @@ def leave_the_part_out() -> Iterator[None]:
         return IDENTITY(config, Layout(), 0, kernels, weights)
 
     with patch.object(kv, "identity_of", identity):
+        yield
+
+
+def _identity_without(**fields: int) -> Any:
+    """Of all but these options of context ranks."""
+
+    def identity(config: Any, layout: Layout, rank: int, kernels: str, weights: str) -> bytes:
+        parallel = msgspec.structs.replace(config.parallel, **fields)
+        return IDENTITY(msgspec.structs.replace(config, parallel=parallel), layout, rank, kernels, weights)
+
+    return patch.object(kv, "identity_of", identity)
+
+
+@contextmanager
+def leave_the_degree_out() -> Iterator[None]:
+    """Ranks have what others left that shared tokens among more or fewer."""
+    with _identity_without(decode_context_parallel_size=1):
+        yield
+
+
+@contextmanager
+def forget_the_interleave() -> Iterator[None]:
+    """Ranks have what others left that had other tokens in turn."""
+    with _identity_without(cp_kv_cache_interleave_size=1):
         yield
 
 
