@@ -120,7 +120,9 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
     structural_tag: str | JsonObject | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = Field(None, description="Refused: say so in the schema.")
+    disable_additional_properties: bool | None = Field(
+        None, description="Objects have no properties but those that are listed."
+    )
     whitespace_pattern: str | None = None
     disable_fallback: bool | None = None
 

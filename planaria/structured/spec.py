@@ -16,6 +16,8 @@ MAX_GRAMMAR = 1 << 17  # characters of a schema, expression or grammar
 MAX_DEPTH = 64  # levels of a schema, and of parentheses in an expression or grammar
 MAX_CHOICES = 4096
 MAX_TAGS = 128  # structures of a structural tag, and triggers
+_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})  # by names
+_VALUES = frozenset({"const", "enum", "default", "examples"})  # that are no schemas
 # Between the parts of JSON: a few blanks, or one line's end with its indentation. The library allows any number, which
 # a model may go on with for ever.
 WHITESPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,64}"
@@ -47,15 +49,13 @@ def form_of(params: StructuredOutputsParams, place: str) -> OutputForm:
     """Raises RequestError; place: the field of a request that the parameters are in."""
     form, own = params.form, place_of(params, place)
     given: Any = getattr(params, form)
-    if params.disable_additional_properties:
-        raise _refusal(f"{place}.disable_additional_properties", "is not supported: say so in the schema")
     if form == "json_object":
         return _schema({"type": "object"}, params, own)
     if form == "json":
         return _schema(given, params, own)
-    if params.whitespace_pattern is not None or params.disable_any_whitespace:
-        raise _refusal(place, f"{'whitespace_pattern' if params.whitespace_pattern else 'disable_any_whitespace'} "
-                              f"is for JSON, and this is {form}")  # fmt: skip
+    for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
+        if getattr(params, name):
+            raise _refusal(place, f"{name} is for JSON, and this is {form}")
     if form == "choice":
         length = sum(map(len, given))
         if len(given) > MAX_CHOICES or length > MAX_GRAMMAR:
@@ -112,7 +112,26 @@ def _checked(schema: Any, params: StructuredOutputsParams, place: str) -> dict[s
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     own = schema.get("x-guidance")
+    if params.disable_additional_properties:
+        schema = _closed(schema)
     return {**schema, "x-guidance": {**options, **(own if isinstance(own, dict) else {})}}
+
+
+def _closed(schema: Any) -> Any:
+    """Objects whose properties are listed have no others, unless their schema says which. No deeper than MAX_DEPTH."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name, value in schema.items():
+        if name in _SCHEMAS and isinstance(value, dict):
+            found[name] = {key: _closed(one) for key, one in value.items()}
+        elif name not in _VALUES:
+            found[name] = _closed(value)
+    if "properties" in found or "patternProperties" in found:
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def _too_deep(value: Any) -> list[str] | None:

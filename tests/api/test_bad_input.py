@@ -127,7 +127,8 @@ TABLE = {
     "a large grammar": (c(guided_grammar="x" * 140_000), 400, "guided_grammar", "140000 characters"),
     "parentheses": (c(guided_regex="(" * 100 + ")" * 100), 400, "guided_regex", "100 levels"),
     "whitespace of a regex": (
-        c(structured_outputs={"regex": "a", "disable_any_whitespace": True}), 400, "structured_outputs", "for JSON",
+        c(structured_outputs={"regex": "a", "disable_additional_properties": True}), 400, "structured_outputs",
+        "for JSON",
     ),
     "a tag that begins with no trigger": (
         c(structured_outputs={"structural_tag": {"structures": [{"begin": "<a", "end": ">"}], "triggers": ["<b"]}}),

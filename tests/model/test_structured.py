@@ -24,6 +24,7 @@ from planaria.errors import RequestError
 from planaria.structured import constraint
 from planaria.structured.check import GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
+from planaria.structured.spec import form_of
 from planaria.structured.vocabulary import make_vocabulary
 from tests.model import checkpoints
 
@@ -295,3 +296,18 @@ def test_the_door_closes_at_once(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     waiting.join(60)
     assert not waiting.is_alive()
+
+
+def test_objects_have_no_other_properties_where_that_is_asked_for() -> None:
+    inner = {"type": "object", "properties": {"a": {"enum": [{"properties": 1}]}}}
+    open_one = {"type": "object", "properties": {}, "additionalProperties": True}
+    schema = {"properties": {"properties": inner, "o": open_one}, "$defs": {"d": inner}, "items": [inner, {}]}
+    params = StructuredOutputsParams(json=schema, disable_additional_properties=True)
+    closed = inner | {"additionalProperties": False}
+    found = form_of(params, "structured_outputs").body
+    del found["x-guidance"]
+    assert found == {
+        "properties": {"properties": closed, "o": open_one}, "additionalProperties": False, "$defs": {"d": closed},
+        "items": [closed, {}],
+    }  # fmt: skip
+    assert "additionalProperties" not in schema and "additionalProperties" not in inner
