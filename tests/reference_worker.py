@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from planaria.protocol import Fresh, LanePlan, LaneResult
+from planaria.protocol import Fresh, LanePlan, LaneResult, PutLora
 
 _MASK = (1 << 61) - 1
 
@@ -52,15 +52,16 @@ class Rule:
 
 class RowState:
     """at: where the row's grammar is, after all its tokens; None: it has none. late: it can't draw. summed: of the
-    positions that were computed for it."""
+    positions that were computed for it. slot: of its adapter."""
 
-    __slots__ = ("at", "blocks", "cursor", "fresh", "late", "summed", "tokens")
+    __slots__ = ("at", "blocks", "cursor", "fresh", "late", "slot", "summed", "tokens")
 
     def __init__(self, fresh: Fresh) -> None:
         self.fresh = fresh
         self.at: int | None = None
         self.late = False
         self.summed = 0
+        self.slot: int | None = None
         self.tokens = list(fresh.tokens)
         self.blocks: list[int] = []
         self.cursor = 0  # position after the last planned token
@@ -119,13 +120,14 @@ def mix(*values: int) -> int:
 
 
 def hash_tokens(
-    prompt: list[int], seed: int, count: int, vocab_size: int, grammar: str = "", *, keyed: bool = True
-) -> list[int]:
+    prompt: list[int], seed: int, count: int, vocab_size: int, grammar: str = "", *, keyed: bool = True,
+    adapter: str = "",
+) -> list[int]:  # fmt: skip
     """What HashWorker generates after `prompt`: the definition that no schedule may change. keyed: by position; else by
     how many were drawn (a mutation)."""
     h = 0
     for token in prompt:
-        h = mix(h, token)
+        h = mix(h, token, *number_of(adapter))
     rule = Rule(grammar, vocab_size) if grammar else None
     out: list[int] = []
     for drawn in range(count):
@@ -133,7 +135,7 @@ def hash_tokens(
         allowed = rule.allowed(rule.of(out)) if rule is not None else range(vocab_size)
         token = allowed[number % len(allowed)]
         out.append(token)
-        h = mix(h, token)
+        h = mix(h, token, *number_of(adapter))
     return out
 
 
@@ -146,6 +148,11 @@ def hash_vector(prompt: list[int], pooling: str) -> bytes:
     return (h if pooling == "last" else summed).to_bytes(16, "little")
 
 
+def number_of(adapter: str) -> tuple[int, ...]:
+    """What an adapter, known by a number, adds to each hash."""
+    return (int(adapter),) if adapter else ()
+
+
 class HashWorker:
     """`num_blocks` of `block_size` cells; a cell is None until it is computed."""
 
@@ -153,6 +160,23 @@ class HashWorker:
         self.block_size, self.vocab_size = block_size, vocab_size
         self.cells: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.books = RowBooks(block_size)
+        self.slots: dict[int, str] = {}  # adapters, all of which have come
+
+    def put(self, command: PutLora) -> None:
+        if command.first:
+            self.slots.pop(command.slot, None)
+        if command.last:
+            self.slots[command.slot] = command.digest
+
+    def adapter(self, state: RowState) -> str:
+        """What is in the slot that the row's adapter had when it entered."""
+        if not state.fresh.adapter:
+            return ""
+        if state.slot is None:
+            state.slot = next((slot for slot, own in self.slots.items() if own == state.fresh.adapter), None)
+        if state.slot is None or state.slot not in self.slots:
+            raise ValueError(f"the adapter {state.fresh.adapter} is not here")
+        return self.slots[state.slot]
 
     def step(self, step: int, plan: LanePlan, freed: tuple[int, ...], turn: int = 0) -> LaneResult:
         rows, tokens, late = [], [], []
@@ -209,7 +233,8 @@ class HashWorker:
         for i in range(mix(h, state.fresh.seed) % (most + 1)):
             token = self.choose(state, at, self.draw(state, h, position + i))
             guesses.append(token if mix(h, i) % 4 else (token + 1) % self.vocab_size)
-            h, at = mix(h, guesses[-1]), self.after(state, at, guesses[-1])
+            h = mix(h, guesses[-1], *number_of(state.fresh.adapter))
+            at = self.after(state, at, guesses[-1])
         return guesses
 
     def rule(self, state: RowState) -> Rule | None:
@@ -239,7 +264,7 @@ class HashWorker:
         if before is None:
             raise ValueError(f"row {row}: position {position - 1} was never computed")
         block, offset = divmod(position, self.block_size)
-        self.cells[state.blocks[block]][offset] = mix(before, token)
+        self.cells[state.blocks[block]][offset] = mix(before, token, *number_of(self.adapter(state)))
 
     def draw(self, state: RowState, last: int, position: int) -> int:
         """What the token at `position` is chosen by, after a history whose hash is `last`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
 from planaria.executor.gang import Gang
+from planaria.executor.health import LONGEST_LOOK
 from planaria.protocol import LoraModule, PutLora
 from planaria.types import Delta, FinishReason
 from planaria.wire import LoadLora, Submit, UnloadLora
@@ -33,6 +34,8 @@ class LoraStore:
         self.complete: dict[str, list[Part]] = {}
         self.unloaded: dict[str, None] = {}  # the longest first; but requests may have them
         self.held: dict[str, tuple[float, Submit]] = {}  # by request: since when
+        # seconds, added up over looks: while this process was stopped nothing could come
+        self._waited, self._looked = 0.0, clock()
         self._sent = ("", -1, 0)  # digest, epoch, parts of it that the ranks were sent
 
     def hear(self, message: LoadLora | UnloadLora, core: EngineCore) -> list[Submit]:
@@ -65,7 +68,9 @@ class LoraStore:
             unused = [digest for digest in self.unloaded if digest not in used]
             for digest in unused[: len(self.unloaded) - self.most]:
                 del self.complete[digest], self.unloaded[digest]
-        late = [id for id, (since, _) in self.held.items() if self.clock() - since >= HOLD]
+        now = self.clock()
+        self._waited, self._looked = self._waited + min(LONGEST_LOOK, now - self._looked), now
+        late = [id for id, (since, _) in self.held.items() if self._waited - since >= HOLD]
         return self.end(late, FinishReason.ERROR, "its adapter is not loaded here (any more); load it and ask again")
 
     # -- requests that came first
@@ -74,7 +79,7 @@ class LoraStore:
         """It must wait for its adapter."""
         if not submit.adapter or submit.adapter in self.complete:
             return False
-        self.held[submit.id] = self.clock(), submit
+        self.held[submit.id] = self._waited, submit
         return True
 
     def end(self, ids: Collection[str], reason: FinishReason, error: str | None) -> list[Delta]:

@@ -49,6 +49,15 @@ from tests.sim.lane_mutations import (
     rearrange_while_a_resize_runs,
     skip_a_step_with_nothing_to_do,
 )
+from tests.sim.lora_mutations import (
+    believe_that_new_ranks_have_adapters,
+    drop_what_is_unloaded,
+    enter_before_the_last_part,
+    forget_the_adapter,
+    give_away_a_slot_in_use,
+    leave_the_adapter_out,
+    starve_who_waits,
+)
 from tests.sim.memory_mutations import (
     adopt_the_token_in_flight,
     ask_one_rank,
@@ -369,5 +378,12 @@ MUTATIONS = [
     Mutation("hold nothing", hold_nothing, WRONG_TOKENS | {"leaks", "crash", "ends"}),
     Mutation("believe what was lent", believe_what_was_lent, WRONG_TOKENS),
     Mutation("take the rest for granted", take_the_rest_for_granted, WRONG_TOKENS),
+    Mutation("leave the adapter out of the key", leave_the_adapter_out, TIER),
+    Mutation("give away a slot in use", give_away_a_slot_in_use, WRONG_TOKENS),
+    Mutation("believe that new ranks have adapters", believe_that_new_ranks_have_adapters, frozenset({"plan"})),
+    Mutation("enter before the last part", enter_before_the_last_part, frozenset({"plan", "crash"})),
+    Mutation("drop what is unloaded", drop_what_is_unloaded, frozenset({"crash"})),
+    Mutation("give nobody a slot", starve_who_waits, frozenset({"ends"})),
+    Mutation("forget the adapter", forget_the_adapter, WRONG_TOKENS | {"leaks"}),
     Mutation("count bytes when they are prepared", count_bytes_when_they_are_prepared, frozenset({"bytes"})),
 ]

@@ -25,6 +25,7 @@ from planaria.protocol import (
     Load,
     PlaceExperts,
     Probe,
+    PutLora,
     Ready,
     Regroup,
     Reply,
@@ -350,6 +351,10 @@ class Process:
                     self.tier = SimTier(self, self.sim.disk)
                     facts["stored"] = self.tier.stored()
                 return Ready(self.rank, facts=facts)
+            case PutLora():
+                assert self.worker is not None
+                self.worker.put(command)
+                self.sim.counts["adapters put"] += command.last
             case Call("expert_load"):
                 return Done(self.rank, self.experts.load_counts())
             case Call():
@@ -404,7 +409,7 @@ class Process:
 
 _PHASE: dict[type[Any], str] = {
     Join: "connect", Regroup: "groups", Load: "load", Probe: "probe", Allocate: "allocate", Call: "call",
-    SendExperts: "experts", PlaceExperts: "experts",
+    SendExperts: "experts", PlaceExperts: "experts", PutLora: "adapter",
 }  # fmt: skip
 
 

@@ -16,13 +16,16 @@ from planaria.config.options import (
     EngineConfig,
     EPLBConfig,
     FaultConfig,
+    LoRAConfig,
     ParallelConfig,
     SchedulerConfig,
     TierConfig,
 )
+from planaria.executor.loras import STEP_BYTES
 from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
+from planaria.protocol import LoraModule
 from planaria.types import SamplingParams
-from planaria.wire import Cancel, Report, ResizeEngine, Shutdown, Submit, ToEngine
+from planaria.wire import Cancel, LoadLora, Report, ResizeEngine, Shutdown, Submit, ToEngine, UnloadLora
 from tests.reference_worker import hash_tokens, hash_vector
 from tests.sim.lanes import Pause
 
@@ -95,6 +98,7 @@ def draw(seed: int, *, keyed: bool = True) -> Scenario:
     config = with_context(seed, config)
     config = with_drafts(seed, config)
     with_grammars(seed, asked, keyed=keyed)
+    config = with_loras(seed, config, asked, messages, keyed=keyed)
     scenario = Scenario(
         seed, config, messages, asked, _nodes(chance, config), kinds,
         chance=chance.choice([0.005, 0.02, 0.05, 0.2]), budget=chance.choice([1, 2, 3, 5, 8]),
@@ -210,6 +214,48 @@ def with_grammars(seed: int, asked: dict[str, Asked], *, keyed: bool) -> None:
                 submit.prompt, submit.seed, len(request.tokens), VOCAB, grammar, keyed=keyed
             )
             submit.output[:] = request.tokens[: len(submit.output)]
+
+
+def with_loras(
+    seed: int, config: EngineConfig, asked: dict[str, Asked], messages: list[tuple[float, ToEngine | Pause]], *,
+    keyed: bool,
+) -> EngineConfig:  # fmt: skip
+    """Requests of every other scenario have adapters: other tokens, as many as before. Each is loaded in parts, maybe
+    after requests for it have come, unloaded after the last of them has, and some come again."""
+    chance = random.Random(f"adapters of {seed}")
+    if chance.random() < 0.5:
+        return config
+    last: dict[str, float] = {}  # when the last request for it comes
+    for i, (when, message) in enumerate(messages):
+        if not isinstance(message, Submit) or message.params.stop_token_ids or chance.random() < 0.2:
+            continue
+        adapter, request = str(chance.randrange(1, 5)), asked[message.id]
+        last[adapter] = when
+        request.tokens[:] = hash_tokens(
+            message.prompt, message.seed, len(request.tokens), VOCAB, message.params.grammar, keyed=keyed,
+            adapter=adapter,
+        )  # fmt: skip
+        message.output[:] = request.tokens[: len(message.output)]
+        request.submit = msgspec.structs.replace(message, adapter=adapter)
+        messages[i] = when, request.submit
+    for adapter, when in last.items():
+        first, parts = chance.uniform(0, 5), chance.randint(1, 3)
+        module = LoraModule(adapter, 1, 1.0, "f32", b"", bytes(STEP_BYTES)) if chance.random() < 0.3 else None
+        modules = () if module is None else (module,)
+
+        def load(at: float) -> None:
+            messages.extend((at, LoadLora(adapter, part, parts, modules)) for part in range(parts))  # noqa: B023
+
+        load(first)
+        while chance.random() < 0.6:
+            first = max(first, when) + chance.uniform(0, 0.5)
+            messages.append((first, UnloadLora(adapter)))
+            if chance.random() < 0.5:
+                first += chance.uniform(0, 0.5)
+                load(first)
+    messages.sort(key=lambda item: item[0])
+    lora = LoRAConfig(max_loras=chance.randint(1, 3), max_cpu_loras=chance.randint(1, 3))
+    return msgspec.structs.replace(config, lora=lora)
 
 
 def draw_experts(chance: random.Random, config: EngineConfig) -> tuple[EngineConfig, tuple[int, ...]]:

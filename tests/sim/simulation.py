@@ -39,6 +39,7 @@ from planaria.wire import (
     Dead,
     EngineResized,
     FromEngine,
+    LoadLora,
     Output,
     Processes,
     Recovery,
@@ -46,6 +47,7 @@ from planaria.wire import (
     ResizeEngine,
     Shutdown,
     Submit,
+    UnloadLora,
 )
 from tests.sim.client import Client
 from tests.sim.faults import Faults
@@ -170,6 +172,10 @@ class Simulation:
                 self.client.cancel(message.id)
             case Report():
                 self.reports += 1
+            case LoadLora() | UnloadLora():
+                name = type(message).__name__
+                self.world.note("{} {}", name, message.digest)
+                self.counts[name] += isinstance(message, UnloadLora) or message.part == 0
             case Shutdown():
                 self.world.note("shutdown")
             case ResizeEngine():
@@ -283,6 +289,7 @@ def check_empty(core: EngineCore, world: World) -> None:
         require(free == lane.num_blocks, "leaks", f"{lane.num_blocks - free} blocks")
         require(rows == list(range(lane.config.max_num_seqs)), "leaks", f"rows: {rows} are free")
         require(not (lane.entries or lane.waiting or lane.computing or lane.prefilling), "leaks", "entries")
+    require(not core.loras.users.total(), "leaks", "users of adapters")
     require(not core.quarantine.faults and not core.quarantine.alone, "leaks", "suspicions")
 
 

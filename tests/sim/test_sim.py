@@ -92,6 +92,7 @@ def test_no_fault_loses_repeats_or_changes_anything(seeds: int) -> None:
         "KV kept", "KV adopted", "blocks found scribbled over",
         "blocks saved", "blocks brought back", "blocks found damaged", "loads given up", "disk: slow",
         "fleets of two kinds", "prompts handed over", "blocks from another engine",
+        "adapters put", "LoadLora", "UnloadLora",
     )  # fmt: skip
     for kind in kinds:
         assert counts[kind] > seeds // 500, f"there was next to no {kind}"

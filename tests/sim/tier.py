@@ -20,7 +20,7 @@ from planaria.core.kv_cache import KeyScope, chain
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
 from planaria.topology import Layout
 from planaria.worker import kv, kv_store
-from tests.reference_worker import mix
+from tests.reference_worker import mix, number_of
 from tests.sim.scenario import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class SimDisk:
         for asked in self.scenario.asked.values():
             submit = asked.submit
             history, scope = submit.prompt + asked.tokens, KeyScope("", "float32")
-            self._learn(history, scope.root(submit.cache_salt))
+            self._learn(history, scope.root(submit.cache_salt, submit.adapter), submit.adapter)
         self._fill()
 
-    def _learn(self, history: list[int], root: bytes) -> None:
+    def _learn(self, history: list[int], root: bytes, adapter: str) -> None:
         size, h, cells = self.scenario.config.cache.block_size, 0, []
         for token in history:
-            h = mix(h, token)
+            h = mix(h, token, *number_of(adapter))
             cells.append(h)
         for i, key in enumerate(chain(history, size, [], root)):
             self.truth[key] = cells[i * size : (i + 1) * size]
@@ -74,7 +74,7 @@ class SimDisk:
                 identity = kv.identity_of(self.scenario.config, layout, rank, "sim", BEFORE)
                 for asked in self.scenario.asked.values():
                     submit = asked.submit
-                    root = KeyScope(BEFORE, "float32").root(submit.cache_salt)
+                    root = KeyScope(BEFORE, "float32").root(submit.cache_salt, submit.adapter)
                     for i, key in enumerate(chain(submit.prompt, size, [], root)):
                         self.keep(identity, BEFORE, rank, key, [7 + i] * size)
 
