@@ -43,6 +43,11 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     adapter: str = ""
     offers: bool = False
 
+    @property
+    def shared_by(self) -> str:
+        """What requests have in common that may share KV, besides tokens."""
+        return self.adapter + self.cache_salt
+
     def request(self, arrival: float) -> Request:
         return Request(
             self.id, self.prompt, self.params, self.seed, max_tokens=self.max_tokens, eos_ids=self.eos_ids,

@@ -214,9 +214,8 @@ class EngineCore:
     def _lane_for(self, request: Request) -> Lane:
         """The one that holds what is computed of it, else the one with the least to do."""
         if any(lane.held for lane in self.lanes):
-            name = name_of_request(request)
             for lane in self.lanes:
-                if name in lane.held:
+                if name_of_request(request) in lane.held:
                     return lane
         return self._least_loaded()
 

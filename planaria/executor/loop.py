@@ -144,8 +144,7 @@ class EngineLoop:
         """Is there anything to look for, by calling `check` about once a second: ranks that may fall silent, leases
         that end, requests that wait for an adapter?"""
         lends = self.core is not None and any(lender.leases for lender in transfer.lenders(self.core.lanes))
-        waits = lends or bool(self.loras.held)
-        return waits or (self.gang.link is not None and bool(self.gang.link.pulses()))
+        return lends or bool(self.loras.held) or (self.gang.link is not None and bool(self.gang.link.pulses()))
 
     def check(self) -> None:
         """Look for ranks that ended or fell silent while nothing was running; about once a second."""
@@ -203,15 +202,14 @@ class EngineLoop:
             raise EngineDead(str(e)) from None
         match message:
             case Submit():
-                self._admit(message)
+                self._emit(self.loras.admit(message, self.core))
             case Cancel():
                 self._emit(self.core.cancel(message.id) + self.loras.end([message.id], FinishReason.ABORT, None))
             case Release():
                 transfer.release(self.core.lanes, message.number, message.id)
                 self._emit([], stepped=True)
             case LoadLora() | UnloadLora():
-                for submit in self.loras.hear(message, self.core):
-                    self._admit(submit)
+                self._emit(self.loras.hear(message, self.core))
             case Report():
                 self.reports.ask(self.dead is not None)
             case ReportExperts():
@@ -231,11 +229,6 @@ class EngineLoop:
                     self.begin_next(e)
             case Shutdown():
                 self.stopping, self.gang.launcher.followed = True, message.followed
-
-    def _admit(self, submit: Submit) -> None:
-        if not self.loras.lacks(submit):
-            assert self.core is not None
-            self._emit(self.core.admit(submit.request(self.clock())))
 
     def limit_steps(self) -> None:
         """With few threads a step of many tokens takes long, and every stream waits for it."""

@@ -38,8 +38,8 @@ class LoraStore:
         self._waited, self._looked = 0.0, clock()
         self._sent = ("", -1, 0)  # digest, epoch, parts of it that the ranks were sent
 
-    def hear(self, message: LoadLora | UnloadLora, core: EngineCore) -> list[Submit]:
-        """Those who waited for it."""
+    def hear(self, message: LoadLora | UnloadLora, core: EngineCore) -> list[Delta]:
+        """Those who waited for it are admitted."""
         digest = message.digest
         if isinstance(message, UnloadLora):
             self.parts.pop(digest, None)
@@ -57,9 +57,7 @@ class LoraStore:
         del self.parts[digest]
         core.loras.warm(digest)
         found = [submit for _, submit in self.held.values() if submit.adapter == digest]
-        for submit in found:
-            del self.held[submit.id]
-        return found
+        return [delta for submit in found for delta in self.admit(self.held.pop(submit.id)[1], core)]
 
     def look(self, core: EngineCore | None) -> list[Delta]:
         """Let go of adapters that nobody has any more, and of requests whose adapter doesn't come."""
@@ -75,12 +73,12 @@ class LoraStore:
 
     # -- requests that came first
 
-    def lacks(self, submit: Submit) -> bool:
-        """It must wait for its adapter."""
+    def admit(self, submit: Submit, core: EngineCore) -> list[Delta]:
+        """Now, or when its adapter has come."""
         if not submit.adapter or submit.adapter in self.complete:
-            return False
+            return core.admit(submit.request(self.clock()))
         self.held[submit.id] = self._waited, submit
-        return True
+        return []
 
     def end(self, ids: Collection[str], reason: FinishReason, error: str | None) -> list[Delta]:
         """Of those that wait."""

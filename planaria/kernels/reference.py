@@ -27,7 +27,7 @@ from planaria.kernels.numbers import BFLOAT16
 from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Slots
 from planaria.kernels.quant import dequantise
 from planaria.kernels.reference_context import SharedTokens
-from planaria.kernels.reference_lora import LoraTensors, LowRank
+from planaria.kernels.reference_linear import Linear, Products
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm, Solo
 from planaria.models.config import MoEConfig
@@ -35,20 +35,6 @@ from planaria.topology.stripes import Stripes
 
 ALL = Stripes()  # of tokens
 LOGIT_ROWS = 16384  # rows of the output head taken to float32 at a time, so that no float32 copy of it ever exists
-
-
-@dataclass
-class Linear:
-    """weight [N, K], bias [N] or None; both are views of `whole`, one after the other."""
-
-    weight: Tensor
-    bias: Tensor | None
-    whole: Tensor
-
-    @classmethod
-    def of(cls, whole: Tensor, rows: int, columns: int, biased: int) -> Linear:
-        weight = whole[: rows * columns].view(rows, columns)
-        return cls(weight, whole[rows * columns :] if biased else None, whole)
 
 
 @dataclass
@@ -192,7 +178,7 @@ def _attend(
     return (weights.to(values.dtype) @ values).to(q.dtype)
 
 
-class TorchOps(LoraTensors, SharedTokens):
+class TorchOps(Products, SharedTokens):
     """`Ops` in eager torch. dtype: of activations, weights and cache; the residual stream is float32. tp: the tensor
     ranks that hold the other parts."""
 
@@ -289,28 +275,6 @@ class TorchOps(LoraTensors, SharedTokens):
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps).to(self.dtype)
-
-    def linear_norm(
-        self, x: Tensor, weight: Linear, norm: Tensor, eps: float, residual: Tensor, *, lora: LowRank | None = None
-    ) -> Tensor:
-        y = F.linear(x, weight.weight, weight.bias).float()
-        if lora is not None:
-            y = lora.add(x, y, self.step.loras)
-        if self.tp.size > 1:
-            self.tp.all_reduce(self._shared(y))
-        return residual.add_(self._norm(y, norm, eps))
-
-    def linear(
-        self, x: Tensor, weight: Linear, residual: Tensor | None = None, *, reduce: bool = False,
-        lora: LowRank | None = None,
-    ) -> Tensor:  # fmt: skip
-        y = F.linear(x, weight.weight, weight.bias)
-        if lora is not None:
-            y = lora.add(x, y.float(), self.step.loras)
-        if reduce and self.tp.size > 1:
-            y = y.float()
-            self.tp.all_reduce(self._shared(y))
-        return y.to(self.dtype) if residual is None else residual.add_(y)
 
     def rope_store(
         self, qkv: Tensor, kv: SlotKV, rope: tuple[Tensor, Tensor],

@@ -46,8 +46,7 @@ class Dispatcher:
     keeps the engines says which there are (`add`, `admit`, `leave`, `forget`); on_changed hears when one is another,
     on_recovery of every fault and its end, on_settled of every engine that is ready, was given up or has left. facts:
     None until ready, of several engines what they have in common. warm: engines have prefix caches; control: who has
-    their number and layout changed, None: in another process; loras:
-    adapters, None: there are none."""
+    their number and layout changed, None: in another process; loras: adapters."""
 
     def __init__(self, warm: bool, control: Fleet | None = None, loras: LoraRegistry | None = None) -> None:
         self.warm, self.control, self.loras = warm, control, loras
@@ -209,8 +208,7 @@ class Dispatcher:
     def best(self, stream: Stream) -> Engine | None:
         """The best of those that can admit."""
         history = stream.history() if stream.tokens else stream.submit.prompt
-        submit = stream.submit
-        left, salt = submit.max_tokens - len(stream.tokens), submit.adapter + submit.cache_salt
+        left, salt = stream.submit.max_tokens - len(stream.tokens), stream.submit.shared_by
         for kind in self.hand_overs.kinds(stream):
             if (index := self.router.choose(history, left, salt, kind)) is not None:
                 return self.members[int(index)]

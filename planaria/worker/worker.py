@@ -104,9 +104,9 @@ class Worker:
             case Load():
                 return guard(self.rank, "load", lambda: self._load(command))
             case SendExperts():
-                return guard(self.rank, "experts", lambda: self._prepare_experts(command))
+                return guard(self.rank, "experts", lambda: _prepare(self.experts, command, self.rank))
             case PlaceExperts():
-                return guard(self.rank, "experts", lambda: self._arrange_experts(command))
+                return guard(self.rank, "experts", lambda: _arrange(self.experts, command, self.rank))
             case PutLora():
                 return guard(self.rank, "adapter", lambda: self.loras.handle(command, self.rank))
             case Probe():
@@ -245,16 +245,6 @@ class Worker:
             self.experts.arrange(0, enumerate(maps))
         return Ready(self.rank, self.seconds, {"received": received})
 
-    def _prepare_experts(self, command: SendExperts) -> Reply:
-        if self.experts is not None:
-            self.experts.prepare(command.version, command.moves, aside=command.aside)
-        return Ready(self.rank, facts={"received": self.experts.bytes_aside if self.experts is not None else 0})
-
-    def _arrange_experts(self, command: PlaceExperts) -> Reply:
-        if self.experts is not None:
-            self.experts.arrange(command.version, command.maps)
-        return Ready(self.rank)
-
     def unload(self) -> None:
         """Let go of what was loaded for another part."""
         if self.sampler is not None:
@@ -275,10 +265,9 @@ class Worker:
         block, weights = self.model.kv_block_bytes(self.config.tokens_here(self.layout)), self.model.weight_bytes
         if (draft := self.draft.of(self.config, self.mesh, self.boot.threads)) is not None:
             block, weights = block + draft.model.kv_block_bytes(size), weights + draft.model.weight_bytes
-        adapters = self.loras.num_bytes if self.loras is not None else 0
         assert self.part is not None
-        available = available_bytes(self.config) - adapters
-        return Facts(self.rank, block, available, weights + adapters, *self.weights.shared(self.part))
+        available = available_bytes(self.config) - (self.loras.num_bytes if self.loras is not None else 0)
+        return Facts(self.rank, block, available, weights, *self.weights.shared(self.part))
 
     def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch
@@ -323,7 +312,7 @@ class Worker:
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges),
             speculation=guesses, stripes=self.model.shard.stripes,
             pooling=Pooling((lambda: ops.compile(both, batch)) if model.has_logits else None, model.logit_scale),
-            adapters=self.loras.of_rows(scheduler.max_num_seqs) if self.loras is not None else None,
+            adapters=self.loras and self.loras.of_rows(scheduler.max_num_seqs),
         )  # fmt: skip
         facts = self.kv.take_over(self.config, command.full, self.layout.coords(self.rank).dp, self.model)
         facts |= self.kv.connect(self.config, self.layout, self.model, self.ops)
@@ -393,6 +382,18 @@ def _experts_of(ops: Ops, model: Any, take_thread: Callable[[], None]) -> Expert
     from planaria.worker.experts import Experts
 
     return Experts(ops, model, take_thread)
+
+
+def _prepare(experts: Experts | None, command: SendExperts, rank: int) -> Reply:
+    if experts is not None:
+        experts.prepare(command.version, command.moves, aside=command.aside)
+    return Ready(rank, facts={"received": experts.bytes_aside if experts is not None else 0})
+
+
+def _arrange(experts: Experts | None, command: PlaceExperts, rank: int) -> Reply:
+    if experts is not None:
+        experts.arrange(command.version, command.maps)
+    return Ready(rank)
 
 
 def _loras_of(config: EngineConfig, ops: Ops, model: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Products of the plain back end, and what adapters add to rows that have one: the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planaria.kernels.ops import Array
+from planaria.mesh.comm import Comm
+
+
+@dataclass
+class Linear:
+    """weight [N, K], bias [N] or None; both are views of `whole`, one after the other."""
+
+    weight: Tensor
+    bias: Tensor | None
+    whole: Tensor
+
+    @classmethod
+    def of(cls, whole: Tensor, rows: int, columns: int, biased: int) -> Linear:
+        weight = whole[: rows * columns].view(rows, columns)
+        return cls(weight, whole[rows * columns :] if biased else None, whole)
+
+
+@dataclass
+class LowRank:
+    """parts: of the weight's rows. slots: of each slot, of each part, A [r, K] and B [rows of the part, r], or None."""
+
+    parts: Sequence[range]
+    slots: list[Sequence[tuple[Tensor, Tensor] | None]]
+
+    def add(self, x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
+        """To y [T, N] float32; slots: of each row."""
+        for slot, pairs in enumerate(self.slots):
+            rows = torch.nonzero(slots == slot)[:, 0]
+            for part, pair in zip(self.parts, pairs, strict=True):
+                if len(rows) and pair is not None:
+                    y[rows, part.start : part.stop] += F.linear(F.linear(x[rows], pair[0]), pair[1]).float()
+        return y
+
+
+class Products:
+    """A part of `TorchOps`."""
+
+    dtype: torch.dtype
+    tp: Comm
+    step: Any
+    _keep: Callable[[npt.NDArray[Any], torch.dtype], Tensor]
+    _shared: Callable[[Tensor], Array]
+    _norm: Callable[[Tensor, Tensor, float], Tensor]
+
+    def _product(self, x: Tensor, weight: Linear, lora: LowRank | None) -> Tensor:
+        y = F.linear(x, weight.weight, weight.bias)
+        return y if lora is None else lora.add(x, y.float(), self.step.loras)
+
+    def linear(
+        self, x: Tensor, weight: Linear, residual: Tensor | None = None, *, reduce: bool = False,
+        lora: LowRank | None = None,
+    ) -> Tensor:  # fmt: skip
+        y = self._product(x, weight, lora)
+        if reduce and self.tp.size > 1:
+            y = y.float()
+            self.tp.all_reduce(self._shared(y))
+        return y.to(self.dtype) if residual is None else residual.add_(y)
+
+    def linear_norm(
+        self, x: Tensor, weight: Linear, norm: Tensor, eps: float, residual: Tensor, *, lora: LowRank | None = None
+    ) -> Tensor:
+        y = self._product(x, weight, lora).float()
+        if self.tp.size > 1:
+            self.tp.all_reduce(self._shared(y))
+        return residual.add_(self._norm(y, norm, eps))
+
+    def lora_table(self, parts: Sequence[range], rank: int, slots: int) -> LowRank:
+        return LowRank(parts, [[None] * len(parts) for _ in range(slots)])
+
+    def put_lora(self, table: LowRank, slot: int, pairs: Sequence[tuple[Array, Array] | None]) -> None:
+        table.slots[slot] = [
+            None if pair is None else (self._keep(pair[0], self.dtype), self._keep(pair[1], self.dtype))
+            for pair in pairs
+        ]  # fmt: skip
