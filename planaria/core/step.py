@@ -146,9 +146,6 @@ class StepBuilder:
             if entry.last_step > lane.committed or (lane.only is not None and entry.request.id != lane.only):
                 passed.append(item)
                 continue
-            if not lane.loras.may_enter(entry.request.adapter):
-                passed.append(item)
-                continue
             hits = entry.blocks  # that it has, of before a fault
             usable = (len(history) - 1) // lane.block_size  # the last token must be computed
             cached = lane.caching and not entry.reads
@@ -165,6 +162,9 @@ class StepBuilder:
                 if lane.connector is not None and lane.connector.fetching(entry, hits, usable):
                     passed.append(item)
                     continue
+            if not lane.loras.may_enter(entry.request.adapter):  # last: who waits for something else wants no slot yet
+                passed.append(item)
+                continue
             need = -(-len(history) // lane.block_size) - len(hits)
             if need > lane.pool.num_free - lane.pool.num_idle(hits):
                 holders = [item, *passed, *lane.waiting]
