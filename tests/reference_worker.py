@@ -139,11 +139,11 @@ def hash_tokens(
     return out
 
 
-def hash_vector(prompt: list[int], pooling: str) -> bytes:
+def hash_vector(prompt: list[int], pooling: str, adapter: str = "") -> bytes:
     """What HashWorker gives for a prompt in place of tokens: by its last position, or by all."""
     h = summed = 0
     for token in prompt:
-        h = mix(h, token)
+        h = mix(h, token, *number_of(adapter))
         summed += h
     return (h if pooling == "last" else summed).to_bytes(16, "little")
 

@@ -122,7 +122,7 @@ def with_vectors(scenario: Scenario) -> Scenario:
         asked, pooling = scenario.asked[message.id], chance.choice(["last", "mean"])
         params = SamplingParams(max_tokens=1, pooling=pooling)
         asked.submit = msgspec.structs.replace(message, params=params, max_tokens=1, output=[])
-        asked.tokens, asked.vector = [], hash_vector(message.prompt, pooling)
+        asked.tokens, asked.vector = [], hash_vector(message.prompt, pooling, message.adapter)
         scenario.messages[i] = when, asked.submit
     return scenario
 
