@@ -20,7 +20,7 @@ from planaria.core.loras import LoraSlots
 from planaria.core.quarantine import Quarantine
 from planaria.core.scheduler import Lane
 from planaria.core.stats import DraftStats, EngineStats
-from planaria.core.transfer import expire, lenders, lent
+from planaria.core.transfer import lenders, lent
 from planaria.protocol import KVNews, KVWork, StepPlan, StepResult
 from planaria.types import Delta, FinishReason, Request
 
@@ -138,7 +138,6 @@ class EngineCore:
         """
         if self.adopted:
             self._drop_unclaimed(now)
-        expire(self.lanes, now)
         if not any(lane.has_work() for lane in self.lanes):
             return None
         if self.quarantine.faults and not self._only_suspects():

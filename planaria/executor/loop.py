@@ -141,8 +141,7 @@ class EngineLoop:
         self.on_loss()
 
     def watches(self) -> bool:
-        """Is there anything to look for, by calling `check` about once a second: ranks that may fall silent, leases
-        that end, requests that wait for an adapter?"""
+        """Is `check` to be called about once a second: for ranks' silence, leases' end, adapters that come?"""
         lends = self.core is not None and any(lender.leases for lender in transfer.lenders(self.core.lanes))
         return lends or bool(self.loras.held) or (self.gang.link is not None and bool(self.gang.link.pulses()))
 
@@ -150,15 +149,18 @@ class EngineLoop:
         """Look for ranks that ended or fell silent while nothing was running; about once a second."""
         if self.gang.link is None or self.dead is not None:
             return
-        if self.core is not None and transfer.expire(self.core.lanes, self.clock()):
-            self._emit([], stepped=True)
-        self._emit(self.loras.look(self.core))
+        self._look_at_core()
         try:
             self.gang.check()
             self.layout_change.look(not self._has_work())
         except WorkersLost as e:
             self.begin_next(e)
         self._look_for_room()
+
+    def _look_at_core(self) -> None:
+        """Leases whose time is over, which others hear of, and adapters that came, or didn't."""
+        if self.core is not None:
+            self._emit(self.loras.look(self.core), stepped=transfer.expire(self.core.lanes, self.clock()))
 
     def _look_for_room(self) -> None:
         awake = self.dead is None and self.sleeper.level is None
@@ -248,7 +250,7 @@ class EngineLoop:
         core, gang = self.core, self.gang
         assert core is not None
         self._look_for_room()
-        self._emit(self.loras.look(core))
+        self._look_at_core()
         try:
             self.layout_change.look(not self._has_work())
             self.loras.place(core)

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tests.proc.asking import Asked, ask_all
-from tests.proc.servers import SOON, TINY, Server, planaria, wait_until
+from tests.proc.servers import SMALL, SOON, TINY, Server, needs_smollm2, planaria, wait_until
 
 OPTIONS = [*TINY, "--batch-invariant", "--max-num-seqs", "32", "--max-num-batched-tokens", "64"]
 # Of these most are handed over, the last ones are too short; two begin alike.
@@ -143,7 +143,10 @@ HARMS: dict[str, tuple[int, Callable[[Server], None]]] = {
 @pytest.mark.parametrize("name", HARMS)
 def test_no_end_of_an_engine_costs_a_token(server: Server, small: Path, expected: list[list[int]], name: str) -> None:
     at, harm = HARMS[name]
+    before = {engine["pid"] for engine in engines(server)}
     assert ask_all(server.url, str(small), ASKED, at=at, harm=lambda: harm(server)) == expected
+    if "stopped" not in name:
+        wait_until("another process", lambda: {engine["pid"] for engine in engines(server)} != before)
     nothing_is_left(server)
 
 
@@ -187,6 +190,37 @@ def test_sizes_and_kinds_change_while_requests_run(server: Server, small: Path, 
     nothing_is_left(server)
     refused = planaria("scale", "--dp", "3", "--url", server.url)
     assert refused.returncode == 2 and "two kinds" in refused.stderr
+
+
+@needs_smollm2
+def test_grammars_and_drafts_go_on_where_they_were() -> None:
+    """With a tokenizer: the grammar's state, and what is drafted, begin again from the tokens."""
+    drafts = '{"method": "ngram", "num_speculative_tokens": 4}'
+    options = ("smollm2", *SMALL, "--dtype", "float32", "--batch-invariant", "--threads", "1")
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+              "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
+    text = "The planarian is a flatworm that regrows from any piece. " * 12
+    fields: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "who", "schema": schema}}, "n": 2},
+        {"logprobs": True, "top_logprobs": 2}, {"temperature": 0.8, "stop": ["piece"]},
+    ]  # fmt: skip
+
+    def answers(server: Server) -> list[Any]:
+        found = []
+        for number, more in enumerate(fields):
+            said = [{"role": "user", "content": f"{number}. {text}"}]
+            body = {"model": "smollm2", "messages": said, "max_tokens": 40, "seed": 4, **more}
+            answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=240)
+            assert answer.status_code == 200, answer.text
+            found.append(answer.json()["choices"])
+        return found
+
+    with Server(*options) as plain:
+        expected = answers(plain)
+    with Server(*options, "--prefill-engines", "1", "--decode-engines", "1", "--speculative-config", drafts) as apart:
+        assert answers(apart) == expected
+        assert metric(apart, "planaria:kv_transfer_blocks_total") > 20
+        assert metric(apart, "planaria:kv_transfer_failed_total") == 0
 
 
 def test_tensor_ranks_and_several_api_processes_hand_over_too(small: Path, expected: list[list[int]]) -> None:

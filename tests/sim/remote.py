@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from planaria.core.engine import EngineCore
-from planaria.core.transfer import LEASE
+from planaria.core.transfer import LEASE, expire
 from planaria.executor.recovery import layout_name
 from planaria.hosts.host import how_it_ended
 from planaria.hosts.kv_keys import Shape
@@ -289,6 +289,8 @@ class Remote:
         core = self.core
         if core is None or self.regrouping or self.returncode is not None:
             return
+        if expire(core.lanes, self.world.now):
+            self.output([], stepped=True)
         while core.in_flight < core.config.depth and (plan := core.plan(self.world.now)) is not None:
             self._plans.append(plan)
         if self._plans and not self._busy:

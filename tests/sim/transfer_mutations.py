@@ -12,7 +12,6 @@ from planaria.core.sequence import SequenceState
 from planaria.core.transfer import Fetch, Lender
 from planaria.hosts.kv_keys import SET, BlockKeys
 from planaria.types import KVLease
-from planaria.worker import kv_shared
 from planaria.worker.kv_shared import OtherKV
 
 
@@ -26,14 +25,6 @@ def count_answers() -> Iterator[None]:
         return not self.missing
 
     with patch.object(Fetch, "confirm", confirm):
-        yield
-
-
-@contextmanager
-def release_whatever_has_the_number() -> Iterator[None]:
-    """Of whichever KV, so of whichever process and epoch."""
-    release = Lender.release
-    with patch.object(Lender, "release", lambda self, number, id: release(self, self.number, id)):
         yield
 
 
@@ -79,17 +70,6 @@ def believe_what_was_lent() -> Iterator[None]:
     with (
         patch.object(BlockKeys, "marks", marks), patch.object(OtherKV, "there", True), hold_for_no_time(),
     ):  # fmt: skip
-        yield
-
-
-@contextmanager
-def look_only_before() -> Iterator[None]:
-    """A block that is given to another while it is copied is taken for what it was."""
-
-    def before(first: Sequence[int], after: Sequence[int]) -> int:
-        return len(first)
-
-    with patch.object(kv_shared, "unchanged", before), patch.object(OtherKV, "there", True), hold_for_no_time():
         yield
 
 
