@@ -29,12 +29,13 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def serve(model: Path, port: int, role: str, *, connector: str = "tcp", **more: Any) -> Server:
+def serve(model: Path, port: int, role: str, *, connector: str = "tcp", tp: int = 1, **more: Any) -> Server:
     config = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": more}
     config |= {"kv_port": port} if port else {}
     return Server(
         str(model), "--served-model-name", "m", "--skip-tokenizer-init", "--dtype", "float32", "--threads", "1",
-        "--max-model-len", "1024", "--kv-cache-memory", "16MiB", "--kv-transfer-config", json.dumps(config),
+        "-tp", str(tp), "--max-model-len", "1024", "--kv-cache-memory", "16MiB",
+        "--kv-transfer-config", json.dumps(config),
     )  # fmt: skip
 
 
@@ -205,3 +206,19 @@ def test_a_directory_is_a_common_store(small: Path, tmp_path: Path) -> None:
         assert tokens(answer) == expected[2] and cached(answer) == 0
         health = lambda: httpx2.get(one.url + "/health").json()["engines"][0]["kv_tier"]["directory"]  # noqa: E731
         wait_until("it is said", lambda: ask(one.url, [1, 2, 3]) and health().startswith("nothing can be written"))
+
+
+@pytest.mark.long
+def test_ranks_and_engines_that_die_on_either_side_are_replaced_and_blocks_come_again(small: Path) -> None:
+    port = free_port()
+    with (
+        serve(small, port, "kv_producer", tp=2) as one, serve(small, port, "kv_consumer", tp=2) as other,
+        Proxy(one.url, other.url) as proxy,
+    ):  # fmt: skip
+        for number, dies in enumerate((None, one.rank_pids, other.rank_pids, one.engine_pids, other.engine_pids)):
+            if dies is not None:
+                os.kill(dies()[-1], signal.SIGKILL)
+            for seed in (50 + 2 * number, 51 + 2 * number):
+                answer = ask(proxy.url, mixed(seed))
+                assert tokens(answer) == tokens(ask(other.url, mixed(seed), cache_salt="alone"))
+            assert cached(answer) == BLOCKS * 16
