@@ -133,6 +133,6 @@ def _kept(folder: Path) -> Checkpoint:
 def _version() -> str:
     """Changes whenever the code that converts does: an old conversion is never taken for a new one."""
     digest = hashlib.sha256()
-    for module in ("gguf", "gguf_file", "gguf_convert", "gguf_tokenizer", "spec"):
+    for module in ("gguf", "gguf_file", "gguf_families", "gguf_convert", "gguf_tokenizer", "fused", "spec"):
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
     return digest.hexdigest()

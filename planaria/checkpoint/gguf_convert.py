@@ -7,45 +7,24 @@ import re
 import struct
 from typing import Any
 
+from planaria.checkpoint.fused import unfused
+from planaria.checkpoint.gguf_families import FAMILIES, LAYER, TOP
 from planaria.checkpoint.gguf_file import ROPE_FREQS, GGUFHeader, GGUFTensor
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
 
-# GGUF architecture -> (Hugging Face architecture, model_type). Mistral's files say "llama".
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
-# architectures whose q and k rows a GGUF file stores with rotary pairs adjacent
-ROTATED = ("llama",)
-
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 CONTROL = 3  # in tokenizer.ggml.token_type
 
 
-def hf_name(name: str) -> str | None:
+def hf_name(name: str, layer: dict[str, str] = LAYER) -> str | None:
     """Hugging Face's name of a GGUF tensor, or None for one that isn't a weight of these architectures."""
     stem, _, suffix = name.rpartition(".")
     if stem in TOP:
         return f"{TOP[stem]}.{suffix}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if match and match[2] in LAYER:
-        return f"model.layers.{match[1]}.{LAYER[match[2]]}.{suffix}"
+    if match and match[2] in layer:
+        return f"model.layers.{match[1]}.{layer[match[2]]}.{suffix}"
     return None
 
 
@@ -53,9 +32,9 @@ def convert_config(header: GGUFHeader, path: str) -> dict[str, Any]:
     """config.json of the same model. Raises ModelError for an architecture or a feature that isn't supported."""
     meta = header.metadata
     arch = str(meta.get("general.architecture", ""))
-    if arch not in ARCHITECTURES:
+    if arch not in FAMILIES:
         raise ModelError(
-            f"{path}: GGUF architecture {arch or '(none)'} is not supported; these are: {', '.join(ARCHITECTURES)}"
+            f"{path}: GGUF architecture {arch or '(none)'} is not supported; these are: {', '.join(FAMILIES)}"
         )
     tensors = {t.name: t for t in header.tensors}
 
@@ -80,10 +59,12 @@ def convert_config(header: GGUFHeader, path: str) -> dict[str, Any]:
     head_dim = size("attention.key_length") if get("attention.key_length") is not None else hidden // heads
     if get("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{path}: values of another size than keys are not supported")
-    architecture, model_type = ARCHITECTURES[arch]
+    if "rope_factors_long.weight" in tensors:
+        raise ModelError(f"{path}: its rotary embedding has factors by length; use the safetensors checkpoint")
+    family = FAMILIES[arch]
     config: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": model_type,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "hidden_size": hidden,
         "intermediate_size": size("feed_forward_length"),
         "num_hidden_layers": size("block_count"),
@@ -112,7 +93,7 @@ def convert_config(header: GGUFHeader, path: str) -> dict[str, Any]:
         value = meta.get(f"tokenizer.ggml.{key}_token_id")
         if value is not None:
             config[f"{name}_token_id"] = value
-    return config
+    return {**config, **family.fields(get, config)}
 
 
 def convert_generation_config(header: GGUFHeader) -> dict[str, Any]:
@@ -137,19 +118,19 @@ def convert_tensors(
     header: GGUFHeader, meta: dict[str, Any], config: dict[str, Any], file: int
 ) -> tuple[TensorInfo, ...]:
     """One file's tensor index under Hugging Face's names; what isn't a weight (rope_freqs) is left out."""
-    rotated = meta["general.architecture"] in ROTATED
+    family = FAMILIES[meta["general.architecture"]]
     out = []
     for t in header.tensors:
         if t.name == ROPE_FREQS:
             continue
-        name = hf_name(t.name) or t.name
+        name = hf_name(t.name, family.layer) or t.name
         heads = 0
-        if rotated and ".q_proj." in name:
+        if family.rotated and ".q_proj." in name:
             heads = config["num_attention_heads"]
-        elif rotated and ".k_proj." in name:
+        elif family.rotated and ".k_proj." in name:
             heads = config["num_key_value_heads"]
         out.append(TensorInfo(name, t.kind, t.shape, file, t.offset, t.nbytes, heads))
-    return tuple(out)
+    return tuple(unfused("GGUF", config, out))
 
 
 def _main_kind(tensors: list[GGUFTensor]) -> str:

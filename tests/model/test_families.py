@@ -16,6 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from planaria import LLM, SamplingParams
 from planaria.checkpoint import resolve_checkpoint
+from planaria.checkpoint.gguf_families import FAMILIES as GGUF
+from planaria.checkpoint.gguf_families import TOP
+from planaria.kernels.cpu.ops import CpuOps
 from planaria.kernels.ops import Quantized
 from planaria.kernels.quant import dequantise
 from planaria.layers.build import build
@@ -23,6 +26,7 @@ from planaria.loader import WeightSource
 from planaria.models import model_config
 from tests.model.checkpoints import load_reference, write_checkpoint
 from tests.model.driver import Driver
+from tests.model.gguf_files import write_gguf
 from tests.model.test_models import one_torch_thread  # noqa: F401
 
 TOLERANCE = 1e-4  # of log-probabilities
@@ -32,7 +36,7 @@ LONG = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.5 +
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **LONG}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
-    "logits_scaling": 0.3, **TIED,
+    "logits_scaling": 0.3, "rms_norm_eps": 1e-2, **TIED,
 }  # fmt: skip
 GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9, "intermediate_size": 64,
@@ -191,3 +195,47 @@ def test_mxfp4_experts_are_read_exactly(tp: int, checkpoint: Any, tmp_path: Path
     for prompt, result in zip(prompts, results, strict=True):
         said = list(result.outputs[0].token_ids)
         assert said_by(reference, prompt, said) == said
+
+
+GGUF_META: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "attention.sliding_window": 9},
+    "gemma3": {"attention.sliding_window": 9, "rope.freq_base": 1e6, "rope.freq_base_swa": 100.0,
+               "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    "phi3": {"attention.sliding_window": 9},
+    "granite": {"embedding_scale": 3.0, "residual_scale": 0.22, "attention.scale": 0.4, "logit_scale": 0.3},
+    "starcoder2": {"attention.layer_norm_epsilon": 1e-2, "attention.sliding_window": 9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", GGUF_META)
+def test_gguf_files_of_these_families(arch: str, checkpoint: Any, tmp_path: Path) -> None:
+    """Written from a checkpoint as llama.cpp's converter does: names, 1 added to Gemma's norms, rows turned."""
+    more = {"gemma2": {"query_pre_attn_scalar": 32, "layer_types": None}, "gemma3": {
+        "query_pre_attn_scalar": 32, "layer_types": None, "num_hidden_layers": 6}}.get(arch, {})  # fmt: skip
+    folder, reference = checkpoint(arch, **more)
+    config = reference.config
+    back = {value: key for key, value in GGUF[arch].layer.items()}
+    tensors = {}
+    for name, values in load_file(folder / "model.safetensors").items():
+        if "norm.weight" in name and "gemma" in arch:
+            values = values + np.float32(1)
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if arch == "granite" and heads:
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        stem, _, suffix = name.rpartition(".")
+        top = {value: key for key, value in TOP.items()}.get(stem)
+        _, _, layer, rest = [*stem.split(".", 3), "", "", ""][:4]
+        tensors[f"{top or f'blk.{layer}.{back.get(rest)}'}.{suffix}"] = np.ascontiguousarray(values)
+    sizes = {"block_count": config.num_hidden_layers, "attention.head_count": 4, "attention.head_count_kv": 2}
+    if hasattr(config, "head_dim") and "gemma" in arch:
+        sizes |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    meta = {f"{arch}.{key}": value for key, value in GGUF_META[arch].items()}
+    meta[f"{arch}.attention.layer_norm_rms_epsilon"] = getattr(config, "rms_norm_eps", 1e-5)
+    path = write_gguf(tmp_path / "m.gguf", arch, meta, tensors, **{k.replace(".", "__"): v for k, v in sizes.items()})
+    ops = CpuOps("float32", 2)
+    driver, draw = Driver(make_model(path, ops), ops, block_size=16), random.Random(arch)
+    prompt = [draw.randrange(131) for _ in range(41)]
+    with torch.no_grad():
+        wanted = reference(torch.tensor([prompt])).logits[0]
+    assert distance(driver.whole(0, prompt), wanted) < TOLERANCE
+    ops.close()
