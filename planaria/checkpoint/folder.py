@@ -18,6 +18,7 @@ from planaria.checkpoint.fused import unfused
 from planaria.checkpoint.quantised import method_of, together
 from planaria.checkpoint.sentence import read_sentence
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
+from planaria.checkpoint.text_part import text_config, text_tensors
 from planaria.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -35,7 +36,8 @@ KINDS = {
 
 def read_folder(name: str, folder: Path) -> Checkpoint:
     """The checkpoint in a folder with config.json and safetensors. Raises ModelError naming the file at fault."""
-    config = read_json(folder / "config.json", missing="a model folder needs it; is this the right folder?")
+    whole = read_json(folder / "config.json", missing="a model folder needs it; is this the right folder?")
+    config = text_config(whole)
     method_of(str(folder), config)
     generation = folder / "generation_config.json"
     files = weight_files(folder)
@@ -43,6 +45,8 @@ def read_folder(name: str, folder: Path) -> Checkpoint:
     for i, file in enumerate(files):
         tensors += read_safetensors_header(file, i)
     _check_index(folder, files, tensors)
+    if config is not whole:
+        tensors = text_tensors(tensors)
 
     def read(tensor: TensorInfo) -> bytes:
         with files[tensor.file].open("rb") as f:

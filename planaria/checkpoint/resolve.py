@@ -16,6 +16,7 @@ from planaria.checkpoint.folder import chat_template, has_tokenizer, read_folder
 from planaria.checkpoint.gguf import read_gguf, split_parts
 from planaria.checkpoint.quantised import method_of
 from planaria.checkpoint.spec import Checkpoint
+from planaria.checkpoint.text_part import text_config
 from planaria.errors import ModelError
 
 PACKAGES = "packages"  # a kind of folder in the cache
@@ -176,7 +177,7 @@ def shape_of(model: str, hub: Hub = Hub()) -> Checkpoint:
         path = hub_folder(model, HUB_FILES[:2], hub)
     if not (path / "config.json").is_file() or any(path.glob("*.safetensors")):
         return resolve_checkpoint(model, hub)
-    generation, config = path / "generation_config.json", read_json(path / "config.json")
+    generation, config = path / "generation_config.json", text_config(read_json(path / "config.json"))
     method_of(str(path), config)
     return Checkpoint(
         name=model, path=str(path), format="safetensors", config=config,

@@ -136,15 +136,21 @@ UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96,
 RANKS = [("gemma3", 2, 1), ("gemma2", 2, 2), ("starcoder2", 2, 1), ("gpt-oss", 2, 1), ("granite", 1, 2), ("phi3", 2, 1)]
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), RANKS)
+@pytest.mark.parametrize(("name", "tp", "pp"), [*RANKS, ("gpt-oss", 2, 0)])
 def test_ranks_say_the_same(name: str, tp: int, pp: int, checkpoint: Any) -> None:
-    """Three KV heads on two ranks, layers on two stages."""
+    """Three KV heads on two ranks, layers on two stages; whole experts, with their biases, on each rank (0)."""
     types = {"layer_types": ["sliding_attention", "full_attention"]} if "gemma" in name else {}
     folder, reference = checkpoint(name, **UNEVEN, **types)
     draw = random.Random(name)
     prompts = [[draw.randrange(3, 131) for _ in range(draw.randrange(1, 40))] for _ in range(4)]
     with LLM(
-        str(folder), skip_tokenizer_init=True, tensor_parallel_size=tp, pipeline_parallel_size=pp, threads=1, **OPTIONS
+        str(folder),
+        skip_tokenizer_init=True,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp or 1,
+        threads=1,
+        enable_expert_parallel=pp == 0,
+        **OPTIONS,
     ) as llm:
         results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     for prompt, result in zip(prompts, results, strict=True):
@@ -238,4 +244,23 @@ def test_gguf_files_of_these_families(arch: str, checkpoint: Any, tmp_path: Path
     with torch.no_grad():
         wanted = reference(torch.tensor([prompt])).logits[0]
     assert distance(driver.whole(0, prompt), wanted) < TOLERANCE
+    ops.close()
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_part_for_texts_of_a_model_of_pictures(prefix: str, checkpoint: Any, tmp_path: Path) -> None:
+    source, reference = checkpoint("gemma3")
+    tensors = {
+        name.replace("model.", prefix, 1): values for name, values in load_file(source / "model.safetensors").items()
+    }
+    save_file({**tensors, "vision_tower.weight": np.zeros((3, 3), np.float32)}, tmp_path / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    del config["architectures"]
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    ops = CpuOps("float32", 2)
+    prompt = list(range(3, 40))
+    with torch.no_grad():
+        wanted = reference(torch.tensor([prompt])).logits[0]
+    assert distance(Driver(make_model(tmp_path, ops), ops, block_size=16).whole(0, prompt), wanted) < TOLERANCE
     ops.close()
