@@ -12,6 +12,11 @@ class Planaria:
         with parts("import planaria"):
             from planaria import LLM, SamplingParams, __version__
         self.params = SamplingParams
+        if settings.get("isa"):  # an instruction level below the machine's own
+            from planaria.kernels.cpu import ops
+
+            choose = ops.target_for
+            ops.target_for = lambda dtype, isa: choose(dtype, settings["isa"])
         with parts("LLM(...)"):
             self.llm = LLM(
                 settings["model"], dtype="bfloat16", kernels=settings["kernels"],

@@ -36,15 +36,17 @@ LoraTable = Any  # of one weight: the low-rank product of each slot
 
 @dataclass
 class Quantized:
-    """A weight [N, K] as the file packs it: `data` uint8 [N, bytes per row] of GGUF blocks of 32 along K.
-
-    kind q4_1: 20-byte blocks (float16 scale d, float16 minimum m, 16 bytes: low nibbles are elements 0-15,
-    high nibbles 16-31; w = d*q + m). q4_0: 18 bytes (d; w = d*(q-8)). q8_0: 34 bytes (d, 32 int8; w = d*q).
-    """
+    """A weight [N, K] as the file packs it: `data` uint8 [N, bytes per row] of whole blocks of a kind (blocks.py) along
+    K. skip: weights of the first block that were cut off, a multiple of 32; the last block may end behind K."""
 
     kind: str
     data: npt.NDArray[np.uint8]
     shape: tuple[int, int]
+    skip: int = 0
+
+
+def parts_of(weight: Weight) -> tuple[Weight, ...]:
+    return weight if isinstance(weight, tuple) else (weight,)
 
 
 class Batch:
@@ -191,6 +193,7 @@ class Operations(Protocol):
     ) -> Act:  # fmt: skip
         """x W^T + bias, in the activation dtype; with `residual` (float32): adds that to it and returns it. With
         `reduce` (and a residual) each rank of the group has some of K, and what is added is the sum over the ranks.
+        The weight may be a tuple, one below the other: of several kinds, each but the last of a multiple of 16 rows.
         lora: a row whose token has a slot gets (x A^T) B^T of that slot added, x A^T in the activation dtype."""
 
     def rope_store(

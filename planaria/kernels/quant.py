@@ -1,4 +1,4 @@
-"""Packed weights: blocks of 32 along K in GGUF's formats, and their conversion from and to float32.
+"""Packed weights in GGUF's formats (blocks.py), and their conversion from and to float32.
 
 The arithmetic is that of the `gguf` package's reference, bit for bit.
 """
@@ -12,29 +12,50 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.errors import ModelError
+from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, Bytes, Kind
 from planaria.kernels.numbers import WORTH_THREADS, in_parts, to_float32
 from planaria.kernels.ops import Quantized
 
-BLOCK = 32
-BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
-PACKED_KINDS = tuple(BLOCK_BYTES)  # stay packed when loaded
 _CHUNK = 1 << 17  # elements converted at a time: temporaries stay in a core's caches
 
-Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
 def dequantise(weight: Quantized, threads: int = 1) -> Floats:
     """The weight's values, float32 [N, K]."""
-    num_rows, num_columns = weight.shape
+    kind, (num_rows, num_columns) = KINDS[weight.kind], weight.shape
     out = np.empty(weight.shape, np.float32)
 
     def some(first: int, last: int) -> None:
-        blocks = weight.data[first:last].reshape(last - first, -1, BLOCK_BYTES[weight.kind])
-        _DEQUANTISE[weight.kind](blocks, out[first:last].reshape(last - first, -1, BLOCK))
+        blocks = weight.data[first:last].reshape(last - first, -1, kind.nbytes)
+        values = _values(kind, blocks).reshape(last - first, -1)
+        out[first:last] = values[:, weight.skip : weight.skip + num_columns]
 
     in_parts(num_rows, _CHUNK // max(num_columns, 1), threads if out.size >= WORTH_THREADS else 1, some)
     return out
+
+
+def _values(kind: Kind, blocks: Bytes) -> Floats:
+    """Weights [..., elements] of blocks [..., bytes]."""
+    codes, parts = kind.codes(blocks), kind.scales(blocks)
+    if kind.levels:
+        values = np.array(LEVELS, np.float32)[codes]
+    else:
+        values = (codes.view(np.int8) if kind.bits == 8 else codes).astype(np.float32)
+        if kind.offset:
+            values -= np.float32(kind.offset)
+    scale = parts.scale.astype(np.float32)[..., None]
+    if parts.sub_scales is not None:
+        values = values.reshape(*parts.sub_scales.shape, kind.group)
+        scale = (scale * parts.sub_scales)[..., None]
+    values *= scale
+    if parts.minimum is not None:
+        minimum = parts.minimum.astype(np.float32)[..., None]
+        if parts.sub_minima is None:
+            values += minimum
+        else:
+            values -= (minimum * parts.sub_minima)[..., None]
+    return values
 
 
 def quantise(values: npt.NDArray[Any], kind: str, threads: int = 1) -> Quantized:
@@ -46,7 +67,7 @@ def quantise(values: npt.NDArray[Any], kind: str, threads: int = 1) -> Quantized
             f"a weight of shape {list(values.shape)} can't be packed as {kind}: K must be a multiple of 32"
         )
     num_rows, num_columns = values.shape
-    data = np.empty((num_rows, num_columns // BLOCK, BLOCK_BYTES[kind]), np.uint8)
+    data = np.empty((num_rows, num_columns // BLOCK, KINDS[kind].nbytes), np.uint8)
 
     def some(first: int, last: int) -> None:
         rows = to_float32(values[first:last]).reshape(last - first, -1, BLOCK)
@@ -55,34 +76,6 @@ def quantise(values: npt.NDArray[Any], kind: str, threads: int = 1) -> Quantized
 
     in_parts(num_rows, _CHUNK // max(num_columns, 1), threads if values.size >= WORTH_THREADS else 1, some)
     return Quantized(kind, data.reshape(num_rows, -1), (num_rows, num_columns))
-
-
-def _halves(blocks: Bytes, first: int, count: int) -> Floats:
-    """float16 values at byte `first` of each block, as float32 [..., count]."""
-    return np.ascontiguousarray(blocks[..., first : first + 2 * count]).view(np.float16).astype(np.float32)
-
-
-def _nibbles(blocks: Bytes, first: int, target: Floats) -> None:
-    packed = blocks[..., first:]
-    target[..., : BLOCK // 2] = packed & 15
-    target[..., BLOCK // 2 :] = packed >> 4
-
-
-def _from_q4_0(blocks: Bytes, target: Floats) -> None:
-    _nibbles(blocks, 2, target)
-    target -= np.float32(8)
-    target *= _halves(blocks, 0, 1)
-
-
-def _from_q4_1(blocks: Bytes, target: Floats) -> None:
-    scale = _halves(blocks, 0, 2)
-    _nibbles(blocks, 4, target)
-    target *= scale[..., :1]
-    target += scale[..., 1:]
-
-
-def _from_q8_0(blocks: Bytes, target: Floats) -> None:
-    np.multiply(blocks[..., 2:].view(np.int8), _halves(blocks, 0, 1), out=target)
 
 
 def _inverse(scale: Floats) -> Floats:
@@ -124,7 +117,4 @@ def _to_q4_1(values: Floats, out: Bytes) -> None:
     out[..., 4:] = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << 4)
 
 
-_DEQUANTISE: dict[str, Callable[[Bytes, Floats], None]] = {
-    "q4_0": _from_q4_0, "q4_1": _from_q4_1, "q8_0": _from_q8_0,
-}  # fmt: skip
 _QUANTISE: dict[str, Callable[[Floats, Bytes], None]] = {"q8_0": _to_q8_0, "q4_1": _to_q4_1}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planaria.kernels.ops import Array
+from planaria.kernels.ops import Array, parts_of
 from planaria.mesh.comm import Comm
 
 
@@ -56,12 +56,13 @@ class Products:
     _shared: Callable[[Tensor], Array]
     _norm: Callable[[Tensor, Tensor, float], Tensor]
 
-    def _product(self, x: Tensor, weight: Linear, lora: LowRank | None) -> Tensor:
-        y = F.linear(x, weight.weight, weight.bias)
+    def _product(self, x: Tensor, weight: Linear | tuple[Linear, ...], lora: LowRank | None) -> Tensor:
+        parts = [F.linear(x, w.weight, w.bias) for w in parts_of(weight)]
+        y = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
         return y if lora is None else lora.add(x, y.float(), self.step.loras)
 
     def linear(
-        self, x: Tensor, weight: Linear, residual: Tensor | None = None, *, reduce: bool = False,
+        self, x: Tensor, weight: Linear | tuple[Linear, ...], residual: Tensor | None = None, *, reduce: bool = False,
         lora: LowRank | None = None,
     ) -> Tensor:  # fmt: skip
         y = self._product(x, weight, lora)

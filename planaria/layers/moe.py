@@ -59,7 +59,7 @@ class MoE:
                 parts = [TensorPart(f"{name}.{part}", size, columns) for part in first]
             back = [TensorPart(f"{name}.{down}", width, hidden)]
             self.held[expert] = (
-                load.linear(parts, hidden, width, bias=bias, travels=self.travels),
+                load.linear(parts, hidden, width, bias=bias, travels=self.travels, single=True),
                 load.linear(back, columns, size, bias=bias and self.leads, travels=self.travels),
             )
 

@@ -7,21 +7,24 @@ rows or columns is read once, and nothing keeps the source after `Ops.pack`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from planaria.errors import PlanariaError
+from planaria.kernels.blocks import BLOCK, KINDS
 from planaria.kernels.numbers import to_float32
 from planaria.kernels.ops import Ops, Quantized, Weight
-from planaria.kernels.quant import BLOCK, PACKED_KINDS, dequantise, quantise
+from planaria.kernels.quant import dequantise, quantise
 from planaria.layers.rope import rope_tables
 from planaria.models.config import RopeConfig
 
 Progress = Callable[[int, int], None]  # (weights read, weights in all)
 Array = npt.NDArray[Any]
+ROWS = 16  # a multiple of these is before each part of a product
 QUANTIZATIONS = ("keep", "none", "q8_0", "q4_1")
 
 
@@ -125,10 +128,11 @@ class WeightLoader:
 
     def linear(
         self, parts: Sequence[TensorPart], columns: range, size: int, *, bias: bool = False, kind: str = "",
-        travels: bool = False,
+        travels: bool = False, single: bool = False,
     ) -> Weight:  # fmt: skip
-        """`columns` (of `size`) of the parts' rows, one below the other, with the parts' biases. kind: of quantization,
-        default what all are packed to. travels: it isn't of the part, but comes and goes."""
+        """`columns` (of `size`) of the parts' rows, one below the other, with the parts' biases; a tuple where parts
+        are packed unlike, unless it must be `single`. kind: of quantization, default what all are packed to. travels:
+        it isn't of the part, but comes and goes."""
         for part in parts:
             self._expect(f"{part.name}.weight", (part.size, size), len(part.rows) * len(columns))
             if bias:
@@ -137,14 +141,18 @@ class WeightLoader:
             return None
 
         def make() -> Weight:
-            weight = stack([self._matrix(part, columns, size, kind or self._quantization) for part in parts])
+            weights = stack([self._matrix(part, columns, size, kind or self._quantization) for part in parts], single)
             biases = [
                 ordered(self._float(f"{part.name}.bias", cut(part.rows, part.size)), part.order)
                 for part in parts
                 if bias
             ]
             names = [f"{part.name}.weight" for part in parts]
-            return self._pack(names, weight, np.concatenate(biases) if biases else None)
+            rows = np.cumsum([w.shape[0] for w in weights])
+            shifts = np.split(np.concatenate(biases), rows[:-1]) if biases else [None] * len(weights)
+            packed = tuple(self._pack(w, shift) for w, shift in zip(weights, shifts, strict=True))
+            self._finish(names)
+            return packed if len(packed) > 1 else packed[0]
 
         if travels:
             return make()
@@ -180,7 +188,9 @@ class WeightLoader:
         def make() -> tuple[Weight, Weight]:
             both = self._float(f"{name}.weight", cut(rows, size)).reshape(len(heads), key + value, rank)
             keys, values = both[:, :key].transpose(0, 2, 1).reshape(-1, key), both[:, key:].reshape(-1, rank)
-            return self._pack([], keys), self._pack([f"{name}.weight"], values)
+            packed = self._pack(keys), self._pack(values)
+            self._finish([f"{name}.weight"])
+            return packed
 
         keys, values = self._thing(f"keys and values {name} {rows} of {size}, {key} of {key + value}, {rank}", make)
         return keys, values
@@ -216,12 +226,11 @@ class WeightLoader:
         self.used.add(name)
         self.num_weights += wanted
 
-    def _pack(self, names: Sequence[str], weight: Array | Quantized, bias: Array | None = None) -> Weight:
+    def _pack(self, weight: Array | Quantized, bias: Array | None = None) -> Weight:
         assert self._ops is not None
         packed = self._ops.pack(weight, bias)
         size = weight.data.size if isinstance(weight, Quantized) else weight.size * self._itemsize
         self.num_bytes += size + (0 if bias is None else bias.size * self._itemsize)
-        self._finish(names)
         return packed
 
     def _finish(self, names: Sequence[str]) -> None:
@@ -239,7 +248,7 @@ class WeightLoader:
         """One tensor's part as `kind` wants it; one whose K is no multiple of a block stays plain."""
         weight = self._columns(part, columns, size, kind)
         if isinstance(weight, Quantized):
-            return Quantized(weight.kind, ordered(weight.data, part.order), weight.shape)
+            return replace(weight, data=ordered(weight.data, part.order))
         return ordered(weight, part.order)
 
     def _columns(self, part: TensorPart, columns: range, size: int, kind: str) -> Array | Quantized:
@@ -252,7 +261,7 @@ class WeightLoader:
             if kind in ("keep", weight.kind) or (self._quantization == "q4_1" and weight.kind.startswith("q4")):
                 return weight
             weight = dequantise(weight, self._threads)
-        packs = kind in PACKED_KINDS and weight.shape[1] % BLOCK == 0
+        packs = kind in KINDS and weight.shape[1] % BLOCK == 0
         return quantise(weight, kind, self._threads) if packs else weight
 
 
@@ -261,15 +270,27 @@ def ordered(rows: Array, order: tuple[int, ...] | None) -> Array:
     return rows if order is None else rows[list(order)]
 
 
-def stack(weights: Sequence[Array | Quantized]) -> Array | Quantized:
-    """One weight of several, one below the other: packed if all are packed alike, plain otherwise."""
-    if len(weights) == 1:
-        return weights[0]
-    packed = [w for w in weights if isinstance(w, Quantized)]
-    if len(packed) == len(weights) and len({w.kind for w in packed}) == 1:
-        shape = (sum(w.shape[0] for w in packed), packed[0].shape[1])
-        return Quantized(packed[0].kind, np.concatenate([w.data for w in packed]), shape)
-    plain = [dequantise(w) if isinstance(w, Quantized) else w for w in weights]
+def stack(weights: Sequence[Array | Quantized], single: bool = False) -> list[Array | Quantized]:
+    """Weights one below the other, as few as can be: neighbours that are packed alike become one. Where more are left,
+    and there is to be a single one or no part of a product can begin where one of them does, they become plain."""
+    runs = [list(run) for _, run in groupby(weights, _form)]
+    if len(runs) > 1 and (single or any(sum(w.shape[0] for w in run) % ROWS for run in runs[:-1])):
+        runs = [[dequantise(w) if isinstance(w, Quantized) else w for w in weights]]
+    return [_joined(run) for run in runs]
+
+
+def _form(weight: Array | Quantized) -> tuple[str, int] | None:
+    return (weight.kind, weight.skip) if isinstance(weight, Quantized) else None
+
+
+def _joined(run: Sequence[Array | Quantized]) -> Array | Quantized:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    if isinstance(first, Quantized):
+        rows = [w.data for w in run if isinstance(w, Quantized)]
+        return replace(first, data=np.concatenate(rows), shape=(sum(map(len, rows)), first.shape[1]))
+    plain = [w for w in run if not isinstance(w, Quantized)]
     if len({w.dtype for w in plain}) > 1:
         plain = [to_float32(w) for w in plain]
     return np.concatenate(plain)

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from planaria.checkpoint.spec import TensorInfo
 from planaria.errors import ModelError
+from planaria.kernels.blocks import BLOCK
 from planaria.kernels.numbers import float8_values, to_float32
 from planaria.kernels.ops import Quantized
-from planaria.kernels.quant import BLOCK, dequantise
+from planaria.kernels.quant import dequantise
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from planaria.checkpoint.quantised import kept_as
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
-from planaria.kernels.quant import BLOCK, BLOCK_BYTES, PACKED_KINDS
+from planaria.kernels.blocks import BLOCK, KINDS
 
 PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 NAMES = {
@@ -73,7 +73,7 @@ def _form(tensor: TensorInfo, quantization: str) -> str:
         return "float32"  # norms and biases
     if quantization == "none":
         return ""
-    own = kept_as(tensor.kind) if tensor.parts else tensor.kind if tensor.kind in PACKED_KINDS else ""
+    own = kept_as(tensor.kind) if tensor.parts else tensor.kind if tensor.kind in KINDS else ""
     own = own if tensor.shape[1] % BLOCK == 0 else ""
     if quantization == "keep" or (quantization == "q4_1" and own.startswith("q4")):
         return own
@@ -89,4 +89,4 @@ def _per_weight(tensor: TensorInfo, form: str) -> float:
         return 4
     if tensor.kind == form:
         return tensor.nbytes / math.prod(tensor.shape)
-    return BLOCK_BYTES[form] / BLOCK
+    return KINDS[form].nbytes / KINDS[form].elements

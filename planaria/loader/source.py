@@ -16,9 +16,9 @@ from planaria.checkpoint.gguf_file import NEEDS_GGUF
 from planaria.checkpoint.spec import Checkpoint, TensorInfo
 from planaria.errors import ModelError
 from planaria.kernels import quant
+from planaria.kernels.blocks import BLOCK, KINDS
 from planaria.kernels.numbers import BFLOAT16, float8_values, to_float32
 from planaria.kernels.ops import Quantized
-from planaria.kernels.quant import BLOCK, PACKED_KINDS
 from planaria.loader.composed import composed
 
 DTYPES: dict[str, Any] = {
@@ -61,9 +61,9 @@ class WeightSource:
     ) -> Array | Quantized:
         """A tensor, or its rows (dimension 0) and columns (dimension 1) in the given ranges (step 1).
 
-        Float kinds come as stored (read-only views, bfloat16 as its bits), but those of 8 bits as float32; q4_0, q4_1
-        and q8_0 come as `Quantized`, and so their columns are cut at multiples of 32; other packed kinds come as
-        float32. With `dequantise` all come as float32.
+        Float kinds come as stored (read-only views, bfloat16 as its bits), but those of 8 bits as float32; kinds that
+        stay packed (blocks.py) come as `Quantized`, and so their columns are cut at multiples of 32; other packed kinds
+        come as float32. With `dequantise` all come as float32.
         Raises ModelError for a missing tensor, ValueError for a range that can't be cut.
         """
         info = self._info(name)
@@ -79,14 +79,15 @@ class WeightSource:
             if info.kind.startswith("f8"):
                 return float8_values(info.kind)[values]
             return to_float32(values) if dequantise else values
-        packed = info.kind in PACKED_KINDS
         num_rows, num_columns = len(row_range), info.shape[1]
-        if not packed:
+        if info.kind not in KINDS:
             whole = _dequantise_with_gguf(raw, info.kind, name) if num_rows else np.empty((0, num_columns), np.float32)
             return whole[:, col_range.start : col_range.stop]
-        per_block = raw.shape[1] * BLOCK // num_columns
-        data = raw[:, col_range.start // BLOCK * per_block : col_range.stop // BLOCK * per_block]
-        weight = Quantized(info.kind, data, (num_rows, len(col_range)))
+        kind = KINDS[info.kind]
+        first, last = col_range.start // kind.elements, -(-col_range.stop // kind.elements)
+        data = raw[:, first * kind.nbytes : last * kind.nbytes]
+        skip = col_range.start - first * kind.elements
+        weight = Quantized(info.kind, data, (num_rows, len(col_range)), skip)
         return quant.dequantise(weight) if dequantise else weight
 
     def forget(self, name: str) -> None:
@@ -191,7 +192,7 @@ def _ranges(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[r
     if cols is not None and len(info.shape) != 2:
         raise ValueError(f"{info.name}: columns of a tensor with {len(info.shape)} dimension(s)")
     row_range, col_range = cut(rows, 0), cut(cols, 1)
-    if info.kind in PACKED_KINDS and (col_range.start % BLOCK or col_range.stop % BLOCK):
+    if info.kind in KINDS and (col_range.start % BLOCK or col_range.stop % BLOCK):
         raise ValueError(f"{info.name}: columns {cols} of {info.kind} must be cut at multiples of {BLOCK}")
     return row_range, col_range
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from planaria.kernels import quant, reference
+from planaria.kernels.blocks import KINDS
 from planaria.kernels.cpu import ops
 from planaria.kernels.ops import Quantized
 
@@ -29,6 +30,18 @@ def array(x: Tensor) -> npt.NDArray[Any]:
 
 def quantise(values: Tensor, kind: str) -> Quantized:
     return quant.quantise(array(values), kind)
+
+
+def random_blocks(kind: str, n: int, k: int, *, skip: int = 0, seed: int = 0) -> Quantized:
+    """Random codes and scales of a weight [n, k] as a GGUF file packs them. skip: of its first block, cut off."""
+    rng, form = np.random.default_rng(seed), KINDS[kind]
+    blocks = -(-(skip + k) // form.elements)
+    data = rng.integers(0, 256, (n, blocks, form.nbytes), np.uint8)
+    scale = (rng.random((n, blocks, 1)) * 0.01 + 0.001) * 8 / 2**form.bits
+    places = [form.scale] if form.minimum is None else [form.scale, form.minimum]
+    for at, factor in zip(places, (1, 7.3 if form.small else -7.3), strict=False):
+        data[..., at : at + 2] = (factor * scale).astype(np.float16).view(np.uint8)
+    return Quantized(kind, data.reshape(n, -1), (n, k), skip)
 
 
 def dequantise(weight: Quantized) -> Tensor:

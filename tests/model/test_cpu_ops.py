@@ -17,10 +17,10 @@ import torch
 from planaria.kernels.cpu.build import host_isa
 from planaria.kernels.cpu.target import ISAS
 from planaria.kernels.ops import Batch, Quantized
-from tests.model.tensors import CpuOps, TorchOps, dequantise, quantise
+from tests.model.tensors import CpuOps, TorchOps, dequantise, quantise, random_blocks
 
 LEVELS = ISAS[ISAS.index(host_isa()) :]
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # packed weights meet rows that are rounded to 15 bits
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -52,13 +52,6 @@ def weight_of(kind: str, n: int, k: int) -> torch.Tensor | Quantized:
     return plain if kind == "plain" else quantise(plain, kind)
 
 
-def q4_0(n: int, k: int) -> Quantized:
-    """Blocks of a float16 scale and 16 bytes of codes."""
-    codes = torch.randint(0, 256, (n, k // 32, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    scales = (torch.rand(n, k // 32, 1) * 0.02 + 0.01).half().view(torch.uint8)
-    return Quantized("q4_0", torch.cat([scales, codes], -1).reshape(n, -1).numpy(), (n, k))
-
-
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["plain", "q8_0", "q4_1", "q4_0"])
@@ -67,7 +60,7 @@ def test_products(isa: str, dtype: str, kind: str) -> None:
     sizes = ((1, 1), (17, 33), (48, 64), (97, 130)) if kind == "plain" else ((1, 32), (16, 64), (33, 96), (100, 160))
     for n, k in sizes:
         ops = CpuOps(dtype, 2, isa=isa)
-        weight = q4_0(n, k) if kind == "q4_0" else weight_of(kind, n, k)
+        weight = random_blocks(kind, n, k) if kind == "q4_0" else weight_of(kind, n, k)
         plain = weight if isinstance(weight, torch.Tensor) else dequantise(weight)
         table, bias, norm = draw(40, k, seed=3), draw(n, seed=4), 1 + 0.1 * draw(k, seed=5)
         packed, embedding, scale = ops.pack(weight, bias), ops.pack(table), ops.vector(norm)

@@ -181,7 +181,7 @@ def test_packed_weights(checkpoint: Any) -> None:
         found.append(Driver(model, ops, block_size=16).step(dict(enumerate(texts))))
         ops.close()
     for i, want in enumerate(wanted):
-        assert distance(found[1][i], found[0][i]) < TOLERANCE
+        assert distance(found[1][i], found[0][i]) < 5e-3  # rows are rounded to 15 bits before packed weights
         assert float((found[0][i].log_softmax(-1) - want.log_softmax(-1)).abs().mean()) < 0.1
 
 

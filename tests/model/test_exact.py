@@ -163,8 +163,9 @@ def test_log_probabilities_of_every_position(
         for i, logits in driver.step({i: ids[:96] for i, ids in left.items()}).items():
             found[i].append(logits.log_softmax(-1))
         left = {i: ids[96:] for i, ids in left.items() if len(ids) > 96}
+    limit = 1.5e-4 if quantization == "none" else 3e-2  # rows are rounded to 15 bits before packed weights
     for parts, want in zip(found, expected, strict=True):
-        assert float((torch.cat(parts) - want).abs().max()) < 1.5e-4
+        assert float((torch.cat(parts) - want).abs().max()) < limit
 
 
 def test_it_knows_the_capital_of_france(expected: list[torch.Tensor]) -> None:

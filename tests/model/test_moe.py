@@ -136,8 +136,8 @@ def test_packed_at_load(kind: str, checkpoint: Any) -> None:
         model = make_model(folder, ops, kind)
         found.append(Driver(model, ops, block_size=16).whole(0, prompt))
         ops.close()
-    assert distance(found[0], found[1]) < TOLERANCE
-    assert distance(found[1], exact) > TOLERANCE
+    assert distance(found[0], found[1]) < 5e-3  # rows are rounded to 15 bits before packed weights
+    assert distance(found[1], exact) > 5e-3
 
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "olmoe"])

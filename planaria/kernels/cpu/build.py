@@ -8,6 +8,7 @@ import ctypes
 import inspect
 import re
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -23,14 +24,14 @@ from planaria.kernels.objects import CodeMachine, initialise, object_file
 # The interpreter, in reading order.
 PROGRAM = ("collective", "threads", "striped", "products", "grouped", "lora", "mla", "program")
 SOURCES = (
-    *PROGRAM, "activations", "build", "compiler", "emit", "expert_kernels", "fields", "mla_values", "layout", "micro",
-    "native", "target", "vector",
+    *PROGRAM, "../blocks", "activations", "build", "codes", "compiler", "emit", "expert_kernels", "fields",
+    "mla_values", "layout", "micro", "native", "target", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
 _lock = threading.Lock()
-_loaded: dict[Target, tuple[Entry, Any]] = {}
+_loaded: dict[Target, tuple[Entry, Any, Any]] = {}
 
 
 def host_isa() -> str:
@@ -81,15 +82,16 @@ def _program(target: Target) -> str:
 
 
 def compile_object(target: Target) -> bytes:
-    """Object code of everything for one target, with the C symbol `planaria_run`."""
+    """Object code of everything for one target, with the C symbols `planaria_run` and `pl_place`."""
     from planaria.kernels.cpu.activations import activation_module
+    from planaria.kernels.cpu.codes import codes_module
     from planaria.kernels.cpu.expert_kernels import expert_module
     from planaria.kernels.cpu.micro import DECLARATIONS, matrix_module
     from planaria.kernels.cpu.mla_values import mla_module
     from planaria.kernels.cpu.vector import vector_module
 
     machine = _machine(target)
-    modules = (matrix_module, vector_module, activation_module, expert_module, mla_module, _program)
+    modules = (matrix_module, vector_module, activation_module, expert_module, mla_module, codes_module, _program)
     parts = [module(target) for module in modules]
     return machine.emit(machine.binding.parse_assembly("\n".join([DECLARATIONS, *parts])))
 
@@ -104,13 +106,25 @@ def ensure(target: Target, cache_dir: Path | None = None) -> bytes:
 
 def load(target: Target, cache_dir: Path | None = None) -> Entry:
     """The entry of the interpreter for a target, loaded into this process once."""
+    return _functions(target, cache_dir)[0]
+
+
+def placing(target: Target, cache_dir: Path | None = None) -> Callable[..., None]:
+    """What brings codes into panels, called without the interpreter lock (codes.place)."""
+    found: Callable[..., None] = _functions(target, cache_dir)[1]
+    return found
+
+
+def _functions(target: Target, cache_dir: Path | None) -> tuple[Entry, Any, Any]:
     with _lock:
         if target not in _loaded:
             engine = _machine(target).load(ensure(target, cache_dir), EXTERNAL)
-            address = engine.get_function_address("planaria_run")
-            entry = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(address)
-            _loaded[target] = entry, engine
-        return _loaded[target][0]
+            run, place = (
+                ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(engine.get_function_address(name))
+                for name, count in (("planaria_run", 2), ("pl_place", 8))
+            )
+            _loaded[target] = run, place, engine
+        return _loaded[target]
 
 
 def target_for(dtype: str, isa: str | None = None) -> Target:

@@ -41,11 +41,13 @@ class NormOp(Operation):
 
 
 class LinearOp(Operation):
-    """stride: bytes of a panel. half: panels of one half of a fused gated activation (0: plain), `temp` its place in
-    scratch memory, `act` its kind. attend: the row of the attention whose keys to ask for, or 0."""
+    """stride: bytes of a panel. first: of a row of `out`, before what is written. half: panels of one half of a fused
+    gated activation (0: plain), `temp` its place in scratch memory, `act` its kind. attend: the row of the attention
+    whose keys to ask for, or 0."""
 
     code = 3
     kind, w, stride, scales, length, x, ldx, out, ldo, mode, bias, rows, half, temp, panels, attend, act = range(1, 18)
+    first = 18
 
 
 class RopeOp(Operation):
@@ -165,7 +167,7 @@ class GroupedOp(LinearOp):
     of each. own_bias: how far behind its weight a slot's bias is; 0: all have `bias`."""
 
     code = 34
-    table, held, starts, own_bias = LinearOp.w, LinearOp.rows, LinearOp.attend, LinearOp.act + 1
+    table, held, starts, own_bias = LinearOp.w, LinearOp.rows, LinearOp.attend, LinearOp.first + 1
 
 
 class CombineOp(Operation):

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from planaria.kernels.cpu import fields, layout, native
-from planaria.kernels.cpu.micro import Q4_1
 from planaria.kernels.cpu.native import TARGET, atomic_add, get, get32, put, put32
 from planaria.kernels.cpu.products import block, take_rows
-from planaria.kernels.cpu.threads import barrier, bring, grab, rows_from, scratch, share
+from planaria.kernels.cpu.threads import barrier, bring, grab, rows_from, scratch
 
 CLOSED = -2147483648  # of an expert that can't be chosen (any more); below every number
 UNITS_EACH = 8  # pieces of work that each thread should find
@@ -131,11 +130,7 @@ def op_grouped(c: int, row: fields.GroupedOp, tid: int, ticket: int) -> None:
     total = get(starts, held)
     if total == 0:
         return
-    mine, sums, length = scratch(c, tid), get(c, layout.SHARED), row.length
-    if row.kind == Q4_1:
-        for r in range(share(total, tid, threads), share(total, tid + 1, threads)):
-            native.block_sums(row.x + r * row.ldx, length, sums + r * length * 4)
-        barrier(c)
+    mine = scratch(c, tid)
     panels = row.half
     if panels == 0:
         panels = row.panels
@@ -176,7 +171,7 @@ def op_grouped(c: int, row: fields.GroupedOp, tid: int, ticket: int) -> None:
             if first + begin != ready:
                 take_rows(line, mine, begin, stop)
                 ready = first + begin
-            block(c, line, mine, sums + first * length * 4, begin, stop, panel, min(panels, panel + most))
+            block(c, line, mine, begin, stop, panel, min(panels, panel + most))
             unit += 1
 
 

@@ -8,7 +8,7 @@ ARRIVED = 8
 PHASE = 16
 SLEEPING = 24
 IDLE = 32
-(TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, SHARED, COUNTS, ZEROS, IDLE_SPIN) = range(40, 51)
+(TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, COUNTS, ZEROS, IDLE_SPIN) = range(40, 50)
 CONTROL_WORDS = 64
 
 # Words of Batch.counts: the numbers of rows of each kind, and of sequences. ROWS_ALL: the tokens of all lanes
@@ -33,14 +33,12 @@ PLAN = POINTERS + 8 * MOST_POINTERS  # addresses and lengths of what a tile asks
 CURSOR = 1984  # how far keys and values were asked for: sequence, block, line
 STATE = 2048  # float32 [rows][4] of a softmax
 TEMP = STATE + 16 * 512  # one head in float32, twice
-SUMS = TEMP + 4096  # block sums of a few rows
-BIG = SUMS + 32768  # what the operation wants; for packed weights and many rows:
+BIG = TEMP + 4096  # what the operation wants; for packed weights and many rows:
 ACC = BIG  # totals of up to WIDE_ROWS rows of 3 panels
-CODES = ACC + 64 * 3 * 64  # one block of 3 panels, unpacked
-FETCH = CODES + 32 * 3 * 64  # what to ask for with each tile of each block
+CODES = ACC + 64 * 3 * 64  # one block of 3 panels, unpacked, and its factors
+FETCH = CODES + (1024 + 192) * 3  # what to ask for with each tile of each block
 
 ZERO_BYTES = 1024  # of the zeros that ZEROS points to
-FEW_ROWS = 4  # rows up to which each thread sums blocks for itself
 WHOLE_ROWS = 64  # rows up to which a panel is taken over all rows at once
 ROW_BLOCK = 128
 WIDE_ROWS = 64  # rows for which a block of packed codes is unpacked once

@@ -4,35 +4,43 @@ A *panel* is 16 columns of a weight. Along K it is a row of *steps* of 64 bytes:
 (two neighbours along K of each column), which meet 4 bytes of an activation row, broadcast. The keys and values of
 the cache have the same form, so attention uses the same tiles.
 
+A packed weight (pack.py) meets a row in integers: the row is rounded to 15 bits, each block of 32 by its own largest
+value (vector.quantise), products of a block are summed exactly, and the sums are scaled and added in float32.
+
 The rule: one output is summed over K in ascending order in one accumulator, whatever the tile, so that it depends on
 neither the number of rows nor its place among them.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 
-from planaria.kernels.cpu.emit import F32, I32, Function, literal
+from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, Kind
+from planaria.kernels.cpu.emit import F32, I32, Function
 from planaria.kernels.cpu.target import Target
 
 B32 = "<32 x bfloat>"
 H32 = "<32 x i16>"
+I64 = "<32 x i32>"
 
 Operand = tuple[str, ...]  # one or two values, see Dot
 
 STORE_ACT, ADD_RESIDUAL, STORE_F32 = 0, 1, 2
-Q8_0, Q4_0, Q4_1 = 0, 1, 2  # packed kinds; a dense weight is kind 3
-DENSE = 3
+DENSE = 0  # the kind of a weight that isn't packed; others have their numbers in blocks.py
+KIND_BITS = 5  # of a kind's number
+ROUNDED_MOST = 16383  # of a row's numbers: with it no sum of a block of any kind leaves 32 bits
+ROUNDED_BYTES = 80  # of a block of a row: [32] int16, float32 scale, scale * sum, int32 sums of either half
 STREAM_AHEAD = 6144  # bytes
 
 DECLARATIONS = """
 declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
 declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)
-declare <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float>, <16 x i32>)
 declare float @llvm.vector.reduce.fadd.v16f32(float, <16 x float>)
 declare float @llvm.vector.reduce.fmax.v16f32(<16 x float>)
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+declare <16 x i32> @llvm.x86.avx512.pmaddw.d.512(<32 x i16>, <32 x i16>)
+declare <16 x float> @llvm.fabs.v16f32(<16 x float>)
 declare float @llvm.sqrt.f32(float)
 declare <16 x float> @llvm.rint.v16f32(<16 x float>)
 declare <16 x float> @llvm.maxnum.v16f32(<16 x float>, <16 x float>)
@@ -88,27 +96,6 @@ class Dot:
         for a, b in zip(w, x, strict=True):
             acc = f.fma(a, b, acc)
         return acc
-
-    def from_pair(self, f: Function, even: str, odd: str) -> list[Operand]:
-        """Operands of the steps that hold two neighbours along K, given as float32 vectors of small integers."""
-        if self.target.dtype == "float32":
-            return [(even,), (odd,)]
-        if not self.target.native:
-            return [(even, odd)]
-        low = f.op(f"lshr {I32} {f.op(f'bitcast {F32} {even} to {I32}')}, {f.const_i32(16)}")
-        both = f.op(f"or {I32} {low}, {f.op(f'bitcast {F32} {odd} to {I32}')}")
-        return [(f.op(f"bitcast {I32} {both} to {B32}"),)]
-
-    def store(self, f: Function, w: Operand, pointer: str) -> None:
-        """An operand as `weight` reads it."""
-        if self.target.native:
-            f.store(B32, w[0], pointer, 64)
-        elif len(w) == 1:
-            f.store(F32, w[0], pointer, 64)
-        else:
-            low = f.op(f"lshr {I32} {f.op(f'bitcast {F32} {w[0]} to {I32}')}, {f.const_i32(16)}")
-            both = f.op(f"or {I32} {low}, {f.op(f'bitcast {F32} {w[1]} to {I32}')}")
-            f.store(I32, both, pointer, 64)
 
 
 class Elements:
@@ -314,198 +301,280 @@ def values(target: Target, rows: int, panels: int) -> str:
     return f.end()
 
 
-def nibble_table(kind: int) -> list[int]:
-    return [q - 8 if kind == Q4_0 else q for q in range(16)]
-
-
-def bf16_bits(value: int) -> int:
-    bits = int(struct.unpack("<I", struct.pack("<f", float(value)))[0]) >> 16
-    return bits - 65536 if bits >= 32768 else bits
-
-
 class Unpack:
-    """Operands of a packed block of 32 along K for one panel: 16 steps of a bfloat16 target, 32 of a float32 one.
+    """A block of 32 along K of one packed panel."""
 
-    q4: 4 groups of 64 bytes, each 8 along K: 32 bits for each column, whose nibble i is k = 0,2,4,6,1,3,5,7 [i].
-    q8: 32 rows of 16 bytes, one signed byte for each column.
-    """
+    def __init__(self, target: Target, kind: Kind) -> None:
+        self.target, self.kind, self.groups = target, kind, BLOCK // kind.group
+        self.block_bytes = 64 * kind.bits
+        self.scale_bytes = kind.both * (16 * self.groups if kind.small else 32)
+        self.shared_bytes = kind.both * 32 if kind.small else 0
 
-    def __init__(self, target: Target, kind: int) -> None:
-        self.target, self.kind, self.dot = target, kind, Dot(target)
-        self.block_bytes = 512 if kind == Q8_0 else 256
-        self.scale_bytes = 64 if kind == Q4_1 else 32
+    def places(self, f: Function, scales: str, blocks: str, block: str) -> tuple[str, str]:
+        """Addresses of a block's scales, and of its superblock's numbers. scales: as `Packed` has it, in a panel."""
+        base = f.op(f"and i64 {scales}, -8")
+        own = f.op(f"add i64 {base}, {f.mul(block, self.scale_bytes)}")
+        if not self.shared_bytes:
+            return own, own
+        place = f.op(f"and i64 {scales}, 7")
+        which = f.op(f"lshr i64 {f.op(f'add i64 {block}, {place}')}, 3")
+        behind = f.op(f"add i64 {base}, {f.mul(blocks, self.scale_bytes)}")
+        return own, f.op(f"add i64 {behind}, {f.mul(which, self.shared_bytes)}")
 
-    def scales(self, f: Function, panel: str, block: str) -> tuple[str, str]:
-        """Scale and minimum (or "") of a block, for each column."""
-        place = f.at(panel, f.mul(block, self.scale_bytes))
+    def factors(self, f: Function, own: str, shared: str) -> list[str]:
+        """For each column what sums of a block are multiplied by, then minima: one, or one for each half."""
 
         def half(pointer: str) -> str:
-            return f.op(f"fpext <16 x half> {f.load('<16 x half>', pointer, 32)} to {F32}")
+            return f.op(f"fpext <16 x half> {f.load('<16 x half>', pointer, 2)} to {F32}")
 
-        return half(place), half(f.at(place, 32)) if self.kind == Q4_1 else ""
+        if not self.kind.small:
+            return [half(f.at(own, 32 * i)) for i in range(self.kind.both)]
+        scale = half(shared)
+        if self.groups == 1:
+            scale = f.vec("fmul", scale, f.op(f"sitofp {I32} {self._small(f, own, 0)} to {F32}"))
+        if self.kind.both == 1:
+            return [scale]
+        less = f.op(f"fneg {F32} {half(f.at(shared, 32))}")
+        small = [self._small(f, own, self.groups + g) for g in range(self.groups)]
+        return [scale] + [f.vec("fmul", less, f.op(f"sitofp {I32} {m} to {F32}")) for m in small]
+
+    def sub_scales(self, f: Function, own: str) -> list[str]:
+        """Of either half, where these have scales of their own: they multiply sums as the integers they are."""
+        return [self._small(f, own, g) for g in range(2)] if self.groups == 2 else []
+
+    def _small(self, f: Function, own: str, index: int) -> str:
+        return f.op(f"sext <16 x i8> {f.load('<16 x i8>', f.at(own, 16 * index), 1)} to {I32}")
 
     def prefetch(self, f: Function, panel: str, block: str, ahead: int | str) -> None:
         """Ask for this block's share of a panel's bytes, `ahead` bytes on."""
-        size = self.block_bytes + self.scale_bytes
+        size = self.block_bytes + self.scale_bytes + self.shared_bytes // 8
         place = f.at(f.at(panel, f.mul(block, size)), ahead)
         for line in range(0, size, 64):
             prefetch(f, f.at(place, line))
 
-    def steps(self, f: Function, block: str) -> Iterator[Operand]:
-        """Operands in order of K; each is emitted when asked for, so that few values are alive at a time."""
-        if self.kind == Q8_0:
-            for k in range(0, 32, 2):
-                yield from self._bytes(f, block, k)
+    def steps(self, f: Function, block: str) -> Iterator[str]:
+        """Codes int16 [16][2], two neighbours along K of each column, in order of K, without their offset; each is
+        emitted when asked for, so that few values are alive at a time."""
+        if self.kind.bits == 8:
+            for step in range(16):
+                yield f.op(f"sext <32 x i8> {f.load('<32 x i8>', f.at(block, 32 * step), 32)} to {H32}")
             return
-        for group in range(4):
-            words = f.load(I32, f.at(block, 64 * group), 64)
-            for i in range(4):
-                yield from self._nibbles(f, words, i)
+        words = [""] * 2
+        for step in range(16):
+            code, below = "", 0
+            for number, (_, bits, _) in enumerate(self.kind.planes):
+                word, turn = divmod(step * bits, 16)
+                if not turn:
+                    words[number] = f.load(H32, f.at(block, 64 * (below + word)), 64)
+                part = shifted(f, words[number], turn - below)
+                part = f.op(f"and {H32} {part}, {splat16(((1 << bits) - 1) << below)}")
+                code = f.op(f"or {H32} {code}, {part}") if code else part
+                below += bits
+            yield self._level(f, code) if self.kind.levels else code
 
-    def _bytes(self, f: Function, block: str, k: int) -> list[Operand]:
-        both = []
-        for j in (k, k + 1):
-            wide = f.op(f"sext <16 x i8> {f.load('<16 x i8>', f.at(block, 16 * j), 16)} to {I32}")
-            both.append(f.op(f"sitofp {I32} {wide} to {F32}"))
-        return self.dot.from_pair(f, both[0], both[1])
-
-    def _nibbles(self, f: Function, words: str, i: int) -> list[Operand]:
-        if self.target.native:
-            table = ", ".join(f"i16 {bf16_bits(v)}" for v in nibble_table(self.kind) * 2)
-            lanes = f.op(f"bitcast {I32} {words} to {H32}")
-            if i:
-                amount = ", ".join([f"i16 {4 * i}"] * 32)
-                lanes = f.op(f"lshr {H32} {lanes}, <{amount}>")
-            found = f.op(f"call {H32} @llvm.x86.avx512.permvar.hi.512({H32} <{table}>, {H32} {lanes})")
-            return [(f.op(f"bitcast {H32} {found} to {B32}"),)]
-        both = []
-        for shift in (4 * i, 4 * i + 16):
-            lanes = words if shift == 0 else f.op(f"lshr {I32} {words}, {f.const_i32(shift)}")
-            if self.target.wide:
-                table = ", ".join(f"float {literal(v)}" for v in nibble_table(self.kind))
-                both.append(f.op(f"call {F32} @llvm.x86.avx512.permvar.sf.512({F32} <{table}>, {I32} {lanes})"))
-            else:
-                small = f.op(f"and {I32} {lanes}, {f.const_i32(15)}")
-                if self.kind == Q4_0:
-                    small = f.op(f"sub {I32} {small}, {f.const_i32(8)}")
-                both.append(f.op(f"sitofp {I32} {small} to {F32}"))
-        return self.dot.from_pair(f, both[0], both[1])
+    def _level(self, f: Function, codes: str) -> str:
+        if self.target.wide:
+            table = ", ".join(f"i16 {v}" for v in LEVELS * 2)
+            return f.op(f"call {H32} @llvm.x86.avx512.permvar.hi.512({H32} <{table}>, {H32} {codes})")
+        # bytes of a table of 16: LLVM finds the instruction for that where there is one (pshufb)
+        table, bytes = ", ".join(f"i8 {v}" for v in LEVELS), f.op(f"bitcast {H32} {codes} to <64 x i8>")
+        quarters = []
+        for quarter in range(4):
+            picked = ", ".join(f"i32 {16 * quarter + i}" for i in range(16))
+            index = f.op(f"shufflevector <64 x i8> {bytes}, <64 x i8> poison, <16 x i32> <{picked}>")
+            found = "poison"
+            for i in range(16):
+                at = f.op(f"extractelement <16 x i8> {index}, i64 {i}")
+                level = f.op(f"extractelement <16 x i8> <{table}>, i8 {at}")
+                found = f.op(f"insertelement <16 x i8> {found}, i8 {level}, i64 {i}")
+            quarters.append(found)
+        for size in (16, 32):
+            together = ", ".join(f"i32 {i}" for i in range(2 * size))
+            quarters = [
+                f.op(f"shufflevector <{size} x i8> {a}, <{size} x i8> {b}, <{2 * size} x i32> <{together}>")
+                for a, b in zip(quarters[::2], quarters[1::2], strict=True)
+            ]
+        signed = f.op(f"shl {H32} {f.op(f'bitcast <64 x i8> {quarters[0]} to {H32}')}, {splat16(8)}")
+        return f.op(f"ashr {H32} {signed}, {splat16(8)}")
 
 
-PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias", "sums", "lds")
+def splat16(value: int) -> str:
+    return "<" + ", ".join([f"i16 {value}"] * 32) + ">"
 
 
-def packed(target: Target, kind: int, rows: int) -> str:
-    """out[rows][16] = sum over blocks b of scale[b] * (x . q)[b] + min[b] * sums[b], for one panel.
+def shifted(f: Function, lanes: str, right: int) -> str:
+    if right == 0:
+        return lanes
+    return f.op(f"{'lshr' if right > 0 else 'shl'} {H32} {lanes}, {splat16(abs(right))}")
 
-    `w` is the panel's packed codes; `scales` float16 [blocks][16] (q4_1: [blocks][2][16], scale then minimum);
-    `sums` float32 [rows][blocks]: sums of x over a block.
-    """
-    f = Function(f"pl_packed_{kind}_{rows}", PACKED_ARGS)
-    dot, unpack = Dot(target), Unpack(target, kind)
-    w, scales = f.ptr("%w"), f.ptr("%scales")
-    xs, ss = rows_of(f, "%x", "%ldx", rows), rows_of(f, "%sums", "%lds", rows)
+
+def splat_word(f: Function, pointer: str) -> str:
+    """The 4 bytes at pointer, to all lanes."""
+    return f.splat("i32", f.load("i32", pointer, 4))
+
+
+def add_pairs(f: Function, target: Target, acc: str, w: str, x: str) -> str:
+    """acc i32 [16] plus w[i][0] * x[0] + w[i][1] * x[1] of int16: one instruction or two (vpdpwssd, pmaddwd), which
+    LLVM finds by itself; it takes three times as long to."""
+    if target.wide:
+        sums = f.op(f"call {I32} @llvm.x86.avx512.pmaddw.d.512({H32} {w}, {H32} {x})")
+        return f.op(f"add {I32} {acc}, {sums}")
+    wide = [f.op(f"sext {H32} {v} to {I64}") for v in (w, x)]
+    product = f.op(f"mul nsw {I64} {wide[0]}, {wide[1]}")
+    halves = []
+    for odd in (0, 1):
+        mask = ", ".join(f"i32 {2 * i + odd}" for i in range(16))
+        halves.append(f.op(f"shufflevector {I64} {product}, {I64} poison, <16 x i32> <{mask}>"))
+    return f.op(f"add {I32} {acc}, {f.op(f'add {I32} {halves[0]}, {halves[1]}')}")
+
+
+def numbers(f: Function, x: str, factors: int) -> list[str]:
+    """Of a block of a row, rounded: its scale, and what so many factors but the first are multiplied by."""
+    scale = f.splat("float", f.load("float", f.at(x, 64), 4))
+    if factors == 2:
+        return [scale, f.splat("float", f.load("float", f.at(x, 68), 4))]
+    sums = [f.op(f"sitofp {I32} {splat_word(f, f.at(x, 72 + 4 * i))} to {F32}") for i in range(factors - 1)]
+    return [scale, *(f.vec("fmul", sum, scale) for sum in sums)]
+
+
+def scaled(f: Function, total: str, sums: str, row: Sequence[str], factors: Sequence[str]) -> str:
+    """total plus a block's sums i32, scaled, plus minima. row: its `numbers`."""
+    total = f.fma(f.vec("fmul", f.op(f"sitofp {I32} {sums} to {F32}"), row[0]), factors[0], total)
+    for sum, minimum in zip(row[1:], factors[1:], strict=True):
+        total = f.fma(sum, minimum, total)
+    return total
+
+
+PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias")
+
+
+def packed(target: Target, kind: Kind, rows: int) -> str:
+    """out[rows][16] of one panel: `w` is its codes, x rows that are rounded."""
+    f = Function(f"pl_packed_{kind.number}_{rows}", PACKED_ARGS)
+    unpack, w, xs = Unpack(target, kind), f.ptr("%w"), rows_of(f, "%x", "%ldx", rows)
+    steps_each = kind.group // 2
 
     def body(i: str, acc: list[str]) -> list[str]:
-        block = f.at(w, f.mul(i, unpack.block_bytes))
         unpack.prefetch(f, w, i, STREAM_AHEAD)  # codes and scales of the panels that follow
-        x_at = [f.at(x, f.mul(i, 128 // target.pair)) for x in xs]
-        part = ["zeroinitializer"] * rows
-        for step, operand in enumerate(unpack.steps(f, block)):
+        own, shared = (f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i))
+        x_at = [f.at(x, f.mul(i, ROUNDED_BYTES)) for x in xs]
+        sub_scales = unpack.sub_scales(f, own)
+        part, sums = ["zeroinitializer"] * rows, ["zeroinitializer"] * rows
+        for step, codes in enumerate(unpack.steps(f, f.at(w, f.mul(i, unpack.block_bytes)))):
             for r in range(rows):
-                part[r] = dot.multiply(f, part[r], operand, dot.broadcast(f, f.at(x_at[r], 4 * step)))
-        d, m = unpack.scales(f, scales, i)
-        acc = [f.fma(part[r], d, acc[r]) for r in range(rows)]
-        if m:
-            acc = [f.fma(block_sum(f, ss[r], i), m, acc[r]) for r in range(rows)]
-        return acc
+                x = f.op(f"bitcast {I32} {splat_word(f, f.at(x_at[r], 4 * step))} to {H32}")
+                part[r] = add_pairs(f, target, part[r], codes, x)
+            if (step + 1) % steps_each:
+                continue
+            half = step // steps_each
+            for r in range(rows):
+                whole = part[r]
+                if kind.offset:
+                    at = f.at(x_at[r], 72 + 4 * half)
+                    count = splat_word(f, at)
+                    if unpack.groups == 1:
+                        count = f.op(f"add {I32} {count}, {splat_word(f, f.at(at, 4))}")
+                    less = f.op(f"mul {I32} {count}, {f.const_i32(kind.offset)}")
+                    whole = f.op(f"sub {I32} {whole}, {less}")
+                if sub_scales:
+                    whole = f.op(f"mul {I32} {whole}, {sub_scales[half]}")
+                sums[r] = f.op(f"add {I32} {sums[r]}, {whole}")
+                part[r] = "zeroinitializer"
+        factors = unpack.factors(f, own, shared)
+        return [scaled(f, acc[r], sums[r], numbers(f, x_at[r], len(factors)), factors) for r in range(rows)]
 
     total = f.loop(0, "%blocks", 1, [(F32, "zeroinitializer")] * rows, body)
     finish(f, target, [[t] for t in total], "%out", "%ldo", "%mode", "%bias")
     return f.text()
 
 
-def block_sum(f: Function, row: str, block: str) -> str:
-    return f.splat("float", f.load("float", f.at(row, f.shl(block, 2)), 4))
+def part_name(rows: int, panels: int, factors: int) -> str:
+    return f"pl_part_{rows}_{panels}_{factors}"
 
 
-def part_name(rows: int, panels: int, minimum: bool) -> str:
-    return f"pl_part_{rows}_{panels}_{int(minimum)}"
+PART_ARGS = ("x", "ldx", "codes", "acc")
+FACTOR_BYTES = 192  # of a panel: up to three vectors
+CODE_BYTES = 1024  # of a block of a panel: 16 steps
 
 
-PART_ARGS = ("x", "ldx", "codes", "scales", "stride", "acc", "sums", "lds")
-
-
-def part(target: Target, rows: int, panels: int, minimum: bool) -> str:
-    """acc[rows][16 * panels] += one block's products: `codes` [steps][panels] as `unpacked` leaves them, `scales`
-    those of the block in the first panel. The totals are in memory: the registers hold the sums of the block.
+def part(target: Target, rows: int, panels: int, factors: int) -> str:
+    """acc[rows][16 * panels] += one block's products: `codes` [steps][panels] and behind them factors [panels][3] as
+    `wide` leaves them. The totals are in memory: the registers hold the sums of the block.
 
     The order of additions is that of `packed`.
     """
-    f, dot = Function(part_name(rows, panels, minimum), PART_ARGS), Dot(target)
-    unpack = Unpack(target, Q4_1 if minimum else Q4_0)
-    codes, scales, acc = f.ptr("%codes"), f.ptr("%scales"), f.ptr("%acc")
-    xs, ss = rows_of(f, "%x", "%ldx", rows), rows_of(f, "%sums", "%lds", rows)
+    f = Function(part_name(rows, panels, factors), PART_ARGS)
+    codes, acc, xs = f.ptr("%codes"), f.ptr("%acc"), rows_of(f, "%x", "%ldx", rows)
 
     def body(i: str, sums: list[str]) -> list[str]:
         code_at = f.at(codes, f.mul(i, 16 * panels))
         x_at = [f.at(x, i) for x in xs]
         for u in range(2):
-            ws = [dot.weight(f, f.at(code_at, 64 * (u * panels + v))) for v in range(panels)]
+            ws = [f.load(H32, f.at(code_at, 64 * (u * panels + v)), 64) for v in range(panels)]
             for r in range(rows):
-                x = dot.broadcast(f, f.at(x_at[r], 4 * u))
+                x = f.op(f"bitcast {I32} {splat_word(f, f.at(x_at[r], 4 * u))} to {H32}")
                 for v in range(panels):
-                    sums[r * panels + v] = dot.multiply(f, sums[r * panels + v], ws[v], x)
+                    sums[r * panels + v] = add_pairs(f, target, sums[r * panels + v], ws[v], x)
         return sums
 
-    steps = 32 // target.pair
-    sums = f.loop(0, 4 * steps, 8, [(F32, "zeroinitializer")] * (rows * panels), body)
+    sums = f.loop(0, 64, 8, [(I32, "zeroinitializer")] * (rows * panels), body)
+    found = []
     for v in range(panels):
-        d, m = unpack.scales(f, scales if v == 0 else f.at(scales, f.mul("%stride", v)), "0")
-        for r in range(rows):
-            place = f.at(acc, 64 * (r * panels + v))
-            total = f.fma(sums[r * panels + v], d, f.load(F32, place, 64))
-            if m:
-                total = f.fma(block_sum(f, ss[r], "0"), m, total)
-            f.store(F32, total, place, 64)
+        place = f.at(codes, CODE_BYTES * panels + FACTOR_BYTES * v)
+        found.append([f.load(F32, f.at(place, 64 * i), 64) for i in range(factors)])
+    for r in range(rows):
+        row = numbers(f, xs[r], factors)
+        for v in range(panels):
+            total = f.at(acc, 64 * (r * panels + v))
+            f.store(F32, scaled(f, f.load(F32, total, 64), sums[r * panels + v], row, found[v]), total, 64)
     return f.end()
 
 
 WIDE_ARGS = (
-    "select", "rows", "x", "ldx", "w", "scales", "blocks", "stride", "acc", "sums", "lds", "codes", "fetch",
+    "select", "rows", "x", "ldx", "w", "scales", "blocks", "stride", "acc", "codes", "fetch",
 )  # fmt: skip
 
 
-def wide(target: Target, kind: int, panels: int) -> str:
-    """acc[rows][16 * panels] = the products of `packed` for several panels, `stride` apart, and many rows: a block of
-    codes is unpacked into `codes` (memory of 64 bytes for each step and panel) and used for all rows.
+def wide(target: Target, kind: Kind, panels: int) -> str:
+    """acc[rows][16 * panels] = the products of `packed` for several panels, `stride` apart, and many rows: a block is
+    unpacked into `codes` (CODE_BYTES and FACTOR_BYTES for each panel) and used for all rows.
 
     Asks for the panels after these; and, with each tile of each block, for the 512 bytes at the next address in the
     list `fetch`.
     """
-    f = Function(f"pl_wide_{kind}_{panels}", WIDE_ARGS)
+    f = Function(f"pl_wide_{kind.number}_{panels}", WIDE_ARGS)
     unpack, most = Unpack(target, kind), target.tile_rows
-    minimum = kind == Q4_1
+    factors = 1 + (kind.both - 1) * unpack.groups
     w, codes = f.ptr("%w"), f.ptr("%codes")
-    ws = [w if v == 0 else f.at(w, f.mul("%stride", v)) for v in range(panels)]
     f.do(f"call void @llvm.memset.p0.i64(ptr {f.ptr('%acc')}, i8 0, i64 {f.mul('%rows', 64 * panels)}, i1 false)")
     ahead = f.mul("%stride", panels)
 
-    def tile_of(rows: int, first: str, x: str, scales: str, sums: str) -> None:
+    def tile_of(rows: int, first: str, x: str) -> None:
         passed = [
-            f.op(f"add i64 {x}, {f.mul('%ldx', first)}"), "%ldx", "%codes", scales, "%stride",
-            f.op(f"add i64 %acc, {f.mul(first, 64 * panels)}"), f.op(f"add i64 {sums}, {f.mul('%lds', first)}"), "%lds",
+            f.op(f"add i64 {x}, {f.mul('%ldx', first)}"), "%ldx", "%codes",
+            f.op(f"add i64 %acc, {f.mul(first, 64 * panels)}"),
         ]  # fmt: skip
-        f.do(f"call void @{part_name(rows, panels, minimum)}({', '.join(f'i64 {a}' for a in passed)})")
+        f.do(f"call void @{part_name(rows, panels, factors)}({', '.join(f'i64 {a}' for a in passed)})")
 
     def body(i: str, carried: list[str]) -> list[str]:
-        for v, panel in enumerate(ws):
+        places = [f.ptr(p) for p in unpack.places(f, "%scales", "%blocks", i)]
+
+        def unpack_panel(v: str) -> None:
+            panel, own, shared = (f.at(place, f.mul(v, "%stride")) for place in (w, *places))
             unpack.prefetch(f, panel, i, ahead)
-            for step, operand in enumerate(unpack.steps(f, f.at(panel, f.mul(i, unpack.block_bytes)))):
-                unpack.dot.store(f, operand, f.at(codes, 64 * (step * panels + v)))
-        x = f.op(f"add i64 %x, {f.mul(i, 128 // target.pair)}")
-        scales = f.op(f"add i64 %scales, {f.mul(i, unpack.scale_bytes)}")
-        sums = f.op(f"add i64 %sums, {f.shl(i, 2)}")
+            sub_scales, to = [pairs_of(f, s) for s in unpack.sub_scales(f, own)], f.at(codes, f.shl(v, 6))
+            for step, code in enumerate(unpack.steps(f, f.at(panel, f.mul(i, unpack.block_bytes)))):
+                if kind.offset:
+                    code = f.op(f"sub {H32} {code}, {splat16(kind.offset)}")
+                if sub_scales:
+                    code = f.op(f"mul {H32} {code}, {sub_scales[step // 8]}")
+                f.store(H32, code, f.at(to, 64 * step * panels), 64)
+            to = f.at(codes, f.add(f.mul(v, FACTOR_BYTES), CODE_BYTES * panels))
+            for k, factor in enumerate(unpack.factors(f, own, shared)):
+                f.store(F32, factor, f.at(to, 64 * k), 64)
+
+        f.each(panels, 1, unpack_panel)
+        x = f.op(f"add i64 %x, {f.mul(i, ROUNDED_BYTES)}")
         rest = f.op(f"urem i64 %rows, {most}")
         whole = f.op(f"sub i64 %rows, {rest}")
 
@@ -514,7 +583,7 @@ def wide(target: Target, kind: int, panels: int) -> str:
             line = f.load("ptr", wanted, 8)
             for k in range(8):
                 prefetch(f, f.at(line, 64 * k))
-            tile_of(most, first, x, scales, sums)
+            tile_of(most, first, x)
             return [f.op(f"add i64 {inner[0]}, 8")]
 
         after = f.loop(0, whole, most, [("i64", carried[0])], full)
@@ -523,13 +592,20 @@ def wide(target: Target, kind: int, panels: int) -> str:
         f.do(f"switch i64 {rest}, label %{labels[0]} [ {table} ]")
         for rows in range(1, most):
             f.start(labels[rows])
-            tile_of(rows, whole, x, scales, sums)
+            tile_of(rows, whole, x)
             f.branch(labels[0])
         f.start(labels[0])
         return after
 
     f.loop(0, "%blocks", 1, [("i64", "%fetch")], body)
     return f.end()
+
+
+def pairs_of(f: Function, values: str) -> str:
+    """i32 [16] that fit 16 bits, each twice: int16 [16][2]."""
+    low = f.op(f"and {I32} {values}, {f.const_i32(65535)}")
+    high = f.op(f"shl {I32} {values}, {f.const_i32(16)}")
+    return f.op(f"bitcast {I32} {f.op(f'or {I32} {low}, {high}')} to {H32}")
 
 
 SETTLE_ARGS = ("panels", "rows", "acc", "out", "ldo", "mode", "bias")
@@ -558,14 +634,14 @@ def matrix_module(target: Target) -> str:
     """IR of all tiles and of the functions that choose one."""
     rows, inline = range(1, target.tile_rows + 1), range(1, target.inline_rows + 1)
     widths, value_widths = sorted({1, target.tile_panels}), sorted({1, target.value_panels})
-    kinds = (Q8_0, Q4_0, Q4_1)
+    kinds = KINDS.values()
     tiles = {r * 4 + v: tile(target, r, v) for v in widths for r in rows}
     row_tiles = {r * 4 + 1: tile(target, r, 1, "pl_row_tile") for r in rows} if target.tile_panels == 1 else {}
     sums = {r * 8 + v: values(target, r, v) for v in value_widths for r in range(1, target.value_rows + 1)}
-    inlined = {r * 4 + kind: packed(target, kind, r) for kind in kinds for r in inline}
-    wides = {v * 4 + kind: wide(target, kind, v) for v in widths for kind in kinds}
+    inlined = {r << KIND_BITS | kind.number: packed(target, kind, r) for kind in kinds for r in inline}
+    wides = {v << KIND_BITS | kind.number: wide(target, kind, v) for v in widths for kind in kinds}
     settles = {v: settle(target, v) for v in widths}
-    parts = [part(target, r, v, minimum) for v in widths for minimum in (False, True) for r in rows]
+    parts = [part(target, r, v, factors) for v in widths for factors in (1, 2, 3) for r in rows]
     for cases in (tiles, row_tiles, sums, inlined, wides, settles):
         parts += cases.values()
     parts += [  # the caller passes rows * 4 + panels, or the like, as `rows`

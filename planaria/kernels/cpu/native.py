@@ -101,16 +101,16 @@ def latents(
 
 def packed(
     select: int, x: int, ldx: int, codes: int, scales: int, blocks: int,
-    out: int, ldo: int, mode: int, bias: int, sums: int, lds: int,
+    out: int, ldo: int, mode: int, bias: int,
 ) -> None:  # fmt: skip
-    """A few rows x a packed panel; select = rows * 4 + kind (micro.packed)."""
+    """A few rows x a packed panel; select = rows << KIND_BITS | kind (micro.packed)."""
 
 
 def wide(
     select: int, rows: int, x: int, ldx: int, codes: int, scales: int, blocks: int, stride: int,
-    acc: int, sums: int, lds: int, unpacked: int, fetch: int,
+    acc: int, unpacked: int, fetch: int,
 ) -> None:  # fmt: skip
-    """Many rows x packed panels, unpacked once; select = panels * 4 + kind (micro.wide)."""
+    """Many rows x packed panels, unpacked once; select = panels << KIND_BITS | kind (micro.wide)."""
 
 
 def settle(panels: int, rows: int, acc: int, out: int, ldo: int, mode: int, bias: int) -> None:
@@ -180,8 +180,8 @@ def store_value(src: int, dst: int, token: int, dim: int) -> None:
     """A value into a chunk."""
 
 
-def block_sums(x: int, blocks: int, out: int) -> None:
-    """Sums of a row over blocks of 32."""
+def quantise(x: int, blocks: int, out: int) -> None:
+    """A row as packed weights meet it (vector.quantise)."""
 
 
 def copy(dst: int, src: int, count: int) -> None:

@@ -17,7 +17,7 @@ from planaria.config.machine import usable_cores
 from planaria.errors import ConfigError
 from planaria.kernels.cpu import caches, layout
 from planaria.kernels.cpu import experts as mixture
-from planaria.kernels.cpu.build import load, target_for
+from planaria.kernels.cpu.build import load, placing, target_for
 from planaria.kernels.cpu.lora_rows import LoraRows, Pair
 from planaria.kernels.cpu.memory import Arena
 from planaria.kernels.cpu.pack import Packed, blank, form_of, pack, up
@@ -52,7 +52,7 @@ class CpuOps:
         self.dtype = dtype
         self._arena = Arena()
         self._biases: dict[int, npt.NDArray[np.float32]] = {}  # of blank weights: zeros, by bytes
-        self._entry = load(self.target, cache_dir)
+        self._entry, self._place = load(self.target, cache_dir), placing(self.target, cache_dir)
         self._team = Team(self._entry, threads)
         self._most = max(threads, usable_cores())  # threads that a recording has memory for
         self.join(tp or Solo())
@@ -79,7 +79,7 @@ class CpuOps:
 
     def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Packed:
         """A weight [N, K] and bias [N] as the kernels read it; a `Quantized` keeps its codes and float16 scales."""
-        return pack(weight, bias, self.target, self.part or self._arena, self.threads)
+        return pack(weight, bias, self.target, self.part or self._arena, self.threads, self._place)
 
     def vector(self, values: npt.NDArray[Any]) -> Vector:
         """A norm's weight [K], in float32."""

@@ -1,35 +1,40 @@
 """Weights in the form the tiles read (micro.py): panels of 16 columns, padded inside with zeros.
 
 dense   [N/16][K/pair][16][pair], K padded to 16.
-packed  [N/16] of codes, then scales; K in blocks of 32. Codes are q4: [K/8][16] words of 32 bits, whose nibble i is
-        k = 0,2,4,6,1,3,5,7 [i]; q8: [K][16] signed bytes. Scales are the file's float16, [K/32][16] scale, for
-        q4_1 [K/32][2][16] scale and minimum. So a packed weight takes what it takes in the file.
+packed  [N/16] of codes, then scales; K in blocks of 32, so that a cut between any two of them is one of the weight.
+        Codes of 8 bits are [K/2][16][2] signed bytes. Others are split into planes of 4, 2 or 1 bits (blocks.py);
+        a plane of p bits is [p][16] words of 32 bits a block, whose lower half has the even k in ascending order, the
+        upper half the odd ones. Scales of 32 weights that are the file's float16 are [K/32][16] scale, or
+        [K/32][2][16] scale and minimum. Where they are small integers times numbers of a superblock these are bytes,
+        [K/32][32/group][16] likewise, and behind them are the float16 numbers, [superblocks][16] or
+        [superblocks][2][16]. So a packed weight takes what it takes in the file, or some hundredths more.
 
 Behind the panels is the bias, float32 [N/16][16], where there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from planaria.kernels.cpu.micro import DENSE, Q4_0, Q4_1, Q8_0
+from planaria.kernels.blocks import BLOCK, KINDS
+from planaria.kernels.cpu.micro import DENSE
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.numbers import WORTH_THREADS, in_parts, to_bfloat16, to_float32
 from planaria.kernels.ops import PartMemory, Quantized
 
-KINDS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1}
 PART = 1 << 18  # elements taken at a time, to bound temporary memory and to stay in caches
 Array = npt.NDArray[Any]
+Place = Callable[..., None]
 
 
 @dataclass
 class Packed:
-    """One weight [rows, columns] (N, K). `length` is steps (dense) or blocks (packed) along K."""
+    """One weight [rows, columns] (N, K). `length` is steps (dense) or blocks (packed) along K. kind: of micro.py."""
 
     kind: int
     rows: int
@@ -37,7 +42,7 @@ class Packed:
     panels: int
     length: int
     stride: int  # bytes from panel to panel
-    scales: int  # offset of the scales in a panel
+    scales: int  # offset of the scales in a panel, a multiple of 8; plus the first block's place in its superblock
     data: npt.NDArray[np.uint8]
     bias: npt.NDArray[Any]
 
@@ -61,15 +66,18 @@ def up(value: int, unit: int) -> int:
 
 
 def pack(
-    weight: Array | Quantized, bias: Array | None, target: Target, arena: PartMemory, threads: int = 1
+    weight: Array | Quantized, bias: Array | None, target: Target, arena: PartMemory, threads: int = 1,
+    place: Place | None = None,
 ) -> Packed:  # fmt: skip
-    """Weight [N, K] and bias [N] or None in the layout above. Raises ValueError for a shape or kind it can't take."""
+    """Weight [N, K] and bias [N] or None in the layout above. place: brings a quantised one's codes into panels
+    (codes.place). Raises ValueError for a shape or kind it can't take."""
     rows, columns = weight.shape
     panels = up(rows, 16) // 16
     if bias is not None and bias.shape != (rows,):
         raise ValueError(f"bias of shape {tuple(bias.shape)} for a weight of {rows} rows; expected ({rows},)")
     if isinstance(weight, Quantized):
-        return _pack_blocks(weight, bias, panels, arena, threads)
+        assert place is not None
+        return _pack_blocks(weight, bias, panels, arena, place, threads)
     steps = up(columns, 16) // target.pair
     data, shift = _room(panels, steps * 64, bias, arena)
     stored, width = (to_bfloat16 if target.item == 2 else to_float32), steps * target.pair
@@ -112,52 +120,44 @@ def blank(numbers: Sequence[int], bias: npt.NDArray[Any], arena: PartMemory) -> 
     return Packed(kind, rows, columns, panels, length, stride, scales, data, own)
 
 
-def _pack_blocks(weight: Quantized, bias: Array | None, panels: int, arena: PartMemory, threads: int) -> Packed:
+def _pack_blocks(
+    weight: Quantized, bias: Array | None, panels: int, arena: PartMemory, place: Place, threads: int
+) -> Packed:  # fmt: skip
     kind = KINDS.get(weight.kind)
     if kind is None:
         raise ValueError(f"packed weight of kind {weight.kind!r}: kernels take {', '.join(KINDS)}")
     rows, columns = weight.shape
-    if columns % 32:
+    if columns % BLOCK:
         raise ValueError(f"packed weight with K = {columns}: K must be a multiple of 32; unpack it first")
-    blocks = columns // 32
-    size = {Q8_0: 34, Q4_0: 18, Q4_1: 20}[kind]
-    if tuple(weight.data.shape) != (rows, blocks * size):
+    in_file = -(-(weight.skip + columns) // kind.elements)  # blocks
+    if tuple(weight.data.shape) != (rows, in_file * kind.nbytes):
         raise ValueError(
             f"{weight.kind} data of shape {tuple(weight.data.shape)} for a weight {weight.shape}; "
-            f"expected ({rows}, {blocks * size})"
+            f"expected ({rows}, {in_file * kind.nbytes})"
         )
-    code_bytes = blocks * (512 if kind == Q8_0 else 256)
-    scale_bytes = blocks * (64 if kind == Q4_1 else 32)
-    stride = up(code_bytes + scale_bytes, 64)
+    blocks, both, groups = columns // BLOCK, kind.both, BLOCK // kind.group
+    code_bytes, scale_bytes = blocks * 64 * kind.bits, blocks * 16 * both * (groups if kind.small else 2)
+    shared_bytes = in_file * 32 * both if kind.small else 0
+    stride = up(code_bytes + scale_bytes + shared_bytes, 64)
     data, shift = _room(panels, stride, bias, arena)
-    lines = data[: panels * stride].reshape(panels, stride)
-    head = 4 if kind == Q4_1 else 2
+    lines, first_block = data[: panels * stride].reshape(panels, stride), weight.skip // BLOCK
+    file = np.ascontiguousarray(weight.data)
 
     def some(first: int, last: int) -> None:
-        count = last - first
-        raw = weight.data[first * 16 : last * 16]
+        raw, count = file[first * 16 : last * 16], last - first
+        place(
+            kind.number, raw.ctypes.data, raw.shape[1], len(raw), first_block, blocks, lines[first:].ctypes.data, stride
+        )  # fmt: skip
         if len(raw) < count * 16:
             raw = np.concatenate([raw, np.zeros((count * 16 - len(raw), raw.shape[1]), np.uint8)])
-        file = raw.reshape(count, 16, blocks, size)
-        codes = lines[first:last, :code_bytes]
-        if kind == Q8_0:
-            codes.reshape(count, blocks, 32, 16)[...] = file[..., head:].transpose(0, 2, 3, 1)
-        else:
-            words = codes.view(np.uint32).reshape(count, blocks, 4, 16)
-            bytes = np.ascontiguousarray(file[..., head:]).view(np.uint64)  # elements e and e + 16 in each byte
-            words[:, :, :2] = _neighbours(bytes).transpose(0, 2, 3, 1)
-            words[:, :, 2:] = _neighbours(bytes >> np.uint64(4)).transpose(0, 2, 3, 1)
-        scale = np.ascontiguousarray(file[..., :head]).view(np.uint16)
-        place = lines[first:last, code_bytes : code_bytes + scale_bytes].view(np.uint16)
-        place.reshape(count, blocks, head // 2, 16)[...] = scale.transpose(0, 2, 3, 1)
+        scales = kind.scales(raw.reshape(count, 16, in_file, kind.nbytes))
+        own = lines[first:last, code_bytes : code_bytes + scale_bytes]
+        halves = own if scales.sub_scales is None else lines[first:last, code_bytes + scale_bytes :][:, :shared_bytes]
+        for i, half in enumerate(h.view(np.uint16) for h in (scales.scale, scales.minimum) if h is not None):
+            halves.view(np.uint16).reshape(count, -1, both, 16)[:, :, i] = half.transpose(0, 2, 1)
+        for i, each in enumerate(s for s in (scales.sub_scales, scales.sub_minima) if s is not None):
+            mine = each.reshape(count, 16, -1, groups)[:, :, first_block : first_block + blocks]
+            own.view(np.int8).reshape(count, blocks, both, groups, 16)[:, :, i] = mine.transpose(0, 2, 3, 1)
 
     in_parts(panels, PART // (16 * columns), threads if rows * columns >= WORTH_THREADS else 1, some)
-    return Packed(kind, rows, columns, panels, blocks, stride, code_bytes, data, shift)
-
-
-def _neighbours(bytes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    """The low nibbles k of 8 bytes as the nibbles 0,2,4,6,1,3,5,7 of a word. A product brings every other one to its
-    place among the uppermost 16 bits, and nothing else there."""
-    together, others = np.uint64(0x1001001001000), np.uint64(0x000F000F000F000F)
-    even, odd = bytes & others, bytes >> np.uint64(8) & others
-    return (even * together >> np.uint64(48) | odd * together >> np.uint64(48) << np.uint64(16)).astype(np.uint32)
+    return Packed(kind.number, rows, columns, panels, blocks, stride, code_bytes + first_block, data, shift)

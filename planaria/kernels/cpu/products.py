@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from planaria.kernels.cpu import fields, layout, native
 from planaria.kernels.cpu.fields import AttendOp
-from planaria.kernels.cpu.micro import DENSE, Q4_1, STORE_ACT, STREAM_AHEAD
+from planaria.kernels.cpu.micro import DENSE, KIND_BITS, ROUNDED_BYTES, STORE_ACT, STREAM_AHEAD
 from planaria.kernels.cpu.native import TARGET, get, get32, put
 from planaria.kernels.cpu.striped import held
-from planaria.kernels.cpu.threads import barrier, bring, grab, scratch, share
+from planaria.kernels.cpu.threads import bring, grab, scratch
 
 
 def tiles(
@@ -73,39 +73,43 @@ def foresee_list(c: int, row: fields.LinearOp, mine: int, count: int, useless: i
             i += 1
 
 
-def widened(row: fields.LinearOp, mine: int) -> int:
-    """Where a thread has the rows of its block in float32, on targets that widen them: behind the tiles of a fused
-    activation."""
+def own_rows(row: fields.LinearOp, mine: int) -> int:
+    """Where a thread has the rows of its block as its kernels take them: in float32 on targets that widen them, rounded
+    for packed weights. Behind the tiles of a fused activation."""
     return mine + row.temp + 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * TARGET.item
 
 
 def take_rows(row: fields.LinearOp, mine: int, first: int, last: int) -> None:
     """To be called before the blocks of rows [first, last)."""
-    if TARGET.widens and row.kind == DENSE:
-        count = 2 * row.length
-        for r in range(first, last):
-            native.widen(row.x + r * row.ldx, widened(row, mine) + (r - first) * count * 4, count)
+    to, length = own_rows(row, mine), row.length
+    for r in range(first, last):
+        if row.kind != DENSE:
+            native.quantise(row.x + r * row.ldx, length, to + (r - first) * length * ROUNDED_BYTES)
+        elif TARGET.widens:
+            native.widen(row.x + r * row.ldx, to + (r - first) * length * 8, 2 * length)
 
 
 def product(
-    c: int, row: fields.LinearOp, mine: int, sums: int, first: int, last: int, panel: int, end: int, out: int, ldo: int,
-    mode: int, next_panel: int,
+    c: int, row: fields.LinearOp, mine: int, first: int, last: int, panel: int, end: int, out: int, ldo: int, mode: int,
+    next_panel: int,
 ) -> None:  # fmt: skip
     """Rows [first, last) x panels [panel, end) into out, where row `first`, panel `panel` begin. next_panel: the one
     that will be wanted after these."""
     kind, stride, length = row.kind, row.stride, row.length
     ldx = row.ldx
     x = row.x + first * ldx
-    if TARGET.widens and kind == DENSE:
+    if kind != DENSE:
+        ldx = ROUNDED_BYTES * length
+        x = own_rows(row, mine)
+    elif TARGET.widens:
         ldx = 8 * length
-        x = widened(row, mine)
+        x = own_rows(row, mine)
     n = last - first
     wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
-    lds = length * 4
     while panel < end:
         w, bias = row.w + panel * stride, row.bias + panel * 64
         if kind != DENSE and n <= TARGET.inline_rows:
-            native.packed(n * 4 + kind, x, ldx, w, w + row.scales, length, out, ldo, mode, bias, sums, lds)
+            native.packed((n << KIND_BITS) + kind, x, ldx, w, w + row.scales, length, out, ldo, mode, bias)
             panel += 1
             out += wide
             continue
@@ -115,8 +119,8 @@ def product(
                 rows = min(layout.WIDE_ROWS, n - r)
                 foresee_list(c, row, mine, rows // TARGET.tile_rows * length, n > layout.WHOLE_ROWS)
                 native.wide(
-                    panels * 4 + kind, rows, x + r * ldx, ldx, w, w + row.scales, length, stride, mine + layout.ACC,
-                    sums + r * lds, lds, mine + layout.CODES, mine + layout.FETCH,
+                    (panels << KIND_BITS) + kind, rows, x + r * ldx, ldx, w, w + row.scales, length, stride,
+                    mine + layout.ACC, mine + layout.CODES, mine + layout.FETCH,
                 )  # fmt: skip
                 native.settle(panels, rows, mine + layout.ACC, out + r * ldo, ldo, mode, bias)
         else:
@@ -149,14 +153,13 @@ def product(
         out += panels * wide
 
 
-def block(c: int, row: fields.LinearOp, mine: int, sums: int, first: int, last: int, panel: int, end: int) -> None:
+def block(c: int, row: fields.LinearOp, mine: int, first: int, last: int, panel: int, end: int) -> None:
     """Rows [first, last) x panels [panel, end) of a linear operation."""
     half, out, ldo, mode = row.half, row.out, row.ldo, row.mode
-    out += first * ldo
+    out += first * ldo + row.first
     wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
-    my_sums = sums + first * row.length * 4
     if half == 0:
-        product(c, row, mine, my_sums, first, last, panel, end, out + panel * wide, ldo, mode, end)
+        product(c, row, mine, first, last, panel, end, out + panel * wide, ldo, mode, end)
         return
     # in scratch two tiles [ROW_BLOCK][FUSED_PANELS * 16], gate and up; a few rows take all panels of
     # a tile from one place, then from the other, so that memory is read in long runs
@@ -166,8 +169,8 @@ def block(c: int, row: fields.LinearOp, mine: int, sums: int, first: int, last: 
     most = layout.FUSED_PANELS if last - first <= layout.WHOLE_ROWS else TARGET.tile_panels
     while panel < end:
         stop = min(end, panel + most)
-        product(c, row, mine, my_sums, first, last, panel, stop, gate, ld, STORE_ACT, panel + half)
-        product(c, row, mine, my_sums, first, last, panel + half, stop + half, up, ld, STORE_ACT, stop)
+        product(c, row, mine, first, last, panel, stop, gate, ld, STORE_ACT, panel + half)
+        product(c, row, mine, first, last, panel + half, stop + half, up, ld, STORE_ACT, stop)
         count = (stop - panel) * 16
         for r in range(last - first):
             native.gated(row.act, gate + r * ld, up + r * ld, out + r * ldo + panel * wide, count, count)
@@ -181,17 +184,6 @@ def op_linear(c: int, row: fields.LinearOp, tid: int, ticket: int) -> None:
     mine = scratch(c, tid)
     if n <= layout.WHOLE_ROWS:
         bring(row.x, n * row.ldx)
-    sums = mine + layout.SUMS
-    if row.kind == Q4_1:
-        blocks = row.length
-        if n <= layout.FEW_ROWS and blocks * n * 4 <= layout.BIG - layout.SUMS:
-            for r in range(n):
-                native.block_sums(row.x + r * row.ldx, blocks, sums + r * blocks * 4)
-        else:
-            sums = get(c, layout.SHARED)
-            for r in range(share(n, tid, threads), share(n, tid + 1, threads)):
-                native.block_sums(row.x + r * row.ldx, blocks, sums + r * blocks * 4)
-            barrier(c)
     panels = row.half
     if panels == 0:
         panels = row.panels
@@ -201,7 +193,7 @@ def op_linear(c: int, row: fields.LinearOp, tid: int, ticket: int) -> None:
             taken = grab(ticket, panels, threads)
             if taken == 0:
                 return
-            block(c, row, mine, sums, 0, n, taken >> 32, taken & 0xFFFFFFFF)
+            block(c, row, mine, 0, n, taken >> 32, taken & 0xFFFFFFFF)
     most = TARGET.tile_panels
     groups = (panels + most - 1) // most
     units, ready = groups * ((n + layout.ROW_BLOCK - 1) // layout.ROW_BLOCK), -1
@@ -214,4 +206,4 @@ def op_linear(c: int, row: fields.LinearOp, tid: int, ticket: int) -> None:
             if first != ready:
                 take_rows(row, mine, first, min(n, first + layout.ROW_BLOCK))
                 ready = first
-            block(c, row, mine, sums, first, min(n, first + layout.ROW_BLOCK), group, min(panels, group + most))
+            block(c, row, mine, first, min(n, first + layout.ROW_BLOCK), group, min(panels, group + most))

@@ -14,6 +14,7 @@ from planaria.kernels.cpu.micro import ADD_RESIDUAL, STORE_ACT, STORE_F32
 from planaria.kernels.cpu.pack import Packed, up
 from planaria.kernels.cpu.recorder import Recorder, Rope, Thing, Vector
 from planaria.kernels.cpu.tape import Act
+from planaria.kernels.ops import parts_of
 from planaria.models.shard import ContextGroup
 from planaria.topology.stripes import Stripes
 
@@ -80,22 +81,24 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
         return residual
 
     def linear(
-        self, x: Act, weight: Packed, residual: Act | None = None, *, reduce: bool = False,
+        self, x: Act, weight: Packed | tuple[Packed, ...], residual: Act | None = None, *, reduce: bool = False,
         lora: LoraRows | None = None,
     ) -> Act:  # fmt: skip
         """x W^T + bias; added to `residual` in float32, unrounded, where one is given."""
+        rows = sum(w.rows for w in parts_of(weight))
         if residual is None:
-            out = self._linear(x, weight, self.recorder.new(x.rows, weight.rows), STORE_ACT)
+            out = self._linear(x, weight, self.recorder.new(x.rows, rows), STORE_ACT)
             return record_lora(self.recorder, x, out, lora)
         self.recorder.expect(residual, "the residual of linear", "float32")
-        if residual.columns != weight.rows or residual.rows != x.rows:
-            raise ValueError(f"linear: a residual of {residual.columns} columns for {weight.rows} outputs")
+        if residual.columns != rows or residual.rows != x.rows:
+            raise ValueError(f"linear: a residual of {residual.columns} columns for {rows} outputs")
         if not reduce or self.recorder.tp.size == 1:
             return record_lora(self.recorder, x, self._linear(x, weight, residual, ADD_RESIDUAL), lora)
         return self.recorder.reduce(record_lora(self.recorder, x, self.scores(x, weight), lora), residual)
 
-    def scores(self, x: Act, weight: Packed) -> Act:
-        return self._linear(x, weight, self.recorder.new(x.rows, weight.rows, "float32"), STORE_F32)
+    def scores(self, x: Act, weight: Packed | tuple[Packed, ...]) -> Act:
+        rows = sum(w.rows for w in parts_of(weight))
+        return self._linear(x, weight, self.recorder.new(x.rows, rows, "float32"), STORE_F32)
 
     def logits(
         self, x: Act, weight: Packed, vocab: range | None = None, size: int | None = None, cap: float = 0.0
@@ -113,16 +116,21 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
             )  # fmt: skip
         return x
 
-    def _linear(self, x: Act, w: Packed, out: Act, mode: int) -> Act:
+    def _linear(self, x: Act, weight: Packed | tuple[Packed, ...], out: Act, mode: int) -> Act:
         self.recorder.expect(x, "linear")
-        if x.columns != w.columns:
-            raise ValueError(f"linear: {x.columns} columns into a weight with K = {w.columns}")
-        self.recorder.wants_product(w, self.batch.max_tokens)
-        self.recorder.add(
-            fields.LinearOp, kind=w.kind, w=w, stride=w.stride, scales=w.scales, length=w.length, x=x, out=out,
-            mode=mode, bias=w.bias, rows=x.rows, half=0, temp=self.recorder.tile_bytes(w), panels=w.panels, attend=0,
-            act=0,
-        )  # fmt: skip
+        first = 0
+        for w in parts_of(weight):
+            if x.columns != w.columns:
+                raise ValueError(f"linear: {x.columns} columns into a weight with K = {w.columns}")
+            if first % 16:
+                raise ValueError(f"linear: a part of a weight from row {first} on, which is no multiple of 16")
+            self.recorder.wants_product(w)
+            self.recorder.add(
+                fields.LinearOp, kind=w.kind, w=w, stride=w.stride, scales=w.scales, length=w.length, x=x, out=out,
+                first=first * (self.target.item if mode == STORE_ACT else 4), mode=mode, bias=w.bias, rows=x.rows,
+                half=0, temp=self.recorder.tile_bytes(w), panels=w.panels, attend=0, act=0,
+            )  # fmt: skip
+            first += w.rows
         return out
 
     def rope_store(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from planaria.kernels.cpu import layout
 from planaria.kernels.cpu.fields import MeetOp, Operation, ReduceOp
-from planaria.kernels.cpu.micro import DENSE
+from planaria.kernels.cpu.micro import DENSE, ROUNDED_BYTES
 from planaria.kernels.cpu.pack import Packed, up
 from planaria.kernels.cpu.tape import Act, Between, Buffer, Tape, buffer
 from planaria.kernels.cpu.target import Target
@@ -67,7 +67,7 @@ class Recorder:
         self.external: dict[int, npt.NDArray[Any]] = {}  # memory of buffers that are not the recording's, by address
         self.regions: dict[str, tuple[int, int]] = {}  # of memory that all ranks see: where it begins, bytes of a row
         self.region_bytes = 0
-        self.scratch, self.shared = layout.BIG, 0  # bytes: of a thread, of all
+        self.scratch = layout.BIG  # bytes, of a thread
         self.open = True
 
     def check(self) -> None:
@@ -105,9 +105,9 @@ class Recorder:
         """Keep them as long as the recording."""
         self.owners += things
 
-    def wants(self, scratch: int, shared: int = 0) -> None:
-        """Bytes of scratch memory of each thread, and of what all share."""
-        self.scratch, self.shared = max(self.scratch, scratch), max(self.shared, shared)
+    def wants(self, scratch: int) -> None:
+        """Bytes of scratch memory of each thread."""
+        self.scratch = max(self.scratch, scratch)
 
     def rows(self, kind: int) -> int:
         """How many there can be of a kind of rows."""
@@ -193,10 +193,11 @@ class Recorder:
         return whole
 
     def product_bytes(self, w: Packed) -> int:
-        """Of a thread's scratch memory: its tiles, those of a fused activation, its rows if they are widened."""
+        """Of a thread's scratch memory: its tiles, those of a fused activation, its rows if they are not taken as they
+        are."""
         fused = 2 * layout.ROW_BLOCK * layout.FUSED_PANELS * 16 * self.target.item
-        rows = layout.ROW_BLOCK * w.length * 8 if self.target.widens and w.kind == DENSE else 0
-        return self.tile_bytes(w) + fused + rows
+        each = ROUNDED_BYTES if w.kind != DENSE else 8 if self.target.widens else 0
+        return self.tile_bytes(w) + fused + layout.ROW_BLOCK * w.length * each
 
     def tile_bytes(self, w: Packed) -> int:
         """Scratch memory of a product's tiles, before that of a fused activation."""
@@ -204,10 +205,10 @@ class Recorder:
             return up(layout.BIG, 64)
         return up(layout.FETCH + 8 * (layout.WIDE_ROWS // self.target.tile_rows) * w.length, 64)
 
-    def wants_product(self, w: Packed, rows: int) -> None:
+    def wants_product(self, w: Packed) -> None:
         """Scratch memory of a product with this weight."""
         self.own(w)
-        self.wants(self.product_bytes(w), rows * w.length * 4 if w.kind != DENSE else 0)
+        self.wants(self.product_bytes(w))
 
 
 def float_bits(value: float) -> int:

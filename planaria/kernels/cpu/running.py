@@ -31,16 +31,15 @@ def runner(
     rows = tape.encode(memory)
     scratch_bytes = up(recorder.scratch, 4096)
     scratch = Region(scratch_bytes * recorder.most)
-    shared = Region(max(recorder.shared, 1))
     tickets = Region(max(len(rows), 1) * layout.TICKET_BYTES, huge=False)
     words = {
         layout.TAPE: int(rows.ctypes.data), layout.OPS: len(rows), layout.SCRATCH: scratch.address,
-        layout.SCRATCH_BYTES: scratch_bytes, layout.TICKETS: tickets.address, layout.SHARED: shared.address,
-        layout.COUNTS: int(batch.counts.ctypes.data), layout.ZEROS: zeros,
+        layout.SCRATCH_BYTES: scratch_bytes, layout.TICKETS: tickets.address, layout.ZEROS: zeros,
+        layout.COUNTS: int(batch.counts.ctypes.data),
     }  # fmt: skip
     outs = [(_view(recorder, memory, act)[:, : act.columns], act.rows == layout.ROWS_SAMPLES) for act in results]
     pieces = _pieces(recorder, words, memory)
-    owners = (memory, scratch, shared, tickets, rows, recorder.external, *recorder.owners)
+    owners = (memory, scratch, tickets, rows, recorder.external, *recorder.owners)
     counts, native_tp = batch.counts, recorder.native_tp
 
     def run() -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planaria.kernels.blocks import KINDS, Kind
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
-from planaria.kernels.cpu.micro import DENSE, Q4_0, Q4_1, Q8_0, Elements, dispatcher
+from planaria.kernels.cpu.micro import DENSE, H32, ROUNDED_BYTES, ROUNDED_MOST, Elements, Unpack, dispatcher
 from planaria.kernels.cpu.native import X86
 from planaria.kernels.cpu.target import Target
 
 LOWEST = -1e30  # stands for minus infinity: differences of it stay numbers
+ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000  # 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
 
 
 def exp(f: Function, x: str) -> str:
@@ -22,7 +24,7 @@ def exp(f: Function, x: str) -> str:
     over = f.op(f"fcmp ogt {F32} {x}, {high}")
     c = f.select(under, low, x)
     c = f.select(over, high, c)
-    magic = f.const_f32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+    magic = f.const_f32(ROUNDING)
     shifted = f.fma(c, f.const_f32(1.4426950408889634), magic)
     n = f.vec("fsub", shifted, magic)
     r = f.fma(n, f.const_f32(-0.693359375), c)
@@ -282,56 +284,62 @@ def embed_dense(target: Target) -> str:
     return f.end()
 
 
-def embed_packed(kind: int) -> str:
+def embed_packed(target: Target, kind: Kind) -> str:
     """Column `column` of a packed panel of `count` blocks, to float32."""
-    f = Function(f"pl_embed_{kind}", EMBED_ARGS)
-    w, scales, out = f.ptr("%w"), f.ptr("%scales"), f.ptr("%out")
-    scale_bytes, block_bytes = (64 if kind == Q4_1 else 32), (512 if kind == Q8_0 else 256)
-
-    def half(pointer: str) -> str:
-        return f.op(f"fpext half {f.load('half', pointer, 2)} to float")
+    f = Function(f"pl_embed_{kind.number}", EMBED_ARGS)
+    unpack, w, out = Unpack(target, kind), f.ptr("%w"), f.ptr("%out")
+    even = f.shl("%column", 1)
+    odd = f.add(even, 1)
 
     def body(i: str) -> None:
-        place = f.at(scales, f.add(f.mul(i, scale_bytes), f.shl("%column", 1)))
-        d = half(place)
-        m = half(f.at(place, 32)) if kind == Q4_1 else ""
-        block = f.at(w, f.mul(i, block_bytes))
-        target = f.at(out, f.shl(i, 7))
-
-        def write(k: int, q: str) -> None:
-            value = f.op(f"fmul float {f.op(f'sitofp i32 {q} to float')}, {d}")
-            if m:
-                value = f.op(f"fadd float {value}, {m}")
-            f.store("float", value, f.at(target, 4 * k), 4)
-
-        if kind == Q8_0:
-            at = f.at(block, "%column")
-            for k in range(32):
-                write(k, f.op(f"sext i8 {f.load('i8', f.at(at, 16 * k), 1)} to i32"))
-            return
-        at = f.at(block, f.shl("%column", 2))
-        for group in range(4):
-            word = f.load("i32", f.at(at, 64 * group), 4)
-            for nibble, k in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-                q = f.op(f"and i32 {f.op(f'lshr i32 {word}, {4 * nibble}')}, 15")
-                if kind == Q4_0:
-                    q = f.op(f"sub i32 {q}, 8")
-                write(group * 8 + k, q)
+        own, shared = (f.ptr(p) for p in unpack.places(f, "%scales", "%count", i))
+        scale, *minima = unpack.factors(f, own, shared)
+        halves = [f.op(f"sitofp {I32} {s} to {F32}") for s in unpack.sub_scales(f, own)]
+        scales = [f.vec("fmul", scale, half) for half in halves] or [scale]
+        mine = [[f.op(f"extractelement {F32} {v}, i64 %column") for v in side] for side in (scales, minima)]
+        for step, codes in enumerate(unpack.steps(f, f.at(w, f.mul(i, unpack.block_bytes)))):
+            for k, place in enumerate((even, odd)):
+                q = f.op(f"sext i16 {f.op(f'extractelement {H32} {codes}, i64 {place}')} to i32")
+                if kind.offset:
+                    q = f.op(f"sub i32 {q}, {kind.offset}")
+                value = f.op(f"sitofp i32 {q} to float")
+                for code, side in zip(("fmul", "fadd"), mine, strict=True):
+                    if side:
+                        value = f.op(f"{code} float {value}, {side[step * len(side) // 16]}")
+                f.store("float", value, f.at(out, f.add(f.shl(i, 7), 8 * step + 4 * k)), 4)
 
     f.each("%count", 1, body)
     return f.end()
 
 
-def block_sums(target: Target) -> str:
-    """out[b] = sum of x over block b of 32."""
-    f = Function("pl_block_sums", ("x", "blocks", "out"))
-    act = Elements(f, target)
-    x, out = f.ptr("%x"), f.ptr("%out")
+def quantise(target: Target) -> str:
+    """A row as packed weights meet it: blocks of 32 rounded to 15 bits, see micro.ROUNDED_BYTES. What isn't finite
+    makes its block's scale no number."""
+    f = Function("pl_quantise", ("x", "blocks", "out"))
+    act, x, out = Elements(f, target), f.ptr("%x"), f.ptr("%out")
 
     def body(i: str) -> None:
-        place = f.at(x, f.mul(i, 32 * target.item))
-        v = f.vec("fadd", act.load(place), act.load(f.at(place, 16 * target.item)))
-        f.store("float", total(f, v), f.at(out, f.shl(i, 2)), 4)
+        at, to = f.at(x, f.mul(i, 32 * target.item)), f.at(out, f.mul(i, ROUNDED_BYTES))
+        halves = [act.load(f.at(at, 16 * target.item * h)) for h in range(2)]
+        sizes = [f.op(f"call {F32} @llvm.fabs.v16f32({F32} {v})") for v in halves]
+        larger = f.op(f"fcmp ogt {F32} {sizes[0]}, {sizes[1]}")
+        most = f.op(f"call float @llvm.vector.reduce.fmax.v16f32({F32} {f.select(larger, *sizes)})")
+        inverse = f.op(f"fdiv float {literal(ROUNDED_MOST)}, {most}")
+        none = f.op(f"fcmp oeq float {most}, {literal(0.0)}")
+        factor = f.splat("float", f.op(f"select i1 {none}, float {literal(0.0)}, float {inverse}"))
+        finite = total(f, f.vec("fadd", *halves))
+        zero = f.op(f"fsub float {finite}, {finite}")  # or no number
+        scale = f.op(f"fadd float {f.op(f'fmul float {most}, {literal(1 / ROUNDED_MOST)}')}, {zero}")
+        sums = []
+        for h, v in enumerate(halves):
+            bits = f.op(f"bitcast {F32} {f.fma(v, factor, f.const_f32(ROUNDING))} to {I32}")
+            whole = f.op(f"sub {I32} {bits}, {f.const_i32(ROUNDING_BITS)}")
+            f.store("<16 x i16>", f.op(f"trunc {I32} {whole} to <16 x i16>"), f.at(to, 32 * h), 2)
+            sums.append(f.op(f"call i32 @llvm.vector.reduce.add.v16i32({I32} {whole})"))
+            f.store("i32", sums[h], f.at(to, 72 + 4 * h), 4)
+        both = f.op(f"sitofp i32 {f.op(f'add i32 {sums[0]}, {sums[1]}')} to float")
+        f.store("float", scale, f.at(to, 64), 4)
+        f.store("float", f.op(f"fmul float {scale}, {both}"), f.at(to, 68), 4)
 
     f.each("%blocks", 1, body)
     return f.end()
@@ -390,11 +398,11 @@ def accrue(target: Target) -> str:
 
 def vector_module(target: Target) -> str:
     """IR of all row operations."""
-    columns = {kind: embed_packed(kind) for kind in (Q8_0, Q4_0, Q4_1)} | {DENSE: embed_dense(target)}
+    columns = {kind.number: embed_packed(target, kind) for kind in KINDS.values()} | {DENSE: embed_dense(target)}
     pause = "call void @llvm.x86.sse2.pause() " if X86 else ""
     return "\n".join([
         norm(target), softmax(target), divide(target), merge(), rotate(target), store_key(target),
-        store_value(target), block_sums(target), copy(), widen(target), put_past(), add(), accrue(target),
+        store_value(target), quantise(target), copy(), widen(target), put_past(), add(), accrue(target),
         *columns.values(), dispatcher("pl_embed", EMBED_ARGS, "kind", columns),
         "declare void @llvm.x86.sse2.pause()\n" if X86 else "",
         f"define void @pl_relax() nounwind alwaysinline {{ {pause}ret void }}\n",
