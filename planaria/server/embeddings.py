@@ -219,7 +219,7 @@ async def _pairs(
     pairs = vectors.pairs_of(first, second, names)
     tokenizer = service.need_tokenizer(names[0])
     limit = vectors.kept_tokens(wish, facts)
-    longest = facts.max_model_len if limit is None else None
+    longest = facts.max_model_len if limit is None and not most_of_second else None
 
     def short(text: str) -> str:
         return tokenizer.first_text(text, most_of_second) if most_of_second else text

@@ -141,6 +141,9 @@ async def test_pairs_are_looked_at_together(start, tokenizer):
         await post(server, "/rerank", {"query": "one", "documents": ["two three four five"], "max_tokens_per_doc": 2})
         head = tokenizer.encode("two three four five")[:2]
         assert server.engine.submitted[-1].prompt == tokenizer.encode("one") + head
+        long = "two three " * 20_000
+        await post(server, "/rerank", {"query": "one", "documents": [long], "max_tokens_per_doc": 2})
+        assert server.engine.submitted[-1].prompt == tokenizer.encode("one") + head
 
 
 async def test_texts_are_cut_where_that_was_asked_for(start, tokenizer):
