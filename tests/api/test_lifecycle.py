@@ -41,8 +41,11 @@ async def test_not_ready_until_the_engine_is(tokenizer):
         assert health.json() == {
             "live": True, "ready": False, "progressing": True, "why": "the model is still being loaded",
             "recovering": False, "epoch": 0, "engine_restarts": 0, "last_fault": None, "last_layout_change": None,
-            "drafts": None,
-            "engines": [{"engine": 0, "state": "loading", "epoch": 0, "running": 0, "waiting": 0, "kv_tier": None}],
+            "drafts": None, "prefill_threshold": None,
+            "engines": [{
+                "engine": 0, "state": "loading", "epoch": 0, "running": 0, "waiting": 0, "kv_tier": None,
+                "kind": "", "kv_transfer": None,
+            }],
         }  # fmt: skip
         assert (await http.get("/version")).status_code == 200
         assert not server.line.done()

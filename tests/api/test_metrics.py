@@ -17,7 +17,7 @@ GAUGES = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "planaria:recovering",
     "planaria:epoch", "planaria:engine_ready", "planaria:engine_load_tokens", "planaria:fleet_imbalance",
     "planaria:expert_balancedness", "planaria:expert_rearrangement_age_seconds", "planaria:kv_tier_blocks",
-    "planaria:kv_tier_writable",
+    "planaria:kv_tier_writable", "planaria:kv_cache_tokens", "planaria:kv_transfer_held_blocks",
 }  # fmt: skip
 COUNTERS = {
     "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
@@ -28,7 +28,9 @@ COUNTERS = {
     "planaria:recovery_expert_needed_bytes", "planaria:recovery_experts_read", "planaria:kv_tier_queries",
     "planaria:kv_tier_hits", "planaria:kv_tier_saved_blocks", "planaria:kv_tier_saved_bytes",
     "planaria:kv_tier_loaded_bytes", "planaria:kv_tier_given_up", "planaria:kv_tier_errors",
-    "planaria:kv_tier_missing",
+    "planaria:kv_tier_missing", "planaria:kv_transfer_transfers", "planaria:kv_transfer_blocks",
+    "planaria:kv_transfer_bytes", "planaria:kv_transfer_seconds", "planaria:kv_transfer_failed",
+    "planaria:kv_transfer_lent", "planaria:kv_transfer_expired", "planaria:kv_transfer_taken_back",
 }  # fmt: skip
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
