@@ -10,7 +10,7 @@ import torch
 
 from planaria import LLM, LoRARequest, RequestOutput, SamplingParams
 from planaria.errors import RequestError
-from tests.model.adapters import ATTENTION, peft_model, peft_tokens, write_adapter
+from tests.model.adapters import ALL, ATTENTION, peft_model, peft_tokens, write_adapter
 from tests.model.checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -117,6 +117,24 @@ def test_attention_of_a_model_with_experts(tmp_path: Path) -> None:
         tmp_path / "moe", "mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     )
     adapter = write_adapter(tmp_path / "a", model, 3, modules=ATTENTION)
+    llm = llm_of(model)
+    try:
+        found = llm.generate(PROMPTS[:2], GREEDY, lora_request=LoRARequest("a", 1, str(adapter)))
+        assert [tokens_of(output) for output in found] == [peft_tokens(model, adapter, p, 6) for p in PROMPTS[:2]]
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "shape"),
+    [
+        ("gemma2", ALL, {"head_dim": 16}),  # what a block adds is normalised with its adapters
+        ("starcoder2", ["q_proj", "v_proj", "c_fc", "c_proj"], {}),  # an MLP of two matrices
+    ],
+)
+def test_other_families(tmp_path: Path, family: str, modules: list[str], shape: dict[str, Any]) -> None:
+    model = write_checkpoint(tmp_path / family, family, **shape)
+    adapter = write_adapter(tmp_path / "a", model, 3, modules=modules)
     llm = llm_of(model)
     try:
         found = llm.generate(PROMPTS[:2], GREEDY, lora_request=LoRARequest("a", 1, str(adapter)))
