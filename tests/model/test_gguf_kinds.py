@@ -1,0 +1,88 @@
+"""A whole small model in the kinds that a K-quantised file mixes: it stays packed, also in tensor ranks, and answers as
+its unpacked weights do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from planaria.checkpoint import resolve_checkpoint
+from planaria.kernels.blocks import KINDS
+from planaria.kernels.ops import Quantized
+from planaria.layers.build import build
+from planaria.loader import WeightSource
+from planaria.models import model_config
+from planaria.models.shard import Shard
+from tests.model.driver import Driver
+from tests.model.gguf_files import write_gguf
+from tests.model.tensors import CpuOps, random_blocks
+
+HIDDEN, INNER, VOCAB, LAYERS = 256, 768, 160, 2
+Q4_K_M = {"attn_q": "q4_k", "attn_k": "q4_k", "attn_v": "q6_k", "attn_output": "q5_0", "ffn_down": "q6_k"}
+MIXES = {
+    "q4_k_m": (Q4_K_M, "q4_k"), "q2_k": ({"attn_v": "q3_k", "ffn_down": "q3_k"}, "q2_k"),
+    "iq4_xs": ({"attn_k": "iq4_nl", "attn_v": "q5_k"}, "iq4_xs"), "q5_1": ({"ffn_down": "q5_k"}, "q5_1"),
+}  # fmt: skip
+
+
+@pytest.fixture(params=MIXES)
+def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLANARIA_CACHE", str(tmp_path / "cache"))
+    kinds, other = MIXES[request.param]
+    tensors: dict[str, Any] = {"output_norm.weight": np.ones(HIDDEN, np.float32)}
+
+    def add(name: str, rows: int, columns: int, kind: str) -> None:
+        blocks = random_blocks(kind, rows, columns, seed=len(tensors))
+        tensors[f"{name}.weight"] = blocks.data, GGMLQuantizationType[kind.upper()]
+
+    add("token_embd", VOCAB, HIDDEN, "q6_k")
+    for i in range(LAYERS):
+        for norm in ("attn_norm", "ffn_norm"):
+            tensors[f"blk.{i}.{norm}.weight"] = np.ones(HIDDEN, np.float32)
+        for name, rows, columns in (
+            ("attn_q", HIDDEN, HIDDEN), ("attn_k", 128, HIDDEN), ("attn_v", 128, HIDDEN),
+            ("attn_output", HIDDEN, HIDDEN), ("ffn_gate", INNER, HIDDEN), ("ffn_up", INNER, HIDDEN),
+            ("ffn_down", HIDDEN, INNER),
+        ):  # fmt: skip
+            add(f"blk.{i}.{name}", rows, columns, kinds.get(name, other))
+    sizes = {"embedding_length": HIDDEN, "feed_forward_length": INNER, "block_count": LAYERS}
+    return write_gguf(tmp_path / "m.gguf", tensors=tensors, **sizes)
+
+
+def model_of(path: Path, ops: CpuOps, quantization: str, shard: Shard | None = None) -> Any:
+    checkpoint = resolve_checkpoint(str(path))
+    config = model_config(checkpoint.config, checkpoint.generation_config)
+    with WeightSource(checkpoint) as source:
+        return build(config, source, ops, quantization=quantization, max_positions=64, shard=shard)
+
+
+def test_a_file_stays_packed_and_answers_as_its_values(file: Path) -> None:
+    tokens, found = [(7 * i * i + 3) % VOCAB for i in range(40)], []
+    for dtype, quantization in (("float32", "none"), ("float32", "keep"), ("bfloat16", "keep")):
+        ops = CpuOps(dtype, 2)
+        model = model_of(file, ops, quantization)
+        if quantization == "keep":
+            assert model.weight_bytes < file.stat().st_size
+        found.append(Driver(model, ops, block_size=16).whole(0, tokens).log_softmax(-1))
+        ops.close()
+    for packed, limit in zip(found[1:], (1e-6, 1e-2), strict=True):
+        divergence = torch.sum(found[0].exp() * (found[0] - packed), -1)
+        assert float(divergence.median()) < limit  # random weights: a few positions are on a knife's edge
+
+
+def test_a_tensor_rank_has_its_part_packed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its columns of the MLP's second matrix begin inside of a superblock."""
+    ops, packed = CpuOps("float32", 1), []
+    take = ops.pack
+    monkeypatch.setattr(ops, "pack", lambda weight, bias=None: packed.append(weight) or take(weight, bias))
+    shard = Shard(range(2, 4), range(1, 2), range(384, INNER), range(80, VOCAB), range(LAYERS))
+    model_of(file, ops, "keep", shard)
+    down = [w for w in packed if w.shape == (HIDDEN, INNER // 2)]
+    assert len(down) == LAYERS and all(isinstance(w, Quantized) for w in packed)
+    assert all(w.skip == 384 % KINDS[w.kind].elements for w in down)
+    ops.close()
