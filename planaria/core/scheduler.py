@@ -274,8 +274,7 @@ class Lane:
             if at is None or not at.open:
                 continue
             deltas.append(self.token(at, token, result.logprobs.get(row)))
-        if result.pooled:
-            deltas += pooled(self, result.pooled)
+        deltas += pooled(self, result.pooled)
         if result.drafted:
             self.drafts = self.drafts.checked(result.drafted, result.more)
         if result.more:
