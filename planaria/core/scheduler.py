@@ -46,8 +46,7 @@ class Lane:
         scope: KeyScope = KeyScope(), loras: LoraSlots | None = None,
     ) -> None:  # fmt: skip
         self.config, self.block_size, self.scope = scheduler, cache.block_size, scope
-        self.loras = loras or LoraSlots(0)
-        self.policy = POLICIES[scheduler.policy]
+        self.policy, self.loras = POLICIES[scheduler.policy], loras or LoraSlots(0)
         self.caching = cache.enable_prefix_caching
         self.num_blocks, self.micro_steps = num_blocks, scheduler.micro_steps
         self.step_tokens = scheduler.max_num_batched_tokens  # at most, in one step
