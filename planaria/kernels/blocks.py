@@ -44,7 +44,7 @@ class Plane(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockKind:
     """number: of the kind, ggml's. elements, nbytes: of a block in a file. planes: of codes, the lowest bits first.
     scale, minimum: where the float16 numbers are. small: reads integers that are scales and minima of `group` weights.
     offset: subtracted from a code. levels: a code is a place in LEVELS."""
@@ -126,8 +126,8 @@ def _iq4_xs_scales(b: Bytes) -> tuple[Small, Small | None]:
 _TYPES = {name.lower(): (number, elements, nbytes) for number, (name, elements, nbytes) in COMMON_TYPES.items()}
 
 
-def _kind(name: str, planes: Sequence[tuple[int, int, int]], **rest: Any) -> Kind:
-    return Kind(*_TYPES[name], tuple(Plane(*plane) for plane in planes), **rest)
+def _kind(name: str, planes: Sequence[tuple[int, int, int]], **rest: Any) -> BlockKind:
+    return BlockKind(*_TYPES[name], tuple(Plane(*plane) for plane in planes), **rest)
 
 
 KINDS = {

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.errors import ModelError
-from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, Bytes, Kind
+from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, BlockKind, Bytes
 from planaria.kernels.numbers import WORTH_THREADS, in_parts, to_float32
 from planaria.kernels.ops import Quantized
 
@@ -35,7 +35,7 @@ def dequantise(weight: Quantized, threads: int = 1) -> Floats:
     return out
 
 
-def _values(kind: Kind, blocks: Bytes) -> Floats:
+def _values(kind: BlockKind, blocks: Bytes) -> Floats:
     """Weights [..., elements] of blocks [..., bytes]."""
     codes, parts = kind.codes(blocks), kind.scales(blocks)
     if kind.levels:

@@ -28,10 +28,10 @@ from planaria.worker.kv_store import KEY, head_of
 logger = logging.getLogger("planaria.worker")
 
 PURPOSE = "kv transfer"  # keys of the deployment's secret for it
-MOST_KEYS = 8  # of an Ask
+MOST_KEYS = 8  # of an AskBlocks
 MOST_ASKS = 4  # of a peer, that wait
 MOST_PEERS = 256
-WAIT = 0.5  # seconds that an Ask waits for a block to be there
+WAIT = 0.5  # seconds that an AskBlocks waits for a block to be there
 UNSENT = 16  # blocks on their way to a peer
 RETRY = 0.01  # seconds, where it takes none
 LOOK = 1.0  # seconds between looks for leases that are over
@@ -39,7 +39,7 @@ STAGED = 128 << 20  # bytes that wait to be sealed
 HEADER = 1 << 15  # bytes of a message to who holds blocks, at most
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class AskBlocks(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Send the blocks with these keys, in this order; they are number `first` and so on of the load `number`. identity:
     see planaria.worker.kv.identity_of."""
 
@@ -53,14 +53,14 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     ]
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+class EndLease(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """Nothing more of this lease will be asked for."""
 
     lease: Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Before a payload. why: in a word, why there is none, and none after it of this Ask."""
+class SentBlock(msgspec.Struct, frozen=True, array_like=True):
+    """Before a payload. why: in a word, why there is none, and none after it of this AskBlocks."""
 
     number: int
     index: int
@@ -147,11 +147,11 @@ class OfferServer:
         except zmq.ZMQError:
             self._end.close()
             raise
-        self._decode = msgspec.msgpack.Decoder(Ask | Done).decode
+        self._decode = msgspec.msgpack.Decoder(AskBlocks | EndLease).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._copies: queue.SimpleQueue[tuple[str, bytes, bytearray]] = queue.SimpleQueue()
         self._staged = 0
-        self._asks: dict[bytes, deque[tuple[Ask, float]]] = {}  # of each peer, and until when they wait
+        self._asks: dict[bytes, deque[tuple[AskBlocks, float]]] = {}  # of each peer, and until when they wait
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="planaria-kv-offers", daemon=True)
         self._thread.start()
@@ -218,9 +218,9 @@ class OfferServer:
         route, said = frames[0].bytes, None
         with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, IndexError):
             said = self._decode(frames[1].buffer)
-        if isinstance(said, Done):
+        if isinstance(said, EndLease):
             self.offered.release(said.lease)
-        elif isinstance(said, Ask) and len(self._asks) < MOST_PEERS:
+        elif isinstance(said, AskBlocks) and len(self._asks) < MOST_PEERS:
             asks = self._asks.setdefault(route, deque())
             if len(asks) < MOST_ASKS:
                 asks.append((said, self.offered.clock() + WAIT))
@@ -242,7 +242,7 @@ class OfferServer:
                 del self._asks[route]
         return bool(self._asks)
 
-    def _next(self, route: bytes, asks: deque[tuple[Ask, float]]) -> bool:
+    def _next(self, route: bytes, asks: deque[tuple[AskBlocks, float]]) -> bool:
         """Send a block, or why there is none. False: it may still come."""
         ask, until = asks[0]
         found = self.offered.get(ask.lease, ask.keys[0])
@@ -253,7 +253,7 @@ class OfferServer:
         else:
             why = "" if found is not None else "gone"
         head, payload = found if found is not None and not why else (b"", b"")
-        part = self._encode(Part(ask.number, ask.first, head, why))
+        part = self._encode(SentBlock(ask.number, ask.first, head, why))
         self._end.socket.send_multipart([route, part, payload], zmq.NOBLOCK, copy=False)
         asks.popleft()
         if len(ask.keys) > 1 and not why:

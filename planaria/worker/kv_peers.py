@@ -23,7 +23,16 @@ from planaria.executor.link.keys import HEARTBEAT, Keys, introduce
 from planaria.executor.link.tcp_socket import End, bracketed
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
 from planaria.types import KVOffer
-from planaria.worker.kv_offers import MOST_ASKS, MOST_KEYS, PURPOSE, Ask, Done, Offered, OfferServer, Part
+from planaria.worker.kv_offers import (
+    MOST_ASKS,
+    MOST_KEYS,
+    PURPOSE,
+    AskBlocks,
+    EndLease,
+    Offered,
+    OfferServer,
+    SentBlock,
+)
 from planaria.worker.kv_store import is_whole
 from planaria.worker.kv_tier import WAIT, Blocks, copy_in, copy_out
 
@@ -49,7 +58,7 @@ class Peer:
         self.address, self.keys, self.identity, self.size = address, keys, identity, size
         self.bring, self.ended = bring, ended
         self._loads: queue.SimpleQueue[KVLoad | None] = queue.SimpleQueue()
-        self._decode = msgspec.msgpack.Decoder(Part).decode
+        self._decode = msgspec.msgpack.Decoder(SentBlock).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._end: End | None = None
         self._paused = 0.0
@@ -109,7 +118,7 @@ class Peer:
         while got < len(keys) and not why:
             while asked < len(keys) and asked - got <= (MOST_ASKS - 2) * MOST_KEYS:
                 part = keys[asked : asked + MOST_KEYS]
-                self._send(end, Ask(load.number, asked, lease, self.identity, part))
+                self._send(end, AskBlocks(load.number, asked, lease, self.identity, part))
                 asked += len(part)
             frames = end.frames()
             if frames is not None:
@@ -124,10 +133,10 @@ class Peer:
             else:
                 end.wait(LOOK)
         if why != "silent":
-            self._send(end, Done(lease))
+            self._send(end, EndLease(lease))
         return got, why
 
-    def _send(self, end: End, message: Ask | Done) -> None:
+    def _send(self, end: End, message: AskBlocks | EndLease) -> None:
         """Never waits: what is not taken isn't answered."""
         end.socket.send(self._encode(message), zmq.NOBLOCK)
 

@@ -18,7 +18,7 @@ from planaria.executor.link.keys import Keys, guard, introduce
 from planaria.protocol import KVLoad, KVNews, KVWork
 from planaria.types import KVOffer
 from planaria.worker import kv_peers
-from planaria.worker.kv_offers import PURPOSE, Ask, Done, Offered, Part
+from planaria.worker.kv_offers import PURPOSE, AskBlocks, EndLease, Offered, SentBlock
 from planaria.worker.kv_peers import KVPeers
 from planaria.worker.kv_store import head_of
 from tests.proc.servers import wait_until
@@ -142,9 +142,9 @@ def test_what_is_offered_is_bounded_in_bytes_and_time() -> None:
 
 
 class Liar:
-    """In the place of a server: `say` is what it answers to an Ask, in frames."""
+    """In the place of a server: `say` is what it answers to an AskBlocks, in frames."""
 
-    def __init__(self, say: Callable[[Ask], list[tuple[Part, bytes]]]) -> None:
+    def __init__(self, say: Callable[[AskBlocks], Sent]) -> None:
         self.say, self.context = say, zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         guard(self.context, self.socket, Keys.derive(SECRET, 1, PURPOSE))
@@ -156,8 +156,8 @@ class Liar:
         try:
             while True:
                 route, data = self.socket.recv_multipart()
-                said = msgspec.msgpack.decode(data, type=Ask | Done)
-                for part, bytes_ in self.say(said) if isinstance(said, Ask) else ():
+                said = msgspec.msgpack.decode(data, type=AskBlocks | EndLease)
+                for part, bytes_ in self.say(said) if isinstance(said, AskBlocks) else ():
                     self.socket.send_multipart([route, msgspec.msgpack.encode(part), bytes_])
         except zmq.ContextTerminated:
             self.socket.close(0)
@@ -167,20 +167,26 @@ class Liar:
         self.thread.join(10)
 
 
-def honest(ask: Ask) -> list[tuple[Part, bytes]]:
+Sent = list[tuple[SentBlock, bytes]]
+Harm = Callable[[Sent, AskBlocks], Sent]
+
+
+def honest(ask: AskBlocks) -> Sent:
     sent = []
     for i, key in enumerate(ask.keys):
         number = KEYS.index(key)
-        sent.append((Part(ask.number, ask.first + i, head_of(ME, key, payload(number))), bytes(payload(number))))
+        sent.append((SentBlock(ask.number, ask.first + i, head_of(ME, key, payload(number))), bytes(payload(number))))
     return sent
 
 
-def lies(harm: Callable[[list[tuple[Part, bytes]], Ask], list[tuple[Part, bytes]]]) -> Callable[[Ask], Any]:
+def lies(
+    harm: Harm,
+) -> Callable[[AskBlocks], Any]:
     return lambda ask: harm(honest(ask), ask)
 
 
-def changed(place: int, **more: Any) -> Callable[[list[tuple[Part, bytes]], Ask], list[tuple[Part, bytes]]]:
-    def harm(sent: list[tuple[Part, bytes]], ask: Ask) -> list[tuple[Part, bytes]]:
+def changed(place: int, **more: Any) -> Harm:
+    def harm(sent: Sent, ask: AskBlocks) -> Sent:
         part, data = sent[place]
         data = more.get("data", lambda data: data)(data)
         sent[place] = msgspec.structs.replace(part, **{k: v for k, v in more.items() if k != "data"}), data
@@ -189,7 +195,7 @@ def changed(place: int, **more: Any) -> Callable[[list[tuple[Part, bytes]], Ask]
     return harm
 
 
-LIES: dict[str, tuple[Callable[[list[tuple[Part, bytes]], Ask], list[tuple[Part, bytes]]], int, str]] = {
+LIES: dict[str, tuple[Harm, int, str]] = {
     "flipped": (changed(2, data=lambda data: bytes([data[0] ^ 1]) + data[1:]), 2, "damaged"),
     "cut": (changed(2, data=lambda data: data[:-1]), 2, "damaged"),
     "lengthened": (changed(2, data=lambda data: data + b"x"), 2, "damaged"),
@@ -202,12 +208,12 @@ LIES: dict[str, tuple[Callable[[list[tuple[Part, bytes]], Ask], list[tuple[Part,
     "refused": (changed(2, why="because " * 100), 2, ("because " * 100)[:32]),
     "doubled": (lambda sent, ask: [each for each in sent for _ in range(2)], 5, ""),
     "of another load, too": (
-        lambda sent, ask: [*((Part(7, i, part.head), b"x") for i, (part, _) in enumerate(sent)), *sent], 5, "",
+        lambda sent, ask: [*((SentBlock(7, i, part.head), b"x") for i, (part, _) in enumerate(sent)), *sent], 5, "",
     ),
     "out of order": (lambda sent, ask: [sent[0], *sent[:0:-1]], 2, "silent"),
     "half of them": (lambda sent, ask: sent[:2], 2, "silent"),
     "nothing": (lambda sent, ask: [], 0, "silent"),
-    "beyond the last": (lambda sent, ask: [*sent, (Part(ask.number, 99, b"h"), b"x")], 5, ""),
+    "beyond the last": (lambda sent, ask: [*sent, (SentBlock(ask.number, 99, b"h"), b"x")], 5, ""),
 }  # fmt: skip
 
 
@@ -226,7 +232,7 @@ def test_what_a_peer_sends_counts_only_if_it_is_what_was_asked_for(name: str, mo
 def test_bytes_that_are_no_message_end_the_load() -> None:
     liar, rank = Liar(honest), peers()
 
-    def say(ask: Ask) -> list[Any]:
+    def say(ask: AskBlocks) -> list[Any]:
         return [(b"\xc1 no message", b"")]
 
     liar.say = say
@@ -239,7 +245,7 @@ def test_who_is_silent_is_let_be_and_nothing_late_is_written() -> None:
     asked, rank = [], peers()
     may = threading.Event()
 
-    def say(ask: Ask) -> list[tuple[Part, bytes]]:
+    def say(ask: AskBlocks) -> Sent:
         asked.append(ask)
         may.wait(30)
         return honest(ask)
@@ -290,5 +296,5 @@ def test_a_peer_that_takes_nothing_holds_up_nobody(both: tuple[KVPeers, KVPeers]
         hostile.setsockopt(zmq.RCVHWM, 1)
         hostile.connect(f"tcp://127.0.0.1:{port}")
         for _ in range(200):
-            hostile.send(msgspec.msgpack.encode(Ask(1, 0, "a", ME, KEYS[:8])))
+            hostile.send(msgspec.msgpack.encode(AskBlocks(1, 0, "a", ME, KEYS[:8])))
         assert fetched(other, 1, offer(port, 8), KEYS[:8]) == (8, "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planaria.kernels.blocks import BLOCK, KINDS, Kind, Plane
+from planaria.kernels.blocks import BLOCK, KINDS, BlockKind, Plane
 from planaria.kernels.cpu.emit import Function
 from planaria.kernels.cpu.micro import dispatcher
 from planaria.kernels.cpu.target import Target
@@ -12,7 +12,7 @@ APART = 0x0002040810204081  # times 7 bits: each in a byte of its own
 EIGHTS = "<4 x i64>"
 
 
-def place(kind: Kind) -> str:
+def place(kind: BlockKind) -> str:
     """Codes of `rows` rows, `row_bytes` apart, from block `first` (of 32) on, into panels of `stride` bytes."""
     f = Function(f"pl_place_{kind.number}", PLACE_ARGS)
     source, out = f.ptr("%source"), f.ptr("%out")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, Kind
+from planaria.kernels.blocks import BLOCK, KINDS, LEVELS, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function
 from planaria.kernels.cpu.target import Target
 
@@ -304,7 +304,7 @@ def values(target: Target, rows: int, panels: int) -> str:
 class Unpack:
     """A block of 32 along K of one packed panel."""
 
-    def __init__(self, target: Target, kind: Kind) -> None:
+    def __init__(self, target: Target, kind: BlockKind) -> None:
         self.target, self.kind, self.groups = target, kind, BLOCK // kind.group
         self.block_bytes = 64 * kind.bits
         self.scale_bytes = kind.both * (16 * self.groups if kind.small else 32)
@@ -448,7 +448,7 @@ def scaled(f: Function, total: str, sums: str, row: Sequence[str], factors: Sequ
 PACKED_ARGS = ("rows", "x", "ldx", "w", "scales", "blocks", "out", "ldo", "mode", "bias")
 
 
-def packed(target: Target, kind: Kind, rows: int) -> str:
+def packed(target: Target, kind: BlockKind, rows: int) -> str:
     """out[rows][16] of one panel: `w` is its codes, x rows that are rounded."""
     f = Function(f"pl_packed_{kind.number}_{rows}", PACKED_ARGS)
     unpack, w, xs = Unpack(target, kind), f.ptr("%w"), rows_of(f, "%x", "%ldx", rows)
@@ -535,7 +535,7 @@ WIDE_ARGS = (
 )  # fmt: skip
 
 
-def wide(target: Target, kind: Kind, panels: int) -> str:
+def wide(target: Target, kind: BlockKind, panels: int) -> str:
     """acc[rows][16 * panels] = the products of `packed` for several panels, `stride` apart, and many rows: a block is
     unpacked into `codes` (CODE_BYTES and FACTOR_BYTES for each panel) and used for all rows.
 

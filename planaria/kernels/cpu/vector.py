@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planaria.kernels.blocks import KINDS, Kind
+from planaria.kernels.blocks import KINDS, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
 from planaria.kernels.cpu.micro import DENSE, H32, ROUNDED_BYTES, ROUNDED_MOST, Elements, Unpack, dispatcher
 from planaria.kernels.cpu.native import X86
@@ -284,7 +284,7 @@ def embed_dense(target: Target) -> str:
     return f.end()
 
 
-def embed_packed(target: Target, kind: Kind) -> str:
+def embed_packed(target: Target, kind: BlockKind) -> str:
     """Column `column` of a packed panel of `count` blocks, to float32."""
     f = Function(f"pl_embed_{kind.number}", EMBED_ARGS)
     unpack, w, out = Unpack(target, kind), f.ptr("%w"), f.ptr("%out")
