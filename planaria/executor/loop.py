@@ -204,7 +204,8 @@ class EngineLoop:
             raise EngineDead(str(e)) from None
         match message:
             case Submit():
-                self._emit(self.loras.admit(message, self.core))
+                waits = message.adapter and message.adapter not in self.loras.complete
+                self._emit(self.loras.hold(message) if waits else self.core.admit(message.request(self.clock())))
             case Cancel():
                 self._emit(self.core.cancel(message.id) + self.loras.end([message.id], FinishReason.ABORT, None))
             case Release():

@@ -57,7 +57,7 @@ class LoraStore:
         del self.parts[digest]
         core.loras.warm(digest)
         found = [submit for _, submit in self.held.values() if submit.adapter == digest]
-        return [delta for submit in found for delta in self.admit(self.held.pop(submit.id)[1], core)]
+        return [delta for submit in found for delta in core.admit(self.held.pop(submit.id)[1].request(self.clock()))]
 
     def look(self, core: EngineCore | None) -> list[Delta]:
         """Let go of adapters that nobody has any more, and of requests whose adapter doesn't come."""
@@ -73,10 +73,8 @@ class LoraStore:
 
     # -- requests that came first
 
-    def admit(self, submit: Submit, core: EngineCore) -> list[Delta]:
-        """Now, or when its adapter has come."""
-        if not submit.adapter or submit.adapter in self.complete:
-            return core.admit(submit.request(self.clock()))
+    def hold(self, submit: Submit) -> list[Delta]:
+        """Until its adapter has come."""
         self.held[submit.id] = self._waited, submit
         return []
 

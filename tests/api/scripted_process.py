@@ -24,6 +24,9 @@ class Config(msgspec.Struct):
     parallel: ParallelConfig
     cache: CacheConfig = CacheConfig()
     device: DeviceConfig = DeviceConfig(device="cpu", dtype="float32", quantization="none", threads=1)
+    lora: None = None
+    checkpoint: dict[str, Any] = {}
+    weights_number: int = 0
 
     def with_layout(self, layout: Layout) -> Config:
         parallel = msgspec.structs.replace(

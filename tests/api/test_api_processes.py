@@ -62,4 +62,4 @@ async def test_half_a_start_is_no_process(apis: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(OSError, match="Too many"):
         await apis._start(0)
     assert started[0].ended == "was killed" and not apis.all
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

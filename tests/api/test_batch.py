@@ -39,7 +39,7 @@ def asked(count: int) -> list[Item]:
 def test_bad_lines_are_named_and_the_others_stand(tmp_path: Path) -> None:
     lines = [
         request("a"), "", "{torn", "[1]", request(""), request(7), request("b", method="GET"),
-        request("c", url="/v1/embeddings"), request("d", body=[1]), request("e", body={"stream": True}), request("f"),
+        request("c", url="/v1/files"), request("d", body=[1]), request("e", body={"stream": True}), request("f"),
     ]  # fmt: skip
     items, digest = read_input(write(tmp_path / "in", *lines))
     assert [item.line for item in items] == [1, *range(3, 12)] and len(digest) == 64

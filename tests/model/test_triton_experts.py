@@ -24,6 +24,7 @@ CASES = [
 ]
 PROGRAM = """
 import json, sys, numpy, torch
+from types import SimpleNamespace
 from torch.nn.functional import silu
 from planaria.kernels.reference_experts import Routing, experts as plain
 from planaria.kernels.triton_experts import BLOCK_M, Table, experts, tiles_of
@@ -49,7 +50,8 @@ for case in json.loads(sys.argv[1]):
     chosen = torch.stack([torch.randperm(case["experts"])[: case["k"]] for _ in range(tokens)])
     parts = torch.rand(tokens, case["k"])
     found = experts(x, chosen, parts, Table.of(weights), held)
-    wanted = plain(x, Routing(chosen, parts), weights, held, gated)
+    pairs = [tuple(SimpleNamespace(weight=each, bias=None) for each in pair) for pair in weights]
+    wanted = plain(x, Routing(chosen, parts), pairs, held, gated)
     gap = float((found - wanted).abs().max())
     assert gap < (1e-5 if dtype is torch.float32 else 3e-3), (case, gap)
     assert wanted.abs().max() > 0.5
