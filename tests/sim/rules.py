@@ -109,8 +109,12 @@ class Rules:
                 return config.parallel.heartbeat_timeout + 4.0
             case "hung":
                 return config.faults.step_timeout + 5.0 if attached else FENCED
-            case _:
-                return FENCED if process.hung else 5.0
+            case _ if process.hung:
+                return FENCED
+            case _:  # answers are heard in order: one who is cut off may owe an earlier one
+                ranks = self.sim.launcher.ranks.values()
+                cut = any(other.harm is not None and other.harm[0] == "cut" for other in ranks)
+                return config.parallel.heartbeat_timeout + 4.0 if cut else 5.0
 
     @staticmethod
     def _is_harmed(process: Process) -> bool:
