@@ -435,8 +435,7 @@ def carry_out(loop: EngineLoop, asked: Sleep | UpdateWeights) -> None:
     if isinstance(asked, Sleep):
         loop.sleeper.ask(asked, why_not(loop))
     else:
-        settle(loop)
-        update_weights(loop, asked, why_not(loop))
+        update_weights(loop, asked, why_not(loop), lambda: settle(loop))
 
 
 def why_not(loop: EngineLoop) -> str:

@@ -255,7 +255,7 @@ class EngineKeeper:
             handle.kill()
 
     def _most_silent(self) -> float | None:
-        return self.engine.most_silent(self.config.faults.step_timeout, bool(self._resizing))
+        return self.engine.most_silent(self.config.faults.step_timeout, bool(self._resizing) or self.wishes.waits)
 
     def _came_up(self, facts: EngineFacts) -> None:
         assert self.handle is not None

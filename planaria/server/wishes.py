@@ -24,6 +24,11 @@ class EngineWishes:
         self.engine, self.level = engine, engine.asleep
         self._sleeps, self._weights = PendingAnswers[Slept](), PendingAnswers[WeightsUpdated]()
 
+    @property
+    def waits(self) -> bool:
+        """Does somebody, for its answer?"""
+        return bool(self._sleeps or self._weights)
+
     async def sleep(self, level: int | None) -> Slept:
         """See wire.Sleep. One that is not up does it when it is."""
         engine, before, self.level = self.engine, self.level, level

@@ -7,12 +7,14 @@ import asyncio
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planaria import LLM, AsyncLLM, SamplingParams
-from planaria.errors import ConfigError, ModelError
+from planaria.errors import ConfigError, ModelError, UserError
 from tests.model import checkpoints
 
 OPTIONS = {
@@ -99,13 +101,24 @@ def test_where_they_cannot_be_had_those_of_before_stay(
 
 def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> None:
     """Tokens that were told stay; the next ones are what the new weights say after them."""
-    engine = AsyncLLM(folders[0], **OPTIONS)
+    engine, go = AsyncLLM(folders[0], **OPTIONS), threading.Event()
+    core = engine._loop.core
+    assert core is not None
+    plan = core.plan
+
+    def no_further(now: float) -> Any:
+        """Until it has the new ones: it could have ended before they come."""
+        begun = any(len(request.output) >= 4 for request in core.snapshot())
+        return None if begun and not go.is_set() else plan(now)
+
+    core.plan = no_further  # type: ignore[method-assign]
 
     async def main() -> tuple[list[int], int]:
         stream, found = aiter(engine.generate(PROMPT, GREEDY)), list[int]()
         while len(found) < 4:
             found += (await anext(stream)).token_ids
         await engine.update_weights(folders[1])
+        go.set()
         async for piece in stream:
             found += piece.token_ids
         with pytest.raises(ModelError):
@@ -121,3 +134,17 @@ def test_streams_go_on_with_them(folders: list[str], told: list[list[int]]) -> N
     with LLM(folders[1], **OPTIONS) as llm:
         rest = SamplingParams(temperature=0, max_tokens=len(found) - same, ignore_eos=True)
         assert llm.generate([PROMPT + found[:same]], rest)[0].outputs[0].token_ids == found[same:]
+
+
+def test_a_rank_that_is_lost_before_it_is_an_answer(folders: list[str], told: list[list[int]]) -> None:
+    """It waits for what is on its way, which comes to nothing: who asked is told, and may ask again."""
+    with LLM(folders[0], **OPTIONS, tensor_parallel_size=2) as llm:
+        assert tokens(llm) == told[0]
+        os.kill(llm._loop.gang.members[1].pid, signal.SIGSTOP)
+        llm._loop.call("resident")  # of which one rank tells nothing
+        os.kill(llm._loop.gang.members[1].pid, signal.SIGKILL)
+        with pytest.raises(UserError, match="ask again"):
+            llm.update_weights(folders[1])
+        assert llm.weights_version == 0 and tokens(llm) == told[0]
+        llm.update_weights(folders[1])
+        assert tokens(llm) == told[1]
