@@ -54,7 +54,11 @@ def _begin(loop: EngineLoop, config: EngineConfig, why: str) -> str:
     except CapacityError as e:  # their digest can't be taken
         return str(e)
     rescope(loop.core, gang.kv.scope)
-    if loop.sleeper.level:
-        return ""  # it has them when it wakes
     failed = loop.epochs.begin_next(loop.core, Wish(gang.layout, why, "weights"))
-    return failed.message if failed is not None else ""
+    if failed is not None:
+        return failed.message
+    try:
+        loop.sleeper.again()  # that they can be had is known before it wakes
+    except WorkersLost as e:
+        loop.begin_next(e)
+    return ""

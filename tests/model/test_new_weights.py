@@ -92,9 +92,13 @@ def test_where_they_cannot_be_had_those_of_before_stay(
         size = os.path.getsize(torn / "model.safetensors")
         asked = llm._weights(torn)  # what is wrong shows to who reads it
         os.truncate(torn / "model.safetensors", size // 2)
-        answer = llm._ask(asked, llm._loop.handle).result()
-        assert answer.error and llm.weights_version == 0, answer
-        assert tokens(llm) == told[0]
+        for level in (None, 2):
+            if level is not None:
+                llm.sleep(level)
+            answer = llm._ask(asked, llm._loop.handle).result()
+            assert answer.error and llm.weights_version == 0 and llm.is_sleeping == (level is not None), answer
+            llm.wake_up()
+            assert tokens(llm) == told[0]
         llm.update_weights(folders[1])
         assert tokens(llm) == told[1]
 
