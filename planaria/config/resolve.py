@@ -182,6 +182,19 @@ def _lora(options: EngineOptions) -> LoRAConfig | None:
     return LoRAConfig(max_loras=options.max_loras, max_lora_rank=options.max_lora_rank, max_cpu_loras=most)
 
 
+def _cache(options: EngineOptions, parallel: ParallelConfig, device: str, memory: int | None) -> CacheConfig:
+    """memory: bytes, None: what there is. Raises ConfigError."""
+    if options.kv_transfer_config is not None:
+        _check_store("--kv-transfer-config", options.kv_transfer_config, options, device)
+    transfer = transfer_config(options, parallel)
+    own = {
+        "memory": memory, "transfer": transfer, "kv_offloading": _offloading(options, device),
+        "kv_tier": _tier(options, device) or (transfer and transfer.folder),
+        "block_size": options.block_size * parallel.decode_context_parallel_size,
+    }  # fmt: skip
+    return CacheConfig(**{**picked(CacheConfig, options), **own})
+
+
 def step_tokens(options: EngineOptions, device: str) -> int:
     """Of a step at most."""
     return options.max_num_batched_tokens or max(STEP_TOKENS[device], options.max_num_seqs)
@@ -228,9 +241,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
             check_module("--sd-worker-cls", parallel.sd_worker_cls)
     if parallel.over_nodes:
         deployment_secret(parallel)
-    memory = None
-    if options.kv_cache_memory is not None:
-        memory = parse_bytes(options.kv_cache_memory, "--kv-cache-memory")
+    given = options.kv_cache_memory
+    memory = None if given is None else parse_bytes(given, "--kv-cache-memory")
 
     hub = Hub(options.revision, options.download_dir)
     checkpoint = resolve_checkpoint(options.model, hub)
@@ -262,9 +274,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
     check_torch(device, parallel, machine)
     libraries = None if uses_ray(parallel, machine) else machine.libraries
     parallel, more = resolve_experts(parallel, options, device_name, expert_shapes(model, device.dtype), libraries)
-    if options.kv_transfer_config is not None:
-        _check_store("--kv-transfer-config", options.kv_transfer_config, options, device_name)
-    transfer = transfer_config(options, parallel)
     for level, line in notes + more:
         logger.log(level, line)
     return EngineConfig(
@@ -284,16 +293,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             max_logit_rows=options.max_num_seqs
             + (LOGIT_ROWS if model.has_logits else step_tokens(options, device_name)),
         ),
-        cache=CacheConfig(
-            **{
-                **picked(CacheConfig, options),
-                "memory": memory,
-                "kv_tier": _tier(options, device_name) or (transfer and transfer.folder),
-                "kv_offloading": _offloading(options, device_name),
-                "block_size": options.block_size * parallel.decode_context_parallel_size,
-                "transfer": transfer,
-            }
-        ),  # fmt: skip
+        cache=_cache(options, parallel, device_name, memory),
         device=device,
         parallel=parallel,
         faults=_faults(options, parallel),
