@@ -34,7 +34,7 @@ def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False, given: 
     configuration: it begins with fewer ranks where some of the devices are gone. given: memory, of somebody who lives
     longer; else its ranks share what is of this process, unless they are this process."""
     loop = _make_loop(config, emit, again=again)
-    if config.device.device != "cpu" or config.null_worker:
+    if not config.device.platform.on_host or config.null_worker:
         return loop
     gang, given = loop.gang, given or Memories()
     gang.weights = given.weights
@@ -118,7 +118,7 @@ def run_agent(config: EngineConfig) -> int:
 
     def memories(theirs: EngineConfig) -> Memories:
         index = theirs.parallel.data_parallel_index
-        if theirs.device.device != "cpu":
+        if not theirs.device.platform.on_host:
             return Memories()
         if index not in kept:
             kept[index] = KVMemory.make()

@@ -11,6 +11,7 @@ import msgspec
 
 from planaria.errors import ConfigError
 from planaria.topology.outer import OuterLauncher
+from planaria.topology.platforms import Platform
 
 
 def cache_dir() -> Path:
@@ -61,17 +62,18 @@ def _number(name: str, least: int) -> int | None:
     return int(text)
 
 
-def visible_cuda_devices() -> list[str] | None:
-    """$CUDA_VISIBLE_DEVICES as a list; None where it isn't set."""
-    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+def visible(platform: Platform) -> list[str] | None:
+    """The devices that this process may see, as the first of the platform's masks that is set lists them; None where
+    none is."""
+    text = next((os.environ[mask] for mask in platform.masks if mask in os.environ), None)
     if text is None:
         return None
     return [part for part in text.split(",") if part.strip() not in ("", "-1")]
 
 
-def visible_devices(ids: Sequence[int]) -> dict[str, str]:
-    """What a process must have in its environment to see these CUDA devices only; nothing for none."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))} if ids else {}
+def visible_devices(platform: Platform, ids: Sequence[int]) -> dict[str, str]:
+    """What a process must have in its environment to see these devices only; nothing for none."""
+    return {platform.masks[0]: ",".join(map(str, ids))} if ids and platform.masks else {}
 
 
 def outer_launcher() -> OuterLauncher | None:

@@ -16,7 +16,7 @@ import typer
 from planaria.cli.look import write_json
 from planaria.cli.options import engine_options
 from planaria.config.experts import expert_map
-from planaria.config.machine import Machine, accelerator_ids, cuda_available, look, usable_cores
+from planaria.config.machine import Machine, accelerator_ids, look, served, usable_cores, usable_platform
 from planaria.config.options import EngineOptions, ParallelConfig
 from planaria.config.parallel import resolve_parallel
 from planaria.config.sizes import parse_bytes, parse_tokens
@@ -26,6 +26,7 @@ from planaria.models.deal import deal
 from planaria.models.memory import RankMemory, mib, rank_memory
 from planaria.topology import Cluster, Device, DoesNotFit, Infeasible, Layout, Node, Packing, pack, place
 from planaria.topology.layout import Coords
+from planaria.topology.platforms import CPU, CUDA, PLATFORMS
 from planaria.topology.table import CameUp, TableRow, differences, lines, remarks, rows, said
 
 PACKED = {"q8_0": 34 / 32, "q4_1": 20 / 32}  # bytes of a weight
@@ -70,7 +71,7 @@ class PlanCase(msgspec.Struct, frozen=True):
     given: Packing | None = None
     notes: tuple[str, ...] = ()
     demand: Demand | None = None  # of memory, where a model is named
-    device: str = "cuda"
+    device: str = CUDA.name
 
     @property
     def layout(self) -> Layout:
@@ -170,7 +171,7 @@ def _from_file(options: EngineOptions, path: Path) -> PlanCase:
     if asked not in (None, "ray"):
         rule = f"is placed on by Ray, and the executor is {asked}"
         raise ConfigError("--cluster", path, rule, "leave --distributed-executor-backend out, or use ray")
-    parallel = _parallel(_on_ray(options), Machine(cores=ANY, accelerators=ANY, ray_installed=True), "cuda")[0]
+    parallel = _parallel(_on_ray(options), Machine(cores=ANY, accelerators=ANY, ray_installed=True), CUDA.name)[0]
     cluster = read_cluster(path).headed_by(parallel.data_parallel_address)
     return PlanCase(parallel, cluster, str(path), _strategy(_on_ray(options)))
 
@@ -178,7 +179,7 @@ def _from_file(options: EngineOptions, path: Path) -> PlanCase:
 def _from_here(options: EngineOptions) -> PlanCase:
     """The Ray cluster that runs, unless ranks are to be started without Ray; else this machine."""
     machine = msgspec.structs.replace(look(options.distributed_executor_backend), accelerators=ANY)
-    device = "cuda" if options.device == "cuda" or (options.device == "auto" and cuda_available()) else "cpu"
+    device = usable_platform().name if options.device == "auto" else served(options.device).name
     mine = options.distributed_executor_backend not in (None, "ray") or options.nnodes > 1
     if not mine and machine.ray_installed:
         question = _from_ray(options, machine, device)
@@ -204,12 +205,12 @@ def _this_machine(parallel: ParallelConfig, device: str) -> Cluster:
     """One node. Without accelerators there is a slot for every rank."""
     from planaria.node import available_memory, node_name
 
-    if device == "cuda":
-        devices = [Device(id, "cuda") for id in accelerator_ids()]
+    if not PLATFORMS[device].on_host:
+        devices = [Device(id, device) for id in accelerator_ids()]
     else:
         ranks = parallel.world_size * len(parallel.replicas)
         share = available_memory() // ranks
-        devices = [Device(id, "cpu", share) for id in range(max(ranks, usable_cores()))]
+        devices = [Device(id, CPU.name, share) for id in range(max(ranks, usable_cores()))]
     return Cluster((Node(node_name(), tuple(devices), ("127.0.0.1",)),), node_name())
 
 
@@ -309,7 +310,7 @@ class Planned:
 
     def __init__(self, parallel: ParallelConfig, device: str) -> None:
         self.parallel, self.device = parallel, device
-        self.numbered = device != "cpu"  # devices of ranks mean something
+        self.numbered = not PLATFORMS[device].on_host  # devices of ranks mean something
         question, packing, self.table = self._answer(parallel)
         self.text = said(question.source, packing, question.cluster, parallel.replicas.start)
 

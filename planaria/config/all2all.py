@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from planaria.errors import ConfigError
+from planaria.topology.platforms import CUDA
 
 DEFAULT = "allgather_reducescatter"
 PLAIN, ADAPTERS = "planaria.mesh.all2all.plain", "planaria.mesh.all2all.adapters"
@@ -67,7 +68,7 @@ def check_library(name: str, device: str, libraries: tuple[str, ...] | None) -> 
     way = EXCHANGES[name]
     if not way.library or libraries is None:
         return
-    if device != "cuda":
+    if device != CUDA.name:
         _refuse(name, f"is for CUDA devices, and the device is {device}")
     if way.library not in libraries:
         _refuse(name, f"needs the package {way.library}, which isn't installed", f"install {way.package}")

@@ -6,12 +6,13 @@ import msgspec
 
 from planaria.config.options import EngineOptions
 from planaria.errors import ConfigError
+from planaria.topology.platforms import PLATFORMS
 
 PREFILL, DECODE = "--prefill-engines", "--decode-engines"
 
 
 def of_two_kinds(options: EngineOptions, device: str) -> EngineOptions:
-    """As so many engines in all. device: "cpu" or "cuda". Raises ConfigError."""
+    """As so many engines in all. device: a platform's name. Raises ConfigError."""
     prefill, decode = options.prefill_engines, options.decode_engines
     if not prefill and not decode:
         return options
@@ -41,6 +42,6 @@ def of_two_kinds(options: EngineOptions, device: str) -> EngineOptions:
         raise refuse("is for engines of one server, not behind an outside balancer", "leave the balancer's options out")
     if not options.enable_prefix_caching:
         raise refuse("finds KV by its prefix, which --no-enable-prefix-caching turns off", "leave that out")
-    if device != "cpu" or options.null_worker:
+    if not PLATFORMS[device].on_host or options.null_worker:
         raise refuse("is for KV in the memory of a CPU", "use -dp")
     return msgspec.structs.replace(options, data_parallel_size=prefill + decode)

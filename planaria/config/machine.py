@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from planaria.config.all2all import LIBRARIES
-from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel, visible_cuda_devices
+from planaria.env import SpmdDataParallel, outer_launcher, spmd_data_parallel, visible
 from planaria.errors import ConfigError
 from planaria.topology.outer import OuterLauncher
+from planaria.topology.platforms import CPU, PLATFORMS, SERVED, Platform
 
 LINKS = ("queue", "direct")  # messages to processes anywhere, or calls to `ranks` that the launcher holds itself
 
@@ -46,33 +47,60 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cuda_available() -> bool:
-    """Is there a CUDA device, and a torch built for it?"""
-    spec = importlib.util.find_spec("torch")
+def present_platform() -> Platform:
+    """The kind of accelerators that this machine has; CPU where it has none."""
+    return next((each for each in SERVED if _present(each)), CPU)
+
+
+def usable_platform() -> Platform:
+    """The same, where this process may use one and torch is built for it."""
+    found, spec = present_platform(), importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations or not num_accelerators():
-        return False
+        return CPU
     version = Path(spec.submodule_search_locations[0]) / "version.py"
-    return re.search(r"^cuda\b.*=\s*['\"]", version.read_text(), re.MULTILINE) is not None
+    built = re.search(rf"^{found.build}\b.*=\s*['\"]", version.read_text(), re.MULTILINE)
+    return found if built is not None else CPU
+
+
+def served(name: str) -> Platform:
+    """The platform of this name. Raises ConfigError where ranks don't compute on such devices."""
+    if why := PLATFORMS[name].refusal:
+        raise ConfigError("--device", name, why, f"use --device {' or '.join(each.name for each in SERVED)}")
+    return PLATFORMS[name]
+
+
+def _present(platform: Platform) -> int:
+    """How many devices of it this machine has."""
+    return sum(map(_is_device, glob.glob(platform.files))) if platform.files else 0
+
+
+def _is_device(path: str) -> bool:
+    if not path.endswith("gpu_id"):
+        return True
+    try:
+        return Path(path).read_text().strip() not in ("", "0")
+    except OSError:  # it is there, and not ours
+        return False
 
 
 def torch_installed() -> bool:
-    """Computing needs it on CUDA and for the plain kernels only, and groups of ranks that share no memory."""
+    """Computing needs it on accelerators and for the plain kernels only, and groups of ranks that share no memory."""
     return importlib.util.find_spec("torch") is not None
 
 
 def num_accelerators() -> int:
-    """CUDA devices this process may use."""
-    present = len(glob.glob("/dev/nvidia[0-9]*"))
-    visible = visible_cuda_devices()
-    return present if visible is None else min(present, len(visible))
+    """That this process may use."""
+    platform = present_platform()
+    present, seen = _present(platform), visible(platform)
+    return present if seen is None else min(present, len(seen))
 
 
 def accelerator_ids() -> list[int]:
-    """Of the CUDA devices this process may use: as $CUDA_VISIBLE_DEVICES numbers them, or their positions there."""
-    visible = visible_cuda_devices()
-    if visible is None or not all(part.isdigit() for part in visible):
+    """Of the accelerators this process may use: as the platform's mask numbers them, or their positions there."""
+    seen = visible(present_platform())
+    if seen is None or not all(part.isdigit() for part in seen):
         return list(range(num_accelerators()))
-    return [int(part) for part in visible]
+    return [int(part) for part in seen]
 
 
 def in_placement_group() -> bool:

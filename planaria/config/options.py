@@ -16,6 +16,7 @@ from planaria.topology.experts import STRATEGIES as EXPERT_STRATEGIES
 from planaria.topology.layout import Layout
 from planaria.topology.outer import OuterLauncher
 from planaria.topology.packing import STRATEGIES as PACK_STRATEGIES
+from planaria.topology.platforms import PLATFORMS, Platform
 from planaria.topology.stripes import context_size
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -277,7 +278,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             hashed=True,
         ),
     ] = "auto"
-    device: Annotated[str, option("auto, cpu or cuda.", choices=("auto", "cpu", "cuda"), hashed=True)] = "auto"
+    device: Annotated[str, option("auto, cpu, cuda or rocm.", choices=("auto", *PLATFORMS), hashed=True)] = "auto"
     threads: Annotated[
         int | None, option("CPU threads; default: the cores this process may use.", least=1, hashed=False)
     ] = None
@@ -566,7 +567,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    device: str  # cpu | cuda
+    device: str  # a platform's name
     dtype: str  # float32 | bfloat16
     quantization: str
     threads: int  # of a rank
@@ -578,6 +579,10 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "native"
     gpu_memory_utilization: Annotated[float, UNHASHED] = 0.92
     batch_invariant: bool = False  # promised: a request's numbers depend on nothing but the request
+
+    @property
+    def platform(self) -> Platform:
+        return PLATFORMS[self.device]
 
 
 class EPLBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

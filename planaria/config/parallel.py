@@ -20,6 +20,7 @@ from planaria.config.options import EngineOptions, ParallelConfig
 from planaria.env import SpmdDataParallel
 from planaria.errors import ConfigError
 from planaria.topology.outer import OuterLauncher
+from planaria.topology.platforms import PLATFORMS
 
 BACKENDS = ("uni", "mp", "ray", "external_launcher")
 
@@ -32,7 +33,7 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[ParallelConfig, list[Note]]:
-    """device: "cpu" or "cuda". Raises ConfigError."""
+    """device: a platform's name. Raises ConfigError."""
     check(options)
     options = on_nodes(options)
     _numbers(options)
@@ -174,7 +175,7 @@ def steps_in_flight(config: ParallelConfig, ahead: bool | None, device: str) -> 
     ahead: --async-scheduling; None: yes, except where the rank would compute with the very cores that plan.
     """
     if ahead is None:
-        ahead = device != "cpu" or config.distributed_executor_backend not in ("uni", "external_launcher")
+        ahead = not PLATFORMS[device].on_host or config.distributed_executor_backend not in ("uni", "external_launcher")
     return max(config.pipeline_parallel_size, 2 if ahead else 1)
 
 
@@ -321,7 +322,8 @@ def _groups(config: ParallelConfig) -> None:
 def _enough(config: ParallelConfig, machine: Machine, device: str) -> None:
     """One accelerator a rank, where ranks are started here."""
     ranks = ranks_here(config)
-    if device == "cpu" or ranks <= machine.accelerators or uses_ray(config, machine) or machine.launcher is not None:
+    on_host = PLATFORMS[device].on_host
+    if on_host or ranks <= machine.accelerators or uses_ray(config, machine) or machine.launcher is not None:
         return
     dp = config.data_parallel_size_local or 1
     degrees = _degrees(config) + (f" with {dp} engines" if dp > 1 else "")
@@ -385,7 +387,7 @@ def _refuse_synchronization(config: ParallelConfig, options: EngineOptions) -> N
 
 def _crowded(config: ParallelConfig, machine: Machine, device: str) -> list[Note]:
     ranks = ranks_here(config)
-    if device != "cpu" or uses_ray(config, machine) or ranks <= machine.cores:
+    if not PLATFORMS[device].on_host or uses_ray(config, machine) or ranks <= machine.cores:
         return []
     line = f"{ranks} ranks share {machine.cores} cores: they take turns, so every step takes longer"
     return [(logging.WARNING, line)]
@@ -393,7 +395,7 @@ def _crowded(config: ParallelConfig, machine: Machine, device: str) -> list[Note
 
 def _all_reduce(config: ParallelConfig, device: str, notes: list[Note]) -> tuple[ParallelConfig, list[Note]]:
     """The fast collective is for CPUs, inside a node."""
-    if device != "cpu":
+    if not PLATFORMS[device].on_host:
         why = f"there is no fast collective for {device}"
     elif config.local_world_size % config.tensor_parallel_size:
         why = "tensor groups span nodes"

@@ -17,12 +17,13 @@ from planaria.config.kinds import of_two_kinds
 from planaria.config.machine import (
     Machine,
     check_module,
-    cuda_available,
     look,
-    num_accelerators,
     own_folder,
+    present_platform,
+    served,
     torch_installed,
     usable_cores,
+    usable_platform,
 )
 from planaria.config.options import (
     CacheConfig,
@@ -50,12 +51,10 @@ from planaria.models.config import ModelConfig
 from planaria.models.deal import deal
 from planaria.models.fields import MOST
 from planaria.node import available_memory
+from planaria.topology.platforms import CPU, PLATFORMS
 
 logger = logging.getLogger("planaria.config")
 
-# A step's most tokens where nobody says: on a CPU the matrix rate is reached with few rows, and who streams waits for
-# the longest step; a GPU wants more.
-STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 TIER_SIZE = "10GiB"
 GIB = 1 << 30
 LOGIT_ROWS = 256  # beyond one per row: positions of prompt logprobs in one step
@@ -67,17 +66,21 @@ WITH_TORCH, WITH_CUDA = (f'pip install "planaria[{extra}]"' for extra in ("torch
 
 def _device_name(asked: str, used: bool) -> str:
     """used: by ranks of this node."""
-    if asked == "cpu":
-        return "cpu"
-    cuda, lacking = cuda_available(), num_accelerators() > 0 and not torch_installed()
-    if asked == "cuda" and not cuda and used:
-        if lacking:
-            raise ConfigError("--device", "cuda", NO_TORCH, f"{WITH_CUDA}, or use --device cpu")
-        raise ConfigError("--device", "cuda", "no CUDA device is visible to torch", "use --device cpu")
-    if asked == "auto" and lacking and used:
-        logger.warning("the CUDA devices here are not used, for %s: %s (--device cpu says that it is meant)",
-                       NO_TORCH, WITH_CUDA)  # fmt: skip
-    return "cuda" if cuda or asked == "cuda" else "cpu"
+    if asked == CPU.name:
+        return asked
+    there, found = present_platform(), usable_platform()
+    lacking = there is not CPU and not torch_installed()
+    if asked == "auto":
+        if lacking and used:
+            logger.warning("the %ss here are not used, for %s: %s (--device cpu says that it is meant)",
+                           there.title, NO_TORCH, WITH_CUDA)  # fmt: skip
+        return found.name
+    rule = f"no {served(asked).title} is visible to torch"
+    if asked != found.name and used:
+        if lacking and asked == there.name:
+            raise ConfigError("--device", asked, NO_TORCH, f"{WITH_CUDA}, or use --device cpu")
+        raise ConfigError("--device", asked, rule, f"use --device {found.name}")
+    return asked
 
 
 def check_torch(device: DeviceConfig, parallel: ParallelConfig, machine: Machine) -> None:
@@ -95,16 +98,16 @@ def check_torch(device: DeviceConfig, parallel: ParallelConfig, machine: Machine
 
 
 def device_config(options: EngineOptions, device: str, checkpoint_dtype: str, packed: bool, ranks: int) -> DeviceConfig:
-    dtype = options.dtype
+    on_host, dtype = PLATFORMS[device].on_host, options.dtype
     if dtype == "auto":
         dtype = "float32" if checkpoint_dtype == "float32" and not packed else "bfloat16"
     quantization = options.quantization
     if quantization == "auto":
         quantization = "keep" if packed and dtype == "bfloat16" else "none"
-    if options.kernels == "native" and device != "cpu":
+    if options.kernels == "native" and not on_host:
         raise ConfigError("--kernels", "native", f"are for the CPU, and the device is {device}", "use --kernels torch")
-    if options.batch_invariant and (device != "cpu" or options.kernels == "torch"):
-        what = f"--kernels {options.kernels}" if device == "cpu" else f"--device {device}"
+    if options.batch_invariant and (not on_host or options.kernels == "torch"):
+        what = f"--kernels {options.kernels}" if on_host else f"--device {device}"
         raise ConfigError(
             "--batch-invariant", True, f"only this package's CPU kernels sum in an order of their own, not {what}",
             "use --device cpu --kernels native",
@@ -114,7 +117,7 @@ def device_config(options: EngineOptions, device: str, checkpoint_dtype: str, pa
         threads=options.threads or max(1, usable_cores() // ranks), auto_threads=options.threads is None,
         batch_invariant=options.batch_invariant,
         gpu_memory_utilization=options.gpu_memory_utilization or 0.92,
-        kernels="torch" if device != "cpu" or options.kernels == "torch" else "native",
+        kernels="torch" if not on_host or options.kernels == "torch" else "native",
     )  # fmt: skip
 
 
@@ -134,7 +137,7 @@ def _check_store(flag: str, value: object, options: EngineOptions, device: str) 
     why = None
     if not options.enable_prefix_caching:
         why = "is found by the prefix cache, which --no-enable-prefix-caching turns off"
-    elif device != "cpu" or options.null_worker:
+    elif not PLATFORMS[device].on_host or options.null_worker:
         why = "is for KV in the memory of a CPU"
     elif options.distributed_executor_backend == "external_launcher":
         why = "is for ranks that Planaria starts"
@@ -197,7 +200,7 @@ def _cache(options: EngineOptions, parallel: ParallelConfig, device: str, memory
 
 def step_tokens(options: EngineOptions, device: str) -> int:
     """Of a step at most."""
-    return options.max_num_batched_tokens or max(STEP_TOKENS[device], options.max_num_seqs)
+    return options.max_num_batched_tokens or max(PLATFORMS[device].step_tokens, options.max_num_seqs)
 
 
 def _model(
@@ -228,7 +231,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     options = of_two_kinds(options, device_name)
     if line := variables(environment()):
         logger.warning(line)
-    if options.gpu_memory_utilization is not None and device_name == "cpu":
+    if options.gpu_memory_utilization is not None and PLATFORMS[device_name].on_host:
         logger.warning("--gpu-memory-utilization has no effect without a GPU: --kv-cache-memory says what KV takes")
     machine = look(options.distributed_executor_backend)
     parallel, notes = resolve_parallel(options, machine, device_name)
@@ -283,7 +286,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=step_tokens(options, device_name),
-            auto_batched_tokens=options.max_num_batched_tokens is None and device_name == "cpu",
+            auto_batched_tokens=options.max_num_batched_tokens is None and device.platform.on_host,
             max_model_len=max_model_len,
             auto_model_len=str(options.max_model_len) in AUTO,
             policy=options.policy,

@@ -212,7 +212,7 @@ class Gang:
 
     def _memory(self) -> Memory:
         """What ranks take KV from: their node's memory, or their accelerator's own."""
-        cpu = self.config.device.device == "cpu"
+        cpu = self.config.device.platform.on_host
         owners = [(place.home, () if cpu else place.devices) for place in self.places]
         ranks_at, sharers = Counter(owners), self.config.device.sharers
         before = self.kv_bytes.get(self.layout, 0) if self.came_up else None

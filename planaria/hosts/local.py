@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from planaria.config.machine import accelerator_ids, usable_cores
+from planaria.config.machine import accelerator_ids, present_platform, usable_cores
 from planaria.env import environment, visible_devices
 from planaria.hosts.child import framed
 from planaria.hosts.forkserver import ForkServer, server_of
@@ -107,7 +107,7 @@ def _with_pipes(
     hear, tells = os.pipe()
     process: _Process | None = None
     try:
-        process = begin(entry, {**environment(), **visible_devices(entry.visible)}, hear, says, fds)
+        process = begin(entry, {**environment(), **visible_devices(present_platform(), entry.visible)}, hear, says, fds)
         at = Place(-1, place.home, place.node, place.address, process.pid, place.cores, place.devices)
         return LocalChild(slot, at, process, tells, hears, news)
     except BaseException:

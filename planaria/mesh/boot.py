@@ -86,7 +86,7 @@ class Opening:
 
 def open_mesh(
     rank: int, layout: Layout, epoch: int, members: Sequence[Hello], *, fast: bool,
-    shared: Callable[[], Callable[..., Comm]], lanes: int = 1, crowded: bool = False, cuda: bool = False,
+    shared: Callable[[], Callable[..., Comm]], lanes: int = 1, crowded: bool = False, on_devices: bool = False,
     deadline: float = DEADLINE, opening: Opening | None = None, experts: bool = False, micro_batches: int = 1,
 ) -> Mesh:  # fmt: skip
     """Meet the other ranks. fast: use shared memory where it can be. shared: gives what makes a group there (a
@@ -100,7 +100,7 @@ def open_mesh(
             return Solo(rank)
         own, first = members[rank], members[ranks[0]]
         place = ranks.index(rank)
-        if fast and not cuda and axis in first.segments and all(members[r].home == own.home for r in ranks):
+        if fast and not on_devices and axis in first.segments and all(members[r].home == own.home for r in ranks):
             fd = Shared(first.pid, *first.segments[axis]).open()
             try:
                 make = shared()
@@ -117,7 +117,7 @@ def open_mesh(
         from planaria.mesh import nccl
         from planaria.mesh.gloo import IN_FLIGHT, GlooComm, join_store, leave_store
 
-        kind = nccl.NcclComm if cuda and nccl.available() else GlooComm
+        kind = nccl.NcclComm if on_devices and nccl.available() else GlooComm
         met = join_store(*store, deadline=deadline)
         with opening.waiting(lambda: leave_store(met)):
             return kind(

@@ -100,7 +100,7 @@ class Fleet:
             make = functools.partial(EngineProcess, host=self.local)
         self.config, self.on_progress, self.make, self.hosts = config, on_progress, make, hosts
         self.shared_in, self.names = shared_in, names
-        self.weights = weights or (WeightsMemory.make() if config.device.device == "cpu" else None)
+        self.weights = weights or (WeightsMemory.make() if config.device.platform.on_host else None)
         self.dispatcher = Dispatcher(config.cache.enable_prefix_caching, self, LoraRegistry.of(config))
         self.mover: Mover = self.dispatcher
         self.members: dict[int, EngineKeeper] = {}  # by number
@@ -120,7 +120,7 @@ class Fleet:
     def add(self, index: int, size: int) -> EngineKeeper:
         """Another engine, one of `size`, not yet started. It gets work once it is up and was admitted."""
         here = self.config.parallel.distributed_executor_backend in ("uni", "mp")  # else ranks are placed by others
-        accelerators = accelerator_ids() if here and self.config.device.device == "cuda" else []
+        accelerators = accelerator_ids() if here and not self.config.device.platform.on_host else []
         config = engine_config(self.config, index, size, accelerators)
         keeper = EngineKeeper(config, self._news(index), self.make, self.shared_in, self.weights, self.names)
         keeper.on_recovery = lambda message: self.dispatcher.on_recovery(message)

@@ -194,7 +194,7 @@ class Resizer:
             return Room(len(groups), "--placement-group names a group for each")
         if config.parallel.distributed_executor_backend not in ("uni", "mp") or self.fleet.hosts is not None:
             return None
-        if config.device.device == "cuda":
+        if not config.device.platform.on_host:
             devices = len(accelerator_ids())
             return Room(devices // ranks, f"each needs {ranks} accelerators, and there are {devices}")
         if facts is None:

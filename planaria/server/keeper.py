@@ -130,7 +130,7 @@ class EngineKeeper:
     def _another(self) -> EngineHandle:
         self.handle = self.engine.connection = handle = self.make(self.config, self.engine.hear)
         handle.again, handle.shared_in = self.engine.facts is not None, self.shared_in or self.names
-        if handle.shares_memory and self.memory is None and self.config.device.device == "cpu":
+        if handle.shares_memory and self.memory is None and self.config.device.platform.on_host:
             self.memory = KVMemory.make()
         handle.memory, handle.weights = self.memory, self.weights
         return handle

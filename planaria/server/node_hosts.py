@@ -84,7 +84,7 @@ class NodeHosts:
         """See planaria.server.placed.Plan."""
         names = {"0": node_name()} | {str(peer.number): peer.here.node for peer in self.peers.here() if peer.here}
         own = [row._replace(node=names.get(row.node, row.node)) for row in self._table if row.dp == engine]
-        return differences(own, places, numbered=self.config.device.device != "cpu")
+        return differences(own, places, numbered=not self.config.device.platform.on_host)
 
     # -- engines
 
@@ -125,7 +125,8 @@ class NodeHosts:
     ) -> NodeChild:  # fmt: skip
         """An engine, or a node's part of one, in its own seat there. keys: who may come to it. Raises OSError."""
         seat, ranks, here = self.nodes.seat(engine), config.parallel.local_world_size, peer.here
-        devices = here.accelerators[seat * ranks : (seat + 1) * ranks] if here and config.device.device != "cpu" else ()
+        own = here.accelerators if here and not config.device.platform.on_host else ()
+        devices = own[seat * ranks : (seat + 1) * ranks]
         config = msgspec.structs.replace(config, device=msgspec.structs.replace(config.device, devices=devices))
         boot = msgspec.msgpack.encode(config if keys is None else (config, keys))
         return self.peers.spawn(peer, (str(peer.number), seat), Program(module, tuple(args), devices), boot, news)

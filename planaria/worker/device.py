@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from planaria.config.options import EngineConfig
-from planaria.env import cache_dir, visible_cuda_devices
+from planaria.env import cache_dir, visible
 from planaria.errors import ModelError
 from planaria.node import available_memory
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from planaria.worker.stage import Stage
 
 
-def own_device(devices: Sequence[int], visible: Sequence[str] | None) -> int:
+def own_device(devices: Sequence[int], seen: Sequence[str] | None) -> int:
     """Index of this rank's accelerator among those its process may see; the first where none was dealt to it."""
     if not devices:
         return 0
     mine = str(devices[0])
-    return list(visible).index(mine) if visible is not None and mine in visible else devices[0]
+    return list(seen).index(mine) if seen is not None and mine in seen else devices[0]
 
 
 def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
@@ -39,14 +39,14 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
         return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels")
     from planaria.kernels.reference import TorchOps
 
-    return TorchOps(device.device, device.dtype)
+    return TorchOps(device.platform.torch, device.dtype)
 
 
 def make_sampler(config: EngineConfig, threads: int) -> Sampler:
     """What draws tokens of the configured device's logits."""
     rows, vocab_size = config.scheduler.max_num_seqs, config.model.vocab_size
     constraints = make_constraints(config, threads)
-    if config.device.device == "cpu":
+    if config.device.platform.on_host:
         from planaria.worker.sampler import Sampler
 
         return Sampler(rows, vocab_size, cache_dir() / "numba", threads=threads, constraints=constraints)
@@ -68,12 +68,12 @@ def make_constraints(config: EngineConfig, threads: int) -> Constraints:
             raise ModelError("the model has no tokenizer, which structured outputs need")
         return vocabulary_of(folder, size, eos_id)
 
-    return Constraints(size, vocabulary, threads, ahead=config.device.device != "cpu")
+    return Constraints(size, vocabulary, threads, ahead=not config.device.platform.on_host)
 
 
 def make_stage(config: EngineConfig, batch: Batch, forward: Callable[[], Array], mesh: Mesh, width: int) -> Stage:
     """This rank's place in a step. width: see Stage."""
-    if config.device.device == "cpu":
+    if config.device.platform.on_host:
         from planaria.worker.stage import Stage
 
         return Stage(batch, forward, mesh, config.model.hidden_size, width)
@@ -90,8 +90,8 @@ def take_thread(config: EngineConfig, threads: int, devices: Sequence[int]) -> N
     import torch
 
     torch.set_num_threads(threads)
-    if config.device.device == "cuda":
-        torch.cuda.set_device(own_device(devices, visible_cuda_devices()))
+    if not config.device.platform.on_host:
+        torch.cuda.set_device(own_device(devices, visible(config.device.platform)))
 
 
 def shared_memory(config: EngineConfig) -> Callable[..., Comm]:
@@ -104,7 +104,7 @@ def shared_memory(config: EngineConfig) -> Callable[..., Comm]:
 
 def available_bytes(config: EngineConfig) -> int:
     """Memory that KV could take on this rank's device, in bytes."""
-    if config.device.device == "cuda":
+    if not config.device.platform.on_host:
         import torch
 
         torch.cuda.empty_cache()  # what torch keeps for later is free, too

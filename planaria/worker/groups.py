@@ -55,7 +55,7 @@ class Groups:
     def _shares_memory(self) -> bool:
         """Where the nodes allow it."""
         config = self.boot.config
-        return config.device.device == "cpu" and not config.parallel.disable_custom_all_reduce
+        return config.device.platform.on_host and not config.parallel.disable_custom_all_reduce
 
     def bring(self, command: Join, held: tuple[tuple[int, tuple[int, ...]], ...], kv: int) -> Hello:
         """Have left the groups of before; say what this rank brings to the new ones. held, kv: see Hello."""
@@ -87,7 +87,7 @@ class Groups:
         self.mesh = open_mesh(
             boot.rank, command.layout, command.epoch, command.members, fast=self._shares_memory,
             shared=lambda: shared_memory(config), lanes=boot.lanes, crowded=boot.crowded,
-            cuda=config.device.device == "cuda", deadline=command.deadline, opening=self._opening,
+            on_devices=not config.device.platform.on_host, deadline=command.deadline, opening=self._opening,
             experts=self.whole_experts, micro_batches=self._num_micro_batches,
         )  # fmt: skip
         self._opening.check()

@@ -66,7 +66,7 @@ class RankKV:
         if self.memory is not None:
             self.memory.close()
         self.memory, self.made = None, None
-        if shared is not None and boot.config.device.device == "cpu":
+        if shared is not None and boot.config.device.platform.on_host:
             try:
                 self.memory = KVMemory.of(shared)
                 self.memory.compute()

@@ -172,10 +172,10 @@ class MicroBatches:
 
 def make_forward(
     ops: Compiles, forward: Callable[[Operations], Act], batch: Batch, mesh: Mesh, exchanges: Sequence[All2All],
-    parallel: ParallelConfig, enter_thread: Callable[[], Any], *, cuda: bool,
+    parallel: ParallelConfig, enter_thread: Callable[[], Any], *, queues: bool,
 ) -> tuple[Callable[[], Array], MicroBatches | None]:  # fmt: skip
     """The forward pass of a worker, and who does it where there is a way of exchange for each of several
-    micro-batches."""
+    micro-batches. queues: does a thread only queue what a device does?"""
     if len(exchanges) < 2:
         return ops.compile(forward, batch), None
 
@@ -183,7 +183,7 @@ def make_forward(
         return parallel.splits(tokens, prefill=prefill)
 
     streams = None
-    if cuda:
+    if queues:
         from planaria.worker.streams import Streams
 
         streams = Streams(len(exchanges))

@@ -160,7 +160,7 @@ class Worker:
 
     def _regroup(self, command: Regroup) -> Reply:
         since = time.perf_counter()
-        if self.config.device.device == "cuda":
+        if not self.config.device.platform.on_host:
             self.take_thread()  # groups on devices ask for the current one
         if not command.keeps_kv:
             self.kv.forget(self.model)  # how much there can be is asked when all have let go of it
@@ -291,7 +291,7 @@ class Worker:
         self.end_micro_batches()
         made = make_forward(
             self.loras or self.ops, self.model.forward, batch, self.mesh, self.groups.exchanges, self.config.parallel,
-            self.take_thread, cuda=self.config.device.device == "cuda",
+            self.take_thread, queues=not self.config.device.platform.on_host,
         )  # fmt: skip
         forward, self.micro_batches = made
         model, ops, both = self.config.model, self.loras or self.ops, self.model.forward_both

@@ -17,6 +17,7 @@ from planaria.server import fleet as fleet_module
 from planaria.server.fleet import Fleet
 from planaria.server.fleet_resize import OVERHEAD
 from planaria.server.stream import Piece, Stream
+from planaria.topology.platforms import CUDA
 from planaria.types import Delta, FinishReason, SamplingParams
 from planaria.wire import Dead, Leaving, Recovery, Shutdown, Submit
 from tests.api.scripted_process import Config, ScriptedProcess
@@ -534,7 +535,7 @@ def test_each_engine_has_accelerators_of_its_own() -> None:
     config.parallel = msgspec.structs.replace(config.parallel, tensor_parallel_size=2)
     dealt = [engine_config(config, i, 3, [4, 5, 6, 7, 2, 3]).device.devices for i in range(3)]  # type: ignore[arg-type]
     assert dealt == [(4, 5), (6, 7), (2, 3)]
-    assert visible_devices(dealt[1]) == {"CUDA_VISIBLE_DEVICES": "6,7"} and visible_devices(()) == {}
+    assert visible_devices(CUDA, dealt[1]) == {"CUDA_VISIBLE_DEVICES": "6,7"} and visible_devices(CUDA, ()) == {}
     only = engine_config(config, 1, 3, []).device  # type: ignore[arg-type]
     assert only.devices == () and only.sharers == 3
 

@@ -216,7 +216,7 @@ class Gated:
 
 
 def one_lane(
-    folder: Path, exchanges: list[Gated], mesh: Mesh, *, cuda: bool = False
+    folder: Path, exchanges: list[Gated], mesh: Mesh, *, queues: bool = False
 ) -> tuple[Driver, MicroBatches]:  # fmt: skip
     ops = TorchOps("cpu")
     model = build(model_config(config_of(folder)), DictSource.open(folder), ops, quantization="none")
@@ -230,7 +230,7 @@ def one_lane(
         exchanges,
         lambda tokens, prefill: True,
         lambda: None,
-        Streams(len(exchanges)) if cuda else None,
+        Streams(len(exchanges)) if queues else None,
     )
     driver.run = parts
     return driver, parts
@@ -339,7 +339,7 @@ def test_on_a_device_turns_follow_one_another_and_exchanges_keep_only_their_own_
         ("Stream", device.another), ("current_stream", device.current), ("stream", device.using)
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, instead)
-    driver, parts = one_lane(folders["qwen2_moe"], [Gated(always), Gated(always)], Mesh(), cuda=True)
+    driver, parts = one_lane(folders["qwen2_moe"], [Gated(always), Gated(always)], Mesh(), queues=True)
     driver.step({0: tokens(9, 1)})
     parts.close()
     ends = [event for _, how, event in device.done if how == "records"]

@@ -14,6 +14,7 @@ from planaria.config.options import EngineConfig, EngineOptions
 from planaria.config.resolve import resolve
 from planaria.config.sizes import parse_tokens
 from planaria.errors import CapacityError, ConfigError, ModelError
+from planaria.topology.platforms import PLATFORMS
 from planaria.types import SamplingParams
 from planaria.worker.device import available_bytes
 from tests.model import checkpoints
@@ -119,7 +120,7 @@ def test_a_share_of_a_gpu(folder: str, monkeypatch: pytest.MonkeyPatch, caplog: 
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (900, 1000))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr("planaria.config.resolve.cuda_available", lambda: True)
+    monkeypatch.setattr("planaria.config.resolve.usable_platform", lambda: PLATFORMS["cuda"])
     monkeypatch.setattr("planaria.config.machine.num_accelerators", lambda: 1)
     found = [available_bytes(resolved(folder, device="cuda", gpu_memory_utilization=u)) for u in (None, 0.5, 1.0)]
     assert found == [820, 400, 900]

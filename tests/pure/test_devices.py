@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import types
+from pathlib import Path
+
 import pytest
 
 from planaria.config import machine
+from planaria.config.options import EngineOptions
+from planaria.config.resolve import resolve
+from planaria.env import visible, visible_devices
+from planaria.errors import ConfigError
+from planaria.topology.platforms import CUDA, MASKS, PLATFORMS, SERVED
 from planaria.worker.device import own_device
 
 
@@ -22,7 +30,49 @@ def test_what_a_node_has_and_which_is_the_ranks(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     assert machine.accelerator_ids() == ids
     # a rank's process sees what its launcher sees: local rank i uses the i-th of them
-    assert [own_device((id,), machine.visible_cuda_devices()) for id in ids] == list(range(len(ids)))
+    assert [own_device((id,), visible(CUDA)) for id in ids] == list(range(len(ids)))
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with a CPU and two devices, as AMD's driver lists them, and a torch that was built for them."""
+    for number, id in enumerate(("0", "4096", "8192")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "gpu_id").write_text(f"{id}\n")
+    (tmp_path / "version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n")
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: spec)
+    own = [str(path) for path in tmp_path.glob("*/gpu_id")]
+    monkeypatch.setattr(machine.glob, "glob", lambda pattern: own if pattern == PLATFORMS["rocm"].files else [])
+
+
+def test_rocm_is_found_and_masked_as_cuda_is(rocm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for mask in MASKS:
+        monkeypatch.delenv(mask, raising=False)
+    assert (machine.usable_platform().name, machine.accelerator_ids()) == ("rocm", [0, 1])
+    assert visible_devices(machine.present_platform(), [1]) == {"HIP_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert machine.accelerator_ids() == [1]
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    assert machine.num_accelerators() == 0 and machine.usable_platform().name == "cpu"
+
+
+def test_a_torch_that_was_built_for_another_device_is_of_no_use(rocm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [f"/dev/nvidia{i}" for i in range(2)]
+    monkeypatch.setattr(machine.glob, "glob", lambda pattern: there if pattern == CUDA.files else [])
+    assert machine.present_platform() is CUDA and machine.usable_platform().name == "cpu"
+
+
+@pytest.mark.parametrize("name", [name for name, each in PLATFORMS.items() if each not in SERVED])
+def test_others_are_refused_by_name_before_anything_is_read(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--device {name}: ranks don't compute on .*; use --device cpu or cuda or"):
+        resolve(EngineOptions(model="/nowhere", device=name))
+
+
+def test_what_is_served_lacks_nothing() -> None:
+    for each in SERVED:
+        assert each.torch and each.resource and each.collective and each.step_tokens
+        assert each.on_host or (each.masks and each.files and each.build and each.graphs)
 
 
 def test_a_rank_to_which_none_was_dealt_uses_the_first() -> None:

@@ -17,6 +17,7 @@ from planaria.env import RaySettings
 from planaria.errors import CapacityError, ConfigError
 from planaria.executor.ray.cluster import connect
 from planaria.executor.ray.launcher import RayLauncher
+from planaria.topology.platforms import PLATFORMS
 from tests.proc.servers import wait_until
 from tests.ray.clusters import live_groups, required, several_nodes
 from tests.ray.extension import Somebody
@@ -56,7 +57,7 @@ def test_what_ranks_on_accelerators_reserve_and_are_started_with(
     cluster: Any, weightless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of them, on devices 1 and 2 of the driver's node, each half of one; profiled; with the user's own folder."""
-    monkeypatch.setattr("planaria.config.resolve.cuda_available", lambda: True)
+    monkeypatch.setattr("planaria.config.resolve.usable_platform", lambda: PLATFORMS["cuda"])
     monkeypatch.setenv("PLANARIA_RAY_FRACTION", "0.5")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "of_the_users.py").write_text("WHAT = 'in the folder'")

@@ -24,6 +24,7 @@ from planaria.executor.ray.actor import NodeReaper, Whereabouts, remote_class, r
 from planaria.executor.ray.child import Order, RayChild
 from planaria.executor.ray.cluster import HINT, Connection, bounded
 from planaria.hosts.host import Child, News, Place, Slot
+from planaria.topology.platforms import MASKED
 
 logger = logging.getLogger("planaria.ray")
 
@@ -106,7 +107,7 @@ class Actors:
         ask = functools.partial(self._answer, child, order.nodes, deadline)
         given = dict(self._given)
         variables = self._missing_at_start(order.nodes[0], ask)
-        if not order.engine and self.resource in ("GPU", "NPU", "HPU", "TPU"):  # the mask is ours to set: see `begin`
+        if not order.engine and self.resource in MASKED:  # the mask is ours to set: see `begin`
             variables |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in sorted(env.COMPUTED)}
         if variables := variables | given.get("env_vars", {}):
             given["env_vars"] = variables

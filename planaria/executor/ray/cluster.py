@@ -22,12 +22,12 @@ from planaria.config.machine import usable_cores
 from planaria.env import host_ip
 from planaria.errors import CapacityError, ConfigError
 from planaria.topology import Cluster, Node
+from planaria.topology.platforms import PLATFORMS
 from planaria.topology.table import short
 
 logger = logging.getLogger("planaria.ray")
 
 SLOT = "planaria_slot"  # one unit: a rank without an accelerator
-ACCELERATORS = {"cuda": "GPU", "rocm": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "tpu": "TPU"}
 UPLOADED = ("working_dir", "py_modules")  # fields of a runtime environment that may be folders of this machine
 OBJECT_STORE = 256 << 20  # bytes, of a cluster started here: nothing large travels through it
 HINT = "see `ray status` and `ray list nodes`; a node that should be there may need its address set: $PLANARIA_HOST_IP"
@@ -175,9 +175,8 @@ class Connection:
 
     def resource(self, device: str) -> str:
         """What one device is to Ray."""
-        if device != "cpu":
-            return ACCELERATORS[device]
-        return SLOT if self.ray.cluster_resources().get(SLOT, 0) else "CPU"
+        platform = PLATFORMS[device]
+        return SLOT if platform.on_host and self.ray.cluster_resources().get(SLOT, 0) else platform.resource
 
     def source(self, resource: str, groups: Sequence[str] = ()) -> str:
         """What ranks are placed on, for people. groups: the user's."""

@@ -16,6 +16,8 @@ from enum import Enum
 
 import msgspec
 
+from planaria.topology.platforms import MASKS
+
 
 class Scope(Enum):
     COMPUTED = "computed"
@@ -24,7 +26,7 @@ class Scope(Enum):
     NEVER = "never"
 
 
-COMPUTED = frozenset({"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
+COMPUTED = frozenset(MASKS)
 
 # Matched whole; the first class with a match decides.
 _NODE = re.compile(
