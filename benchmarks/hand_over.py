@@ -1,7 +1,7 @@
 """Prompts and what follows them on engines of two kinds: what a hand-over costs, and what it gives.
 
     python -m benchmarks.hand_over [--model smollm2] [--cases prompt,trace] [--tokens 1024] [--rounds 8]
-        [--trace FILE.csv] [--requests 60] [--share 0.6] [--length-scale 0.25] [--ttft 4] [--gap 0.25]
+        [--trace FILE.csv] [--requests 60] [--share 0.6 | --rate R] [--length-scale 0.25] [--ttft 4] [--gap 0.25]
 
 prompt: a server with one engine of each kind is asked for prompts of that length, one after the other, each its own.
 `prefill` is the time to the first token, `transfer` what ranks say it took until all blocks were there, `pause` the
@@ -9,8 +9,9 @@ time between the first token and the second, less the median of the gaps after i
 
 trace: requests come as in a trace (docs: `planaria bench serve --trace`), lengths times --length-scale and cut to what
 the model takes, to `-dp 2` all at once first, which says how many a second it can take, then to `-dp 2` and to 1 + 1,
-in turn, at that rate times --share, and all at once to 1 + 1. goodput: requests a second whose first token came within
---ttft seconds and none of whose gaps was longer than --gap.
+in turn, at that rate times --share, and all at once to 1 + 1. --rate: so many a second, and nothing at once; --turns:
+rounds of that; what is told are medians. `-dp 2, short steps` are engines of one kind whose steps are short for all.
+goodput: requests a second whose first token came within --ttft seconds and none of whose gaps was longer than --gap.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from planaria.cli.traces import Prompts, Trace, read_trace
 
 OUT = Path(__file__).resolve().parent / "out" / "hand_over.json"
 APART = ("--prefill-engines", "1", "--decode-engines", "1")
+KINDS = {
+    "-dp 2": ("-dp", "2"), "1 + 1": APART,
+    "-dp 2, short steps": ("-dp", "2", "--max-num-batched-tokens", "64", "--max-num-seqs", "32"),
+}  # fmt: skip
 FOLLOW, LENGTH = 24, 2048  # tokens after a prompt; of the model
 OPTIONS = ("--threads", "1", "--log-level", "warning", "--max-model-len", str(LENGTH), "--kv-cache-memory", "512MiB")
 
@@ -91,20 +96,34 @@ def traced(model: str, args: argparse.Namespace) -> dict[str, Any]:
     most = LENGTH - 128
     cut = [a._replace(input_len=min(a.input_len, most), output_len=min(a.output_len, 128)) for a in whole.arrivals]
     trace, slo = Trace(cut, whole.block_len), (args.ttft, args.gap)
-    found: dict[str, Any] = {"-dp 2, at once": served(model, ("-dp", "2"), trace, None, slo)}
-    rate = args.share * found["-dp 2, at once"]["requests_per_s"]
-    for name, kinds in (("-dp 2", ("-dp", "2")), ("1 + 1", APART)):
-        found[name] = served(model, kinds, trace, rate, slo)
-    found["1 + 1, at once"] = served(model, APART, trace, None, slo)
-    print(f"{len(cut)} requests of the trace; SLO: first token in {slo[0]:g} s, gaps of {slo[1]:g} s at most")
-    for name, one in found.items():
-        print(
-            f"{name:>15}: {one['requests_per_s']:.2f} requests/s, {one['output_tokens_per_s']:.0f} tokens/s, first "
-            f"token p50 {one['ttft_ms']['median']:.0f} p99 {one['ttft_ms']['p99']:.0f} ms, gap p50 "
-            f"{one['inter_token_ms']['median']:.0f} p99 {one['inter_token_ms']['p99']:.0f} ms, "
-            f"{one['good_per_s']:.2f} good/s"
-        )
-    return found
+    found: dict[str, list[Any]] = {}
+    rate = args.rate
+    if rate is None:
+        at_once = served(model, KINDS["-dp 2"], trace, None, slo)
+        rate = args.share * at_once["requests_per_s"]
+        found = {"-dp 2, at once": [at_once], "1 + 1, at once": [served(model, APART, trace, None, slo)]}
+    for _, (name, kinds) in itertools.product(range(args.turns), KINDS.items()):
+        found.setdefault(name, []).append(served(model, kinds, trace, rate, slo))
+        show(name, found[name][-1])
+    print(f"{len(cut)} requests, {rate:.2f}/s; SLO: first token in {slo[0]:g} s, gaps of {slo[1]:g} s at most; medians")
+    return {name: middle(name, several) for name, several in found.items()}
+
+
+def middle(name: str, several: list[Any]) -> Any:
+    """Of several rounds, by goodput; shown."""
+    one = sorted(several, key=lambda each: each["good_per_s"])[len(several) // 2]
+    show(name, one)
+    return one
+
+
+def show(name: str, one: Any) -> None:
+    print(
+        f"{name:>20}: {one['requests_per_s']:.2f} requests/s, {one['output_tokens_per_s']:.0f} tokens/s, first "
+        f"token p50 {one['ttft_ms']['median']:.0f} p99 {one['ttft_ms']['p99']:.0f} ms, gap p50 "
+        f"{one['inter_token_ms']['median']:.0f} p99 {one['inter_token_ms']['p99']:.0f} ms, "
+        f"{one['good_per_s']:.2f} good/s",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -115,6 +134,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--trace")
     parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--share", type=float, default=0.6)
     parser.add_argument("--length-scale", type=float, default=0.25)
     parser.add_argument("--ttft", type=float, default=4.0)

@@ -290,7 +290,7 @@ class Request:
 
     __slots__ = (
         "adapter", "arrival", "computed", "eos_ids", "id", "lane", "lease", "lends", "max_tokens", "offers", "output",
-        "params", "persist", "priority", "prompt", "salt", "seed",
+        "params", "pause", "persist", "priority", "prompt", "salt", "seed",
     )  # fmt: skip
 
     def __init__(
@@ -311,6 +311,7 @@ class Request:
         lease: KVLease | KVOffer | None = None,
         adapter: str = "",
         offers: bool = False,
+        pause: float = 0.0,
     ) -> None:
         self.id, self.prompt, self.params, self.seed = id, prompt, params, seed
         self.max_tokens, self.eos_ids, self.arrival, self.priority = max_tokens, eos_ids, arrival, priority
@@ -318,6 +319,7 @@ class Request:
         self.salt, self.persist = salt, persist  # whose KV it may share; is its own wanted again?
         self.lends, self.lease = lends, lease  # after its first token; what another engine has lent to it, or offers
         self.offers = offers  # its blocks to other servers
+        self.pause = pause  # seconds that a step with a part of its prompt takes at most; 0: as long as it does
         self.adapter = adapter  # digest of the adapter it is computed with; empty: none
         self.computed = 0
         self.lane: int | None = None

@@ -26,7 +26,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     again, also after a restart. `lends`: it ends here with its first token, finish "lent", and goes on elsewhere with
     the lease of that delta; `lease`: what another engine has lent to it, or offers. `adapter`: digest of the adapter it
     is computed with, which the engine is given by `LoadLora`; empty: none. `offers`: other servers will fetch its
-    blocks."""
+    blocks. `pause`: its prompt is computed in parts, so that a step takes about so many seconds; 0: in as few as can
+    be."""
 
     id: str
     prompt: list[int]
@@ -42,6 +43,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     lease: KVLease | KVOffer | None = None
     adapter: str = ""
     offers: bool = False
+    pause: float = 0.0
 
     @property
     def shared_by(self) -> str:
@@ -53,7 +55,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
             self.id, self.prompt, self.params, self.seed, max_tokens=self.max_tokens, eos_ids=self.eos_ids,
             arrival=arrival, priority=self.priority, output=list(self.output), salt=self.cache_salt,
             persist=self.persist, lends=self.lends, lease=self.lease, adapter=self.adapter,
-            offers=self.offers,
+            offers=self.offers, pause=self.pause,
         )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ BUSY_BYTES, IDLE_BYTES = 2 << 20, 16 << 20
 QUEUE = 1 << 14  # blocks that wait to be saved
 AHEAD = 32  # idle blocks that are looked at in a step, the next to be evicted first
 MEASURED = 64  # tokens of a step from which its rate is taken
+FIRST_PART, LEAST_PART = 64, 32  # tokens of histories in a step that is to be short, before anything is measured; ever
 AGAIN = 30.0  # seconds after which something slow is tried again
 PATIENCE, UNKNOWN = 0.25, 10.0  # seconds for a fetch at least; where the rate of computing isn't known
 SILENT = 400  # waits without news, after which nobody waits for a disk that writes
@@ -47,16 +48,25 @@ SMOOTH = 0.3
 
 
 class Rates:
-    """Seconds for a token that is computed and for a block that is fetched, as measured; None: not yet."""
+    """Seconds for a token that is computed and for a block that is fetched, as measured; None: not yet. part: for a
+    token of a history, in a step that has rows as well or has not."""
 
     def __init__(self) -> None:
         self.token: float | None = None
+        self.part: float | None = None
         self.block: float | None = None
         self.fetched = 0.0  # when the last fetch ended
 
     def computed(self, tokens: int, seconds: float) -> None:
         if tokens >= MEASURED and seconds > 0:
             self.token = _mean(self.token, seconds / tokens)
+        if tokens >= LEAST_PART and seconds > 0:
+            self.part = _mean(self.part, seconds / tokens)
+
+    def tokens(self, pause: float) -> int:
+        """Of histories, in a step that is to take so many seconds. Rows that it has are in what is measured, so that
+        steps come to take as long; however long those take alone, some are computed."""
+        return FIRST_PART if self.part is None else max(LEAST_PART, int(pause / self.part))
 
     def loaded(self, blocks: int, seconds: float, now: float) -> None:
         self.block, self.fetched = _mean(self.block, seconds / blocks), now

@@ -328,6 +328,7 @@ class EngineCore:
             tier=self.tier.stats(found) if found else None,
             drafts=reduce(DraftStats.added, (lane.drafts for lane in lanes)) if self.config.max_drafts else None,
             transfers=self.tier.transfers.added(lent(lanes)) if lenders(lanes) or self.cache.transfer else None,
+            token_seconds=self.tier.rates.part or 0.0,
         )
 
 

@@ -218,6 +218,11 @@ class Router:
         if others > 0:
             engine.skew += round(others * self._usual_prompt)
 
+    def coming(self, kind: str) -> int:
+        """Tokens of prompts that an open engine of this kind still has to compute: the fewer of two that are drawn."""
+        open = self._open.get(kind)
+        return min(engine.coming for engine in self._two(open)) if open else 0
+
     def cached(self, tokens: Sequence[int], salt: str, kind: str) -> int:
         """Tokens of this history that an open engine of this kind may have."""
         return max(self._cached(prefix_keys(tokens, salt), kind).values(), default=0)

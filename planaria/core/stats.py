@@ -103,3 +103,4 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     tier: TierStats | None = None  # None: there is none
     drafts: DraftStats | None = None  # None: no row drafts
     transfers: TransferStats | None = None  # None: the server has engines of one kind
+    token_seconds: float = 0.0  # that one of a prompt took in the last steps; 0: nobody asks, or none has been measured

@@ -28,7 +28,7 @@ class StepBuilder:
     """Of a lane, one step after the other. `changes`: by row; `confirm`: cursors that the step's commit confirms."""
 
     __slots__ = (
-        "changes", "confirm", "drafts", "lane", "logits", "number", "pressed", "room", "step", "tokens", "turn"
+        "changes", "confirm", "drafts", "lane", "logits", "number", "parts", "pressed", "room", "step", "tokens", "turn"
     )  # fmt: skip
 
     def __init__(self, lane: Lane) -> None:
@@ -47,6 +47,7 @@ class StepBuilder:
         self.changes, self.confirm = changes, []
         pressed = self._go_on()
         self.tokens = lane.step_tokens - turn.num_rows  # that may still be taken
+        self.parts = 0  # that were, of histories
         if lane.prefilling or lane.waiting:
             self._histories(pressed)
         turn.last_step = step
@@ -132,7 +133,8 @@ class StepBuilder:
                 continue
             if turn.num_rows >= self.room and entry.target - entry.planned <= self.tokens:
                 continue  # another turn takes it
-            self._chunk(entry)
+            if self._part(entry) > 0:
+                self._chunk(entry)
         if not pressed:
             self._admit()
 
@@ -143,7 +145,8 @@ class StepBuilder:
             item = heapq.heappop(lane.waiting)
             entry = item[1]
             history = entry.request.prompt + entry.request.output
-            if entry.last_step > lane.committed or (lane.only is not None and entry.request.id != lane.only):
+            other = lane.only is not None and entry.request.id != lane.only
+            if entry.last_step > lane.committed or other or self._part(entry) <= 0:
                 passed.append(item)
                 continue
             hits = entry.blocks  # that it has, of before a fault
@@ -217,9 +220,12 @@ class StepBuilder:
             entry.num_cached, entry.queued = request.computed, max(0.0, lane.now - request.arrival)
 
     def _part(self, entry: SequenceState) -> int:
-        """The most tokens of a history in one step: where stages take turns, few enough that all work on it at once."""
-        turns = len(self.lane.turns)
-        return entry.target if turns == 1 else max(PART, -(-entry.target // (4 * turns)))
+        """The most tokens of a history in this step: where stages take turns, few enough that all work on it at once;
+        where steps are to be short, what others leave."""
+        request, connector, turns = entry.request, self.lane.connector, len(self.lane.turns)
+        if request.pause and not request.output and connector is not None:
+            return connector.rates.tokens(request.pause) - self.parts
+        return self.lane.step_tokens if turns == 1 else max(PART, -(-entry.target // (4 * turns)))
 
     def _chunk(self, entry: SequenceState, fresh: Fresh | None = None) -> None:
         """Plan the next part of a history."""
@@ -228,6 +234,7 @@ class StepBuilder:
             count = min(count, max(self.logits, 1))
             self.logits -= count
         self.tokens -= count
+        self.parts += count
         row, start = entry.row, entry.planned
         assert row is not None
         entry.planned += count

@@ -5,6 +5,9 @@ A prompt's engine ends with its first token, and lends what it has computed (pla
 moves the sequence like any other, with the lease, which is given back as soon as anything is heard of it from there. A
 kind is what the dispatcher makes of an engine, no more: without engines of one kind those of the other do all, and an
 engine's kind can be changed at any time.
+
+A prompt whose first token would come sooner from an engine with streams is computed there, in parts that are so short
+that no stream waits for long: so neither kind has time left while the other is what everybody waits for.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 FIRST = 64  # tokens of a prompt that is handed over, before anything is measured
 LEAST, MOST = 32, 1024  # bounds of what is measured
 WEIGHT = 0.1  # of the latest one in a mean
+PAUSE = 0.08  # seconds of a step with streams, at most, as far as prompts are what it takes
+BESIDE = 2.0  # times as long a prompt takes beside streams, before anything is measured
 
 
 class Mean:
@@ -33,16 +38,18 @@ class Mean:
         self.value = 0.0
 
     def take(self, new: float) -> None:
-        self.value += WEIGHT * (new - self.value) if self.value else new
+        """Zero: it is not known."""
+        if new:
+            self.value += WEIGHT * (new - self.value) if self.value else new
 
 
 class HandOvers:
     """Of a dispatcher's sequences. `transfer`: seconds from a prompt's first token to the next one, elsewhere; `token`:
-    seconds to compute one of a prompt."""
+    to compute one of a prompt; `beside`: the same where streams are."""
 
     def __init__(self, dispatcher: Dispatcher, router: Router) -> None:
         self.dispatcher, self.router = dispatcher, router
-        self.transfer, self.token = Mean(), Mean()
+        self.transfer, self.token, self.beside = Mean(), Mean(), Mean()
 
     @property
     def threshold(self) -> int:
@@ -79,25 +86,28 @@ class HandOvers:
         submit = stream.submit
         if not self.both or not may_leave(stream) or len(submit.prompt) < self.threshold:
             return False
-        there = self.router.cached(submit.prompt, submit.cache_salt, DECODE)
-        return len(submit.prompt) - there >= self.threshold
+        left = len(submit.prompt) - self.router.cached(submit.prompt, submit.shared_by, DECODE)
+        return left >= self.threshold and not self._sooner_beside(len(submit.prompt), left)
+
+    def _sooner_beside(self, tokens: int, left: int) -> bool:
+        """Would the first token of a prompt come sooner from an engine with streams, which has `left` to compute?"""
+        alone = self.token.value or 1.0
+        beside = self.beside.value or BESIDE * alone
+        return beside * (self.router.coming(DECODE) + left) < alone * (self.router.coming(PREFILL) + tokens)
 
     def sent(self, stream: Stream, engine: Engine) -> None:
         """It goes to this engine now."""
         stream.lends = engine.kind == PREFILL and may_leave(stream) and self.router.is_open(DECODE)
-        stream.since = time.monotonic()
+        stream.pause = PAUSE if engine.kind == DECODE and not stream.tokens else 0.0
 
     def lent(self, stream: Stream, engine: Engine, lease: KVLease | None) -> None:
         """Its prompt is computed and its first token told: it goes on elsewhere, if it goes on."""
-        now = time.monotonic()
-        computed = len(stream.submit.prompt) - stream.num_cached
-        if computed > 0:
-            self.token.take(max(0.0, now - stream.since - stream.queued) / computed)
+        self.token.take(engine.stats.token_seconds)
         if self.dispatcher.open.get(stream.id) is not stream:
             release(engine, lease)
             return
         stream.lease = (engine, lease) if lease is not None else None
-        stream.lent = now
+        stream.lent = time.monotonic()
         other = self.dispatcher.best(stream) or self.dispatcher.least_busy()
         if other is None:
             stream.tell(stream.fail("no engine is left to go on with it; try again", cancel=False))
@@ -109,6 +119,9 @@ class HandOvers:
         if stream.lent:
             self.transfer.take(time.monotonic() - stream.lent)
             stream.lent = 0.0
+        if stream.pause and stream.tokens:
+            self.beside.take(stream.engine.stats.token_seconds)
+            stream.pause = 0.0
         if stream.lease is not None:
             release(*stream.lease)
             stream.lease = None

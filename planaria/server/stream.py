@@ -76,13 +76,13 @@ class Stream:
     Where it is: `dispatcher`: of several engines, hears how it goes on. `name`: what its engine calls it; `sent`: the
     engine of now has it; `leaving`: and was told to give it back; `lost`: an engine was lost with it; `tried`: how many
     tokens it had when it was moved away from one that was, -1 if that never was so; `goes_on`: called once when it is
-    heard of next, or ends; `lends`: its engine is to end with its first token; `lease`: what that one has lent;
-    `since`, `lent`: time.monotonic() when it was sent to its engine, and when that has ended."""
+    heard of next, or ends; `lends`: its engine is to end with its first token; `pause`: see wire.Submit;
+    `lease`: what an engine has lent, and `lent`: time.monotonic() when that was."""
 
     __slots__ = (
         "_detokenizer", "_eos", "_keep_stop", "choice", "dispatcher", "engine", "error", "finish", "goes_on", "id",
-        "lease", "leaving", "lends", "lent", "logprobs", "lost", "moves", "name", "num_cached", "pooled",
-        "prompt_logprobs", "queued", "sent", "since", "sink", "stop_reason", "submit", "text_length", "text_parts",
+        "lease", "leaving", "lends", "lent", "logprobs", "lost", "moves", "name", "num_cached", "pause", "pooled",
+        "prompt_logprobs", "queued", "sent", "sink", "stop_reason", "submit", "text_length", "text_parts",
         "tokens", "tried", "versions",
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ class Stream:
         self.sent = self.leaving = self.lost = False
         self.moves, self.tried = 0, -1
         self.goes_on: Callable[[], None] | None = None
-        self.lends, self.since, self.lent = False, 0.0, 0.0
+        self.lends, self.pause, self.lent = False, 0.0, 0.0
         self.lease: tuple[Engine, KVLease] | None = None
 
     # -- where it is
@@ -127,11 +127,12 @@ class Stream:
 
     def resubmit(self) -> Submit:
         """What an engine is told so that it goes on from here: the same request, with the tokens it has."""
-        if self.name == self.submit.id and len(self.tokens) == len(self.submit.output) and not self.lends:
+        there = self.name == self.submit.id and len(self.tokens) == len(self.submit.output)
+        if there and not self.lends and not self.pause:
             return self.submit
         lease = self.lease[1] if self.lease is not None else None
         return msgspec.structs.replace(
-            self.submit, id=self.name, output=list(self.tokens), lends=self.lends, lease=lease
+            self.submit, id=self.name, output=list(self.tokens), lends=self.lends, lease=lease, pause=self.pause
         )
 
     def rename(self) -> None:
