@@ -548,7 +548,7 @@ def test_kernels_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data = build.ensure(target, tmp_path)
     (kept,) = tmp_path.iterdir()
     count = []
-    monkeypatch.setattr(build, "compile_object", lambda t: count.append(t) or data)
+    monkeypatch.setattr(build, "compile_object", lambda t, kind: count.append(t) or data)
     assert build.ensure(target, tmp_path) == data and not count
     kept.write_bytes(kept.read_bytes()[:-100])  # damaged: compiled again and replaced
     assert build.ensure(target, tmp_path) == data and count == [target]
@@ -556,6 +556,20 @@ def test_kernels_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     start = time.process_time()
     build.load(target, tmp_path)
     assert time.process_time() - start < 1.0
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_kinds_are_compiled_when_weights_of_them_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, target = random_blocks("q4_1", 16, 32), target_for("float32")
+    made = {kind: build.ensure(target, None, kind) for kind in ("", "q4_1")}
+    compiled: list[str] = []
+    monkeypatch.setattr(build, "compile_object", lambda t, kind: compiled.append(kind) or made[kind])
+    ops = CpuOps("float32", 1, tmp_path)
+    assert compiled == [""]
+    for _ in range(2):
+        ops.pack(weight)
+    assert compiled == ["", "q4_1"] and len(list(tmp_path.iterdir())) == 2
+    ops.close()
 
 
 def test_objects_that_nobody_used_for_long_go_when_another_is_made(tmp_path: Path) -> None:

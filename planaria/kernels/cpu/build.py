@@ -1,5 +1,6 @@
-"""Compiles the kernels and the interpreter of a tape for a target, once, and loads them. The object code is kept
-(objects.py) under a hash of these sources, the compiler's versions and the CPU.
+"""Compiles the kernels and the interpreter of a tape for a target, once, and loads them; those of a packed kind apart,
+when they are first asked for: a file has two or three kinds of twelve. The object code is kept (objects.py) under a
+hash of these sources, the compiler's versions and the CPU.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from planaria import env
 from planaria.kernels import objects
+from planaria.kernels.blocks import KINDS
 from planaria.kernels.cpu import fields
 from planaria.kernels.cpu.fields import Operation
 from planaria.kernels.cpu.target import ISAS, Target
@@ -25,13 +30,22 @@ from planaria.kernels.objects import CodeMachine, initialise, object_file
 PROGRAM = ("collective", "threads", "striped", "products", "grouped", "lora", "mla", "program")
 SOURCES = (
     *PROGRAM, "../blocks", "activations", "build", "codes", "compiler", "emit", "expert_kernels", "fields",
-    "mla_values", "layout", "micro", "native", "target", "vector",
+    "mla_values", "layout", "micro", "native", "packed", "target", "vector",
 )  # fmt: skip
 EXTERNAL = ("syscall", "memcpy", "memset", "memmove")  # all that object code calls outside itself
 Entry = Any  # a C function (control block, thread) -> None, called without the interpreter lock
 
 _lock = threading.Lock()
-_loaded: dict[Target, tuple[Entry, Any, Any]] = {}
+_loaded: dict[tuple[Target, str], Any] = {}
+_of_number = {kind.number: name for name, kind in KINDS.items()}
+
+
+class KindKernels(NamedTuple):
+    """table: addresses of packed.ENTRIES. place: brings codes into panels (codes.place), called without the interpreter
+    lock."""
+
+    table: npt.NDArray[np.int64]
+    place: Callable[..., None]
 
 
 def host_isa() -> str:
@@ -81,50 +95,65 @@ def _program(target: Target) -> str:
     return Module(f"{source}\n{operate(names)}", names | {"TARGET": target}, kernels, "entry", "planaria_run").text()
 
 
-def compile_object(target: Target) -> bytes:
-    """Object code of everything for one target, with the C symbols `planaria_run` and `pl_place`."""
+def _text(target: Target, kind: str) -> str:
+    """IR of a packed kind's kernels, or of everything else ("")."""
+    if kind:
+        from planaria.kernels.cpu.packed import kind_module
+
+        return kind_module(target, KINDS[kind])
     from planaria.kernels.cpu.activations import activation_module
-    from planaria.kernels.cpu.codes import codes_module
     from planaria.kernels.cpu.expert_kernels import expert_module
     from planaria.kernels.cpu.micro import DECLARATIONS, matrix_module
     from planaria.kernels.cpu.mla_values import mla_module
     from planaria.kernels.cpu.vector import vector_module
 
+    modules = (matrix_module, vector_module, activation_module, expert_module, mla_module, _program)
+    return "\n".join([DECLARATIONS, *(module(target) for module in modules)])
+
+
+def compile_object(target: Target, kind: str = "") -> bytes:
+    """Object code for one target: of everything but packed kinds, with the C symbol `planaria_run`, or of one kind."""
     machine = _machine(target)
-    modules = (matrix_module, vector_module, activation_module, expert_module, mla_module, codes_module, _program)
-    parts = [module(target) for module in modules]
-    return machine.emit(machine.binding.parse_assembly("\n".join([DECLARATIONS, *parts])))
+    return machine.emit(machine.binding.parse_assembly(_text(target, kind)))
 
 
-def ensure(target: Target, cache_dir: Path | None = None) -> bytes:
+def ensure(target: Target, cache_dir: Path | None = None, kind: str = "") -> bytes:
     """The object code, from the cache or compiled and put there."""
     sources = [Path(__file__).parent / f"{name}.py" for name in SOURCES]
-    facts = (str(target), *_machine(target).facts)
+    facts = (str(target), kind, *_machine(target).facts)
     path = object_file(cache_dir or env.cache_dir() / "kernels", "kernels", sources, facts)
-    return objects.ensure(path, lambda: compile_object(target))
+    return objects.ensure(path, lambda: compile_object(target, kind))
 
 
 def load(target: Target, cache_dir: Path | None = None) -> Entry:
     """The entry of the interpreter for a target, loaded into this process once."""
-    return _functions(target, cache_dir)[0]
+    return _once(target, cache_dir, "", lambda engine: _function(engine, "planaria_run", 2))
 
 
-def placing(target: Target, cache_dir: Path | None = None) -> Callable[..., None]:
-    """What brings codes into panels, called without the interpreter lock (codes.place)."""
-    found: Callable[..., None] = _functions(target, cache_dir)[1]
-    return found
+def packed_kernels(target: Target, cache_dir: Path | None, number: int) -> KindKernels:
+    """Those of a packed kind, by its number, loaded into this process once."""
+    from planaria.kernels.cpu.codes import PLACE_ARGS
+    from planaria.kernels.cpu.packed import ENTRIES
+
+    def found(engine: Any) -> KindKernels:
+        table = np.array([engine.get_function_address(name) for name in ENTRIES], np.int64)
+        return KindKernels(table, _function(engine, "pl_place", len(PLACE_ARGS)))
+
+    kernels: KindKernels = _once(target, cache_dir, _of_number[number], found)
+    return kernels
 
 
-def _functions(target: Target, cache_dir: Path | None) -> tuple[Entry, Any, Any]:
+def _once(target: Target, cache_dir: Path | None, kind: str, found: Callable[[Any], Any]) -> Any:
     with _lock:
-        if target not in _loaded:
-            engine = _machine(target).load(ensure(target, cache_dir), EXTERNAL)
-            run, place = (
-                ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(engine.get_function_address(name))
-                for name, count in (("planaria_run", 2), ("pl_place", 8))
-            )
-            _loaded[target] = run, place, engine
-        return _loaded[target]
+        if (target, kind) not in _loaded:
+            engine = _machine(target).load(ensure(target, cache_dir, kind), EXTERNAL)
+            _loaded[target, kind] = found(engine), engine
+        return _loaded[target, kind][0]
+
+
+def _function(engine: Any, name: str, arguments: int) -> Any:
+    """A C function of so many numbers that returns nothing."""
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(engine.get_function_address(name))
 
 
 def target_for(dtype: str, isa: str | None = None) -> Target:

@@ -1,20 +1,18 @@
-"""How codes come from a file's blocks into panels (pack.py): IR of a function for each packed kind."""
+"""How codes come from a file's blocks into panels (pack.py): IR of that function of a packed kind."""
 
 from __future__ import annotations
 
-from planaria.kernels.blocks import BLOCK, KINDS, BlockKind, Plane
+from planaria.kernels.blocks import BLOCK, BlockKind, Plane
 from planaria.kernels.cpu.emit import Function
-from planaria.kernels.cpu.micro import dispatcher
-from planaria.kernels.cpu.target import Target
 
-PLACE_ARGS = ("kind", "source", "row_bytes", "rows", "first", "blocks", "out", "stride")
+PLACE_ARGS = ("source", "row_bytes", "rows", "first", "blocks", "out", "stride")
 APART = 0x0002040810204081  # times 7 bits: each in a byte of its own
 EIGHTS = "<4 x i64>"
 
 
 def place(kind: BlockKind) -> str:
     """Codes of `rows` rows, `row_bytes` apart, from block `first` (of 32) on, into panels of `stride` bytes."""
-    f = Function(f"pl_place_{kind.number}", PLACE_ARGS)
+    f = Function("pl_place", PLACE_ARGS)
     source, out = f.ptr("%source"), f.ptr("%out")
     each = kind.elements // BLOCK
 
@@ -91,8 +89,3 @@ def eights(f: Function, plane: Plane, at: str, begin: str) -> str:
 
 def splat(value: int) -> str:
     return "<" + ", ".join([f"i64 {value}"] * 4) + ">"
-
-
-def codes_module(_: Target) -> str:
-    cases = {kind.number: place(kind) for kind in KINDS.values()}
-    return "\n".join([*cases.values(), dispatcher("pl_place", PLACE_ARGS, "kind", cases)])

@@ -111,10 +111,10 @@ class ExpertOps:
         ):
             recorder.wants_product(w)
             recorder.add(  # experts without biases share the first one's zeros
-                GroupedOp, kind=w.kind, table=table, stride=w.stride, scales=w.scales, length=w.length, x=source,
-                ldx=ldx, out=out, ldo=ldo, mode=STORE_ACT if half else STORE_F32, bias=w.bias, held=len(held),
-                half=half, temp=recorder.tile_bytes(w), panels=w.panels, starts=starts, act=ACTIVATIONS[kind],
-                first=0, own_bias=w.panels * w.stride if w.biased else 0,
+                GroupedOp, kernels=recorder.kernels(w.kind), table=table, stride=w.stride, scales=w.scales,
+                length=w.length, x=source, ldx=ldx, out=out, ldo=ldo, mode=STORE_ACT if half else STORE_F32,
+                bias=w.bias, held=len(held), half=half, temp=recorder.tile_bytes(w), panels=w.panels, starts=starts,
+                act=ACTIVATIONS[kind], first=0, own_bias=w.panels * w.stride if w.biased else 0,
             )  # fmt: skip
         summed = reduce and recorder.tp.size > 1
         target = recorder.new(x.rows, down.rows, "float32") if residual is None or summed else residual

@@ -27,10 +27,11 @@ class Operation(int):
 
 class EmbedOp(Operation):
     """Rows of a table of `rows` tokens, of which `first` is the first; others give zeros where it is `partial`.
-    scales: their offset in a panel; length: steps or blocks along K. factor: of the rows, 0 for none."""
+    kernels: table of a packed kind's (packed.ENTRIES), 0: dense. scales: their offset in a panel; length: steps or
+    blocks along K. factor: of the rows, 0 for none."""
 
     code = 1
-    kind, w, stride, scales, length, out, ldo, tokens, rows, first, partial, factor = range(1, 13)
+    kernels, w, stride, scales, length, out, ldo, tokens, rows, first, partial, factor = range(1, 13)
 
 
 class NormOp(Operation):
@@ -41,13 +42,13 @@ class NormOp(Operation):
 
 
 class LinearOp(Operation):
-    """stride: bytes of a panel. first: of a row of `out`, before what is written. half: panels of one half of a fused
-    gated activation (0: plain), `temp` its place in scratch memory, `act` its kind. attend: the row of the attention
-    whose keys to ask for, or 0."""
+    """kernels: as of EmbedOp. stride: bytes of a panel. first: of a row of `out`, before what is written. half: panels
+    of one half of a fused gated activation (0: plain), `temp` its place in scratch memory, `act` its kind. attend: the
+    row of the attention whose keys to ask for, or 0."""
 
     code = 3
-    kind, w, stride, scales, length, x, ldx, out, ldo, mode, bias, rows, half, temp, panels, attend, act = range(1, 18)
-    first = 18
+    kernels, w, stride, scales, length, x, ldx, out, ldo, mode, bias, rows = range(1, 13)
+    half, temp, panels, attend, act, first = range(13, 19)
 
 
 class RopeOp(Operation):

@@ -58,6 +58,10 @@ def syscall(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     raise NotImplementedError
 
 
+def invoke(function: int, *args: int) -> None:
+    """Call the function at that address."""
+
+
 def operate(c: int, row: int, tid: int, ticket: int) -> None:
     """Carry out a row: the function `op_...` of its kind (`build.operate` writes the choice)."""
 
@@ -99,26 +103,12 @@ def latents(
     """The same of keys that are values as well; select = rows * 8 + steps (latent_values.latents)."""
 
 
-def packed(
-    select: int, x: int, ldx: int, codes: int, scales: int, blocks: int,
-    out: int, ldo: int, mode: int, bias: int,
-) -> None:  # fmt: skip
-    """A few rows x a packed panel; select = rows << KIND_BITS | kind (micro.packed)."""
-
-
-def wide(
-    select: int, rows: int, x: int, ldx: int, codes: int, scales: int, blocks: int, stride: int,
-    acc: int, unpacked: int, fetch: int,
-) -> None:  # fmt: skip
-    """Many rows x packed panels, unpacked once; select = panels << KIND_BITS | kind (micro.wide)."""
-
-
 def settle(panels: int, rows: int, acc: int, out: int, ldo: int, mode: int, bias: int) -> None:
     """Write what pl_wide summed (micro.settle)."""
 
 
-def embed(kind: int, codes: int, scales: int, column: int, count: int, out: int) -> None:
-    """One column of a panel as float32."""
+def embed(panel: int, column: int, count: int, out: int) -> None:
+    """One column of a dense panel as float32."""
 
 
 def norm(x: int, weight: int, out: int, padded: int, count: int, eps: int) -> None:

@@ -6,6 +6,7 @@ that varies from step to step is read by the kernels from the `Batch`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ from planaria.config.machine import usable_cores
 from planaria.errors import ConfigError
 from planaria.kernels.cpu import caches, layout
 from planaria.kernels.cpu import experts as mixture
-from planaria.kernels.cpu.build import load, placing, target_for
+from planaria.kernels.cpu.build import load, packed_kernels, target_for
 from planaria.kernels.cpu.lora_rows import LoraRows, Pair
 from planaria.kernels.cpu.memory import Arena
 from planaria.kernels.cpu.pack import Packed, blank, form_of, pack, up
@@ -52,7 +53,8 @@ class CpuOps:
         self.dtype = dtype
         self._arena = Arena()
         self._biases: dict[int, npt.NDArray[np.float32]] = {}  # of blank weights: zeros, by bytes
-        self._entry, self._place = load(self.target, cache_dir), placing(self.target, cache_dir)
+        self._entry = load(self.target, cache_dir)
+        self._kinds = functools.partial(packed_kernels, self.target, cache_dir)
         self._team = Team(self._entry, threads)
         self._most = max(threads, usable_cores())  # threads that a recording has memory for
         self.join(tp or Solo())
@@ -79,7 +81,7 @@ class CpuOps:
 
     def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Packed:
         """A weight [N, K] and bias [N] as the kernels read it; a `Quantized` keeps its codes and float16 scales."""
-        return pack(weight, bias, self.target, self.part or self._arena, self.threads, self._place)
+        return pack(weight, bias, self.target, self.part or self._arena, self.threads, self._kinds)
 
     def vector(self, values: npt.NDArray[Any]) -> Vector:
         """A norm's weight [K], in float32."""
@@ -150,7 +152,7 @@ class CpuOps:
         Its result [rows, columns] is a view of the recording's own buffer: valid until the next run. Rows are the
         step's samples after `take`, else its tokens.
         """
-        recorder = Recorder(batch, self.target, self.tp, lanes or self.lanes, self._most)
+        recorder = Recorder(batch, self.target, self.tp, lanes or self.lanes, self._most, self._kinds)
         recorder.own(self._zeros)
         try:
             result = forward(RecordedOps(recorder))

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.kernels.blocks import BLOCK, KINDS
+from planaria.kernels.cpu.build import KindKernels
 from planaria.kernels.cpu.micro import DENSE
 from planaria.kernels.cpu.target import Target
 from planaria.kernels.numbers import WORTH_THREADS, in_parts, to_bfloat16, to_float32
@@ -29,7 +30,7 @@ from planaria.kernels.ops import PartMemory, Quantized
 
 PART = 1 << 18  # elements taken at a time, to bound temporary memory and to stay in caches
 Array = npt.NDArray[Any]
-Place = Callable[..., None]
+Kinds = Callable[[int], KindKernels]
 
 
 @dataclass
@@ -67,17 +68,17 @@ def up(value: int, unit: int) -> int:
 
 def pack(
     weight: Array | Quantized, bias: Array | None, target: Target, arena: PartMemory, threads: int = 1,
-    place: Place | None = None,
+    kinds: Kinds | None = None,
 ) -> Packed:  # fmt: skip
-    """Weight [N, K] and bias [N] or None in the layout above. place: brings a quantised one's codes into panels
-    (codes.place). Raises ValueError for a shape or kind it can't take."""
+    """Weight [N, K] and bias [N] or None in the layout above. kinds: kernels of a quantised one's kind
+    by its number. Raises ValueError for a shape or kind it can't take."""
     rows, columns = weight.shape
     panels = up(rows, 16) // 16
     if bias is not None and bias.shape != (rows,):
         raise ValueError(f"bias of shape {tuple(bias.shape)} for a weight of {rows} rows; expected ({rows},)")
     if isinstance(weight, Quantized):
-        assert place is not None
-        return _pack_blocks(weight, bias, panels, arena, place, threads)
+        assert kinds is not None
+        return _pack_blocks(weight, bias, panels, arena, kinds, threads)
     steps = up(columns, 16) // target.pair
     data, shift = _room(panels, steps * 64, bias, arena)
     stored, width = (to_bfloat16 if target.item == 2 else to_float32), steps * target.pair
@@ -121,7 +122,7 @@ def blank(numbers: Sequence[int], bias: npt.NDArray[Any], arena: PartMemory) -> 
 
 
 def _pack_blocks(
-    weight: Quantized, bias: Array | None, panels: int, arena: PartMemory, place: Place, threads: int
+    weight: Quantized, bias: Array | None, panels: int, arena: PartMemory, kinds: Kinds, threads: int
 ) -> Packed:  # fmt: skip
     kind = KINDS.get(weight.kind)
     if kind is None:
@@ -141,13 +142,11 @@ def _pack_blocks(
     stride = up(code_bytes + scale_bytes + shared_bytes, 64)
     data, shift = _room(panels, stride, bias, arena)
     lines, first_block = data[: panels * stride].reshape(panels, stride), weight.skip // BLOCK
-    file = np.ascontiguousarray(weight.data)
+    file, place = np.ascontiguousarray(weight.data), kinds(kind.number).place
 
     def some(first: int, last: int) -> None:
         raw, count = file[first * 16 : last * 16], last - first
-        place(
-            kind.number, raw.ctypes.data, raw.shape[1], len(raw), first_block, blocks, lines[first:].ctypes.data, stride
-        )  # fmt: skip
+        place(raw.ctypes.data, raw.shape[1], len(raw), first_block, blocks, lines[first:].ctypes.data, stride)
         if len(raw) < count * 16:
             raw = np.concatenate([raw, np.zeros((count * 16 - len(raw), raw.shape[1]), np.uint8)])
         scales = kind.scales(raw.reshape(count, 16, in_file, kind.nbytes))

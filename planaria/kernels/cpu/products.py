@@ -6,10 +6,10 @@ Written like program.py. The rule: how work is cut depends on row counts only wh
 
 from __future__ import annotations
 
-from planaria.kernels.cpu import fields, layout, native
+from planaria.kernels.cpu import fields, layout, native, packed
 from planaria.kernels.cpu.fields import AttendOp
-from planaria.kernels.cpu.micro import DENSE, KIND_BITS, ROUNDED_BYTES, STORE_ACT, STREAM_AHEAD
-from planaria.kernels.cpu.native import TARGET, get, get32, put
+from planaria.kernels.cpu.micro import ROUNDED_BYTES, STORE_ACT, STREAM_AHEAD
+from planaria.kernels.cpu.native import TARGET, get, get32, invoke, put
 from planaria.kernels.cpu.striped import held
 from planaria.kernels.cpu.threads import bring, grab, scratch
 
@@ -83,7 +83,7 @@ def take_rows(row: fields.LinearOp, mine: int, first: int, last: int) -> None:
     """To be called before the blocks of rows [first, last)."""
     to, length = own_rows(row, mine), row.length
     for r in range(first, last):
-        if row.kind != DENSE:
+        if row.kernels:
             native.quantise(row.x + r * row.ldx, length, to + (r - first) * length * ROUNDED_BYTES)
         elif TARGET.widens:
             native.widen(row.x + r * row.ldx, to + (r - first) * length * 8, 2 * length)
@@ -95,10 +95,10 @@ def product(
 ) -> None:  # fmt: skip
     """Rows [first, last) x panels [panel, end) into out, where row `first`, panel `panel` begin. next_panel: the one
     that will be wanted after these."""
-    kind, stride, length = row.kind, row.stride, row.length
+    kernels, stride, length = row.kernels, row.stride, row.length
     ldx = row.ldx
     x = row.x + first * ldx
-    if kind != DENSE:
+    if kernels:
         ldx = ROUNDED_BYTES * length
         x = own_rows(row, mine)
     elif TARGET.widens:
@@ -108,18 +108,18 @@ def product(
     wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
     while panel < end:
         w, bias = row.w + panel * stride, row.bias + panel * 64
-        if kind != DENSE and n <= TARGET.inline_rows:
-            native.packed((n << KIND_BITS) + kind, x, ldx, w, w + row.scales, length, out, ldo, mode, bias)
+        if kernels and n <= TARGET.inline_rows:
+            invoke(get(kernels, packed.PACKED), n, x, ldx, w, w + row.scales, length, out, ldo, mode, bias)
             panel += 1
             out += wide
             continue
         panels = TARGET.tile_panels if n > layout.STREAM_ROWS and end - panel >= TARGET.tile_panels else 1
-        if kind != DENSE:
+        if kernels:
             for r in range(0, n, layout.WIDE_ROWS):
                 rows = min(layout.WIDE_ROWS, n - r)
                 foresee_list(c, row, mine, rows // TARGET.tile_rows * length, n > layout.WHOLE_ROWS)
-                native.wide(
-                    (panels << KIND_BITS) + kind, rows, x + r * ldx, ldx, w, w + row.scales, length, stride,
+                invoke(
+                    get(kernels, packed.WIDE), panels, rows, x + r * ldx, ldx, w, w + row.scales, length, stride,
                     mine + layout.ACC, mine + layout.CODES, mine + layout.FETCH,
                 )  # fmt: skip
                 native.settle(panels, rows, mine + layout.ACC, out + r * ldo, ldo, mode, bias)

@@ -8,9 +8,21 @@ The rule: how work is cut depends on row counts only where the result does not (
 
 from __future__ import annotations
 
-from planaria.kernels.cpu import fields, layout, native
+from planaria.kernels.cpu import fields, layout, native, packed
 from planaria.kernels.cpu.micro import STORE_F32
-from planaria.kernels.cpu.native import TARGET, atomic_add, atomic_get, get, get32, operate, prefetch, put, put32, relax
+from planaria.kernels.cpu.native import (
+    TARGET,
+    atomic_add,
+    atomic_get,
+    get,
+    get32,
+    invoke,
+    operate,
+    prefetch,
+    put,
+    put32,
+    relax,
+)
 from planaria.kernels.cpu.products import tiles
 from planaria.kernels.cpu.striped import held
 from planaria.kernels.cpu.threads import barrier, bring, clear, rows_from, scratch, sleep_while, wake_all, whole_chunks
@@ -27,7 +39,12 @@ def op_embed(c: int, row: fields.EmbedOp, tid: int) -> None:
                 continue
             token = 0  # callers check; this only keeps a mistake from reading foreign memory
         panel = row.w + (token >> 4) * row.stride
-        native.embed(row.kind, panel, panel + row.scales, token & 15, row.length, row.out + t * row.ldo)
+        if row.kernels:
+            invoke(
+                get(row.kernels, packed.EMBED), panel, panel + row.scales, token & 15, row.length, row.out + t * row.ldo
+            )  # fmt: skip
+        else:
+            native.embed(panel, token & 15, row.length, row.out + t * row.ldo)
         if row.factor:
             native.scale(row.out + t * row.ldo, row.ldo >> 2, row.factor)
 

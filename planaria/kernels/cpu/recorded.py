@@ -30,9 +30,10 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
         whole = self.recorder.tp.size == 1 or vocab is None
         out = self.recorder.new(layout.ROWS_TOKENS, table.columns, "float32")
         self.recorder.add(
-            fields.EmbedOp, kind=table.kind, w=table, stride=table.stride, scales=table.scales, length=table.length,
-            out=out, tokens=self.batch.tokens, rows=table.rows, first=0 if whole or vocab is None else vocab.start,
-            partial=not whole, factor=None if scale == 1.0 else float(scale),
+            fields.EmbedOp, kernels=self.recorder.kernels(table.kind), w=table, stride=table.stride,
+            scales=table.scales, length=table.length, out=out, tokens=self.batch.tokens, rows=table.rows,
+            first=0 if whole or vocab is None else vocab.start, partial=not whole,
+            factor=None if scale == 1.0 else float(scale),
         )  # fmt: skip
         return out if whole else self.recorder.reduce(out, out)
 
@@ -126,9 +127,9 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
                 raise ValueError(f"linear: a part of a weight from row {first} on, which is no multiple of 16")
             self.recorder.wants_product(w)
             self.recorder.add(
-                fields.LinearOp, kind=w.kind, w=w, stride=w.stride, scales=w.scales, length=w.length, x=x, out=out,
-                first=first * (self.target.item if mode == STORE_ACT else 4), mode=mode, bias=w.bias, rows=x.rows,
-                half=0, temp=self.recorder.tile_bytes(w), panels=w.panels, attend=0, act=0,
+                fields.LinearOp, kernels=self.recorder.kernels(w.kind), w=w, stride=w.stride, scales=w.scales,
+                length=w.length, x=x, out=out, first=first * (self.target.item if mode == STORE_ACT else 4), mode=mode,
+                bias=w.bias, rows=x.rows, half=0, temp=self.recorder.tile_bytes(w), panels=w.panels, attend=0, act=0,
             )  # fmt: skip
             first += w.rows
         return out

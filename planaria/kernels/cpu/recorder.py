@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.kernels.cpu import layout
+from planaria.kernels.cpu.build import KindKernels
 from planaria.kernels.cpu.fields import MeetOp, Operation, ReduceOp
 from planaria.kernels.cpu.micro import DENSE, ROUNDED_BYTES
 from planaria.kernels.cpu.pack import Packed, up
@@ -57,10 +59,14 @@ Thing = int | float | Buffer | Act | Addressed | npt.NDArray[Any] | None
 
 class Recorder:
     """One forward pass while it is recorded. tp, lanes: the ranks that have the other parts, and the way to those of
-    other lanes. most: threads that the recording must have scratch memory for."""
+    other lanes. most: threads that the recording must have scratch memory for. kinds: kernels of a packed kind, by its
+    number."""
 
-    def __init__(self, batch: Batch, target: Target, tp: Comm, lanes: All2All | None, most: int) -> None:
-        self.batch, self.target, self.tp, self.lanes, self.most = batch, target, tp, lanes, most
+    def __init__(
+        self, batch: Batch, target: Target, tp: Comm, lanes: All2All | None, most: int,
+        kinds: Callable[[int], KindKernels],
+    ) -> None:  # fmt: skip
+        self.batch, self.target, self.tp, self.lanes, self.most, self._kinds = batch, target, tp, lanes, most, kinds
         self.native_tp = cast(NativeComm, tp) if tp.port else None
         self.tape = Tape()
         self.owners: list[object] = [batch]  # what the tape names by address
@@ -191,6 +197,10 @@ class Recorder:
         else:
             self.add(MeetOp, port=self.tp.port)
         return whole
+
+    def kernels(self, kind: int) -> npt.NDArray[np.int64] | None:
+        """Table of a packed kind's kernels."""
+        return None if kind == DENSE else self._kinds(kind).table
 
     def product_bytes(self, w: Packed) -> int:
         """Of a thread's scratch memory: its tiles, those of a fused activation, its rows if they are not taken as they

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planaria.kernels.blocks import KINDS, BlockKind
 from planaria.kernels.cpu.emit import F32, I32, Function, literal
-from planaria.kernels.cpu.micro import DENSE, H32, ROUNDED_BYTES, ROUNDED_MOST, Elements, Unpack, dispatcher
+from planaria.kernels.cpu.micro import ROUNDED_BYTES, ROUNDED_MOST, Elements
 from planaria.kernels.cpu.native import X86
 from planaria.kernels.cpu.target import Target
 
@@ -263,12 +262,12 @@ def store_value(target: Target) -> str:
     return f.end()
 
 
-EMBED_ARGS = ("kind", "w", "scales", "column", "count", "out")
+EMBED_ARGS = ("w", "column", "count", "out")
 
 
-def embed_dense(target: Target) -> str:
+def embed(target: Target) -> str:
     """Column `column` of a dense panel of `count` steps, to float32."""
-    f = Function(f"pl_embed_{DENSE}", EMBED_ARGS)
+    f = Function("pl_embed", EMBED_ARGS)
     w, out = f.at(f.ptr("%w"), f.shl("%column", 2)), f.ptr("%out")
 
     def body(i: str) -> None:
@@ -279,34 +278,6 @@ def embed_dense(target: Target) -> str:
             place = f.at(out, f.shl(i, 3))
             f.store("i32", f.op(f"shl i32 {word}, 16"), place, 4)
             f.store("i32", f.op(f"and i32 {word}, -65536"), f.at(place, 4), 4)
-
-    f.each("%count", 1, body)
-    return f.end()
-
-
-def embed_packed(target: Target, kind: BlockKind) -> str:
-    """Column `column` of a packed panel of `count` blocks, to float32."""
-    f = Function(f"pl_embed_{kind.number}", EMBED_ARGS)
-    unpack, w, out = Unpack(target, kind), f.ptr("%w"), f.ptr("%out")
-    even = f.shl("%column", 1)
-    odd = f.add(even, 1)
-
-    def body(i: str) -> None:
-        own, shared = (f.ptr(p) for p in unpack.places(f, "%scales", "%count", i))
-        scale, *minima = unpack.factors(f, own, shared)
-        halves = [f.op(f"sitofp {I32} {s} to {F32}") for s in unpack.sub_scales(f, own)]
-        scales = [f.vec("fmul", scale, half) for half in halves] or [scale]
-        mine = [[f.op(f"extractelement {F32} {v}, i64 %column") for v in side] for side in (scales, minima)]
-        for step, codes in enumerate(unpack.steps(f, f.at(w, f.mul(i, unpack.block_bytes)))):
-            for k, place in enumerate((even, odd)):
-                q = f.op(f"sext i16 {f.op(f'extractelement {H32} {codes}, i64 {place}')} to i32")
-                if kind.offset:
-                    q = f.op(f"sub i32 {q}, {kind.offset}")
-                value = f.op(f"sitofp i32 {q} to float")
-                for code, side in zip(("fmul", "fadd"), mine, strict=True):
-                    if side:
-                        value = f.op(f"{code} float {value}, {side[step * len(side) // 16]}")
-                f.store("float", value, f.at(out, f.add(f.shl(i, 7), 8 * step + 4 * k)), 4)
 
     f.each("%count", 1, body)
     return f.end()
@@ -398,12 +369,11 @@ def accrue(target: Target) -> str:
 
 def vector_module(target: Target) -> str:
     """IR of all row operations."""
-    columns = {kind.number: embed_packed(target, kind) for kind in KINDS.values()} | {DENSE: embed_dense(target)}
     pause = "call void @llvm.x86.sse2.pause() " if X86 else ""
     return "\n".join([
         norm(target), softmax(target), divide(target), merge(), rotate(target), store_key(target),
         store_value(target), quantise(target), copy(), widen(target), put_past(), add(), accrue(target),
-        *columns.values(), dispatcher("pl_embed", EMBED_ARGS, "kind", columns),
+        embed(target),
         "declare void @llvm.x86.sse2.pause()\n" if X86 else "",
         f"define void @pl_relax() nounwind alwaysinline {{ {pause}ret void }}\n",
     ])  # fmt: skip
