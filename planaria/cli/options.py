@@ -41,8 +41,9 @@ def engine_command(function: Callable[..., None], *, agents: bool = True, serves
     def command(**values: Any) -> None:
         parts = {part: {p.name: _listed(values.pop(p.name)) for p in found} for part, found in added.items()}
         engine = parts["engine"]
-        if agents and (engine["headless"] or (engine["nnodes"] > 1 and engine["node_rank"] > 0)):
-            _be_agent(values["model"], engine, values.get("log_level"))
+        pod = engine["enable_expert_parallel"] and (engine["data_parallel_rank"] or engine["data_parallel_start_rank"])
+        if agents and (engine["headless"] or pod or (engine["nnodes"] > 1 and engine["node_rank"] > 0)):
+            _be_agent(values["model"], engine, values.get("log_level"), parts.get("server"))
         function(**values, **parts)
 
     own = inspect.signature(function, eval_str=True)
@@ -69,9 +70,10 @@ def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _be_agent(model: str, engine: dict[str, Any], log_level: str | None) -> None:
-    """On every node but the first, a command runs this node's ranks for the first one's. Returns where processes of an
-    outer launcher are ranks themselves."""
+def _be_agent(model: str, engine: dict[str, Any], log_level: str | None, server: dict[str, Any] | None = None) -> None:
+    """On every node but the first, a command runs this node's ranks for the first one's, and where each has a front
+    end, that. Returns where processes of an outer launcher are ranks themselves, or all nodes are this one."""
+    from planaria.config.data_parallel import of_pods
     from planaria.config.resolve import resolve
     from planaria.logs import setup_logging
 
@@ -79,10 +81,15 @@ def _be_agent(model: str, engine: dict[str, Any], log_level: str | None) -> None
         setup_logging(log_level)
     if not model:
         raise ConfigError("--model", "", "is needed on every node but the first")
-    config = resolve(engine_options(model, engine))
+    options = engine_options(model, engine)
+    config = resolve(options)
     if config.parallel.over_nodes:
         from planaria.build import run_agent
 
+        if server is not None and of_pods(options):
+            from planaria.server.relay import Relay
+
+            Relay(ServerConfig(model=model, **server), config.parallel.master_addr).start()
         raise typer.Exit(run_agent(config))
 
 

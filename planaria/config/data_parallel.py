@@ -63,6 +63,8 @@ def on_nodes(options: EngineOptions) -> EngineOptions:
     in vLLM's words: --data-parallel-address and --data-parallel-rpc-port for where nodes meet, fewer local engines
     than there are, and on nodes without a server --headless with --data-parallel-start-rank. Raises ConfigError."""
     _numbers(options)
+    if of_pods(options):
+        return _pods(options)
     _meeting_place(options)
     size, local, nnodes = options.data_parallel_size, options.data_parallel_size_local, options.nnodes
     address, port = options.data_parallel_address, options.data_parallel_rpc_port
@@ -99,15 +101,46 @@ def on_nodes(options: EngineOptions) -> EngineOptions:
     return replaced
 
 
+def of_pods(options: EngineOptions) -> bool:
+    """Are data-parallel ranks lanes of one engine, with a front end for each, or for each node's?"""
+    return options.enable_expert_parallel and not options.headless and any(_outside(options))
+
+
+def _pods(options: EngineOptions) -> EngineOptions:
+    """The same said with --nnodes and --node-rank: each pod has its lanes, and all meet at the first one's address."""
+    external, hybrid = _outside(options)
+    _balancing(options, external, hybrid)
+    _local(options, external, hybrid, "strict")
+    if options.nnodes > 1:
+        _one_server(options, external, hybrid)
+    if options.data_parallel_address is None:
+        rule = "pods of one engine (--enable-expert-parallel) meet at the first one's address, which isn't said"
+        raise ConfigError(_EXTERNAL if external else _HYBRID, True, rule, f"add {_ADDRESS}")
+    size, start = options.data_parallel_size, options.data_parallel_rank or options.data_parallel_start_rank or 0
+    local = 1 if external else options.data_parallel_size_local or size
+    _even(size, local, start)
+    return msgspec.structs.replace(
+        options, nnodes=size // local, node_rank=start // local, master_addr=options.data_parallel_address,
+        master_port=options.data_parallel_rpc_port or RPC_PORT, data_parallel_size_local=local,
+        data_parallel_rank=None, data_parallel_start_rank=None, data_parallel_external_lb=False,
+        data_parallel_hybrid_lb=False, data_parallel_address=None, data_parallel_rpc_port=None,
+    )  # fmt: skip
+
+
+def _even(size: int, local: int, start: int) -> None:
+    """Raises ConfigError where nodes don't have as many each, or one begins elsewhere than at its share."""
+    if size % local:
+        raise ConfigError(_LOCAL, local, f"{_SIZE} is {size}, and every node has as many engines", "choose a divisor")
+    if start % local:
+        raise ConfigError(_START, start, f"every node has {local} engines", f"give a multiple of {local}")
+
+
 def _counted(options: EngineOptions, start: int) -> EngineOptions:
     """Nodes as many as the engines need, and which of them this is. Where the first one has the server only, there is
     one more: so it is where it says so, and where the first engine's node has none."""
     size, nnodes = options.data_parallel_size, options.nnodes
     local = options.data_parallel_size_local or size
-    if size % local:
-        raise ConfigError(_LOCAL, local, f"{_SIZE} is {size}, and every node has as many engines", "choose a divisor")
-    if start % local:
-        raise ConfigError(_START, start, f"every node has {local} engines", f"give a multiple of {local}")
+    _even(size, local, start)
     groups = size // local
     apart = not options.data_parallel_size_local or (options.headless and start == 0) or nnodes == groups + 1
     return msgspec.structs.replace(

@@ -113,22 +113,10 @@ def _context(config: ParallelConfig) -> None:
 
 
 def _with_lanes(config: ParallelConfig) -> ParallelConfig:
-    """Experts that are spread over data-parallel ranks make these the lanes of one engine. Raises ConfigError."""
+    """Experts that are spread over data-parallel ranks make these the lanes of one engine."""
     size = config.data_parallel_size
     if not config.enable_expert_parallel or size == 1:
         return config
-    for asked, option, other, where in (
-        (config.data_parallel_external_lb, "--data-parallel-external-lb", "--data-parallel-rank", "each engine"),
-        (config.data_parallel_hybrid_lb, "--data-parallel-hybrid-lb", "--data-parallel-start-rank", "each node"),
-    ):
-        if asked:
-            raise ConfigError(
-                option, True,
-                f"is for a server on {where}, and with --enable-expert-parallel data-parallel ranks are lanes of one "
-                "engine, which has one server",
-                f"leave it and {other} out, and point the balancer at that server (several processes: "
-                "--api-server-count; ranks on other nodes: --nnodes)",
-            )  # fmt: skip
     local = config.data_parallel_size_local if config.data_parallel_backend == "ray" else 1
     return msgspec.structs.replace(config, lanes=size, data_parallel_size=1, data_parallel_size_local=local)
 

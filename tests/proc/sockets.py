@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
+import random
+import socket
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -61,3 +64,14 @@ def _address(text: str) -> str:
     """Words of 4 bytes in the machine's order."""
     words = [int(text[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(text), 8)]
     return str(ipaddress.ip_address(b"".join(words)))
+
+
+def free_port() -> int:
+    """Below those that the kernel deals out to whoever asks for any: one of them could be somebody else's by the time
+    that it is used."""
+    dealt = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, dealt)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

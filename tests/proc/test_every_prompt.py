@@ -14,7 +14,7 @@ import pytest
 from planaria import LLM, SamplingParams
 from tests.model.test_exact import PROMPTS
 from tests.proc.servers import needs_smollm2
-from tests.proc.test_external import free_port
+from tests.proc.sockets import free_port
 
 pytestmark = needs_smollm2
 

@@ -19,7 +19,7 @@ from planaria.wire import ResizeEngine
 from tests.model.engines import Engine, ask_for
 from tests.proc.experts import ASKED, EP
 from tests.proc.servers import Server, planaria
-from tests.proc.test_nodes import free_port
+from tests.proc.sockets import free_port
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,8 @@ from planaria.types import SamplingParams
 from planaria.wire import Cancel, Output, Submit
 from planaria.worker.null import NullRank
 from tests.proc.servers import needs_smollm2, planaria, wait_until
-from tests.proc.test_nodes import PROMPTS, free_port, generate, lines_of, one_process
+from tests.proc.sockets import free_port
+from tests.proc.test_nodes import PROMPTS, generate, lines_of, one_process
 
 __all__ = ["generate", "one_process"]  # fixtures
 

@@ -19,9 +19,10 @@ from tests.faults.streams import enter_network
 from tests.proc import networks
 from tests.proc.networks import Networks
 from tests.proc.servers import Server, alive, needs_smollm2, titled, wait_until
+from tests.proc.sockets import free_port
 from tests.proc.test_engine_death import HASH, Outcome
 from tests.proc.test_engine_death import run as run_streams
-from tests.proc.test_nodes import SECRET, Command, free_port
+from tests.proc.test_nodes import SECRET, Command
 
 pytestmark = needs_smollm2
 

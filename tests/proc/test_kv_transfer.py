@@ -16,17 +16,11 @@ import pytest
 
 from tests.proc.proxy import NOBODY, Proxy
 from tests.proc.servers import Server, wait_until
+from tests.proc.sockets import free_port
 
 PROMPT = [(7 + 131 * i) % 100 for i in range(600)]
 BLOCKS = 37  # full ones of it that may be used again
 Ends = tuple[Server, Server, Proxy]
-
-
-def free_port() -> int:
-    """Of this many that follow one another."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def serve(model: Path, port: int, role: str, *, connector: str = "tcp", tp: int = 1, **more: Any) -> Server:

@@ -25,9 +25,10 @@ from tests.faults.streams import enter_network
 from tests.proc import networks
 from tests.proc.networks import Networks
 from tests.proc.servers import PATIENCE, SOON, Server, alive, needs_smollm2, titled, wait_until
+from tests.proc.sockets import free_port
 from tests.proc.test_engine_death import HASH, Outcome, health
 from tests.proc.test_engine_death import run as run_streams
-from tests.proc.test_nodes import EQUAL, NULL, SECRET, Command, free_port, launcher, parallel_of
+from tests.proc.test_nodes import EQUAL, NULL, SECRET, Command, launcher, parallel_of
 from tests.proc.test_recovery import Watched
 
 pytestmark = needs_smollm2

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -28,6 +26,7 @@ from planaria.executor.node_messages import Here
 from planaria.topology import Layout
 from tests.proc import networks
 from tests.proc.servers import PATIENCE, SOON, TINY, alive, needs_smollm2, planaria, wait_until
+from tests.proc.sockets import free_port
 from tests.proc.test_shared_weights import parts
 
 pytestmark = needs_smollm2
@@ -37,17 +36,6 @@ SHARED = {"PLANARIA_SECRET": SECRET.decode()}
 EQUAL = {"model": "the same"}
 NULL = ["smollm2", "--max-model-len", "1024", "--dtype", "float32", "--null-worker"]
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15]]
-
-
-def free_port() -> int:
-    """Below those that the kernel deals out to whoever asks for any: one of them could be somebody else's by the time
-    that it is used."""
-    dealt = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(10_000, dealt)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class Command:

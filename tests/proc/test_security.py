@@ -20,8 +20,8 @@ from planaria.executor.link.keys import Invitation, Keys, Pair
 from planaria.executor.link.stream import FrameStream, Kind
 from planaria.executor.link.tcp_socket import CHUNK_BYTES, WINDOW
 from tests.proc.servers import TINY, Server, wait_until
-from tests.proc.sockets import Listener, listeners, tree
-from tests.proc.test_nodes import SECRET, Command, free_port, two_networks
+from tests.proc.sockets import Listener, free_port, listeners, tree
+from tests.proc.test_nodes import SECRET, Command, two_networks
 
 __all__ = ["two_networks"]  # a fixture
 

@@ -61,6 +61,7 @@ def notes(machine: Machine, **options: Any) -> list[tuple[int, str]]:
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
 RAY, MP, EXTERNAL = ({"distributed_executor_backend": name} for name in ("ray", "mp", "external_launcher"))
 EP2 = {"data_parallel_size": 2, "enable_expert_parallel": True}
+PODS = {"enable_expert_parallel": True, "data_parallel_address": "10.0.0.2"}
 DP4, DP_RAY = {"data_parallel_size": 4}, {"data_parallel_backend": "ray"}
 
 
@@ -196,6 +197,14 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
     ("external on Ray", LAPTOP, "cpu", {**DP4, **DP_RAY, "data_parallel_rank": 1}, "Ray places them", "backend mp"),
     ("external, several", LAPTOP, "cpu", {**DP4, "data_parallel_rank": 1, "data_parallel_size_local": 2},
      "size-local 2", "leave it out"),
+    ("pods, where", LAPTOP, "cpu", {**DP4, "enable_expert_parallel": True, "data_parallel_rank": 1},
+     "--data-parallel-external-lb True: pods of one engine", "add --data-parallel-address"),
+    ("pods, between", LAPTOP, "cpu", {**DP4, **PODS, "data_parallel_start_rank": 1, "data_parallel_size_local": 2},
+     "-start-rank 1", "multiple of 2"),
+    ("pods, uneven", LAPTOP, "cpu", {**DP4, **PODS, "data_parallel_start_rank": 0, "data_parallel_size_local": 3},
+     "-size-local 3", "divisor"),
+    ("pods on Ray", LAPTOP, "cpu", {**DP4, **DP_RAY, **PODS, "data_parallel_rank": 1}, "Ray places them", "backend mp"),
+    ("pods and nodes", LAPTOP, "cpu", {**DP4, **PODS, "data_parallel_rank": 1, "nnodes": 2}, "--nnodes 2", "leave"),
     ("hybrid, too many", LAPTOP, "cpu", {**DP4, "data_parallel_start_rank": 2, "data_parallel_size_local": 3},
      "size-local 3", "give 1 to 2"),
     ("hybrid, none", LAPTOP, "cpu", {**DP4, "data_parallel_hybrid_lb": True, "data_parallel_size_local": 0},
@@ -327,6 +336,21 @@ def test_engines_over_nodes_in_other_words() -> None:
     assert headless == resolved(**none, **ours, node_rank=2)
     assert resolved(**two, data_parallel_address="10.0.0.2").master_port == 29550
     assert resolved(**DP4, **DP_RAY, data_parallel_address="10.0.0.2").data_parallel_address == "10.0.0.2"
+
+
+@pytest.mark.row("P5")
+def test_pods_of_one_engine() -> None:
+    """Experts spread over data-parallel ranks, a command for each rank or for each node's: nodes of one engine."""
+    met = {"enable_expert_parallel": True, "data_parallel_address": "10.0.0.2"}
+    ours = {"enable_expert_parallel": True, "master_addr": "10.0.0.2", "master_port": 29550}
+    for rank in range(4):
+        external = resolved(**DP4, **met, data_parallel_rank=rank)
+        assert external == resolved(**DP4, **ours, nnodes=4, node_rank=rank)
+    assert (external.lanes, external.over_nodes, external.local_world_size) == (4, True, 1)
+    two = {**DP4, "data_parallel_size_local": 2}
+    hybrid = resolved(**two, **met, data_parallel_start_rank=2, data_parallel_rpc_port=4321)
+    assert hybrid == resolved(**two, **{**ours, "master_port": 4321}, nnodes=2, node_rank=1)
+    assert resolved(**DP4, **met, data_parallel_hybrid_lb=True) == resolved(**DP4, **ours), "all of them here"
 
 
 @pytest.mark.row("P11")
