@@ -9,7 +9,6 @@ which takes what is open elsewhere and then says so; a terminal's Ctrl-C is the 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -55,7 +54,10 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, on_sigterm)
     index = config.parallel.data_parallel_index
-    name = {"agent" if far else "server": os.getppid(), **({"dp": index} if config.device.sharers > 1 or index else {})}
+    name = {
+        "agent" if far else "server": child.keeper(),
+        **({"dp": index} if config.device.sharers > 1 or index else {}),
+    }
     return serve(config, port, told, again=bool(again), given=memories, **name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planaria.config.options import EngineConfig
 
-ENGINE = "planaria.engine_process"
+ENGINE, API = "planaria.engine_process", "planaria.server.api_process"
 WORKER = (
     "planaria.layers.build", "planaria.loader.source", "planaria.worker.micro_batches", "planaria.worker.runner",
     "planaria.worker.sampler", "planaria.worker.stage", "zmq",
@@ -23,3 +23,7 @@ def of_an_engine(config: EngineConfig) -> list[str]:
     """And of the ranks that it starts here, or is."""
     here = config.parallel.distributed_executor_backend in ("uni", "mp")
     return [ENGINE, "planaria.worker.main", *(of_a_rank(config) if here else [])]
+
+
+def of_an_api_process() -> list[str]:
+    return [API, "tokenizers", "uvicorn.lifespan.off"]

@@ -6,13 +6,17 @@ Names are for `ps` and for `planaria ps`: "planaria: worker rank=1 tp=1 pp=0 epo
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
 from collections.abc import Iterator
 
+from planaria.node import readable
+
 _PREFIX = "planaria: "
 _PR_SET_PDEATHSIG = 1
+_F_SETSIG = 10
 
 
 def die_with_parent(parent: int) -> None:
@@ -23,6 +27,18 @@ def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
+        os._exit(1)
+
+
+def die_with_pipe(fd: int) -> None:
+    """The same for a process whose parent is somebody else (Linux): when nobody has the other end of this pipe any
+    more, to which nobody writes. It takes `fd`."""
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whom a signal goes to is said of an open file
+    os.close(fd)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC)
+    if readable(own):
         os._exit(1)
 
 

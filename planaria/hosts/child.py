@@ -1,5 +1,7 @@
-"""The process's side: `python -m MODULE PARENT SAYS ARGS...`, messages on standard input, each after its length in 8
-bytes, SAYS a descriptor for lines to who keeps it. Standard input stays open as long as the parent lives.
+"""The process's side: `python -m MODULE PARENT SAYS GIVEN... ARGS...`, messages on standard input, each after its
+length in 8 bytes, SAYS a descriptor for lines to who keeps it, GIVEN others that it was given. Standard input stays
+open as long as the parent lives. PARENT is below 0 for a fork, whose parent is another, and which ends with this one
+anyway (see forkserver).
 """
 
 from __future__ import annotations
@@ -14,9 +16,15 @@ LENGTH = 8  # bytes of a message's length
 
 
 def begin() -> list[str]:
-    """The first thing a process does: end with its parent. Returns ARGS."""
-    die_with_parent(int(sys.argv[1]))
+    """The first thing a process does: end with its parent. Returns what comes after SAYS."""
+    if (parent := int(sys.argv[1])) > 0:
+        die_with_parent(parent)
     return sys.argv[3:]
+
+
+def keeper() -> int:
+    """Pid of who keeps this process."""
+    return abs(int(sys.argv[1]))
 
 
 def say(line: str) -> None:

@@ -1,8 +1,9 @@
 """A process that has imported what others need, never started a thread, and is forked for each of them: they begin at
 once, share its pages, and cost no imports.
 
-`python -m planaria.hosts.forkserver PARENT SOCKET MODULES...`. It ends with its parent, and what it forked with it. On
-the socket (SEQPACKET): a Fork with descriptors, answered by Forked with the pidfd; ForkEnded, whenever one has.
+`python -m planaria.hosts.forkserver PARENT SOCKET MODULES...`. It ends with its parent. So does what it forked, but not
+with the server: what that was for goes on without it. On the socket (SEQPACKET): a Fork with descriptors, answered by
+Forked with the pidfd; ForkEnded, whenever one has.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import msgspec
 
 from planaria.env import environment
 from planaria.node import readable
-from planaria.processes import die_with_parent, leave_signals_to_parent, set_title
+from planaria.processes import die_with_parent, die_with_pipe, leave_signals_to_parent, set_title
 
 LONGEST = 1 << 20  # bytes of a message
+MOST = 16  # descriptors with one
 IMPORTS = 60.0  # seconds that imports may take
 ANSWER = 5.0  # seconds that a fork may take, once they are done
 SOON = 1.0  # seconds until an end is told
@@ -40,9 +42,10 @@ SINGLE = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's library starts threads when it
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """As `python -m module PARENT SAYS args...`, in folder `cwd` with `env`. With it come descriptors: standard input,
-    output and error, and SAYS."""
+    """As `python -m module -KEEPER SAYS GIVEN... args...`, in folder `cwd` with `env`. With it come descriptors: the
+    pipe with which it ends; standard input, output and error; SAYS; GIVEN. keeper: pid of who asks for it."""
 
+    keeper: int
     module: str
     args: tuple[str, ...]
     cwd: str
@@ -73,7 +76,7 @@ def _send(port: socket.socket, message: Fork | Forked | ForkEnded, fds: Sequence
 
 def _receive(port: socket.socket) -> tuple[Fork | Forked | ForkEnded, list[int]] | None:
     """None when the other has ended."""
-    data, fds, _, _ = socket.recv_fds(port, LONGEST, 4)
+    data, fds, _, _ = socket.recv_fds(port, LONGEST, MOST)
     return (_decode(data), fds) if data else None
 
 
@@ -86,7 +89,8 @@ class ForkServer:
     """The parent's side: `fork` waits, in whichever thread; all else is for the thread that began it, which reads
     `port`.
 
-    A fork's parent is the server, so that all of them end with it. before: one that this process was split from.
+    A fork's parent is the server, but it ends when `close` is called, or when this process ends: with a pipe, whose end
+    nobody else has. before: one that this process was split from.
     """
 
     def __init__(self, modules: Sequence[str], before: Split | None = None) -> None:
@@ -97,6 +101,8 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | ForkedServer
         self._process, self.port = before or _started(modules)
         self.port.setblocking(False)
+        self._life, ours = os.pipe()
+        self._hold = os.fdopen(ours, "wb", buffering=0)  # the end of it is the end of all forks
 
     def fits(self, modules: Sequence[str]) -> bool:
         """Would another server have imported the same, and is this one well?"""
@@ -108,10 +114,11 @@ class ForkServer:
         return self._fails and not self._imported and alive and self._began_with == _concerns(modules)
 
     def fork(self, module: str, args: Sequence[str], env: dict[str, str], fds: Sequence[int]) -> tuple[int, int]:
-        """Returns its pid and a pidfd of it. fds: see Fork. Raises OSError: not by this server."""
+        """Returns its pid and a pidfd of it. fds: see Fork, from its standard input on. Raises OSError: not by this
+        server."""
         self._fails = True  # until it is known that it doesn't
         self._answer = answer = Future[tuple[int, int]]()
-        _send(self.port, Fork(module, tuple(args), os.getcwd(), env), fds)
+        _send(self.port, Fork(os.getpid(), module, tuple(args), os.getcwd(), env), (self._life, *fds))
         limit = ANSWER if self._imported else IMPORTS
         try:
             return answer.result(limit)
@@ -147,7 +154,7 @@ class ForkServer:
         return not self._over
 
     def code(self, pid: int) -> int:
-        """Of one that has ended."""
+        """Of one that has ended; where its server can't say it any more, as if it had been killed."""
         until = time.monotonic() + SOON
         while pid not in self._codes and not self._over and readable(self.port.fileno(), until - time.monotonic()):
             self.hear()
@@ -157,6 +164,7 @@ class ForkServer:
         """With all that it forked. Any thread; idempotent."""
         self._process.kill()
         self._process.wait()
+        self._hold.close()
 
 
 def _started(modules: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -261,7 +269,6 @@ def _serve(port: socket.socket) -> str:
                 return ""
             asked, fds = heard
             assert isinstance(asked, Fork)
-            parent = os.getpid()
             try:
                 pid = os.fork()
             except OSError as e:
@@ -273,7 +280,7 @@ def _serve(port: socket.socket) -> str:
                 for own in (bell, ring):
                     os.close(own)
                 port.close()
-                _become(asked, fds, parent)
+                _become(asked, fds)
                 return asked.module
             if pid > 0:
                 exit_fd = os.pidfd_open(pid)
@@ -292,16 +299,17 @@ def _reap(port: socket.socket) -> None:
             _send(port, ForkEnded(pid, os.waitstatus_to_exitcode(status)))
 
 
-def _become(asked: Fork, fds: Sequence[int], parent: int) -> None:
+def _become(asked: Fork, fds: Sequence[int]) -> None:
     """What exec would have made of this process."""
-    *standard, says = fds
+    life, *standard = fds[:4]
+    die_with_pipe(life)
     for wanted, fd in enumerate(standard):
         os.dup2(fd, wanted)
         os.close(fd)
     os.environ.clear()
     os.environ.update(asked.env)
     os.chdir(asked.cwd)
-    sys.argv = [asked.module, str(parent), str(says), *asked.args]
+    sys.argv = [asked.module, *map(str, (-asked.keeper, *fds[4:])), *asked.args]
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class _Process:
 
 def _begin(entry: Program, env: dict[str, str], hear: int, says: int, fds: Sequence[int]) -> _Process:
     """In a process with nothing imported."""
-    command = [sys.executable, "-m", entry.module, str(os.getpid()), str(says), *entry.args]
+    command = [sys.executable, "-m", entry.module, str(os.getpid()), *map(str, (says, *fds)), *entry.args]
     started = subprocess.Popen(command, stdin=hear, pass_fds=(says, *fds), env=env)
     try:
         return _Process(started.pid, os.pidfd_open(started.pid), started.wait)
@@ -127,7 +127,7 @@ def _fork(
     server: ForkServer, entry: Program, env: dict[str, str], hear: int, says: int, fds: Sequence[int]
 ) -> _Process:
     """In one with what the server has imported. Raises OSError."""
-    pid, exit_fd = server.fork(entry.module, entry.args, env, (hear, 1, 2, says))
+    pid, exit_fd = server.fork(entry.module, entry.args, env, (hear, 1, 2, says, *fds))
     return _Process(pid, exit_fd, functools.partial(server.code, pid))
 
 
@@ -312,12 +312,12 @@ class LocalHost:
     def spawn(
         self, slot: Slot, entry: Program, boot: bytes | None, news: News, fds: Sequence[int] = (), *, rank: int = -1
     ) -> LocalChild:
-        """fds: descriptors that it inherits."""
+        """fds: descriptors that it is given, and told of (see hosts.child)."""
         devices = tuple(self.devices[slot[1] : slot[1] + 1])
         place = Place(-1, home(), node_name(), self.address, 0, usable_cores(), devices)
         assert threading.current_thread() is not keeper(), "who hears news would wait for itself"
         begun = slot, place, entry, fds, news
-        child = self._forked(*begun) if entry.module in self.forks and not fds else None
+        child = self._forked(*begun) if entry.module in self.forks else None
         if child is None:
             child = keeper().done(lambda: keeper().watch(_with_pipes(_begin, *begun)))
         if boot is not None:

@@ -1,5 +1,5 @@
-"""One of several API processes: `python -m planaria.server.api_process LISTEN CHANNEL PARENT LEVEL` (two descriptors
-that it inherits, its parent's pid, the level of its log), a `Boot` on standard input.
+"""One of several API processes, with the arguments LISTEN CHANNEL LEVEL (two descriptors that it is given, the level of
+its log); it is told a `Boot`.
 
 It serves like a server's only process does; its engines are the root's. It ends when the root says so, or ends.
 """
@@ -112,7 +112,7 @@ def main() -> int:
     setup_logging(level)
     leave_signals_to_parent()
     boot = msgspec.msgpack.decode(next(child.hear()), type=Boot)
-    set_title("api", server=os.getppid(), api=boot.config.parallel.api_process_rank)
+    set_title("api", server=child.keeper(), api=boot.config.parallel.api_process_rank)
 
     async def run() -> int:
         opened = await Channel.open(socket.socket(fileno=int(channel)), msgspec.msgpack.Decoder(FromRoot))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from planaria import preload
 from planaria.config.data_parallel import as_api_process
 from planaria.config.options import EngineConfig
 from planaria.executor.recovery import Reformations
@@ -83,6 +85,7 @@ class ApiProcesses:
         self._numbers = itertools.count()
         self._limit = Reformations(RESTARTS, WINDOW)
         self._attending = Background()
+        self.host = LocalHost(devices=(), forks={preload.API: preload.of_an_api_process()})
 
     async def start(self, count: int) -> None:
         await asyncio.gather(*(self._start(rank) for rank in range(count)))
@@ -99,10 +102,10 @@ class ApiProcesses:
         )
         config = msgspec.structs.replace(self.config, parallel=parallel)
         boot = msgspec.msgpack.encode(Boot(config, settings, self.tokenizer, number))
-        entry = Program("planaria.server.api_process", (*map(str, fds), current_level()))
+        spawn = functools.partial(self.host.spawn, (HERE, rank), Program(preload.API, (current_level(),)), boot)
         try:
             with theirs:
-                api.child = LocalHost(devices=()).spawn((HERE, rank), entry, boot, api.end.news, fds)
+                api.child = await asyncio.to_thread(spawn, api.end.news, fds)  # the first may wait for imports
         except OSError:
             ours.close()
             raise
@@ -250,6 +253,7 @@ class ApiProcesses:
             api.kill()
         if self._attending.tasks:
             await asyncio.wait(self._attending.tasks)
+        self.host.close()
 
     def report(self) -> list[ProcessInfo]:
         """For people."""

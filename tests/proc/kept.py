@@ -1,4 +1,4 @@
-"""A process for tests of hosts: `python -m tests.proc.kept PARENT SAYS HOW`."""
+"""A process for tests of hosts: `python -m tests.proc.kept PARENT SAYS GIVEN... HOW`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planaria.hosts import child
 
 
 def main() -> None:
-    (how,) = child.begin()
+    *given, how = child.begin()
     if how == "deaf":
         child.say("up")
         threading.Event().wait(60)
@@ -21,7 +21,8 @@ def main() -> None:
     elif how == "what":
         told = next(child.hear()).decode()
         found = {"imported": "colorsys" in sys.modules, "cwd": os.getcwd(), "env": os.environ.get("KEPT"), "told": told}
-        child.say(json.dumps({**found, "threads": len(os.listdir("/proc/self/task"))}))
+        found["given"] = [os.read(int(fd), 100).decode() for fd in given]
+        child.say(json.dumps({**found, "keeper": child.keeper(), "threads": len(os.listdir("/proc/self/task"))}))
         print("on standard output", flush=True)
         sys.exit(3)
     else:

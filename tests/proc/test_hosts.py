@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ import pytest
 from planaria.hosts import forkserver, local
 from planaria.hosts.host import Program
 from planaria.hosts.local import HERE, LocalChild, LocalHost
-from tests.proc.servers import PATIENCE, wait_until
+from planaria.node import process_state
+from tests.proc.servers import PATIENCE, alive, wait_until
 
 BIG = [bytes([number]) * (1 << 20) for number in range(3)]  # each more than a pipe takes
 
@@ -133,8 +137,8 @@ def forking() -> Iterator[LocalHost]:
     host.close()
 
 
-def forked(host: LocalHost, how: str, boot: bytes | None = None) -> LocalChild:
-    return host.spawn((HERE, 0), Program("tests.proc.kept", (how,)), boot, lambda child: None)
+def forked(host: LocalHost, how: str, boot: bytes | None = None, fds: Sequence[int] = ()) -> LocalChild:
+    return host.spawn((HERE, 0), Program("tests.proc.kept", (how,)), boot, lambda child: None, fds)
 
 
 def server_of(child: LocalChild) -> psutil.Process:
@@ -150,13 +154,19 @@ def test_a_fork_is_as_a_process_that_began_by_itself_but_for_what_is_imported(
     monkeypatch.setenv("KEPT", "now")
     said = []
     for host in (forking, LocalHost(devices=())):
-        child = forked(host, "what", b"boot")
+        ends = [os.pipe(), os.pipe()]
+        for number, (_, writes) in enumerate(ends):
+            os.write(writes, str(number).encode())
+        child = forked(host, "what", b"boot", [reads for reads, _ in ends])
+        for each in itertools.chain(*ends):
+            os.close(each)
         assert not host.await_ends([child], PATIENCE)
         assert child.code == 3 and child.ended == "ended with exit code 3"
         said.append(json.loads(child.said))
     as_forked, as_begun = said
     assert as_forked == {**as_begun, "imported": True} and not as_begun["imported"]
     assert as_forked["cwd"] == str(tmp_path) and as_forked["env"] == "now" and as_forked["threads"] == 1
+    assert as_forked["given"] == ["0", "1"] and as_forked["keeper"] == os.getpid()
     assert capfd.readouterr().out == "on standard output\n" * 2
 
 
@@ -175,16 +185,29 @@ def test_forks_share_a_server_that_never_started_a_thread_and_is_made_anew_for_a
     assert third.code == -9
 
 
-def test_forks_end_with_their_server_and_others_begin_with_another(forking: LocalHost) -> None:
+def test_forks_outlive_their_server_and_others_begin_with_another(forking: LocalHost) -> None:
     one = forked(forking, "deaf")
     wait_until("it is up", lambda: bool(one.said))
     before = server_of(one)
     before.kill()
-    assert not forking.await_ends([one], PATIENCE)
-    assert one.ended == "was killed by signal 9"
+    wait_until("it has ended", lambda: not alive(before.pid))
     other = forked(forking, "deaf")
     assert server_of(other) != before
-    end(other)
+    assert process_state(one.place.pid) == "S" and not one.ended
+    forking.close()
+    assert not forking.await_ends([one, other], PATIENCE)
+
+
+def test_forks_end_with_who_keeps_them_whatever_has_become_of_their_server_and_of_them() -> None:
+    keeper = subprocess.Popen([sys.executable, "-m", "tests.proc.keeps"], stdout=subprocess.PIPE, text=True)
+    assert keeper.stdout is not None
+    fork, server = (psutil.Process(int(pid)) for pid in keeper.stdout.readline().split())
+    server.kill()
+    fork.suspend()
+    keeper.kill()
+    keeper.wait()
+    wait_until("it has ended", lambda: not alive(fork.pid))
+    keeper.stdout.close()
 
 
 def test_a_server_that_does_not_answer_keeps_nobody_waiting(
