@@ -10,13 +10,15 @@ WORKER = (
     "planaria.worker.sampler", "planaria.worker.stage", "zmq",
 )  # fmt: skip
 NATIVE = "planaria.kernels.cpu.ops", "llvmlite.binding"
+FOREIGN = ("planaria.hf.model",)
 PLAIN = "planaria.kernels.reference", "planaria.worker.torch_sampler"
 
 
 def of_a_rank(config: EngineConfig) -> list[str]:
     if config.null_worker:
         return []
-    return [*WORKER, *(NATIVE if config.device.kernels == "native" else PLAIN)]
+    foreign = FOREIGN if config.model.foreign is not None else ()
+    return [*WORKER, *(NATIVE if config.device.kernels == "native" else PLAIN), *foreign]
 
 
 def of_an_engine(config: EngineConfig) -> list[str]:

@@ -11,6 +11,7 @@ import typer
 
 from planaria.checkpoint import Checkpoint
 from planaria.checkpoint.folder import read_json
+from planaria.checkpoint.foreign import model_of
 from planaria.checkpoint.resolve import shape_of
 from planaria.cli.look import size, write_json
 from planaria.config.options import EngineOptions
@@ -20,8 +21,7 @@ from planaria.kernels.cpu.caches import kv_elements, latent_elements
 from planaria.layers.build import unused
 from planaria.loader import WeightSource
 from planaria.loader.forms import forms
-from planaria.models import model_config
-from planaria.models.config import ModelConfig
+from planaria.models.config import Foreign, ModelConfig
 from planaria.models.memory import mib
 from planaria.node import available_memory
 
@@ -48,9 +48,9 @@ def report(model: str) -> dict[str, Any]:
     try:
         said |= _architecture(Path(model).expanduser())
         checkpoint = shape_of(model)
-        config = model_config(checkpoint.config, checkpoint.generation_config)
+        config = model_of(checkpoint)
         said |= {"path": checkpoint.path, "format": checkpoint.format, **_shape(config)}
-        if checkpoint.tensors:
+        if checkpoint.tensors and config.foreign is None:
             with WeightSource(checkpoint) as weights:
                 said["unused_tensors"] = unused(config, weights)
         said |= _memory(checkpoint, config)
@@ -70,7 +70,8 @@ def _architecture(folder: Path) -> dict[str, Any]:
 def _shape(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
     return {
-        "family": config.architecture, "parameters": config.num_parameters, "layers": config.num_layers,
+        "family": config.architecture, "run_by": "planaria" if config.foreign is None else "transformers",
+        "parameters": config.num_parameters, "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_size": config.head_dim,
         "vocabulary": config.vocab_size, "longest": config.max_position, "dtype": config.dtype,
@@ -82,6 +83,8 @@ def _memory(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     """As `serve` keeps it on a CPU where no option says otherwise."""
     device = device_config(EngineOptions(model=""), "cpu", config.dtype, checkpoint.packed, 1)
     element = 4 if device.dtype == "float32" else 2
+    if config.foreign is not None:
+        return _foreign_memory(config, config.foreign, device.dtype, element)
     kept = forms(checkpoint, device.quantization, element)
     weights = sum(form.bytes for form in kept) or config.num_parameters * element
     if config.mla is not None:
@@ -92,6 +95,15 @@ def _memory(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     return {
         "computed_in": device.dtype, "weight_bytes": weights, "kv_bytes_per_token": token,
         "weights": [{**form._asdict(), "form": form.form or device.dtype, "unpacked": form.unpacked} for form in kept],
+        "kv_bytes_longest": token * config.max_position, "free_bytes": available_memory(),
+    }  # fmt: skip
+
+
+def _foreign_memory(config: ModelConfig, foreign: Foreign, dtype: str, element: int) -> dict[str, Any]:
+    """Where Transformers reads weights and torch keeps them."""
+    token = sum(2 * layer.heads * layer.width for layer in foreign.layers) * element
+    return {
+        "computed_in": dtype, "weight_bytes": foreign.parameters * element, "kv_bytes_per_token": token, "weights": [],
         "kv_bytes_longest": token * config.max_position, "free_bytes": available_memory(),
     }  # fmt: skip
 
@@ -130,6 +142,8 @@ def _lines(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "at", said["path"]
     if said.get("family"):
         yield "family", said["family"]
+    if said.get("run_by") == "transformers":
+        yield "run by", "Transformers' code, with keys and values in paged caches (--model-impl)"
     if "parameters" in said:
         heads = f"{said['heads']} heads and {said['kv_heads']} of keys, of {said['head_size']}"
         yield (

@@ -94,4 +94,4 @@ def run(*, as_json: bool) -> None:
         table.add_row(row["model"], row["kind"], "yes" if row["ready"] else "no", note)
     console.print(table)
     console.print("Also: a folder in Hugging Face layout, a .gguf file, a hub id.")
-    console.print(f"Architectures: {', '.join(SUPPORTED)}")
+    console.print(f"Architectures: {', '.join(SUPPORTED)}; others by Transformers' code (--model-impl)")

@@ -273,15 +273,15 @@ def _warnings(notes: Sequence[tuple[int, str]]) -> tuple[str, ...]:
 def _of_model(options: EngineOptions, question: PlanCase) -> PlanCase:
     """With what `serve` would warn of, and what ranks need. Raises ConfigError where the model's heads, layers or
     experts can't be dealt, ModelError."""
+    from planaria.checkpoint.foreign import model_of
     from planaria.checkpoint.resolve import Hub, shape_of
     from planaria.config.experts import expert_shapes, resolve_experts
     from planaria.config.resolve import LOGIT_ROWS, device_config, step_tokens
     from planaria.loader.forms import forms
-    from planaria.models import model_config
 
     parallel, kind = question.parallel, question.device
     checkpoint = shape_of(options.model, Hub(options.revision, options.download_dir))
-    model = model_config(checkpoint.config, checkpoint.generation_config)
+    model = model_of(checkpoint, options.model_impl)
     device = device_config(options, kind, model.dtype, packed=checkpoint.packed, ranks=1)
     element = 4 if device.dtype == "float32" else 2
     kept = float(element)

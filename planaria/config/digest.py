@@ -40,7 +40,7 @@ NOT_HASHED = frozenset(_not_hashed())
 # Of a part's packed weights, besides the model's. The length is that of rotary tables.
 _PACKING = ("device.dtype", "device.quantization", "scheduler.max_model_len")
 
-LIBRARIES = ("planaria", "torch", "numpy", "numba", "msgspec")
+LIBRARIES = ("planaria", "torch", "numpy", "numba", "msgspec", "transformers")
 
 
 def hash_fields(config: EngineConfig) -> dict[str, str]:

@@ -290,6 +290,14 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
             hashed=True,
         ),
     ] = "auto"
+    model_impl: Annotated[
+        str,
+        option(
+            "Whose code runs the model: planaria (its families), transformers (other decoders), or auto.",
+            choices=("auto", "planaria", "transformers"),
+            hashed=False,
+        ),
+    ] = "auto"
     tokenizer: Annotated[
         str | None,
         option(

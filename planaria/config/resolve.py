@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
+from planaria.checkpoint.foreign import model_of
 from planaria.checkpoint.generation import generation_config, sampling_defaults
 from planaria.checkpoint.resolve import Hub, template_of, with_tokenizer
 from planaria.config.declared import check, picked
@@ -46,7 +47,6 @@ from planaria.config.transfer import transfer_config
 from planaria.config.vllm_words import variables
 from planaria.env import environment
 from planaria.errors import ConfigError
-from planaria.models import model_config
 from planaria.models.config import ModelConfig
 from planaria.models.deal import deal
 from planaria.models.fields import MOST
@@ -209,9 +209,34 @@ def _model(
     """The model as it is used. Raises ConfigError, ModelError."""
     if overrides := json_option("--hf-overrides", options.hf_overrides, dict[str, Any]):
         checkpoint = msgspec.structs.replace(checkpoint, config={**checkpoint.config, **overrides})
-    model = model_config(checkpoint.config, checkpoint.generation_config)
+    model = model_of(checkpoint, options.model_impl)
     splits = parallel.num_micro_batches > 1 or parallel.enable_expert_parallel
     return checkpoint, *resolve_pooling(options, checkpoint, model, splits=splits)
+
+
+def of_foreign(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> EngineOptions:
+    """Where Transformers' code runs the model: with torch's kernels. Raises ConfigError for what it can't have."""
+    if model.foreign is None:
+        return options
+    refused = {
+        "--kernels": options.kernels if options.kernels == "native" else None,
+        "--quantization": options.quantization if options.quantization not in ("auto", "none") else None,
+        "--enable-lora": options.enable_lora or None,
+        "--batch-invariant": options.batch_invariant or None,
+        "--enable-expert-parallel": parallel.enable_expert_parallel or None,
+        "--decode-context-parallel-size": _many(parallel.decode_context_parallel_size),
+        "--pipeline-parallel-size": _many(parallel.pipeline_parallel_size),
+        "--tensor-parallel-size": _many(parallel.tensor_parallel_size),
+    }
+    for flag, value in refused.items():
+        if value is not None:
+            rule = f"{model.architecture} is run by Transformers' code, which has nothing of this"
+            raise ConfigError(flag, value, rule, "leave it out")
+    return msgspec.structs.replace(options, kernels="torch")
+
+
+def _many(ranks: int) -> int | None:
+    return ranks if ranks > 1 else None
 
 
 def resolve(options: EngineOptions) -> EngineConfig:
@@ -257,6 +282,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     checkpoint = msgspec.structs.replace(checkpoint, generation_config=generation)
     sampling_defaults(generation)
     checkpoint, model, pooling = _model(options, checkpoint, parallel)
+    options = of_foreign(options, model, parallel)
     if speculative is not None and not model.has_logits:
         rule = f"{model.architecture} draws no tokens as it is used here"
         raise ConfigError("--speculative-config", speculative.method, rule, "leave it out")
@@ -311,7 +337,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
 def other_weights(config: EngineConfig, path: str) -> dict[str, Any]:
     """The engine's checkpoint, with the tensors of another one of the same model. Raises ConfigError, ModelError."""
     found = resolve_checkpoint(path)
-    present, model = msgspec.convert(config.checkpoint, Checkpoint), model_config(found.config, found.generation_config)
+    present = msgspec.convert(config.checkpoint, Checkpoint)
+    model = model_of(found, "transformers" if config.model.foreign is not None else "planaria")
     differ = [name for name in model.__struct_fields__ if getattr(model, name) != getattr(config.model, name)]
     if differ:
         told = ", ".join(f"{name} {getattr(model, name)}, not {getattr(config.model, name)}" for name in differ[:3])

@@ -20,6 +20,7 @@ VALUES: dict[str, dict[Any, Any]] = {
         ("gguf", "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "fp8", "mxfp4"),
         "auto",
     ),
+    "model_impl": {"vllm": "planaria"},
     "tool_call_parser": {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "deepseek_v31": "deepseek_v3"},
 }  # fmt: skip
 # In both tables `!` marks a switch, which takes no value.
@@ -72,7 +73,7 @@ ABSENT = {
     "KV on the move": """kv_events_config ec_transfer_config kv_offloading_backend
         weight_transfer_config""",
     "KV in fewer bits": "kv_cache_dtype calculate_kv_scales!",
-    "other weights, code or classes": """load_format model_loader_extra_config ignore_patterns model_impl config_format
+    "other weights, code or classes": """load_format model_loader_extra_config ignore_patterns config_format
         tokenizer_mode logits_processors logits_processor_pattern scheduler_cls additional_config middleware
         enable_return_routed_experts!""",
     "another configuration than the model's": """rope_scaling rope_theta override_generation_config
@@ -85,7 +86,7 @@ ABSENT = {
 # Values of these that ask for nothing; of others: None, and of a switch False.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto", "hf"), "load_format": ("auto", "safetensors", "gguf"), "kv_cache_dtype": ("auto",),
-    "model_impl": ("auto", "vllm"), "override_generation_config": ({}, "{}"),
+    "override_generation_config": ({}, "{}"),
     "logits_processors": ([],),
     "config_format": ("auto", "hf"), "chat_template_content_format": ("auto", "string"), "ssl_cert_reqs": (0, "0"),
     "response_role": ("assistant",), "guided_decoding_backend": ("auto", "guidance"),

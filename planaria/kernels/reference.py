@@ -134,15 +134,20 @@ class StepTensors:
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
-    def groups(
-        self, block_size: int, window: int | None, stripes: Stripes = ALL
-    ) -> list[tuple[SequenceGroup, Tensor]]:  # fmt: skip
-        """The step's sequences by number of new tokens, with masks. Made once a step, used by all layers."""
+    def sequences(self, block_size: int, stripes: Stripes = ALL) -> list[SequenceGroup]:
+        """The step's sequences by number of new tokens. Made once a step, used by all layers."""
         groups = self._groups.get((block_size, stripes))
         if groups is None:
             counts = np.diff(self._starts)
             groups = [self._group(counts == n, int(n), block_size, stripes) for n in np.unique(counts) if n]
             self._groups[block_size, stripes] = groups
+        return groups
+
+    def groups(
+        self, block_size: int, window: int | None, stripes: Stripes = ALL
+    ) -> list[tuple[SequenceGroup, Tensor]]:  # fmt: skip
+        """`sequences`, with masks."""
+        groups = self.sequences(block_size, stripes)
         masks = self._masks.get((block_size, stripes, window))
         if masks is None:
             masks = self._masks[block_size, stripes, window] = [group.mask(window) for group in groups]
@@ -162,10 +167,23 @@ class StepTensors:
         return SequenceGroup(self._put(rows), self._put(slots), self._put(positions), stripes)
 
 
+def attended(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
+) -> Tensor:
+    """q [B, Q, heads, D], keys and values [B, L, kv_heads, D] -> as q; mask: [B, 1, Q, L]; cap, sinks: see
+    `Operations.attend`."""
+    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    if cap or sinks is not None:
+        return _attend(q, keys, values, mask, scale, cap, sinks).transpose(1, 2)
+    grouped = q.shape[1] != keys.shape[1]
+    found = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return found.transpose(1, 2)
+
+
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """q [B, heads, Q, D], keys and values [B, kv_heads, L, D]; cap, sinks: see `Operations.attend`."""
+    """q [B, heads, Q, D], keys and values [B, kv_heads, L, D]."""
     groups = q.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
     scores = (q @ keys.transpose(2, 3)).float() * scale
@@ -305,16 +323,8 @@ class TorchOps(Products, SharedTokens):
         q = q.view(-1, num_heads, head_dim)
         out = torch.empty_like(q)
         for group, mask in self.step.groups(kv.block_size, window):
-            queries, keys, values = (
-                x.transpose(1, 2) for x in (q[group.rows], kv.keys[group.slots], kv.values[group.slots])
-            )
-            if cap or sinks is not None:
-                attended = _attend(queries, keys, values, mask, scale, cap, sinks)
-            else:
-                attended = F.scaled_dot_product_attention(
-                    queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads
-                )
-            out[group.rows] = attended.transpose(1, 2)
+            keys, values = kv.keys[group.slots], kv.values[group.slots]
+            out[group.rows] = attended(q[group.rows], keys, values, mask, scale, cap, sinks)
         return out.flatten(1)
 
     def by_head(self, x: Tensor, weight: Linear, num_heads: int, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -336,10 +346,10 @@ class TorchOps(Products, SharedTokens):
         out = q.new_empty(len(q), num_heads, rank)
         for group, mask in self.step.groups(kv.block_size, None):
             keys = kv.rows[group.slots][:, None]
-            attended = F.scaled_dot_product_attention(
+            found = F.scaled_dot_product_attention(
                 q[group.rows].transpose(1, 2), keys, keys[..., :rank], attn_mask=mask, scale=scale, enable_gqa=True
             )
-            out[group.rows] = attended.transpose(1, 2)
+            out[group.rows] = found.transpose(1, 2)
         return out.flatten(1)
 
     def gated(self, gate_up: Tensor, kind: str = "silu") -> Tensor:

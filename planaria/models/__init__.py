@@ -19,6 +19,22 @@ HEADS = {"ForCausalLM": "vocabulary", "ForSequenceClassification": "labels", "Mo
 MAX_LABELS = 1 << 16
 
 
+def is_native(hf: dict[str, Any]) -> bool:
+    """Is one of its architectures among the families?"""
+    named = hf.get("architectures")
+    return isinstance(named, list) and any(_family(name) for name in named)
+
+
+def _family(architecture: object) -> tuple[str, str] | None:
+    """Name of the family, and its head; None for one that isn't known."""
+    for end, head in HEADS.items():
+        if isinstance(architecture, str) and architecture.endswith(end):
+            family = architecture.removesuffix(end) + "ForCausalLM"
+            if family in FAMILIES:
+                return family, head
+    return None
+
+
 def model_config(hf: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """From config.json (and generation_config.json, which knows the end tokens better).
 
@@ -28,10 +44,8 @@ def model_config(hf: dict[str, Any], generation: dict[str, Any] | None = None) -
     if not isinstance(named, list) or not all(isinstance(a, str) for a in named):
         raise ModelError(f"config.json: architectures {named!r}: must be a list of names")
     for architecture in named:
-        for end, head in HEADS.items():
-            family = architecture.removesuffix(end) + "ForCausalLM"
-            if architecture.endswith(end) and family in FAMILIES:
-                return _headed(FAMILIES[family](hf, generation or {}), architecture, head, hf)
+        if (known := _family(architecture)) is not None:
+            return _headed(FAMILIES[known[0]](hf, generation or {}), architecture, known[1], hf)
     found = ", ".join(named) or "none named in config.json (architectures)"
     raise ModelError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED)}")
 
@@ -52,4 +66,4 @@ def _headed(config: ModelConfig, architecture: str, head: str, hf: dict[str, Any
     return msgspec.structs.replace(config, architecture=architecture, head=head, num_labels=labels)
 
 
-__all__ = ["FAMILIES", "SUPPORTED", "model_config"]
+__all__ = ["FAMILIES", "SUPPORTED", "is_native", "model_config"]

@@ -73,6 +73,21 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_name: str = "shared_expert"
 
 
+class AttendingLayer(msgspec.Struct, frozen=True):
+    """module: which of the model's attends. heads, width: of what it caches of a token, keys and values each."""
+
+    module: str
+    heads: int
+    width: int
+
+
+class Foreign(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that Transformers' own code computes (docs/adr/0054). parameters: how many it has."""
+
+    layers: tuple[AttendingLayer, ...]
+    parameters: int
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shapes and switches of a decoder. Sizes in elements; `sliding_window` in tokens (None: full attention)."""
 
@@ -113,6 +128,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe: MoEConfig | None = None  # None: every layer has a plain MLP
     head: str = "vocabulary"  # what the last hidden states become: logits; "labels": scores of so many; "": nothing
     num_labels: int = 0
+    foreign: Foreign | None = None  # None: this package's code computes it
 
     def is_moe(self, layer: int) -> bool:
         """Has this layer experts in place of an MLP?"""
@@ -135,6 +151,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_parameters(self) -> int:
         """Number of weights, biases and norms among them, the tied embedding counted once."""
+        if self.foreign is not None:
+            return self.foreign.parameters
         norm = self.hidden_size * (1 + self.layer_norms)
         layer = self._attention_parameters() + (4 if self.branch_norms else 2) * norm
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings or not self.has_logits else 2)

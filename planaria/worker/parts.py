@@ -17,6 +17,7 @@ from planaria.checkpoint import Checkpoint
 from planaria.config.experts import expert_map
 from planaria.config.options import EngineConfig
 from planaria.models.deal import deal
+from planaria.models.shard import Shard
 from planaria.topology import Layout
 from planaria.topology.experts import Maps, Move, slots_at
 
@@ -71,6 +72,9 @@ def read_part(
 
     rank, layout = part
     checkpoint = msgspec.convert(config.checkpoint, Checkpoint)
+    if config.model.foreign is not None:
+        model: Model = _read_foreign(config, checkpoint, ops)
+        return model
     if rank == 0 and (line := unpacked_line(checkpoint, config.device.quantization, config.device.dtype)):
         logger.warning(line)
     tp, pp = layout.tp, layout.pp
@@ -92,6 +96,12 @@ def read_part(
 
     what = f"with layers {partition}, {'all' if reads is None else 'no'} experts"
     return weights.make(part, what, make, ops, lambda fraction: progress("weights", fraction))
+
+
+def _read_foreign(config: EngineConfig, checkpoint: Checkpoint, ops: Any) -> Any:
+    from planaria.hf.model import read
+
+    return read(config.model, checkpoint, ops, Shard.full(config.model))
 
 
 def read_lacking(config: EngineConfig, ops: Ops, model: Any, lacking: Mapping[int, Sequence[int]]) -> None:

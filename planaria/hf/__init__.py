@@ -1,0 +1,1 @@
+"""Models that are run by Transformers' own code, with keys and values in paged caches (docs/adr/0054)."""

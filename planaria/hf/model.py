@@ -1,0 +1,105 @@
+"""A decoder that Transformers' own code computes, as a rank's model: see `planaria.layers.decoder.Model`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from planaria.checkpoint import Checkpoint
+from planaria.errors import ModelError
+from planaria.hf.attention import NAME, PagedAttention, register
+from planaria.hf.look import configured
+from planaria.kernels.reference import TorchOps
+from planaria.models.config import Foreign, ModelConfig
+from planaria.models.shard import Shard
+
+
+class TransformersModel:
+    """`net` is Transformers' model, `foreign` what was found of it at the door."""
+
+    def __init__(self, config: ModelConfig, net: Any, foreign: Foreign, shard: Shard, ops: TorchOps) -> None:
+        self.config, self.net, self.shard, self._ops = config, net, shard, ops
+        self.shapes = foreign.layers
+        self.layers = [PagedAttention() for _ in self.shapes]
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            net.get_submodule(shape.module).paged = layer
+        self.blocks: Sequence[Any] = ()  # of experts that are dealt whole
+        tensors = {id(tensor): tensor for tensor in (*net.parameters(), *net.buffers())}
+        self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def forward(self, ops: TorchOps) -> Tensor:
+        """Logits [S, vocabulary] float32, or where the model has none the hidden states [S, H]."""
+        if not self.config.has_logits:
+            return self._hidden(ops)[ops.step.sample_index]
+        return self._logits(ops, ops.step.sample_index)[0].float()
+
+    def forward_both(self, ops: TorchOps) -> tuple[Tensor, Tensor]:
+        """Logits, and the hidden states they are made of, [S, H]."""
+        found: list[Tensor] = []
+        hook = self.net.base_model.register_forward_hook(lambda module, given, out: found.append(out[0]))
+        try:
+            logits = self.forward(ops)
+        finally:
+            hook.remove()
+        return logits, found[0][0, ops.step.sample_index]
+
+    def _hidden(self, ops: TorchOps) -> Tensor:
+        """[T, H]."""
+        hidden: Tensor = self.net.base_model(**self._inputs(ops))[0][0]
+        return hidden
+
+    def _logits(self, ops: TorchOps, wanted: Tensor) -> Tensor:
+        logits: Tensor = self.net(**self._inputs(ops), logits_to_keep=wanted).logits
+        return logits
+
+    def _inputs(self, ops: TorchOps) -> dict[str, Any]:
+        for layer in self.layers:
+            layer.step = ops.step
+        tokens = ops.step.tokens[None]
+        return {
+            "input_ids": tokens, "position_ids": ops.step.positions[None], "attention_mask": torch.ones_like(tokens),
+            "use_cache": False,
+        }  # fmt: skip
+
+    def make_kv(self, num_blocks: int, block_size: int) -> None:
+        """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one goes."""
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            layer.kv = self._ops.kv_layer(num_blocks, block_size, shape.heads, shape.width)
+
+    def kv_blocks(self, block_size: int) -> list[npt.NDArray[np.uint8]]:
+        """The caches' memory on a CPU: of each one [blocks, bytes]."""
+        return [cache for layer in self.layers for cache in layer.kv.blocks()]
+
+    def drop_kv(self) -> None:
+        """Let the caches' memory go; there is no step until `make_kv`."""
+        for layer in self.layers:
+            del layer.kv
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self._ops.kv_block_bytes(block_size, shape.heads, shape.width) for shape in self.shapes)
+
+
+def read(config: ModelConfig, checkpoint: Checkpoint, ops: TorchOps, shard: Shard) -> TransformersModel:
+    """Raises ModelError where tensors are missing or of another shape."""
+    assert config.foreign is not None
+    register()
+    quiet: Any = logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    made_by: Any = AutoModelForCausalLM
+    net, told = made_by.from_pretrained(
+        checkpoint.path, config=configured(checkpoint.config), attn_implementation=NAME, dtype=ops.dtype,
+        use_safetensors=True, local_files_only=True, output_loading_info=True,
+    )  # fmt: skip
+    for what in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, told[what])):
+            raise ModelError(f"{checkpoint.path}: {what.replace('_keys', '')} tensors: {', '.join(names[:5])}")
+    return TransformersModel(config, net.eval().to(ops.device), config.foreign, shard, ops)
