@@ -1,7 +1,7 @@
 """How many examples Hypothesis draws, and which files a run begins with.
 
 Rules: the default run draws the same examples each time and lets none be too slow, so that a busy machine changes
-nothing; `--hypothesis-profile=search` draws others, and twenty times as many. The files that take longest come first,
+nothing; `--hypothesis-profile=search` draws others, and forty times as many. The files that take longest come first,
 so that no worker of a parallel run ends with one of them (the Makefile has xdist keep this order). All of Ray's go to
 one worker: its files share a cluster, and no two of them run beside each other.
 Torch's threads sleep while they wait, here and in every process that a test starts: where there are more of them than
@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
 
 settings.register_profile(
-    "planaria", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "planaria", max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("search", settings.get_profile("planaria"), max_examples=1000, derandomize=False)
 settings.load_profile("planaria")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -99,6 +100,7 @@ def row_key(row: str) -> tuple[int, int]:
     return list(PARTS).index(row[0]), int(row[1:])
 
 
+@cache
 def shown() -> dict[str, list[str]]:
     """By row: its tests, as path::name. Raises ValueError for a row that doesn't exist."""
     found: dict[str, list[str]] = {}

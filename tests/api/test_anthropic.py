@@ -9,7 +9,11 @@ from typing import Any
 import anthropic
 import msgspec
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 
+from planaria.errors import RequestError
+from planaria.server.schema import parse
+from planaria.server.schema_anthropic import CountTokensRequest, MessagesRequest
 from tests.api.conftest import TLS
 from tests.api.test_tools import TEMPLATE, Talk, marked, talk  # noqa: F401  (fixtures)
 from tests.pure.test_parsers import ARGUMENTS, TOOLS, WRITTEN
@@ -203,3 +207,19 @@ async def test_keys(start: Any) -> None:
                 answer = await http.post("/v1/messages", json={**ASKED, "max_tokens": 2})
                 assert answer.status_code == status
                 assert status == 200 or answer.json()["error"]["type"] == "authentication_error"
+
+
+def test_every_field_of_anthropics_is_known() -> None:
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 1, "messages": []}
+    for model, params in (
+        (MessagesRequest, message_create_params.MessageCreateParamsBase),
+        (CountTokensRequest, message_count_tokens_params.MessageCountTokensParams),
+    ):
+        given = {name: value for name, value in asked.items() if name in model.model_fields}
+        assert not params.__annotations__.keys() - {*model.model_fields, *model.neutral}
+        for name, values in model.neutral.items():
+            for value in [None, *("x" if value is ... else value for value in values)]:
+                parse(model, json.dumps({**given, name: value}).encode())
+            if values != (...,):
+                with pytest.raises(RequestError, match=f"{name} is not supported"):
+                    parse(model, json.dumps({**given, name: {"a": 1}}).encode())

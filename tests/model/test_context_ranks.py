@@ -62,18 +62,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 CASES = [
     ("few heads", 4, 2, 1, "native", False),  # two ranks have each KV head, and there are two groups
-    ("few heads", 2, 2, 16, "native", False),  # a block each in turn
+    long("few heads", 2, 2, 16, "native", False),  # a block each in turn
     long("few heads", 4, 4, 2, "native", False),
     long("few heads", 4, 2, 4, "native", True),
     long("few heads", 4, 2, 4, "torch", False),
     ("uneven heads", 3, 3, 1, "native", False),  # no power of two: a tree with a rank left over
     ("latents", 2, 2, 1, "native", False),
-    ("latents", 2, 2, 8, "torch", False),
+    long("latents", 2, 2, 8, "torch", False),
     long("latents", 4, 2, 2, "native", False),
     ("latents", 2, 2, 1, "native", True),
     ("windows", 2, 2, 4, "native", False),
     long("windows", 2, 2, 2, "torch", False),
-    ("wide norms", 2, 2, 2, "native", False),
+    long("wide norms", 2, 2, 2, "native", False),
     long("caps", 2, 2, 1, "native", False),
     ("sinks", 2, 2, 1, "native", False),
     long("sinks", 2, 2, 1, "torch", False),

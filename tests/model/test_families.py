@@ -28,6 +28,7 @@ from tests.model.checkpoints import load_reference, write_checkpoint
 from tests.model.driver import Driver
 from tests.model.gguf_files import write_gguf
 from tests.model.test_models import one_torch_thread  # noqa: F401
+from tests.tiers import representatives
 
 TOLERANCE = 1e-4  # of log-probabilities
 TIED = {"tie_word_embeddings": True}
@@ -136,7 +137,9 @@ UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96,
 RANKS = [("gemma3", 2, 1), ("gemma2", 2, 2), ("starcoder2", 2, 1), ("gpt-oss", 2, 1), ("granite", 1, 2), ("phi3", 2, 1)]
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), [*RANKS, ("gpt-oss", 2, 0)])
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"), representatives([*RANKS, ("gpt-oss", 2, 0)], ("gemma2", 2, 2), ("gpt-oss", 2, 0))
+)
 def test_ranks_say_the_same(name: str, tp: int, pp: int, checkpoint: Any) -> None:
     """Three KV heads on two ranks, layers on two stages; whole experts, with their biases, on each rank (0)."""
     types = {"layer_types": ["sliding_attention", "full_attention"]} if "gemma" in name else {}

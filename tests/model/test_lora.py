@@ -12,6 +12,7 @@ from planaria import LLM, LoRARequest, RequestOutput, SamplingParams
 from planaria.errors import RequestError
 from tests.model.adapters import ALL, ATTENTION, peft_model, peft_tokens, write_adapter
 from tests.model.checkpoints import write_checkpoint
+from tests.tiers import representatives
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[5 + i, 9, 40 + 3 * i, 77, 3, 21 + i, 8] for i in range(8)]
@@ -51,7 +52,11 @@ def requests_of(folders: list[Path]) -> list[LoRARequest | None]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"kernels": "native"}, {"kernels": "torch"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+    representatives(
+        [{"kernels": "native"}, {"kernels": "torch"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+        {"kernels": "native"},
+        {"tensor_parallel_size": 2},
+    ),
     ids=str,
 )
 def test_tokens_are_those_of_peft(small: Path, folders: list[Path], options: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from planaria.kernels.quant import dequantise
 from planaria.loader import WeightSource
 from planaria.loader.forms import forms, unpacked_line
 from tests.model.checkpoints import load_reference, write_checkpoint
+from tests.tiers import representatives
 
 SHAPE = {
     "hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32,
@@ -213,7 +214,7 @@ def test_weights_are_the_values_that_they_stand_for(name: str, tmp_path: Path) -
 GREEDY = ["gptq", "gptq-ordered", "awq", "compressed-int4", "compressed-fp8", "nf4-nested"]
 
 
-@pytest.mark.parametrize("name", GREEDY)
+@pytest.mark.parametrize("name", representatives(GREEDY, "gptq-ordered", "compressed-fp8"))
 def test_ranks_say_what_transformers_says(name: str, tmp_path: Path) -> None:
     """Two ranks, of uneven heads; q, k and v in one tensor."""
     folder, plain, _ = write(tmp_path, name, "phi3" if name in ("gptq", "awq") else "llama")

@@ -24,6 +24,7 @@ from planaria.server.vectors import pooling_submit
 from planaria.wire import Submit
 from tests.model.checkpoints import TINY, write_checkpoint, write_talker
 from tests.proc.experts import MODEL
+from tests.tiers import representatives
 
 CLOSE = 0.9999  # cosine
 SMALL: dict[str, Any] = {
@@ -76,10 +77,16 @@ LAYOUTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())) or "plain")
-@pytest.mark.parametrize("kind", KINDS)
+# Each kind in one layout, each layout with one kind.
+EACH = [(kind, options) for kind in KINDS for options in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), representatives(EACH, *((kind, {}) for kind in KINDS), *(("LAST", it) for it in LAYOUTS)),
+    ids=lambda it: it if isinstance(it, str) else "-".join(map(str, it.values())) or "plain",
+)  # fmt: skip
 def test_vectors_are_those_of_transformers(
-    folder: Path, hidden: list[np.ndarray], options: dict[str, Any], kind: str
+    folder: Path, hidden: list[np.ndarray], kind: str, options: dict[str, Any]
 ) -> None:
     """In steps of 32 tokens, so that the longer texts come in parts; twice, so that the last kind finds prefixes."""
     with LLM(str(folder), **SMALL, **options, pooler_config={"pooling_type": kind}) as llm:
@@ -94,7 +101,7 @@ def test_vectors_are_those_of_transformers(
         assert (max(cached) > 0) == (kind == "LAST" and options.get("enable_prefix_caching", True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS, "MEAN"))
 def test_bfloat16_costs_about_what_it_does_in_transformers(folder: Path, hidden: list[np.ndarray], kind: str) -> None:
     narrow = states(folder, torch.bfloat16)
     with LLM(str(folder), **SMALL, dtype="bfloat16", pooler_config={"pooling_type": kind}) as llm:
@@ -187,7 +194,7 @@ def test_numbers_that_are_none_are_an_error_of_that_text(tmp_path: Path, more: d
 SPLIT = {"enable_dbo": True, "dbo_prefill_token_threshold": 4, "dbo_decode_token_threshold": 1}
 
 
-@pytest.mark.parametrize("more", [{}, SPLIT], ids=["lanes", "micro-batches"])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.long), SPLIT], ids=["lanes", "micro-batches"])
 def test_lanes_that_share_experts(tmp_path: Path, more: dict[str, Any]) -> None:
     folder = write_checkpoint(tmp_path, "qwen2_moe", **MODEL)
     wanted = [h.mean(0) for h in states(folder)]
@@ -306,13 +313,17 @@ def labelled(folder: Path, labels: int, family: str = "qwen2", **more: Any) -> A
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"kernels": "torch"}], ids=["one", "tp", "torch"])
-def test_labels_are_those_of_transformers(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+WAYS: dict[str, dict[str, Any]] = {"one": {}, "tp": {"tensor_parallel_size": 2}, "torch": {"kernels": "torch"}}
+LABELLED = [(family, way) for family in ("llama", "qwen2", "qwen3", "mistral") for way in WAYS]
+LABELLED_OFTEN = [(family, way) for family, way in LABELLED if way == "one" or family == "qwen3"]
+
+
+@pytest.mark.parametrize(("family", "way"), representatives(LABELLED, *LABELLED_OFTEN))
+def test_labels_are_those_of_transformers(tmp_path: Path, family: str, way: str) -> None:
     model = labelled(tmp_path, 3, family, id2label={0: "bad", 1: "fair", 2: "good"})
     with torch.no_grad():
         logits = [model(torch.tensor([text])).logits[0].numpy() for text in TEXTS]
-    with LLM(str(tmp_path), **SMALL, **options) as llm:
+    with LLM(str(tmp_path), **SMALL, **WAYS[way]) as llm:
         assert llm.config.pooling.labels == ("bad", "fair", "good")
         found = [np.array(o.outputs.probs) for o in llm.classify(TEXTS, use_tqdm=False)]
         raw = [o.outputs.data for o in llm.encode(TEXTS, PoolingParams(activation=False), use_tqdm=False)]

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.proc.test_cli import one_line
 from tests.proc.test_layouts import missing, try_now  # noqa: F401
 from tests.proc.test_prefill_decode import ASKED, metric, nothing_is_left
 from tests.proc.test_recovery import watched_small
+from tests.tiers import representatives
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 FEW: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory": "8MiB", "max_num_seqs": 8, "dtype": "float32"}
@@ -48,9 +50,9 @@ def answers(llm: LLM, which: range, on_tokens: Callable[[int, int], None] | None
 
 
 @pytest.mark.row("P19")
-@pytest.mark.parametrize("interleave", [1, pytest.param(16, marks=pytest.mark.long)])
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("model", ["small", "latents"])
+@pytest.mark.parametrize(
+    ("model", "victim", "interleave"), representatives(product(("small", "latents"), (0, 1), (1, 16)), ("small", 0, 1))
+)
 def test_to_the_last_bit(request: pytest.FixtureRequest, model: str, victim: int, interleave: int) -> None:
     """Alone, beside others, and when a rank is killed meanwhile. Its part of the KV is there for who comes after it."""
     folder, every = str(request.getfixturevalue(model)), range(len(PROMPTS))
@@ -151,7 +153,6 @@ def test_what_users_are_told(small: Path) -> None:
     assert json.loads(result.stdout)["layout"] == "tp=2 pp=1 dcp=2"
     assert "--dcp-kv-cache-interleave-size is the old name of --cp-kv-cache-interleave-size" in result.stderr
     for wrong, says in (
-        (["-tp", "3", "-dcp", "2"], ("-size 2", "-size 3", "context parallel")),
         (["-tp", "2", "-dcp", "2", "--cp-kv-cache-interleave-size", "5"], ("-size 5", "16", "context parallel")),
         (["-pcp", "2"], ("-size 2", "context parallel")),
     ):

@@ -178,6 +178,7 @@ def test_a_producer_that_is_stopped_or_dead_costs_the_time_to_compute(ends: Ends
     assert metric(other, "tier_given_up_total") == 1  # then it is let be
 
 
+@pytest.mark.long
 def test_a_directory_is_a_common_store(small: Path, tmp_path: Path) -> None:
     """What one server writes another finds, told by a proxy or not; and each goes on without the folder."""
     folder = tmp_path / "kv"

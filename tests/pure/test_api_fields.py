@@ -158,24 +158,6 @@ def test_every_field_of_openai_and_vllm_is_known(model: Any) -> None:
     assert not theirs - known
 
 
-def test_every_field_of_anthropics_is_known() -> None:
-    from anthropic.types import message_count_tokens_params, message_create_params
-
-    asked: dict[str, Any] = {"model": "m", "max_tokens": 1, "messages": []}
-    for model, params in (
-        (MessagesRequest, message_create_params.MessageCreateParamsBase),
-        (CountTokensRequest, message_count_tokens_params.MessageCountTokensParams),
-    ):
-        given = {name: value for name, value in asked.items() if name in model.model_fields}
-        assert not params.__annotations__.keys() - {*model.model_fields, *model.neutral}
-        for name, values in model.neutral.items():
-            for value in [None, *("x" if value is ... else value for value in values)]:
-                parse(model, json.dumps({**given, name: value}).encode())
-            if values != (...,):
-                with pytest.raises(RequestError, match=f"{name} is not supported"):
-                    parse(model, json.dumps({**given, name: {"a": 1}}).encode())
-
-
 def test_stream_options() -> None:
     from openai.types.chat import chat_completion_stream_options_param
 

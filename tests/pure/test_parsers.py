@@ -168,7 +168,7 @@ def check_cuts(form: str, count: int) -> None:
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 def test_any_cut_gives_the_same(form: str) -> None:
-    check_cuts(form, 300)
+    check_cuts(form, 100)
 
 
 @pytest.mark.long

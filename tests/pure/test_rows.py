@@ -5,10 +5,7 @@ from __future__ import annotations
 from tests import rows
 
 
-def test_every_row_has_a_test() -> None:
+def test_every_row_has_a_test_and_the_page_says_which() -> None:
     lacking = sorted(set(rows.ROWS) - set(rows.shown()), key=rows.row_key)
     assert set(lacking) == rows.NOT_YET, f"no test is marked with @pytest.mark.row for {', '.join(lacking)}"
-
-
-def test_the_page_of_rows_is_what_tests_say() -> None:
     assert rows.PAGE.read_text() == rows.page(), "make it anew: python -m tests.rows --write"
