@@ -2,8 +2,7 @@
 
 Rule: nothing here is clever. A quantised weight is unpacked to the activation dtype when it is packed, so its
 memory is that of a plain weight; keys and values lie in one array of slots, block after block.
-On CUDA it is the same code but for the products of experts (triton_experts.py); a step's inputs are copied to the
-device once, when the step begins.
+A step's inputs are copied to the device once, when the step begins. gpu/ops.py is the same with kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planaria.kernels import reference_experts as mixture
-from planaria.kernels import triton_experts
 from planaria.kernels.numbers import BFLOAT16
 from planaria.kernels.ops import Array, Batch, CacheMemory, Quantized, Slots
 from planaria.kernels.quant import dequantise
@@ -39,10 +37,9 @@ LOGIT_ROWS = 16384  # rows of the output head taken to float32 at a time, so tha
 
 @dataclass
 class SlotExperts:
-    """Of a rank's slots. table: for the GPU's kernels, which know neither biases nor another activation than silu."""
+    """Of a rank's slots: gate over up, and down."""
 
     pairs: list[tuple[Linear, Linear]]
-    table: triton_experts.Table | None
 
 
 @dataclass
@@ -205,7 +202,6 @@ class TorchOps(Products, SharedTokens):
         self.tp: Comm = tp or Solo()
         self.dtype: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._step: StepTensors | None = None
-        self._triton = self.device.type == "cuda" and triton_experts.available()  # grouped products of experts
         self.lanes: All2All | None = None
         self.kv_part: CacheMemory | None = None
         self.spread = False
@@ -273,10 +269,10 @@ class TorchOps(Products, SharedTokens):
 
     def embed(self, table: Linear, vocab: range | None = None, scale: float = 1.0) -> Tensor:
         if self.tp.size == 1 or vocab is None:
-            return F.embedding(self.step.tokens, table.weight).float() * scale
+            return table.rows(self.step.tokens).float() * scale
         ids = self.step.tokens - vocab.start
         here = (ids >= 0) & (ids < len(vocab))
-        h = F.embedding(ids.where(here, 0), table.weight).float() * here[:, None] * scale
+        h = table.rows(ids.where(here, 0)).float() * here[:, None] * scale
         self.tp.all_reduce(self._shared(h))
         return h
 
@@ -383,14 +379,10 @@ class TorchOps(Products, SharedTokens):
         return F.linear(x.float(), weight.weight.float(), None if weight.bias is None else weight.bias.float())
 
     def group(self, experts: Sequence[tuple[Linear, Linear]]) -> SlotExperts:
-        bare = self._triton and not any(weight.bias is not None for pair in experts for weight in pair)
-        table = triton_experts.Table.of([(a.weight, b.weight) for a, b in experts]) if bare else None
-        return SlotExperts(list(experts), table)
+        return SlotExperts(list(experts))
 
     def put(self, experts: SlotExperts, slot: int, expert: tuple[Linear, Linear]) -> None:
         experts.pairs[slot] = expert
-        if experts.table is not None:
-            experts.table.put(slot, (expert[0].weight, expert[1].weight))
 
     def form(self, weight: Linear) -> tuple[int, ...]:
         rows, columns = weight.weight.shape
@@ -416,10 +408,7 @@ class TorchOps(Products, SharedTokens):
         self, x: Tensor, routing: mixture.Routing, weights: SlotExperts, slots: Slots,
         residual: Tensor | None = None, *, reduce: bool = False, kind: str = "silu",
     ) -> Tensor:  # fmt: skip
-        if weights.table is not None and kind == "silu":
-            y = triton_experts.experts(x.contiguous(), routing.slots, routing.weights, weights.table, slots.held)
-        else:
-            y = mixture.experts(x, routing, weights.pairs, slots.held, lambda both: self.gated(both, kind))
+        y = mixture.experts(x, routing, weights.pairs, slots.held, lambda both: self.gated(both, kind))
         if reduce and self.tp.size > 1:
             self.tp.all_reduce(self._shared(y))
         return y if residual is None else residual.add_(y)
@@ -445,6 +434,10 @@ class TorchOps(Products, SharedTokens):
     ) -> Tensor:  # fmt: skip
         x = x.float()
         out = torch.cat([x @ rows.float().T for rows in torch.split(weight.weight, LOGIT_ROWS)], dim=-1)
+        return self._finished(out, vocab, size, cap)
+
+    def _finished(self, out: Tensor, vocab: range | None, size: int | None, cap: float) -> Tensor:
+        """Of this rank's logits those of all."""
         if cap:
             out = torch.tanh(out / cap) * cap
         if self.tp.size == 1 or vocab is None:
@@ -459,16 +452,27 @@ class TorchOps(Products, SharedTokens):
         if lanes is not None:
             own = copy.copy(self)  # with a step of its own
             own.lanes = lanes
+        places = self.places(batch)
 
         @torch.inference_mode()
         def run() -> Array:
             if own.lanes is not None:
                 batch.counts[3] = own.lanes.begin(int(batch.counts[0]))
-            own._step = StepTensors(batch, own.device)
+            own._step = own.begin(batch, places)
             found = forward(own)
+            own.settle()
             return tuple(map(own._shared, found)) if isinstance(found, tuple) else own._shared(found)
 
         return run
+
+    def places(self, batch: Batch) -> Any:
+        """What all steps of a compiled function share."""
+
+    def begin(self, batch: Batch, places: Any) -> StepTensors:
+        return StepTensors(batch, self.device)
+
+    def settle(self) -> None:
+        """The end of a forward pass."""
 
     def use_threads(self, threads: int) -> None:
         """Torch keeps their number for each thread that computes; the worker sets it."""

@@ -28,6 +28,13 @@ class Linear:
         weight = whole[: rows * columns].view(rows, columns)
         return cls(weight, whole[rows * columns :] if biased else None, whole)
 
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T + bias."""
+        return F.linear(x, self.weight, self.bias)
+
+    def rows(self, which: Tensor) -> Tensor:
+        return F.embedding(which, self.weight)
+
 
 @dataclass
 class LowRank:
@@ -57,7 +64,7 @@ class Products:
     _norm: Callable[[Tensor, Tensor, float], Tensor]
 
     def _product(self, x: Tensor, weight: Linear | tuple[Linear, ...], lora: LowRank | None) -> Tensor:
-        parts = [F.linear(x, w.weight, w.bias) for w in parts_of(weight)]
+        parts = [w.product(x) for w in parts_of(weight)]
         y = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
         return y if lora is None else lora.add(x, y.float(), self.step.loras)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,10 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
         from planaria.kernels.cpu.ops import CpuOps
 
         return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels")
+    if not device.platform.on_host and importlib.util.find_spec("triton") is not None:
+        from planaria.kernels.gpu.ops import GpuOps
+
+        return GpuOps(device.platform.torch, device.dtype)
     from planaria.kernels.reference import TorchOps
 
     return TorchOps(device.platform.torch, device.dtype)

@@ -27,7 +27,7 @@ import json, sys, numpy, torch
 from types import SimpleNamespace
 from torch.nn.functional import silu
 from planaria.kernels.reference_experts import Routing, experts as plain
-from planaria.kernels.triton_experts import BLOCK_M, Table, experts, tiles_of
+from planaria.kernels.gpu.experts import BLOCK_M, Table, experts, tiles_of
 
 def product(a, b, dtype):
     return sum((a[:, [k]].astype(dtype) * b[[k]].astype(dtype) for k in range(len(b))), numpy.zeros((), dtype))

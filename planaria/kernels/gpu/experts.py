@@ -7,9 +7,7 @@ addresses, one a slot, as on the CPU. Nothing here waits for the device.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,12 +34,6 @@ class Table:
         """Another expert in a slot, from the next step on."""
         self.weights[slot] = pair
         self.addresses[:, slot] = torch.tensor([half.data_ptr() for half in pair], dtype=torch.int64)
-
-
-@cache
-def available() -> bool:
-    """Is Triton installed? It is where torch was built for a GPU."""
-    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, table: Table, held: rang
 
     x [T, H] in the weights' dtype, contiguous; chosen int64 [T, k], slots over all ranks; weights float32 [T, k].
     """
-    from planaria.kernels.triton_kernels import combine, down, gated
+    from planaria.kernels.gpu.experts_kernels import combine, down, gated
 
     (tokens, hidden), k = x.shape, chosen.shape[1]
     out = torch.empty(tokens, hidden, dtype=torch.float32, device=x.device)

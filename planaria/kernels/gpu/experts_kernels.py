@@ -1,4 +1,4 @@
-"""The kernels of triton_experts.py. Importing this imports Triton."""
+"""The kernels of experts.py. Importing this imports Triton."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped"
 

@@ -1,0 +1,223 @@
+"""The operations of a model on a GPU: the definition's (reference.py), with kernels in place of what costs there.
+
+Rule: a step reads its inputs at addresses that stay, and nothing in it waits for the device or looks at a value, so
+that it can be recorded. What has no kernel here is done as the definition does it. Not run on hardware: tested in
+Triton's interpreter, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from planaria.kernels import reference_experts as mixture
+from planaria.kernels.gpu import experts as grouped
+from planaria.kernels.gpu import fused
+from planaria.kernels.gpu.attention import Need, Way, by_triton, way_for
+from planaria.kernels.gpu.packed import Packed, pack
+from planaria.kernels.gpu.step import DeviceStep, Places
+from planaria.kernels.ops import Batch, Quantized, Slots
+from planaria.kernels.reference import SlotExperts, SlotKV, SlotLatents, StepTensors, TorchOps
+from planaria.kernels.reference_linear import Linear, LowRank
+from planaria.mesh.comm import Comm
+from planaria.models.shard import ContextGroup
+
+Weights = Linear | Packed
+
+
+class GroupedExperts(SlotExperts):
+    """table: for the kernels, which know neither biases nor another activation than silu; None: there are such."""
+
+    def __init__(self, experts: Sequence[tuple[Weights, Weights]]) -> None:
+        super().__init__([(_plain(a), _plain(b)) for a, b in experts])
+        biased = any(weight.bias is not None for pair in self.pairs for weight in pair)
+        self.table = None if biased else grouped.Table.of([(a.weight, b.weight) for a, b in self.pairs])
+
+
+def _plain(weight: Weights) -> Linear:
+    """Experts travel between ranks, and meet their rows unpacked."""
+    if isinstance(weight, Linear):
+        return weight
+    return Linear.of(weight.whole, *weight.shape, weight.bias is not None)
+
+
+class GpuOps(TorchOps):
+    """`Ops` by Triton and torch. device: torch's; "cpu" where Triton's interpreter runs."""
+
+    def __init__(self, device: str = "cuda", dtype: str = "float32", tp: Comm | None = None) -> None:
+        super().__init__(device, dtype, tp)
+        self._owed: tuple[Tensor, Tensor] | None = None  # a residual, and what is still to be added to it
+        self._block_size = 1
+        self.ways: dict[Need, Way] = {}  # of attention, that were asked for
+
+    # Loading
+
+    def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Any:
+        if isinstance(weight, Quantized):
+            return pack(weight, bias, self.dtype, self.device)
+        return super().pack(weight, bias)
+
+    def kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> SlotKV:
+        self._block_size = block_size
+        return super().kv_layer(num_blocks, block_size, num_kv_heads, head_dim)
+
+    def mla_layer(self, num_blocks: int, block_size: int, width: int) -> SlotLatents:
+        self._block_size = block_size
+        return super().mla_layer(num_blocks, block_size, width)
+
+    def group(self, experts: Sequence[tuple[Weights, Weights]]) -> SlotExperts:
+        return GroupedExperts(experts)
+
+    def put(self, experts: SlotExperts, slot: int, expert: tuple[Weights, Weights]) -> None:
+        pair = _plain(expert[0]), _plain(expert[1])
+        super().put(experts, slot, pair)
+        if isinstance(experts, GroupedExperts) and experts.table is not None:
+            experts.table.put(slot, (pair[0].weight, pair[1].weight))
+
+    # A step
+
+    def begin(self, batch: Batch, places: Any) -> StepTensors:
+        return DeviceStep(batch, places, self._block_size, fused.put)
+
+    def places(self, batch: Batch) -> Places:
+        return Places(batch, self.device)
+
+    def settle(self) -> None:
+        """Add what is owed."""
+        if self._owed is not None:
+            (residual, y), self._owed = self._owed, None
+            residual.add_(y)
+
+    def _paid(self, x: Any) -> Any:
+        if self._owed is not None and self._owed[0] is x:
+            self.settle()
+        return x
+
+    # Forward
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        add = None
+        if self._owed is not None and self._owed[0] is x:
+            add, self._owed = self._owed[1], None
+        return fused.rms_norm(x if add is not None else x.contiguous(), weight, eps, self.dtype, add)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return super().layer_norm(self._paid(x), weight, bias, eps)
+
+    def linear(
+        self, x: Tensor, weight: Any, residual: Tensor | None = None, *, reduce: bool = False,
+        lora: LowRank | None = None,
+    ) -> Tensor:  # fmt: skip
+        """With a residual the sum is owed until the residual is asked for: mostly by its norm, which adds it on the
+        way."""
+        if residual is None:
+            return super().linear(x, weight, reduce=reduce, lora=lora)
+        y = self._product(x, weight, lora)
+        if reduce and self.tp.size > 1:
+            y = y.float()
+            self.tp.all_reduce(self._shared(y))
+        self.settle()
+        self._owed = residual, y.contiguous()
+        return residual
+
+    def linear_norm(
+        self, x: Tensor, weight: Any, norm: Tensor, eps: float, residual: Tensor, *, lora: LowRank | None = None
+    ) -> Tensor:
+        return super().linear_norm(x, weight, norm, eps, self._paid(residual), lora=lora)
+
+    def rope_store(
+        self, qkv: Tensor, kv: SlotKV, rope: tuple[Tensor, Tensor],
+        num_heads: int, num_kv_heads: int, head_dim: int,
+        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        return fused.rope_store(
+            qkv.contiguous(), (kv.keys, kv.values), rope, (self.step.positions, self.step.slots), num_heads,
+            num_kv_heads, head_dim, q_norm, k_norm, eps,
+        )  # fmt: skip
+
+    def gated(self, gate_up: Tensor, kind: str = "silu") -> Tensor:
+        return fused.gated(gate_up.contiguous(), kind, self.dtype)
+
+    def attend(
+        self, q: Tensor, kv: SlotKV, num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
+        window: int | None = None, cap: float = 0.0, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        need = self._need(num_heads, num_kv_heads, head_dim, kv.block_size, 0, cap, window, sinks is not None)
+        attend = self._way(need).attend
+        if attend is None:
+            return super().attend(q, kv, num_heads, num_kv_heads, head_dim, scale, window, cap, sinks)
+        return attend(q.view(-1, num_heads, head_dim), kv, need, self.step, scale, sinks).flatten(1)
+
+    def mla_attend(self, q: Tensor, kv: SlotLatents, num_heads: int, rank: int, scale: float) -> Tensor:
+        need = self._need(num_heads, 1, q.shape[1] // num_heads, kv.block_size, rank)
+        attend = self._way(need).attend
+        if attend is None:
+            return super().mla_attend(q, kv, num_heads, rank, scale)
+        return attend(q.view(-1, num_heads, need.dim), kv, need, self.step, scale, None).flatten(1)
+
+    def attend_part(
+        self, q: Tensor, kv: Any, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, group: ContextGroup,
+        window: int | None = None, cap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        need = self._need(num_heads, num_kv_heads, head_dim, kv.block_size, 0, cap, window, part=True)
+        if self._way(need).attend is None:
+            return super().attend_part(q, kv, num_heads, num_kv_heads, head_dim, scale, group, window, cap)
+        q = q.view(-1, num_heads, head_dim)
+        return by_triton(q, kv, need, self._device_step, scale, None, group.stripes).flatten(1)
+
+    def mla_attend_part(
+        self, q: Tensor, kv: Any, num_heads: int, rank: int, scale: float, group: ContextGroup
+    ) -> Tensor:  # fmt: skip
+        need = self._need(num_heads, 1, q.shape[1] // num_heads, kv.block_size, rank, part=True)
+        if self._way(need).attend is None:
+            return super().mla_attend_part(q, kv, num_heads, rank, scale, group)
+        q = q.view(-1, num_heads, need.dim)
+        return by_triton(q, kv, need, self._device_step, scale, None, group.stripes).flatten(1)
+
+    def experts(
+        self, x: Tensor, routing: mixture.Routing, weights: SlotExperts, slots: Slots,
+        residual: Tensor | None = None, *, reduce: bool = False, kind: str = "silu",
+    ) -> Tensor:  # fmt: skip
+        table, residual = getattr(weights, "table", None), self._paid(residual)
+        if table is None or kind != "silu":
+            return super().experts(x, routing, weights, slots, residual, reduce=reduce, kind=kind)
+        y = grouped.experts(x.contiguous(), routing.slots, routing.weights, table, slots.held)
+        if reduce and self.tp.size > 1:
+            self.tp.all_reduce(self._shared(y))
+        return y if residual is None else residual.add_(y)
+
+    def combine(self, y: Tensor, residual: Tensor) -> Tensor:
+        return super().combine(y, self._paid(residual))
+
+    def take(self, x: Tensor) -> Tensor:
+        return super().take(self._paid(x))
+
+    def logits(
+        self, x: Tensor, weight: Any, vocab: range | None = None, size: int | None = None, cap: float = 0.0
+    ) -> Tensor:  # fmt: skip
+        """Products of the activation dtype are summed in float32, and not rounded."""
+        if self.device.type != "cuda" or self.dtype == torch.float32:
+            return super().logits(x, weight, vocab, size, cap)
+        out = torch.mm(x.to(self.dtype), weight.weight.T, out_dtype=torch.float32)
+        return self._finished(out, vocab, size, cap)
+
+    @property
+    def _device_step(self) -> DeviceStep:
+        assert isinstance(self.step, DeviceStep)
+        return self.step
+
+    def _need(
+        self, heads: int, kv_heads: int, dim: int, page: int, rank: int, cap: float = 0.0, window: int | None = None,
+        sunk: bool = False, part: bool = False,
+    ) -> Need:  # fmt: skip
+        return Need(self.device.type, self.dtype, heads, kv_heads, dim, page, rank, cap, window, sunk, part)
+
+    def _way(self, need: Need) -> Way:
+        found = self.ways.get(need)
+        if found is None:
+            found = self.ways[need] = way_for(need)
+        return found

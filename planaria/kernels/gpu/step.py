@@ -1,0 +1,139 @@
+"""A step's inputs on a device, at addresses that stay: packed in main memory and copied at once.
+
+Rule: what is recorded reads these places only. A step that is played again has as many rows as its recording, each with
+as many tokens. Those that it lacks are of no sequence: they store nothing, see nothing, and nobody reads what comes of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planaria.kernels.ops import Batch
+from planaria.kernels.reference import StepTensors
+
+FEW = 8  # tokens of a sequence up to which its keys are split
+BLOCK_Q = 16  # tokens of a tile where there are more
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Some of a step's sequences, in tiles of at most `block_q` tokens of one: its number and the tile's first token,
+    int32. longest: keys of a sequence at most."""
+
+    sequences: Tensor
+    firsts: Tensor
+    block_q: int
+    longest: int
+
+
+class Places:
+    """For all steps of one function: int32 arrays, one behind the other, and the table of blocks; each in main memory
+    (`host`, `host_tables`; pinned, where there is a GPU) and on the device (`here`, `tables`)."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        tokens, sequences = batch.max_tokens, batch.max_seqs
+        sizes = {
+            "tokens": tokens, "positions": tokens, "slots": tokens, "loras": tokens, "starts": sequences + 1,
+            "lengths": sequences, "sample_index": batch.max_samples, "tile_sequences": tokens + sequences,
+            "tile_firsts": tokens + sequences,
+        }  # fmt: skip
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes.values()), dtype=torch.int32, pin_memory=pinned)
+        self._here = torch.zeros_like(self._host, device=device)
+        self.host: dict[str, Any] = {name: part.numpy() for name, part in _cut(self._host, sizes).items()}
+        self.here = _cut(self._here, sizes)
+        self._tables = torch.zeros(sequences, batch.block_table.shape[1], dtype=torch.int32, pin_memory=pinned)
+        self.tables = torch.zeros_like(self._tables, device=device)
+        self.host_tables: Any = self._tables.numpy()
+
+    def copy(self, rows: int, width: int) -> None:
+        """Queue the copies. rows, width: of the table."""
+        self._here.copy_(self._host, non_blocking=True)
+        self.tables[:rows, :width].copy_(self._tables[:rows, :width], non_blocking=True)
+
+
+def _cut(whole: Tensor, sizes: dict[str, int]) -> dict[str, Tensor]:
+    return dict(zip(sizes, torch.split(whole, [*sizes.values()]), strict=True))
+
+
+class DeviceStep(StepTensors):
+    """See Rule. block_size: tokens of a block here. shape: sequences, tokens of each, and most keys of one, of what is
+    recorded; None: as the batch has them. put: stores rows [T, ...] in a cache at slots, but for those below 0."""
+
+    def __init__(
+        self, batch: Batch, places: Places, block_size: int, put: Callable[[Tensor, Tensor, Tensor], None],
+        shape: tuple[int, int, int] | None = None,
+    ) -> None:  # fmt: skip
+        tokens, sequences, samples, self.all_tokens = (int(n) for n in batch.counts)
+        host, here, self._put_rows = places.host, places.here, put
+        self.device = places.tables.device
+        self._hidden, self._arrived = batch.hidden, batch.arrived
+        self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
+        self._lengths = batch.seq_len[:sequences].astype(np.int64)
+        self._tables = places.host_tables[:sequences]
+        self._groups, self._masks = {}, {}
+        self.longest = int(self._lengths.max(initial=1))
+        width = min(places.tables.shape[1], -(-self.longest // block_size))
+        self._tables[:, :width] = batch.block_table[batch.seq_row[:sequences], :width]
+        self.lines: Any = None  # of a recording's tokens, those that are the batch's
+        if shape is None:
+            for name in ("tokens", "positions", "slots", "loras"):
+                host[name][:tokens] = getattr(batch, name)[:tokens]
+            host["starts"][: sequences + 1], host["lengths"][:sequences] = self._starts, self._lengths
+            host["sample_index"][:samples] = batch.sample_index[:samples]
+        else:
+            self.longest = shape[2]
+            tokens, sequences, samples = self._spread(batch, host, *shape[:2])
+        counts = np.diff(host["starts"][: sequences + 1])
+        self.most = int(counts.max(initial=1))
+        self.tiles = self._tiles(places, counts, fixed=shape is not None)
+        places.copy(len(self._tables), width)
+        self.tokens, self.positions = here["tokens"][:tokens], here["positions"][:tokens]
+        self.slots, self.loras = here["slots"][:tokens], here["loras"][:tokens]
+        self.starts, self.lengths = here["starts"][: sequences + 1], here["lengths"][:sequences]
+        self.sample_index, self.tables = here["sample_index"][:samples], places.tables[:sequences]
+
+    def _spread(self, batch: Batch, host: dict[str, Any], rows: int, each: int) -> tuple[int, int, int]:
+        """Its tokens, each sequence's at the beginning of its own `each`."""
+        counts, total = np.diff(self._starts), rows * each
+        self.lines = np.arange(self._starts[-1]) + np.repeat(np.arange(len(counts)) * each - self._starts[:-1], counts)
+        for name, nothing in (("tokens", 0), ("positions", 0), ("slots", -1), ("loras", -1)):
+            host[name][:total] = nothing
+            host[name][self.lines] = getattr(batch, name)[: len(self.lines)]
+        host["starts"][: rows + 1] = np.arange(rows + 1) * each
+        host["lengths"][:rows] = 0
+        host["lengths"][: len(counts)] = self._lengths - counts + each
+        host["sample_index"][:total] = np.arange(total)
+        return total, rows, total
+
+    def _tiles(self, places: Places, counts: Any, *, fixed: bool) -> list[Tiles]:
+        """Of those with few tokens, and of the others. counts: tokens of each sequence. fixed: of a recording."""
+        found, at = list[Tiles](), 0
+        for chosen, block_q in ((counts <= FEW) & (counts > 0), 0), (counts > FEW, BLOCK_Q):
+            members = np.flatnonzero(chosen)
+            if not len(members):
+                continue
+            block_q = block_q or 1 << int(counts[members].max() - 1).bit_length()
+            number = -(-counts[members] // block_q)
+            end, within = (
+                at + int(number.sum()),
+                np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number),
+            )
+            places.host["tile_sequences"][at:end] = np.repeat(members, number)
+            starts = places.host["starts"][members]
+            places.host["tile_firsts"][at:end] = np.repeat(starts, number) + within * block_q
+            longest = self.longest if fixed else int(places.host["lengths"][members].max())
+            own = places.here["tile_sequences"][at:end], places.here["tile_firsts"][at:end]
+            found.append(Tiles(*own, block_q, longest))
+            at = end
+        return found
+
+    def store(self, cache: Tensor, rows: Tensor) -> None:
+        self._put_rows(cache, rows, self.slots)

@@ -1,0 +1,239 @@
+"""Kernels for GPUs in Triton's interpreter, on the CPU, against their definitions: `python -m tests.model.gpu_cases X`.
+
+A process of its own, for Triton reads the switch when it is imported. Each of CASES raises what is wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planaria.kernels.blocks import KINDS
+from planaria.kernels.gpu import attention, fused
+from planaria.kernels.gpu.ops import GpuOps
+from planaria.kernels.gpu.packed import pack
+from planaria.kernels.ops import Batch, Quantized
+from planaria.kernels.quant import dequantise
+from planaria.kernels.reference import SlotKV, SlotLatents, StepTensors, TorchOps
+from planaria.layers.build import build
+from planaria.models import model_config
+from planaria.models.shard import ContextGroup
+from planaria.topology.stripes import Stripes
+from tests.model.driver import Driver
+from tests.model.random_source import RandomSource
+
+NEAR = {"float32": 2e-5, "bfloat16": 3e-2}
+BLOCKS = 24
+
+
+def same(found: Tensor, wanted: Tensor, dtype: str, what: object) -> None:
+    gap = float((found.float() - wanted.float()).abs().max())
+    assert gap < NEAR[dtype] * max(1.0, float(wanted.float().abs().max())), (what, gap)
+    assert float(wanted.float().abs().max()) > 0.1, what
+
+
+def step_of(sequences: list[tuple[int, int]], page: int, stripes: Stripes | None = None) -> Batch:
+    """new tokens and all tokens of each sequence."""
+    batch = Batch(256, 8, BLOCKS, 8)
+    free = random.Random(0).sample(range(BLOCKS), BLOCKS)
+    at, whole = 0, page * (stripes.size if stripes is not None else 1)
+    for i, (new, length) in enumerate(sequences):
+        needed = -(-length // whole)
+        batch.block_table[i, :needed], free = free[:needed], free[needed:]
+        batch.positions[at : at + new] = np.arange(length - new, length)
+        batch.seq_start[i : i + 2] = at, at + new
+        batch.seq_len[i], batch.seq_row[i], at = length, i, at + new
+    batch.counts[:3] = at, len(sequences), 0
+    return batch
+
+
+def attend(
+    dtype: str = "float32", heads: tuple[int, int] = (6, 2), dim: int = 24, page: int = 16,
+    sequences: list[tuple[int, int]] | None = None, window: int | None = None, cap: float = 0.0, sunk: bool = False,
+    rank: int = 0, stripes: Stripes | None = None, split: int = 64,
+) -> None:  # fmt: skip
+    attention.SPLIT = split
+    batch = step_of(sequences or [(1, 150), (3, 40), (1, 1)], page, stripes)
+    torch.manual_seed(0)
+    ops, plain = GpuOps("cpu", dtype), TorchOps("cpu", dtype)
+    ops._block_size = page
+    places = ops.places(batch)
+    ops._step, plain._step = ops.begin(batch, places), StepTensors(batch, plain.device)
+    tokens = int(batch.counts[0])
+    q = torch.randn(tokens, heads[0] * dim).to(ops.dtype)
+    slots = BLOCKS * page
+    sinks, more = torch.randn(heads[0]) if sunk else None, tuple[Any, ...]()
+    if rank:
+        cache: Any = SlotLatents(torch.randn(slots, dim).to(ops.dtype), page)
+        arguments: tuple[Any, ...] = q, cache, heads[0], rank, 0.2
+        name = "mla_attend"
+    else:
+        keys, values = (torch.randn(slots, heads[1], dim).to(ops.dtype) for _ in range(2))
+        cache = SlotKV(keys, values, page)
+        arguments, name, more = (q, cache, *heads, dim, 0.2), "attend", (window, cap)
+    if stripes is not None:
+        group = ContextGroup(stripes, range(heads[0]), range(heads[1]))
+        found, wanted = (getattr(each, f"{name}_part")(*arguments, group, *more) for each in (ops, plain))
+        width = (rank or dim) + 2
+        seen = wanted.view(-1, width)[:, -1] > 0  # of who sees nothing here, only that is told
+        assert torch.equal(seen, found.view(-1, width)[:, -1] > 0)
+        found, wanted = found.view(-1, width)[seen], wanted.view(-1, width)[seen]
+    else:
+        more = (*more, sinks) if not rank else ()
+        found, wanted = (getattr(each, name)(*arguments, *more) for each in (ops, plain))
+    assert [way.name for way in ops.ways.values()] == ["Triton"]
+    same(found, wanted, dtype, (heads, dim, page, window, cap, sunk, rank, stripes))
+
+
+def attention_few() -> None:
+    attend()
+    attend("bfloat16", heads=(4, 4), dim=32, window=20, cap=5.0, sunk=True)
+    attend(heads=(5, 1), dim=24, rank=16, sequences=[(1, 70), (20, 33)])
+    attend(heads=(4, 2), stripes=Stripes(2, 1, 4), sequences=[(1, 200), (2, 9)])
+
+
+def attention_many() -> None:
+    mixed = [(1, 150), (33, 40), (2, 7), (9, 9)]
+    for dtype in NEAR:
+        for heads, dim in (((1, 1), 16), ((3, 3), 40), ((9, 3), 64), ((32, 2), 80), ((20, 1), 128)):
+            for page in (16, 48):
+                attend(dtype, heads, dim, page, mixed)
+        for window, cap, sunk in ((1, 0.0, False), (30, 0.0, True), (None, 3.0, False), (None, 0.0, True)):
+            attend(dtype, sequences=mixed, window=window, cap=cap, sunk=sunk)
+            attend(dtype, sequences=mixed, window=window, cap=cap, sunk=sunk, split=1 << 20)
+        for heads, dim, rank in (((4, 1), 24, 16), ((20, 1), 36, 20), ((2, 1), 144, 130)):
+            attend(dtype, heads, dim, rank=rank, sequences=mixed)
+            attend(dtype, heads, dim, rank=rank, sequences=mixed, stripes=Stripes(2, 0, 1))
+        for ranks, interleave in ((2, 1), (3, 4), (2, 16)):
+            for place in range(ranks):
+                attend(dtype, sequences=mixed, stripes=Stripes(ranks, place, interleave), window=25, cap=4.0)
+
+
+def norms(widths: tuple[int, ...] = (48, 33), rows: tuple[int, ...] = (3, 0)) -> None:
+    for dtype in NEAR:
+        plain = TorchOps("cpu", dtype)
+        for width in widths:
+            for count in rows:
+                x, y, weight = torch.randn(count, width), torch.randn(count, width).to(plain.dtype), torch.rand(width)
+                if count:
+                    same(fused.rms_norm(x, weight, 1e-5, plain.dtype), plain.rms_norm(x, weight, 1e-5), dtype, width)
+                residual = x.clone()
+                found = fused.rms_norm(residual, weight, 1e-5, plain.dtype, y)
+                assert torch.equal(residual, x + y)
+                if count:
+                    same(found, plain.rms_norm(x + y, weight, 1e-5), dtype, width)
+
+
+def ropes(cases: tuple[tuple[int, int, int, int], ...] = ((3, 1, 20, 16), (2, 2, 32, 32))) -> None:
+    """heads, kv_heads, dim, rotated."""
+    for dtype in NEAR:
+        for heads, kv_heads, dim, rotated in cases:
+            for q_norm, k_norm in ((None, None), (torch.rand(dim), torch.rand(dim))):
+                plain, batch = TorchOps("cpu", dtype), step_of([(2, 9), (4, 4)], 16)
+                batch.slots[:6] = 5, 40, 7, -1, 9, 100
+                plain._step = StepTensors(batch, plain.device)
+                rope = torch.randn(64, rotated // 2), torch.randn(64, rotated // 2)
+                qkv = torch.randn(6, (heads + 2 * kv_heads) * dim).to(plain.dtype)
+                zeros = torch.zeros(4, 128, kv_heads, dim, dtype=plain.dtype)
+                caches = [SlotKV(zeros[i], zeros[i + 1], 16) for i in (0, 2)]
+                wanted = plain.rope_store(qkv, caches[0], rope, heads, kv_heads, dim, q_norm, k_norm, 1e-6)
+                places = torch.tensor(batch.positions[:6]), torch.tensor(batch.slots[:6], dtype=torch.int32)
+                pair = caches[1].keys, caches[1].values
+                found = fused.rope_store(qkv, pair, rope, places, heads, kv_heads, dim, q_norm, k_norm, 1e-6)
+                same(found, wanted, dtype, dim)
+                same(caches[1].keys, caches[0].keys, dtype, dim)
+                assert torch.equal(caches[1].values, caches[0].values)
+
+
+def gates(widths: tuple[int, ...] = (40, 1)) -> None:
+    for dtype in NEAR:
+        plain = TorchOps("cpu", dtype)
+        for kind in fused.KINDS:
+            for width in widths:
+                both = (torch.randn(4, 2 * width) * 4).to(plain.dtype)
+                same(fused.gated(both, kind, plain.dtype), plain.gated(both, kind), dtype, (kind, width))
+
+
+def quantised(kind: str, rows: int, columns: int, skip: int) -> Quantized:
+    """Random codes and small scales."""
+    own, draw = KINDS[kind], np.random.default_rng(0)
+    blocks = -(-(columns + skip) // own.elements)
+    data = draw.integers(0, 256, (rows, blocks, own.nbytes), np.uint8)
+    for at in (own.scale, own.minimum):
+        if at is not None:
+            data[..., at : at + 2] = (
+                draw.uniform(0.01, 0.02, (rows, blocks)).astype(np.float16)[..., None].view(np.uint8)
+            )
+    return Quantized(kind, data.reshape(rows, -1), (rows, columns), skip)
+
+
+def packed(kind: str, dtype: str, rows: int = 37, columns: int = 320, skip: int = 32, tokens: int = 3) -> None:
+    weight, ops = quantised(kind, rows, columns, skip), TorchOps("cpu", dtype)
+    bias = np.random.default_rng(1).normal(size=rows).astype(np.float32)
+    found, values = pack(weight, bias, ops.dtype, ops.device), torch.from_numpy(dequantise(weight)).to(ops.dtype)
+    same(found.weight, values, dtype, kind)
+    some = torch.tensor([rows - 1, 0], dtype=torch.int32)
+    assert torch.equal(found.rows(some), found.weight[some])
+    x = torch.randn(tokens, columns).to(ops.dtype) / columns**0.5
+    wanted = torch.nn.functional.linear(x.float(), values.float(), torch.from_numpy(bias))
+    same(found.product(x), wanted, dtype, (kind, tokens))
+
+
+def packed_few() -> None:
+    for number, kind in enumerate(KINDS):
+        packed(kind, [*NEAR][number % 2], rows=9, columns=96, skip=32 if number % 3 else 0)
+
+
+def packed_many() -> None:
+    for kind in KINDS:
+        for dtype in NEAR:
+            for tokens in (1, 17, 40, 65):
+                packed(kind, dtype, tokens=tokens, skip=0 if tokens == 1 else 64)
+
+
+SMALL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 100,
+    "max_position_embeddings": 128, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1,
+}  # fmt: skip
+
+
+def logits(ops: TorchOps, kind: str | None, config: dict[str, Any], long: int) -> Tensor:
+    """Of two texts, whole, then of a token more of each."""
+    driver = Driver(build(model_config(config), RandomSource(kind), ops, quantization="keep"), ops, block_size=16)
+    draw = random.Random(0)
+    parts = [driver.step({0: [1], 1: [draw.randrange(100) for _ in range(long)]}), driver.step({0: [7], 1: [8]})]
+    return torch.cat([each for part in parts for each in part.values()]).log_softmax(-1)
+
+
+def whole_model(
+    dtypes: tuple[str, ...] = ("float32",), kinds: tuple[str | None, ...] = (None,), long: int = 12
+) -> None:
+    """A window in one layer; a residual's sums on the way of its norm."""
+    for dtype in dtypes:
+        for kind in kinds:
+            found, wanted = (logits(each("cpu", dtype), kind, SMALL, long) for each in (GpuOps, TorchOps))
+            gap = (found - wanted).abs()
+            assert float(gap.max() if dtype == "float32" else gap.mean()) < (1e-4 if dtype == "float32" else 0.05), gap
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "attention": attention_few, "attention_many": attention_many, "norms": norms, "ropes": ropes, "gates": gates,
+    "packed": packed_few, "packed_many": packed_many, "model": whole_model,
+    "model_many": lambda: whole_model(tuple(NEAR), (None, "q8_0", "q4_1"), 40),
+    "norms_many": lambda: norms((1, 64, 1000), (1, 20)), "gates_many": lambda: gates((1, 1000, 1025)),
+    "ropes_many": lambda: ropes(((8, 2, 128, 128), (3, 3, 96, 32), (1, 1, 16, 2))),
+}  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for what in sys.argv[1:]:
+        with torch.inference_mode():
+            CASES[what]()
+        print(what)
