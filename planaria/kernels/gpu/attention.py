@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from planaria.kernels.gpu.step import FEW, DeviceStep, Tiles
+from planaria.kernels.gpu.step import FEW, DeviceStep, QueryTiles
 from planaria.topology.stripes import Stripes
 
 SPLIT = 512  # keys of a split: at fixed positions, so that a row's sums depend on nothing but the row
@@ -166,7 +166,7 @@ def by_triton(
 
 
 def _tiles_by_triton(
-    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, need: Need, step: DeviceStep, tiles: Tiles, scale: float,
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, need: Need, step: DeviceStep, tiles: QueryTiles, scale: float,
     sinks: Tensor | None, stripes: Stripes,
 ) -> None:  # fmt: skip
     from planaria.kernels.gpu.attention_kernels import merge, paged

@@ -18,7 +18,7 @@ from planaria.kernels import reference_experts as mixture
 from planaria.kernels.gpu import experts as grouped
 from planaria.kernels.gpu import fused
 from planaria.kernels.gpu.attention import Need, Way, by_triton, way_for
-from planaria.kernels.gpu.packed import Packed, pack
+from planaria.kernels.gpu.packed import DevicePacked, pack
 from planaria.kernels.gpu.step import DeviceStep, Places
 from planaria.kernels.ops import Batch, Quantized, Slots
 from planaria.kernels.reference import SlotExperts, SlotKV, SlotLatents, StepTensors, TorchOps
@@ -26,7 +26,7 @@ from planaria.kernels.reference_linear import Linear, LowRank
 from planaria.mesh.comm import Comm
 from planaria.models.shard import ContextGroup
 
-Weights = Linear | Packed
+Weights = Linear | DevicePacked
 
 
 class GroupedExperts(SlotExperts):

@@ -22,7 +22,7 @@ FEW_ROWS = 64  # up to which unpacking on the way is less than unpacking first
 
 
 @dataclass
-class Packed:
+class DevicePacked:
     """A weight [N, K] (`shape`) and its bias [N] or None. low, high: codes, see packed_kernels.py. Where something asks
     for its `weight`, as of a `Linear`, that is unpacked for it."""
 
@@ -82,7 +82,7 @@ class Packed:
         return self.low, self.high, self.scales, self.minima, self.levels
 
 
-def pack(weight: Quantized, bias: npt.NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> Packed:
+def pack(weight: Quantized, bias: npt.NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> DevicePacked:
     """On the device, of a weight as its file packs it."""
     kind, (rows, width) = KINDS[weight.kind], weight.shape
     blocks = weight.data.reshape(rows, -1, kind.nbytes)
@@ -95,7 +95,7 @@ def pack(weight: Quantized, bias: npt.NDArray[Any] | None, dtype: torch.dtype, d
     def put(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    return Packed(
+    return DevicePacked(
         put(low), put(high), put(scales.astype(form)), put(minima.astype(form)), put(np.array(LEVELS, np.float32)),
         None if bias is None else put(np.asarray(bias, np.float32)).to(dtype), (rows, width), dtype,
         {"bits": bits, "group": kind.group, "shifted": bool(minima.size), "by_level": kind.levels},

@@ -23,7 +23,7 @@ BLOCK_Q = 16  # tokens of a tile where there are more
 
 
 @dataclass(frozen=True)
-class Tiles:
+class QueryTiles:
     """Some of a step's sequences, in tiles of at most `block_q` tokens of one: its number and the tile's first token,
     int32. longest: keys of a sequence at most."""
 
@@ -113,9 +113,9 @@ class DeviceStep(StepTensors):
         host["sample_index"][:total] = np.arange(total)
         return total, rows, total
 
-    def _tiles(self, places: Places, counts: Any, *, fixed: bool) -> list[Tiles]:
+    def _tiles(self, places: Places, counts: Any, *, fixed: bool) -> list[QueryTiles]:
         """Of those with few tokens, and of the others. counts: tokens of each sequence. fixed: of a recording."""
-        found, at = list[Tiles](), 0
+        found, at = list[QueryTiles](), 0
         for chosen, block_q in ((counts <= FEW) & (counts > 0), 0), (counts > FEW, BLOCK_Q):
             members = np.flatnonzero(chosen)
             if not len(members):
@@ -131,7 +131,7 @@ class DeviceStep(StepTensors):
             places.host["tile_firsts"][at:end] = np.repeat(starts, number) + within * block_q
             longest = self.longest if fixed else int(places.host["lengths"][members].max())
             own = places.here["tile_sequences"][at:end], places.here["tile_firsts"][at:end]
-            found.append(Tiles(*own, block_q, longest))
+            found.append(QueryTiles(*own, block_q, longest))
             at = end
         return found
 
