@@ -277,12 +277,14 @@ class KVLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
 class KVOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """Copies of blocks that an engine of another server has taken of a history, for who goes on with it: whoever knows
     a block's key may fetch it (planaria.worker.kv_peers). id: of the lease; blocks: their places in the history; host,
-    port: of that engine's first rank."""
+    port: of that engine's first rank; tp, layers: its tensor ranks, and the layers of each stage; none: as who asks."""
 
     id: str
     blocks: tuple[int, ...]
     host: str
     port: int
+    tp: int = 0
+    layers: tuple[int, ...] = ()
 
 
 class Request:

@@ -68,7 +68,8 @@ def run(
         seed=engine["seed"],
         transfer=config.cache.transfer,
         transfer_key=_transfer_key(config),
-        ranks=config.parallel.world_size,
+        tp=config.parallel.layout.tp,
+        stages=tuple(map(len, _stages(config))),
         api_processes=config.parallel.api_server_count,
         **server,
     )
@@ -82,6 +83,12 @@ def run(
     code = asyncio.run(_serve(config, settings, started, skip_tokenizer_init, planned))
     if code:
         raise typer.Exit(code)
+
+
+def _stages(config: EngineConfig) -> list[range]:
+    from planaria.models.deal import deal_layers
+
+    return deal_layers(config.model.num_layers, config.parallel.layout.pp, config.parallel.pp_layer_partition)
 
 
 def _transfer_key(config: EngineConfig) -> bytes:

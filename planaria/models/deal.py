@@ -16,6 +16,7 @@ from planaria.errors import ConfigError
 from planaria.models.config import ModelConfig
 from planaria.models.shard import ContextGroup, Shard
 from planaria.topology.experts import ExpertMap
+from planaria.topology.kv_parts import KVRect
 from planaria.topology.stripes import Stripes
 
 MLP_BLOCK = 32  # columns; packed weights are cut at multiples of it
@@ -129,6 +130,16 @@ def deal_layers(num_layers: int, stages: int, partition: tuple[int, ...] | None 
             "--pipeline-parallel-size", stages, f"the model has {num_layers} layers", f"use at most {num_layers}"
         )
     return parts(num_layers, stages)
+
+
+def kv_parts(config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] | None = None) -> list[KVRect]:
+    """What every rank has of KV; rank = stage * tp + tensor rank. Raises ConfigError for a split that can't be."""
+    if not 0 < tp <= config.num_heads:
+        raise ConfigError("--tensor-parallel-size", tp, f"there are {config.num_heads} query heads")
+    heads = [kv for _, kv in deal_heads(config.num_heads, config.num_kv_heads, tp)]
+    if config.mla is not None:
+        heads = [range(1)] * tp
+    return [KVRect(layers, each) for layers in deal_layers(config.num_layers, pp, partition) for each in heads]
 
 
 def deal(

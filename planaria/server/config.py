@@ -86,7 +86,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False  # fmt: skip
     transfer: TransferConfig | None = None  # of KV blocks, with other servers
     transfer_key: bytes = b""  # what is handed to clients of it is signed with
-    ranks: int = 1  # of an engine
+    tp: int = 1  # tensor ranks of an engine
+    stages: tuple[int, ...] = (1,)  # layers of each
     api_processes: int = 1  # of the server; one of several keeps responses
     passing: str = ""  # folder of the sockets by which they pass requests on to each other
     journal_ends: bool = False  # with the server: it is there for the death of an API process

@@ -87,6 +87,8 @@ class KVTransferParams(BaseModel):
     remote_port: int | None = Field(None, ge=1, le=65535)
     remote_request_id: str | None = Field(None, max_length=256)
     remote_signature: str | None = Field(None, max_length=128)
+    remote_layers: list[int] | None = Field(None, max_length=1024)
+    tp_size: int | None = Field(None, ge=1, le=1024)
 
 
 class JsonSchema(Strict):

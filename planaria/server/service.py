@@ -60,7 +60,7 @@ class Service:
 
     def __init__(self, client: Dispatcher, tokenizer: Tokenizer | None, config: ServerConfig) -> None:
         self.client, self.tokenizer, self.config = client, tokenizer, config
-        self.transfers = Transfers(config.transfer, config.transfer_key, config.ranks)
+        self.transfers = Transfers(config.transfer, config.transfer_key, config.tp, config.stages)
         self.history = History()
         self.faults = FaultLog(lambda: [engine.index for engine in client.engines() if engine.state != "ended"])
         client.on_recovery, client.on_settled = self._recovery, self.faults.settled

@@ -29,11 +29,11 @@ def signing_key(secret: bytes) -> bytes:
 
 
 class Transfers:
-    """Of a server with this configuration. key: see signing_key; empty where nobody is contacted. size: ranks of an
-    engine. refused: peers that were not contacted."""
+    """Of a server with this configuration. key: see signing_key; empty where nobody is contacted. tp, layers: tensor
+    ranks of an engine, and the layers of each stage. refused: peers that were not contacted."""
 
-    def __init__(self, config: TransferConfig | None, key: bytes, size: int) -> None:
-        self.config, self._key, self._size = config, key, size
+    def __init__(self, config: TransferConfig | None, key: bytes, tp: int, layers: tuple[int, ...]) -> None:
+        self.config, self._key, self._tp, self._layers = config, key, tp, layers
         self.refused = 0
 
     def asked(self, body: GenerationRequest, submits: Sequence[Submit], prompts: int = 1) -> list[Submit]:
@@ -73,8 +73,11 @@ class Transfers:
         host, port = params.remote_host, params.remote_port
         if not blocks or host is None or port is None or params.remote_request_id is None:
             return None
+        offer = KVOffer(
+            params.remote_request_id, blocks, host, port, params.tp_size or 0, tuple(params.remote_layers or ())
+        )
         signed = params.remote_signature is not None and hmac.compare_digest(
-            params.remote_signature.encode(), self._signature(params.remote_request_id, host, port).encode()
+            params.remote_signature.encode(), self._signature(offer).encode()
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if not signed and address not in self.config.peers:
@@ -84,23 +87,25 @@ class Transfers:
                     "refused %d times to fetch KV blocks: from %s last, which is no peer", self.refused, address
                 )
             return None
-        return KVOffer(params.remote_request_id, blocks, host, port)
+        return offer
 
-    def _signature(self, lease: str, host: str, port: int) -> str:
-        said = msgspec.json.encode([lease, host, port])
+    def _signature(self, offer: KVOffer) -> str:
+        said = msgspec.json.encode([offer.id, offer.host, offer.port, offer.tp, offer.layers])
         return hmac.digest(self._key, said, "sha256").hex()
 
     def answer(self, prompt: Choices, block_size: int) -> dict[str, object]:
         """Of a request with do_remote_decode, what is handed to who goes on."""
         assert self.config is not None
         stream: Stream = prompt.sequences[0]
-        port = self.config.port + stream.engine.index * self._size if self.config.port else None
+        ranks = self._tp * len(self._layers)
+        port = self.config.port + stream.engine.index * ranks if self.config.port else None
         host = self.config.host or None
         found = {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.config.engine_id,
             "remote_block_ids": list(range(len(prompt.prompt) // block_size)), "remote_host": host, "remote_port": port,
-            "remote_request_id": stream.name, "tp_size": self._size,
+            "remote_request_id": stream.name, "tp_size": self._tp, "remote_layers": self._layers,
         }  # fmt: skip
         if host is not None and port is not None:
-            found["remote_signature"] = self._signature(stream.name, host, port)
+            offer = KVOffer(stream.name, (), host, port, self._tp, self._layers)
+            found["remote_signature"] = self._signature(offer)
         return found

@@ -4,6 +4,7 @@ outside of memory, where there is anything.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
@@ -33,8 +34,10 @@ from planaria.worker.kv_sums import BlockSums
 
 if TYPE_CHECKING:
     from planaria.kernels.ops import Ops
+    from planaria.topology.kv_parts import KVRect
     from planaria.worker.kv_peers import KVPeers
-    from planaria.worker.kv_tier import Store
+    from planaria.worker.kv_recut import Recut
+    from planaria.worker.kv_tier import Blocks, Store
     from planaria.worker.runner import Runner
 
 FEWEST = 16  # blocks that a folder must have room for
@@ -135,11 +138,17 @@ class RankKV:
 
         blocks, news = model.kv_blocks(config.cache.block_size), threading.Condition()
         size = sum(part.shape[1] for part in blocks)
-        kernels, loaded = f"{getattr(ops, 'target', '')} {size}", self.sums.note if self.sums is not None else None
+        kernels, loaded = str(getattr(ops, "target", "")), self.sums.note if self.sums is not None else None
+
+        @functools.cache
+        def weights() -> str:
+            return weights_digest(config.checkpoint.get("files", ()))
 
         def identity() -> bytes:
-            weights = weights_digest(config.checkpoint.get("files", ()))
-            return identity_of(config, layout, self.rank, kernels, weights)
+            return identity_of(config, layout, self.rank, f"{kernels} {size}", weights())
+
+        def of_part(part: KVRect) -> bytes:
+            return identity_of_part(config, layout, part, kernels, weights())
 
         def opened(name: str, make: Callable[[bytes], Store], rate: float) -> StoreThreads | Unconnected:
             try:
@@ -164,8 +173,25 @@ class RankKV:
             stored |= {network.connector: None}
             place = config.parallel.data_parallel_index * config.parallel.layout.size + self.rank
             secret = deployment_secret(config.parallel, network.host)
-            self.peers = KVPeers(network, secret, place, self.rank, identity(), blocks, size, loaded, news)
+            recut = self._recut(config, layout, blocks, of_part)
+            own = of_part(recut.own[self.rank]) if recut is not None else identity()
+            self.peers = KVPeers(network, secret, place, self.rank, own, blocks, size, recut, loaded, news)
         return {"stored": stored}
+
+    def _recut(
+        self, config: EngineConfig, layout: Layout, blocks: Blocks, identity: Callable[[KVRect], bytes]
+    ) -> Recut | None:
+        """None: where a rank's blocks can't be cut at heads, as each head's are not one after the other, or it has some
+        tokens' alone."""
+        from planaria.models.deal import kv_parts
+        from planaria.worker.kv_recut import Recut
+
+        partition = config.parallel.pp_layer_partition
+        partition = partition if partition is None or len(partition) == layout.pp else None
+        own = kv_parts(config.model, layout.tp, layout.pp, partition)
+        if len(blocks) != len(own[self.rank].layers) or config.parallel.context_size(layout) > 1:
+            return None
+        return Recut(config.model, own, self.rank, blocks, identity)
 
     def _in_memory(self, identity: bytes, size: int, most: int) -> Store:
         """In memory of the node, where there is any, so that it outlives this process."""
@@ -236,12 +262,21 @@ def _on_disk(identity: bytes, size: int, tier: TierConfig) -> Store:
 
 def identity_of(config: EngineConfig, layout: Layout, rank: int, kernels: str, weights: str) -> bytes:
     """Of all that the bytes of a rank's blocks depend on but their keys. 16 bytes."""
-    at, device, parallel = layout.coords(rank), config.device, config.parallel
+    at, partition = layout.coords(rank), config.parallel.pp_layer_partition
+    return _identity(config, layout, [layout.tp, layout.pp, at.tp, at.pp, partition], kernels, weights)
+
+
+def identity_of_part(config: EngineConfig, layout: Layout, part: KVRect, kernels: str, weights: str) -> bytes:
+    """Of a part of each block, whichever layout's rank has it. 16 bytes."""
+    return _identity(config, layout, [[each.start, each.stop] for each in part], kernels, weights)
+
+
+def _identity(config: EngineConfig, layout: Layout, place: list[object], kernels: str, weights: str) -> bytes:
+    device, parallel = config.device, config.parallel
     model = msgspec.json.encode(config.model).decode()
     parts = [
         "planaria KV 1", compared(config)["planaria"], weights, model, device.device, device.dtype,
         device.quantization, device.kernels, device.batch_invariant, kernels, platform.machine(),
-        config.cache.block_size, layout.tp, layout.pp, at.tp, at.pp, parallel.pp_layer_partition,
-        parallel.context_size(layout), parallel.cp_kv_cache_interleave_size,
+        config.cache.block_size, place, parallel.context_size(layout), parallel.cp_kv_cache_interleave_size,
     ]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).digest()[:16]

@@ -54,9 +54,10 @@ class AskBlocks(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class EndLease(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """Nothing more of this lease will be asked for."""
+    """Nothing more of this lease will be asked for, by one of so many `takers`."""
 
     lease: Annotated[str, msgspec.Meta(max_length=256)]
+    takers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
 
 
 class SentBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +78,7 @@ class Offered:
         self._blocks: dict[bytes, tuple[bytes, bytearray]] = {}  # head and payload, by key
         self._holders: Counter[bytes] = Counter()  # leases of each key
         self._leases: dict[str, tuple[float, set[bytes]]] = {}  # deadlines and keys, the oldest first
+        self._ended = Counter[str]()  # takers of a lease that need no more
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -112,8 +114,16 @@ class Offered:
             until, keys = self._leases.get(lease, (0.0, ()))
             return self._blocks[key] if key in keys and until > self.clock() else None
 
+    def done(self, lease: str, takers: int) -> None:
+        """One of so many needs no more of it."""
+        if lease in self._leases:
+            self._ended[lease] += 1
+            if self._ended[lease] >= takers:
+                self.release(lease)
+
     def release(self, lease: str) -> None:
         with self._lock:
+            self._ended.pop(lease, None)
             for key in self._leases.pop(lease, (0.0, ()))[1]:
                 self._holders[key] -= 1
                 if not self._holders[key]:
@@ -219,7 +229,7 @@ class OfferServer:
         with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, IndexError):
             said = self._decode(frames[1].buffer)
         if isinstance(said, EndLease):
-            self.offered.release(said.lease)
+            self.offered.done(said.lease, said.takers)
         elif isinstance(said, AskBlocks) and len(self._asks) < MOST_PEERS:
             asks = self._asks.setdefault(route, deque())
             if len(asks) < MOST_ASKS:

@@ -33,8 +33,9 @@ from planaria.worker.kv_offers import (
     OfferServer,
     SentBlock,
 )
+from planaria.worker.kv_recut import PartSource, Recut
 from planaria.worker.kv_store import is_whole
-from planaria.worker.kv_tier import WAIT, Blocks, copy_in, copy_out
+from planaria.worker.kv_tier import WAIT, Blocks, copy_out
 
 logger = logging.getLogger("planaria.worker")
 
@@ -48,15 +49,17 @@ Loaded = Callable[[KVLoad, int, str, float], None]
 
 
 class Peer:
-    """A rank of another server, that is asked for blocks. size: of a block's payload; bring(load, index, payload) puts
+    """A rank of another server, that is asked for blocks; source: which one. bring(source, load, index, payload) puts
     one where it belongs, unless the load was dropped: False; ended(load, count, why, seconds)."""
 
     def __init__(
-        self, address: str, keys: Keys, identity: bytes, size: int, bring: Callable[[KVLoad, int, memoryview], bool],
+        self, address: str, keys: Keys, source: PartSource, bring: Callable[[PartSource, KVLoad, int, memoryview], bool],
         ended: Loaded,
     ) -> None:  # fmt: skip
-        self.address, self.keys, self.identity, self.size = address, keys, identity, size
-        self.bring, self.ended = bring, ended
+        self.address, self.keys, self.source, self.identity, self.size = (
+            address, keys, source, source.identity, source.size,
+        )  # fmt: skip
+        self.bring, self.ended = partial(bring, source), ended
         self._loads: queue.SimpleQueue[KVLoad | None] = queue.SimpleQueue()
         self._decode = msgspec.msgpack.Decoder(SentBlock).decode
         self._encode = msgspec.msgpack.Encoder().encode
@@ -133,7 +136,7 @@ class Peer:
             else:
                 end.wait(LOOK)
         if why != "silent":
-            self._send(end, EndLease(lease))
+            self._send(end, EndLease(lease, self.source.takers))
         return got, why
 
     def _send(self, end: End, message: AskBlocks | EndLease) -> None:
@@ -157,20 +160,43 @@ class Peer:
         return "" if self.bring(load, index, payload) else "dropped"
 
 
+class Coming:
+    """A load of so many blocks from so many sources, until all have ended. count: blocks, from the first on, of which
+    all that is needed has come; why: not all are."""
+
+    def __init__(self, sources: int, count: int) -> None:
+        self.sources = self.missing = sources
+        self.parts = [0] * count
+        self.count, self.why, self.seconds = count, "", 0.0
+
+    def came(self, index: int) -> bool:
+        """From one of them. Is the block whole?"""
+        self.parts[index] += 1
+        return self.parts[index] == self.sources
+
+    def ended(self, count: int, why: str, seconds: float) -> bool:
+        """One of them. Have all?"""
+        self.missing -= 1
+        self.count, self.why, self.seconds = min(self.count, count), self.why or why, max(self.seconds, seconds)
+        return self.missing <= 0
+
+
 class KVPeers:
     """Of one rank in one epoch. place: its number among all ranks of the server's engines, rank: among those of its
-    engine; blocks: of its caches; size: bytes of one; loaded: hears which blocks came; news: see StoreThreads."""
+    engine; blocks: of its caches; size: bytes of one; recut: blocks of other layouts, None: they are not taken; loaded:
+    hears which blocks came; news: see StoreThreads."""
 
     def __init__(
         self, config: TransferConfig, secret: bytes, place: int, rank: int, identity: bytes, blocks: Blocks, size: int,
-        loaded: Callable[[list[int]], None] | None, news: threading.Condition,
+        recut: Recut | None, loaded: Callable[[list[int]], None] | None, news: threading.Condition,
     ) -> None:  # fmt: skip
-        self.rank, self.blocks, self.size = rank, blocks, size
+        self.rank, self.blocks, self.size, self.recut = rank, blocks, size, recut
+        self._same = PartSource(rank, identity, size)
         self.loaded = loaded or (lambda blocks: None)
-        self._keys, self._identity = Keys.derive(secret, 1, PURPOSE), identity
+        self._keys = Keys.derive(secret, 1, PURPOSE)
         self._news = self._lock = news  # of all below, and of every write into a block
-        self._open: set[int] = set()
-        self._peers: OrderedDict[str, Peer] = OrderedDict()
+        self._open: dict[int, Coming] = {}  # by the load's number
+        self._peers: OrderedDict[tuple[str, PartSource], Peer] = OrderedDict()
         self._loaded: list[tuple[int, int, float]] = []
         self._failed: dict[int, str] = {}
         self._errors: Counter[str] = Counter()
@@ -188,43 +214,60 @@ class KVPeers:
 
     def begin(self, work: KVWork) -> None:
         with self._lock:
-            self._open.difference_update(work.dropped)
-            self._open.update(load.number for load in work.loads if isinstance(load.lease, KVOffer) and load.lease.host)
+            for number in work.dropped:
+                self._open.pop(number, None)
         for load in work.loads:
             if isinstance(load.lease, KVOffer) and load.lease.host:
-                self._peer(load.lease).fetch(load)
+                self._begin(load, load.lease)
         if self.server is not None:
             for lease, key, block in work.offers:
                 self.server.take(lease, key, partial(copy_out, self.blocks, block, self.size))
 
-    def _peer(self, offer: KVOffer) -> Peer:
-        address = f"tcp://{bracketed(offer.host)}:{offer.port + self.rank}"
-        peer = self._peers.pop(address, None)
+    def _begin(self, load: KVLoad, offer: KVOffer) -> None:
+        try:
+            sources = [self._same]
+            if self.recut is not None and offer.tp:
+                sources = self.recut.sources(offer)
+        except ValueError:
+            sources = []
+        with self._lock:
+            self._open[load.number] = Coming(len(sources), len(load.keys))
+        for source in sources:
+            self._peer(offer, source).fetch(load)
+        if not sources:
+            self._ended(load, 0, "layout", 0.0)
+
+    def _peer(self, offer: KVOffer, source: PartSource) -> Peer:
+        place = f"tcp://{bracketed(offer.host)}:{offer.port + source.rank}", source
+        peer = self._peers.pop(place, None)
         if peer is None:
-            peer = Peer(address, self._keys, self._identity, self.size, self._bring, self._ended)
+            peer = Peer(*place[:1], self._keys, source, self._bring, self._ended)
             while len(self._peers) >= OPEN:
                 self._peers.popitem(last=False)[1].close()
-        self._peers[address] = peer
+        self._peers[place] = peer
         return peer
 
-    def _bring(self, load: KVLoad, index: int, payload: memoryview) -> bool:
+    def _bring(self, source: PartSource, load: KVLoad, index: int, payload: memoryview) -> bool:
         with self._lock:
-            if load.number not in self._open:
+            coming = self._open.get(load.number)
+            if coming is None:
                 return False
             if index >= 0:
-                copy_in(self.blocks, load.blocks[index], payload)
-                self.loaded([load.blocks[index]])
-                self._blocks_loaded += 1
+                source.put(self.blocks, load.blocks[index], payload)
+                if coming.came(index):
+                    self.loaded([load.blocks[index]])
+                    self._blocks_loaded += 1
             return True
 
     def _ended(self, load: KVLoad, count: int, why: str, seconds: float) -> None:
         with self._news:
-            if load.number in self._open:
-                self._open.discard(load.number)
-                self._loaded.append((load.number, count, seconds))
-                if why:
-                    self._failed[load.number] = why
-                    self._errors[why] += 1
+            coming = self._open.get(load.number)
+            if coming is not None and coming.ended(count, why, seconds):
+                del self._open[load.number]
+                self._loaded.append((load.number, coming.count, coming.seconds))
+                if coming.why:
+                    self._failed[load.number] = coming.why
+                    self._errors[coming.why] += 1
                 self._news.notify()
 
     def finished(self, *, waits: bool) -> KVNews | None:

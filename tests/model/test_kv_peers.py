@@ -37,7 +37,7 @@ def peers(*, serves: bool = False, port: int = 0, secret: bytes = SECRET, identi
     config = TransferConfig("tcp", serves, not serves, "e", "127.0.0.1", port, buffer=more.get("buffer", 1 << 20),
                             lease=more.get("lease", 30.0))  # fmt: skip
     blocks = [np.zeros((40, SIZE // 2), np.uint8), np.zeros((40, SIZE // 2), np.uint8)]
-    return KVPeers(config, secret, 0, 0, identity, blocks, SIZE, None, threading.Condition())
+    return KVPeers(config, secret, 0, 0, identity, blocks, SIZE, None, None, threading.Condition())
 
 
 def fill(rank: KVPeers, block: int, number: int) -> None:

@@ -203,6 +203,19 @@ def test_a_directory_is_a_common_store(small: Path, tmp_path: Path) -> None:
         wait_until("it is said", lambda: ask(one.url, [1, 2, 3]) and health().startswith("nothing can be written"))
 
 
+def test_heads_go_where_another_layout_has_them(small: Path) -> None:
+    """From two tensor ranks to one, and from one to two."""
+    port = free_port()
+    ports = (port, port + 50 if port < 65000 else port - 50)
+    with serve(small, ports[0], "kv_both", tp=2) as two, serve(small, ports[1], "kv_both") as one:
+        for seed, (computes, goes_on) in enumerate(((two, one), (one, two)), 60):
+            expected = ask(goes_on.url, mixed(seed), cache_salt="alone")
+            answer = ask(computes.url, mixed(seed), max_tokens=1, kv_transfer_params=NOBODY)
+            answer = ask(goes_on.url, mixed(seed), kv_transfer_params=answer["kv_transfer_params"])
+            assert tokens(answer) == tokens(expected) and cached(answer) == BLOCKS * 16
+            wait_until("nothing is held", lambda server=computes: held(server) == 0)
+
+
 @pytest.mark.long
 def test_ranks_and_engines_that_die_on_either_side_are_replaced_and_blocks_come_again(small: Path) -> None:
     port = free_port()

@@ -1,0 +1,47 @@
+"""`kv_transfer_params`: what a server signs, and takes from a client only as it was signed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planaria.config.options import TransferConfig
+from planaria.server.schema import CompletionRequest
+from planaria.server.stream import Choices
+from planaria.server.transfer import Transfers
+from planaria.types import KVOffer, SamplingParams
+from planaria.wire import Submit
+
+SUBMIT = Submit("r", [*range(40)], SamplingParams(), 0, max_tokens=2)
+
+
+def transfers(serves: bool) -> Transfers:
+    return Transfers(TransferConfig("tcp", serves, not serves, "e", "10.0.0.1", 14579), b"k" * 32, 2, (3, 2))
+
+
+def handed_over() -> dict[str, Any]:
+    choices = Choices(SUBMIT.prompt, [SUBMIT], None)
+    choices.sequences[0].engine = type("Third", (), {"index": 2})  # type: ignore[assignment]
+    return transfers(True).answer(choices, 16)
+
+
+def offer_of(params: dict[str, Any]) -> Any:
+    body = CompletionRequest.model_validate({"model": "m", "prompt": "x", "kv_transfer_params": params})
+    (submit,) = transfers(False).asked(body, [SUBMIT])
+    return submit.lease
+
+
+def test_an_offer_comes_as_it_was_made() -> None:
+    assert offer_of(handed_over() | {"remote_layers": [3, 2]}) == KVOffer("r", (0, 1), "10.0.0.1", 14587, 2, (3, 2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_host": "10.0.0.2"}, {"remote_port": 14579}, {"remote_request_id": "s"}, {"tp_size": 1},
+        {"remote_layers": [2, 3]}, {"remote_layers": None}, {"remote_signature": "0" * 64}, {"remote_signature": None},
+    ],
+)  # fmt: skip
+def test_nothing_of_it_can_be_changed(change: dict[str, Any]) -> None:
+    assert offer_of(handed_over() | {"remote_layers": [3, 2]} | change) is None
