@@ -53,8 +53,8 @@ class Peer:
     one where it belongs, unless the load was dropped: False; ended(load, count, why, seconds)."""
 
     def __init__(
-        self, address: str, keys: Keys, source: PartSource, bring: Callable[[PartSource, KVLoad, int, memoryview], bool],
-        ended: Loaded,
+        self, address: str, keys: Keys, source: PartSource,
+        bring: Callable[[PartSource, KVLoad, int, memoryview], bool], ended: Loaded,
     ) -> None:  # fmt: skip
         self.address, self.keys, self.source, self.identity, self.size = (
             address, keys, source, source.identity, source.size,
