@@ -174,7 +174,7 @@ def _spmd(config: EngineConfig, outer: OuterLauncher, emit: Emit) -> EngineLoop:
     def link_for(places: list[Place], epoch: int) -> Link:
         assert launcher.circle is not None
         link = SpmdLink(launcher.circle, launcher.ranks, abort)
-        loop.clock, loop.agree = link.clock, link.agree
+        loop.clock, loop.agree, loop.share = link.clock, link.agree, link.share
         return link
 
     launcher = ExternalLauncher(

@@ -104,10 +104,21 @@ class SpmdDataParallel(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     rank: int
     rank_local: int
+    master_ip: str = "127.0.0.1"
+    master_port: int = 29500
+
+    def programs(self) -> OuterLauncher:
+        """The same as the launcher of one engine's ranks, whose prompts differ."""
+        alone = self.master_ip in ("127.0.0.1", "::1", "localhost")
+        return OuterLauncher(
+            rank=self.rank, world_size=self.size,
+            local_rank=self.rank_local, local_world_size=self.size if alone else 1,
+            master_addr=self.master_ip, master_port=self.master_port, own_prompts=True,
+        )  # fmt: skip
 
 
 def spmd_data_parallel() -> SpmdDataParallel | None:
-    """$PLANARIA_DP_SIZE, _RANK, _RANK_LOCAL (default: _RANK); None without a size.
+    """$PLANARIA_DP_SIZE, _RANK, _RANK_LOCAL (default: _RANK), _MASTER_IP, _MASTER_PORT; None without a size.
 
     Raises ConfigError for one that is not a number.
     """
@@ -119,6 +130,8 @@ def spmd_data_parallel() -> SpmdDataParallel | None:
         size=size,
         rank=rank,
         rank_local=rank if local is None else local,
+        master_ip=os.environ.get("PLANARIA_DP_MASTER_IP") or "127.0.0.1",
+        master_port=_number("PLANARIA_DP_MASTER_PORT", 1) or 29500,
     )
 
 

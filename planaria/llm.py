@@ -57,6 +57,7 @@ from planaria.server.tools import (
     thinking_first,
 )
 from planaria.server.vectors import need_task
+from planaria.together import PromptAsked, everyones
 from planaria.tokenizer_words import TokenizerWords
 from planaria.types import Delta, PoolingParams, SamplingParams, TokenLogprobs
 from planaria.wire import (
@@ -349,6 +350,11 @@ class _Front:
         return request_id, Choices(prompt, submits, tokenizer), submits
 
 
+_GENERATE_ONLY = (
+    "programs with prompts of their own ($PLANARIA_DP_SIZE) can call generate, and nothing else that computes"
+)
+
+
 def _changed(change: Changed) -> None:
     """Raises UserError where it isn't what was asked for."""
     if change.error:
@@ -378,6 +384,8 @@ class LLM(_Front):
         super().__init__(model, options, on_progress, self._deliver)
         self._sinks: dict[str, Choices] = {}
         self._pieces: list[Piece] = []
+        outer = self.config.parallel.outer
+        self._programs = outer is not None and outer.own_prompts
         self.facts = self._loop.start()
         if self._loras is not None:
             self._loras.tell = self._loop.handle  # type: ignore[method-assign]
@@ -415,11 +423,20 @@ class LLM(_Front):
         adapters = self._adapters(lora_request, len(batch))
         each = _each(sampling_params or self.get_default_sampling_params(), len(batch))
         ranks = list(priority) if priority is not None else [0] * len(batch)
+        asked = [
+            PromptAsked(self._encode(p), s, r, salt_of(p)) for p, s, r in zip(batch, each, ranks, strict=True)
+        ]  # fmt: skip
+        own = slice(None)
+        if self._programs:
+            refuse(lora_request=any(adapters))
+            asked, own = everyones(self._loop.share, asked)
+            adapters = [""] * len(asked)
         opened = [
-            self._stream(self._encode(p), s, r, salt_of(p), adapter=adapter)
-            for p, s, r, adapter in zip(batch, each, ranks, adapters, strict=True)
+            self._stream(a.prompt, a.params, a.priority, a.salt, adapter=adapter)
+            for a, adapter in zip(asked, adapters, strict=True)
         ]
-        self._run(opened, use_tqdm, on_tokens)
+        self._run(opened, use_tqdm, on_tokens, shared=True)
+        opened = opened[own]
         texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in batch]
         return [
             self._output(stream, id, text if isinstance(text, str) else None)
@@ -436,9 +453,12 @@ class LLM(_Front):
 
     def _run(
         self, opened: list[tuple[str, Choices, list[Submit]]], use_tqdm: bool | Callable[..., Any],
-        on_tokens: Callable[[int, int], None] | None = None,
+        on_tokens: Callable[[int, int], None] | None = None, *, shared: bool = False,
     ) -> None:  # fmt: skip
-        """Until all of them have ended. Raises UserError: it sleeps."""
+        """Until all of them have ended. shared: they are those of all programs. Raises UserError: it sleeps, or other
+        programs don't know of these."""
+        if self._programs and not shared:
+            raise UserError(_GENERATE_ONLY)
         if self.is_sleeping:
             raise UserError("the engine sleeps: call wake_up first")
         bar = None if on_tokens is not None else _bar(use_tqdm, len(opened))
@@ -549,6 +569,8 @@ class LLM(_Front):
     ) -> list[BeamSearchOutput]:  # fmt: skip
         """The likeliest continuations of each prompt, best first. use_tqdm and concurrency_limit have no effect: all
         beams of all prompts are requests of one batch. Raises RequestError."""
+        if self._programs:
+            raise UserError(_GENERATE_ONLY)
         batch, most = [self._encode(prompt) for prompt in _listed(prompts)], self.facts.max_model_len
         eos = self.tokenizer.eos_ids if self.tokenizer is not None else self.config.model.eos_ids
 

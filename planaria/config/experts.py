@@ -108,6 +108,9 @@ def resolve_experts(
             why = f"{redundant} redundant experts are asked for, and round robin knows none"
             config = msgspec.structs.replace(config, expert_placement_strategy="linear")
             notes.append((logging.WARNING, f"{_PLACEMENT} linear is used: {why}"))
+    if shapes is not None and config.data_parallel_size > 1:  # engines; lanes are no longer counted there
+        line = f"{config.data_parallel_size} engines have all experts each; {_EP} deals them to the ranks of all"
+        notes.append((logging.WARNING, line))
     if config.enable_expert_parallel:  # there may be more lanes later
         check_library(config.all2all_backend, device, libraries)
     if shapes is not None and exchanged:

@@ -17,7 +17,6 @@ from planaria.config.declared import check, picked
 from planaria.config.experts import expert_fields
 from planaria.config.machine import Machine
 from planaria.config.options import EngineOptions, ParallelConfig
-from planaria.env import SpmdDataParallel
 from planaria.errors import ConfigError
 from planaria.topology.outer import OuterLauncher
 from planaria.topology.platforms import PLATFORMS
@@ -35,6 +34,7 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[ParallelConfig, list[Note]]:
     """device: a platform's name. Raises ConfigError."""
     check(options)
+    options, machine = _programs(options, machine)
     options = on_nodes(options)
     _numbers(options)
     engines = data_parallel_fields(options)
@@ -59,8 +59,6 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
     _enough(config, machine, device)
     if config.distributed_executor_backend == "external_launcher":
         _outer(config, machine.outer)
-    if options.data_parallel_size == 1:
-        _spmd(machine.data_parallel, options.enable_expert_parallel)
     _refuse_synchronization(config, options)
     notes = _crowded(config, machine, device)
     if options.dcp_kv_cache_interleave_size is not None:
@@ -337,27 +335,36 @@ def _outer(config: ParallelConfig, outer: OuterLauncher | None) -> None:
         raise ConfigError(_BACKEND, "external_launcher", rule, start)
 
 
-def _spmd(replica: SpmdDataParallel | None, experts: bool) -> None:
-    """Replicas that the user's own processes are. experts: they are asked to share the model's experts."""
-    if replica is None:
-        return
+def _programs(options: EngineOptions, machine: Machine) -> tuple[EngineOptions, Machine]:
+    """Where data-parallel ranks are programs of the user's, and nothing was said of data parallel: ranks of one engine
+    whose experts they share. Raises ConfigError."""
+    replica = machine.data_parallel
+    if replica is None or options.data_parallel_size > 1:
+        return options, machine
     for name, rank in (("RANK", replica.rank), ("RANK_LOCAL", replica.rank_local)):
         if rank >= replica.size:
             raise ConfigError(
                 f"$PLANARIA_DP_{name}", rank, f"must be below PLANARIA_DP_SIZE ({replica.size})", "count from 0"
             )
-    if replica.size > 1 and experts:
-        raise ConfigError(
-            "$PLANARIA_DP_SIZE", replica.size,
-            "data-parallel ranks that share experts are lanes of one engine, and each of these processes would be one",
-            f"unset it and start all ranks at once: torchrun ... {_BACKEND} external_launcher -dp {replica.size}",
-        )  # fmt: skip
-    if replica.size > 1:
+    if replica.size == 1:
+        return options, machine
+    if not options.enable_expert_parallel:
         raise ConfigError(
             "$PLANARIA_DP_SIZE", replica.size,
             "without --enable-expert-parallel, as of a dense model, replicas have nothing to tell each other",
             "unset it and give each process its share of the prompts",
         )  # fmt: skip
+    ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    if ranks > 1 or options.distributed_executor_backend not in (None, "external_launcher"):
+        what = f"{ranks} ranks" if ranks > 1 else f"{_BACKEND} {options.distributed_executor_backend}"
+        raise ConfigError(
+            "$PLANARIA_DP_SIZE", replica.size, f"each of these processes is one rank itself, and {what} was asked for",
+            f"unset it and start all ranks at once: torchrun ... {_BACKEND} external_launcher -dp {replica.size}",
+        )  # fmt: skip
+    options = msgspec.structs.replace(
+        options, data_parallel_size=replica.size, distributed_executor_backend="external_launcher"
+    )
+    return options, msgspec.structs.replace(machine, outer=replica.programs(), data_parallel=None)
 
 
 def _refuse_synchronization(config: ParallelConfig, options: EngineOptions) -> None:

@@ -83,6 +83,7 @@ class EngineLoop:
         self.on_loss: Callable[[], None] = lambda: None
         # Where several processes run the same engine: the messages (and with `clock` the time) that all of them go by.
         self.agree: Callable[[ToEngine], ToEngine] = lambda message: message
+        self.share: Callable[[bytes], tuple[int, list[bytes]]] = lambda data: (0, [data])  # see SpmdLink
         launcher.on_exit = self._on_exit
         self.core: EngineCore | None = None
         self.stopping = False

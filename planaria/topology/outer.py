@@ -16,3 +16,4 @@ class OuterLauncher(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 29500
     serves_store: bool = False  # a TCP store is there; else rank 0 serves one
     attempt: int = 0  # how often it has started everything again
+    own_prompts: bool = False  # each process brings prompts of its own, else all bring the same

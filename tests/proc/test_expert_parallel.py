@@ -124,6 +124,38 @@ OFTEN = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2}
 BALANCED = [{"enable_eplb": True, "eplb_config": {**OFTEN, "use_async": aside}} for aside in (False, True)]
 
 
+OWN_PROMPTS = """
+import json, os, sys
+from planaria import LLM, SamplingParams
+asked = json.loads(sys.argv[2])
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=256, kv_cache_memory="8MiB", skip_tokenizer_init=True,
+          enable_expert_parallel=True)
+found = []
+for batch in asked:
+    params = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for _, most in batch]
+    found.append([o.outputs[0].token_ids for o in llm.generate([prompt for prompt, _ in batch], params)])
+print(json.dumps([llm.facts.layout, found]))
+llm.close()
+"""
+
+
+@pytest.mark.row("P22", "P25")
+def test_programs_with_own_prompts_share_experts(folder: Path, expected: list[list[int]]) -> None:
+    """Each gets the tokens of one rank to its own, however many the other has, none as well."""
+    own = {"PLANARIA_DP_SIZE": "2", "PLANARIA_DP_MASTER_PORT": str(free_port())}
+    shares = ([ASKED[:3], []], [ASKED[3:], ASKED[:2]])
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", OWN_PROMPTS, str(folder), json.dumps(share)], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **own, "PLANARIA_DP_RANK": str(rank)},
+        )
+        for rank, share in enumerate(shares)
+    ]  # fmt: skip
+    said = [json.loads(program.communicate(timeout=300)[0]) for program in programs]
+    layout = "dp=2 tp=1 pp=1"
+    assert said == [[layout, [expected[:3], []]], [layout, [expected[3:], expected[:2]]]]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("more", [{}, *BALANCED], ids=["", "balanced", "balanced aside"])
 @pytest.mark.row("P26")

@@ -43,6 +43,13 @@ def resolved(
     return config, [line for _, line in notes]
 
 
+def test_engines_that_share_no_experts_are_told_of() -> None:
+    assert resolved(**DP2)[1] == [
+        "2 engines have all experts each; --enable-expert-parallel deals them to the ranks of all"
+    ]
+    assert resolved(**DP2, **EP)[1] == resolved(None, **DP2)[1] == []
+
+
 def test_the_defaults_change_nothing() -> None:
     config, notes = resolved(shapes=None)
     assert not notes and resolved()[0] == config
@@ -228,8 +235,8 @@ def test_data_parallel_ranks_that_share_experts_are_lanes_of_one_engine() -> Non
 
 
 ONE_ENGINE: list[tuple[dict[str, Any], str]] = [
-    ({"data_parallel_rank": 0}, "--data-parallel-external-lb True: .* leave it and --data-parallel-rank out"),
-    ({"data_parallel_start_rank": 0, "data_parallel_size_local": 1}, "--data-parallel-hybrid-lb True: .* point the"),
+    ({"data_parallel_rank": 0}, "--data-parallel-external-lb True: pods of one engine .* add --data-parallel-address"),
+    ({"data_parallel_start_rank": 0, "data_parallel_size_local": 1}, "--data-parallel-hybrid-lb True: pods of one"),
     ({"distributed_executor_backend": "uni"}, "use mp or ray"),
     ({"nnodes": 3}, r"world size 2 \(-tp 1 x -pp 1 x -dp 2\) can't be split evenly over the nodes; choose -tp, -pp"),
     ({"nnodes": 2, "data_parallel_size_local": 2}, "-local 2: .* dealt evenly to 2 nodes; leave it out, or give 1"),
@@ -274,6 +281,20 @@ def test_lanes_of_processes_that_an_outer_launcher_starts() -> None:
     assert resolve_parallel(options, Machine(cores=2, outer=outer), "cpu")[0].layout == Layout(dp=2)
     own = SpmdDataParallel(size=2, rank=1, rank_local=1)
     alone = Machine(cores=2, data_parallel=own)
-    for given, why in ((EP, "lanes of one engine.*-dp 2"), ({}, "without --enable-expert-parallel, as of a dense")):
+    tp2, ray = {"tensor_parallel_size": 2}, {"distributed_executor_backend": "ray"}
+    for given, why in (
+        ({**EP, **tp2}, "2 ranks was asked for.*-dp 2"), ({**EP, **ray}, "backend ray was"), ({}, "as of a dense"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"\$PLANARIA_DP_SIZE 2: .*{why}"):
             resolve_parallel(EngineOptions(model="m", **given), alone, "cpu")
+
+
+@pytest.mark.row("P22")
+def test_lanes_that_are_programs_with_prompts_of_their_own() -> None:
+    own = SpmdDataParallel(size=2, rank=1, rank_local=0, master_ip="10.0.0.1", master_port=4321)
+    config = resolve_parallel(EngineOptions(model="m", **EP), Machine(cores=2, data_parallel=own), "cpu")[0]
+    assert (config.layout, config.distributed_executor_backend) == (Layout(dp=2), "external_launcher")
+    outer = OuterLauncher(rank=1, world_size=2, master_addr="10.0.0.1", master_port=4321, own_prompts=True)
+    assert config.outer == outer
+    said = resolve_parallel(EngineOptions(model="m", **EP, **DP2), Machine(cores=2, data_parallel=own), "cpu")[0]
+    assert said.outer is None and said.lanes == 2, "the option is asked first"
