@@ -102,7 +102,9 @@ def process_state(pid: int) -> str:
 
 
 def available_memory() -> int:
-    """Bytes of this node's memory that could be taken without swapping."""
+    """Bytes of this node's memory that could be taken without swapping; all it has, where nobody says (not Linux)."""
+    if sys.platform != "linux":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)
     return int(fields["MemAvailable"].split()[0]) * 1024

@@ -43,6 +43,7 @@ from planaria.config.pooling import json_option, resolve_pooling
 from planaria.config.secret import deployment_secret
 from planaria.config.sizes import AUTO, parse_bytes, parse_tokens
 from planaria.config.speculative import draft_source, speculative_config
+from planaria.config.system import no_kernels, no_processes
 from planaria.config.transfer import transfer_config
 from planaria.config.vllm_words import variables
 from planaria.env import environment
@@ -88,7 +89,9 @@ def check_torch(device: DeviceConfig, parallel: ParallelConfig, machine: Machine
     if machine.torch_installed or uses_ray(parallel, machine) or not parallel.data_parallel_size_local:
         return
     if device.kernels == "torch":
-        raise ConfigError("--kernels", "torch", NO_TORCH, f"{WITH_TORCH}, or leave it out")
+        why = no_kernels()
+        rule = f"{NO_TORCH}, and {why}" if why else NO_TORCH
+        raise ConfigError("--kernels", "torch", rule, WITH_TORCH if why else f"{WITH_TORCH}, or leave it out")
     if parallel.nodes_per_engine > 1:
         rule = f"ranks of an engine over several nodes meet by PyTorch's gloo, and {NO_TORCH}"
         raise ConfigError("--nnodes", parallel.nnodes, rule, f"{WITH_TORCH} on each node")
@@ -106,8 +109,12 @@ def device_config(options: EngineOptions, device: str, checkpoint_dtype: str, pa
         quantization = "keep" if packed and dtype == "bfloat16" else "none"
     if options.kernels == "native" and not on_host:
         raise ConfigError("--kernels", "native", f"are for the CPU, and the device is {device}", "use --kernels torch")
-    if options.batch_invariant and (not on_host or options.kernels == "torch"):
-        what = f"--kernels {options.kernels}" if on_host else f"--device {device}"
+    why = no_kernels()
+    if options.kernels == "native" and why:
+        raise ConfigError("--kernels", "native", why, "use --kernels torch, or leave it out")
+    kernels = "torch" if why or not on_host or options.kernels == "torch" else "native"
+    if options.batch_invariant and kernels == "torch":
+        what = f"--kernels {kernels}" if on_host else f"--device {device}"
         raise ConfigError(
             "--batch-invariant", True, f"only this package's CPU kernels sum in an order of their own, not {what}",
             "use --device cpu --kernels native",
@@ -117,7 +124,7 @@ def device_config(options: EngineOptions, device: str, checkpoint_dtype: str, pa
         threads=options.threads or max(1, usable_cores() // ranks), auto_threads=options.threads is None,
         batch_invariant=options.batch_invariant,
         gpu_memory_utilization=options.gpu_memory_utilization or 0.92,
-        kernels="torch" if not on_host or options.kernels == "torch" else "native",
+        kernels=kernels,
     )  # fmt: skip
 
 
@@ -260,6 +267,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
         logger.warning("--gpu-memory-utilization has no effect without a GPU: --kv-cache-memory says what KV takes")
     machine = look(options.distributed_executor_backend)
     parallel, notes = resolve_parallel(options, machine, device_name)
+    backend = parallel.distributed_executor_backend
+    if backend != "uni" and (why := no_processes()):
+        raise ConfigError("--distributed-executor-backend", backend, why, "use uni, which is one rank in this process")
     if not uses_ray(parallel, machine):  # on Ray, workers may have what isn't here
         if parallel.worker_cls != "auto":
             check_module("--worker-cls", parallel.worker_cls)

@@ -22,7 +22,7 @@ class System:
 
     def problems(self, num_ranks: int) -> list[str]:
         """Why so many ranks can't start here, worst first."""
-        needs = Needs(num_ranks, SHARED)
+        needs = Needs(num_ranks, SHARED if num_ranks > 1 else 0)
         return check_node(look(node_name(), needs), needs)
 
     def is_stopped(self, pid: int) -> bool:

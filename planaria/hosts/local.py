@@ -23,7 +23,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from planaria.config.machine import accelerator_ids, present_platform, usable_cores
+from planaria.config.system import no_processes
 from planaria.env import environment, visible_devices
+from planaria.errors import UserError
 from planaria.hosts.child import framed
 from planaria.hosts.forkserver import ForkServer, server_of
 from planaria.hosts.host import Child, News, Place, Program, Slot, how_it_ended
@@ -295,6 +297,8 @@ class LocalHost:
         self, *, devices: Sequence[int] | None = None, room: int = 0, elastic: bool = True, address: str = "127.0.0.1",
         forks: Mapping[str, Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
+        if why := no_processes():
+            raise UserError(f"{why}; `planaria generate`, `planaria chat` and LLM run a model in one process")
         self.devices = list(accelerator_ids() if devices is None else devices)
         self.elastic = elastic and not self.devices
         self.room, self.address = max(room, len(self.devices)), address

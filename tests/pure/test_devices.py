@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from planaria.config import machine
-from planaria.config.options import EngineOptions
-from planaria.config.resolve import resolve
+from planaria.config import machine, system
+from planaria.config.options import EngineOptions, ParallelConfig
+from planaria.config.resolve import check_torch, device_config, resolve
 from planaria.env import visible, visible_devices
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, UserError
+from planaria.executor import preflight
+from planaria.executor.watch import System
+from planaria.hosts.local import LocalHost
 from planaria.topology.platforms import CUDA, MASKS, PLATFORMS, SERVED
 from planaria.worker.device import own_device
 
@@ -77,3 +81,54 @@ def test_what_is_served_lacks_nothing() -> None:
 
 def test_a_rank_to_which_none_was_dealt_uses_the_first() -> None:
     assert own_device((), ["3"]) == 0 and own_device((3,), ["3"]) == 0
+
+
+def on(monkeypatch: pytest.MonkeyPatch, name: str, processor: str) -> None:
+    monkeypatch.setattr(system, "sys", types.SimpleNamespace(platform=name))
+    monkeypatch.setattr(system, "platform", types.SimpleNamespace(machine=lambda: processor))
+
+
+@pytest.mark.parametrize(
+    ("name", "processor", "kernels", "processes"),
+    [
+        ("linux", "x86_64", "native", True), ("linux", "aarch64", "native", True), ("linux", "riscv64", "torch", True),
+        ("darwin", "arm64", "torch", False), ("darwin", "x86_64", "torch", False), ("win32", "AMD64", "torch", False),
+    ],
+)  # fmt: skip
+def test_which_kernels_are_for_which_system(
+    monkeypatch: pytest.MonkeyPatch, name: str, processor: str, kernels: str, processes: bool
+) -> None:
+    on(monkeypatch, name, processor)
+    device = device_config(EngineOptions(model="m"), "cpu", "float32", packed=False, ranks=1)
+    assert device.kernels == kernels and bool(system.no_processes()) is not processes
+    if not processes:
+        with pytest.raises(UserError, match=f"pidfds .* {name}; `planaria generate`"):
+            LocalHost(devices=())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"kernels": "native"}, "--kernels native: .* futexes, and this is darwin; use --kernels torch"),
+        ({"batch_invariant": True}, "--batch-invariant True: .* not --kernels torch"),
+    ],
+)
+def test_what_another_system_lacks_is_named(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str) -> None:
+    on(monkeypatch, "darwin", "arm64")
+    with pytest.raises(ConfigError, match=says):
+        device_config(EngineOptions(model="m", **given), "cpu", "float32", packed=False, ranks=1)
+
+
+def test_another_system_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "darwin", "arm64")
+    device = device_config(EngineOptions(model="m"), "cpu", "float32", packed=False, ranks=1)
+    with pytest.raises(
+        ConfigError, match=r"PyTorch is not installed .* this is darwin; pip install \"planaria\[torch\]\"$"
+    ):
+        check_torch(device, ParallelConfig(), machine.Machine(torch_installed=False))
+
+
+def test_one_rank_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it asks for none of what a system that isn't Linux lacks."""
+    monkeypatch.setattr(preflight.futex, "available", lambda: "darwin has no futex")
+    assert not System().problems(1) and "futex" in System().problems(2)[0]
