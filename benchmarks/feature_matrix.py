@@ -8,6 +8,9 @@ own, several at a time so that each pair of them is there (drafts, prompts in pa
 memory, priorities, tensor ranks, stages), get the same requests at once, and all tokens must be the same. When the
 first stream is a third through, the victim is killed. A cell of the table says in how many answers both features were
 there, and how many of these had other tokens.
+
+Lanes are of a model with experts, and models and heads that draft must fit the one that is served: servers with these
+have a small random one, which is its own drafting model; its head is random.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +77,13 @@ OPTIONS: dict[str, list[str]] = {
     "priority": ["--scheduling-policy", "priority"],
     "TP": ["-tp", "2"],
     "PP": ["-pp", "2"],
+    "lanes": ["-dp", "2", "--enable-expert-parallel"],
+    "draft model": ["--speculative-config", '{"method": "draft_model", "model": "MODEL"}'],
+    "eagle": ["--speculative-config", '{"method": "eagle", "model": "MODEL-head"}'],
 }
+SMALL = {"lanes", "draft model", "eagle"}  # features of the small model
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 32}
+LESS_MEMORY = ["--kv-cache-memory", "2MiB"]
 CONFIGS = [
     ("ngram", "chunked prefill", "prefix hit", "TP"),
     ("suffix", "preemption", "priority", "PP"),
@@ -81,6 +91,12 @@ CONFIGS = [
     ("suffix", "chunked prefill", "prefix hit", "PP"),
     ("ngram", "prefix hit", "preemption", "priority", "PP"),
     ("suffix", "chunked prefill", "prefix hit", "preemption", "priority", "TP"),
+    ("ngram", "chunked prefill", "prefix hit", "PP", "lanes"),
+    ("suffix", "preemption", "priority", "TP", "lanes"),
+    ("draft model", "chunked prefill", "prefix hit", "TP", "lanes"),
+    ("draft model", "preemption", "priority", "PP"),
+    ("eagle", "preemption", "priority", "TP", "lanes"),
+    ("eagle", "chunked prefill", "prefix hit", "PP"),
 ]
 VICTIMS = {"none": "", "rank": "worker", "engine": "engine"}
 
@@ -143,20 +159,33 @@ def preemptions(server: Server) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_preemptions_total"))
 
 
-def run(numbers: list[int], faults: list[str], model: str) -> tuple[Counter[Any], Counter[Any], list[str]]:
+def small(folder: Path) -> str:
+    """A random model with experts, and beside it a head."""
+    from tests.model.checkpoints import config_of, write_head, write_talker
+
+    made = write_talker(folder / "small", "qwen3_moe", **EXPERTS)
+    write_head(folder / "small-head", vocab_size=config_of(made)["vocab_size"])
+    return str(made)
+
+
+def options_of(features: tuple[str, ...], model: str) -> list[str]:
+    few = LESS_MEMORY if SMALL & set(features) else OPTIONS["preemption"]
+    words = [word for name in features for word in (few if name == "preemption" else OPTIONS[name])]
+    return [word.replace("MODEL", model) for word in words]
+
+
+def run(numbers: list[int], faults: list[str], models: dict[bool, str]) -> tuple[Counter[Any], Counter[Any], list[str]]:
     """By pair of features, or a feature and a fault: answers, and those with other tokens; and what there is to say."""
     given: Counter[Any] = Counter()
     wrong: Counter[Any] = Counter()
     notes = []
-    with Server(model, *PLAIN, *TOOLS) as server:
-        plain = asyncio.run(answers(server, "", False))
-    for ask, said in zip(asks(), plain[1:], strict=True):
-        if isinstance(said, str):
-            raise RuntimeError(f"{ask.features} is refused: {said}")
+    plains: dict[bool, list[Any]] = {}
     for number in numbers:
         features = CONFIGS[number - 1]
-        options = [word for feature in features for word in OPTIONS[feature]]
-        with Server(model, *PLAIN, *TOOLS, *options) as server:
+        of_small = bool(SMALL & set(features))
+        model = models[of_small]
+        plain = plains[of_small] = plains.get(of_small) or plainly(model)
+        with Server(model, *PLAIN, *TOOLS, *options_of(features, model)) as server:
             for fault in faults:
                 found = asyncio.run(answers(server, VICTIMS[fault], "priority" in features))
                 wait_healthy(server)
@@ -173,6 +202,16 @@ def run(numbers: list[int], faults: list[str], model: str) -> tuple[Counter[Any]
             if "preemption" in features:
                 notes.append(f"config {number}: {preemptions(server):.0f} preemptions in the engine's last process")
     return given, wrong, notes
+
+
+def plainly(model: str) -> list[Any]:
+    """The answers of one rank without any of these. Raises RuntimeError for one that is none."""
+    with Server(model, *PLAIN, *TOOLS) as server:
+        plain = asyncio.run(answers(server, "", False))
+    for ask, said in zip(asks(), plain[1:], strict=True):
+        if isinstance(said, str):
+            raise RuntimeError(f"{ask.features} is refused: {said}")
+    return plain
 
 
 def table(given: Counter[Any], wrong: Counter[Any], faults: list[str]) -> report.Table:
@@ -196,7 +235,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     said = parser.parse_args()
     faults = said.faults.split(",")
-    given, wrong, notes = run([int(n) for n in said.configs.split(",")], faults, said.model)
+    with tempfile.TemporaryDirectory() as folder:
+        models = {False: said.model, True: small(Path(folder))}
+        given, wrong, notes = run([int(n) for n in said.configs.split(",")], faults, models)
     made = table(given, wrong, faults)
     print(report.as_text([made], notes))
     if said.markdown:

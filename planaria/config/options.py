@@ -404,7 +404,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         str | dict[str, Any] | None,
         option(
             "Draft tokens, and check several in a step: as JSON, with vLLM's names, e.g. "
-            """'{"method": "ngram", "num_speculative_tokens": 8}'; methods: ngram, suffix, draft_model.""",
+            """'{"method": "ngram", "num_speculative_tokens": 8}'; methods: ngram, suffix, draft_model, eagle.""",
             hashed=True,
             metavar="JSON",
         ),
@@ -609,8 +609,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How a rank that draws tokens guesses ahead. Of `num_speculative_tokens` a row gets as many as pay. Names are
     vLLM's; `suffix_*` are of the method suffix, `prompt_lookup_*` of ngram."""
 
-    method: str = ""  # ngram, suffix or draft_model; left out: draft_model where there is a `model`, else ngram
-    model: str = ""  # of draft_model: what MODEL is to `serve`
+    method: str = ""  # ngram, suffix, draft_model or eagle; left out: draft_model where there is a `model`, else ngram
+    model: str = ""  # of draft_model and eagle: what MODEL is to `serve`
     num_speculative_tokens: int = 0  # at most, of a row in one step; 0: by the method
     prompt_lookup_max: int = 0  # tokens that are looked for, the longest first; 0: 5, or what the least is
     prompt_lookup_min: int = 0  # 0: 2, or what the most is
@@ -618,7 +618,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     suffix_decoding_max_cached_requests: int = 10_000  # outputs that are remembered
     suffix_decoding_max_spec_factor: float = 2.0  # drafts for each token that was found again
     suffix_decoding_min_token_prob: float = 0.1  # of a draft, by how often it came
-    draft_tensor_parallel_size: int = 1  # of draft_model: ranks that share its layers; only 1
+    draft_tensor_parallel_size: int = 1  # ranks that share the layers of the model that drafts: 1, or all tensor ranks
 
 
 class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -338,7 +338,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         faults=_faults(options, parallel),
         null_worker=options.null_worker,
         speculative=speculative,
-        draft=draft_source(speculative, model, hub, device.dtype),
+        draft=draft_source(speculative, checkpoint, model, parallel, hub, device.dtype),
         pooling=pooling,
         lora=_lora(options),
     )

@@ -28,6 +28,11 @@ def to_float32(values: Array) -> npt.NDArray[np.float32]:
     return wide.view(np.float32)
 
 
+def main_memory(values: Any) -> npt.NDArray[np.float32]:
+    """What a forward pass gave, on a device or not, as float32."""
+    return to_float32(values) if isinstance(values, np.ndarray) else values.float().cpu().numpy()
+
+
 def _from_float16(values: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
     """In parts of their own width, several times as fast as NumPy; which does those with infinities or NaN."""
     out = np.empty(values.shape, np.float32)

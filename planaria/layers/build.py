@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from planaria.kernels.ops import Ops
 from planaria.layers.decoder import Model
@@ -12,40 +13,42 @@ from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Model)
 
 
 def build(
     config: ModelConfig, weights: Source, ops: Ops, *, quantization: str, progress: Progress | None = None,
     max_positions: int | None = None, shard: Shard | None = None, packings: Packings | None = None,
-) -> Model:  # fmt: skip
+    kind: type[M] = Model,  # type: ignore[assignment]
+) -> M:  # fmt: skip
     """Read a checkpoint into `ops`. The source is not kept.
 
     quantization: "keep" leaves weights that the file packs as they are; "none" unpacks them to the
     activation dtype; "q8_0", "q4_1" pack every matrix now (the embedding and the output head at q8_0 at
     least), never norms and biases. progress(read, all) counts weights. max_positions: length of the rotary
     tables (the longest text served), default the model's longest. shard: the part to read, default all. packings: of
-    the part, if it is shared.
+    the part, if it is shared. kind: of model.
     Raises ModelError, one line, for a missing tensor or one of another shape, before anything is read, PartDiffers.
     """
     shard = shard or Shard.full(config)
     there = packings is not None and packings.whole
-    num_weights = 0 if there else _check(config, weights, quantization, shard)
+    num_weights = 0 if there else _check(config, weights, quantization, shard, kind)
     load = WeightLoader(weights, ops, quantization, None if there else progress, num_weights, packings)
     length, local = max_positions or config.max_position, config.local_rope
     rope = load.rope(config.rope, config.head_dim, length)
     ropes = rope, rope if local is None else load.rope(local, config.head_dim, length)
-    return Model(config, load, shard, ropes, ops)
+    return kind(config, load, shard, ropes, ops)
 
 
-def _check(config: ModelConfig, weights: Source, quantization: str, shard: Shard) -> int:
+def _check(config: ModelConfig, weights: Source, quantization: str, shard: Shard, kind: type[Model]) -> int:
     """How many weights the shard has. Raises ModelError."""
     # First the whole model, so that a damaged checkpoint fails on every rank before minutes of reading.
-    if extra := unused(config, weights):
+    if extra := unused(config, weights, kind):
         shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
         log.warning("%d tensors of the checkpoint are not part of %s and are ignored: %s",
                     len(extra), config.architecture, shown)  # fmt: skip
     checked = WeightLoader(weights, None, quantization)
-    Model(config, checked, shard, (None, None), None)
+    kind(config, checked, shard, (None, None), None)
     return checked.num_weights
 
 
@@ -58,11 +61,11 @@ def read_experts(
         block.read(load, reads.get(block.number, ()))
 
 
-def unused(config: ModelConfig, weights: Source) -> list[str]:
+def unused(config: ModelConfig, weights: Source, kind: type[Model] = Model) -> list[str]:
     """Tensors that the model doesn't ask for. Raises ModelError, one line, for one that is missing or has another
     shape; nothing is read."""
     load = WeightLoader(weights, None, "keep")
-    Model(config, load, Shard.full(config), (None, None), None)
+    kind(config, load, Shard.full(config), (None, None), None)
 
     def ignored(name: str) -> bool:
         unused_head = config.tie_word_embeddings or not config.has_logits

@@ -148,12 +148,23 @@ class Model:
         x = self.norm(ops, ops.take(self._residual(ops)))
         return self._logits(ops, x), x
 
+    def forward_all(self, ops: Operations) -> tuple[Act, Act]:
+        """As `forward_both`, with the hidden states of all tokens, [T, H]."""
+        assert self.norm is not None
+        h = self._residual(ops)
+        return self._logits(ops, self.norm(ops, ops.take(h))), self.norm(ops, h)
+
     def _residual(self, ops: Operations) -> Act:
-        c, vocab = self.config, self.shard.vocab
-        h = ops.embed(self.embedding, vocab, c.embedding_scale) if self.first else ops.hidden(c.hidden_size)
+        h = self._begin(ops)
         for layer in self.layers:
             h = layer(ops, h)
         return h
+
+    def _begin(self, ops: Operations) -> Act:
+        """What the first layer takes."""
+        if not self.first:
+            return ops.hidden(self.config.hidden_size)
+        return ops.embed(self.embedding, self.shard.vocab, self.config.embedding_scale)
 
     def _logits(self, ops: Operations, x: Act) -> Act:
         return ops.logits(x, self.head, self.shard.vocab, self.config.vocab_size, self.config.logit_cap)

@@ -126,6 +126,17 @@ class WeightLoader:
 
         return self._thing(f"vector {name} {part} of {size} {plus} {times}", make)
 
+    def constant(self, size: int, value: float) -> Any:
+        """As `vector`, of the same number everywhere, which is in no checkpoint."""
+        ops = self._ops
+        if ops is None:
+            return None
+        return self._thing(f"constant {size} {value}", lambda: ops.vector(np.full(size, value, np.float32)))
+
+    def has(self, name: str) -> bool:
+        """Has the checkpoint such a tensor?"""
+        return name in self._source.names()
+
     def linear(
         self, parts: Sequence[TensorPart], columns: range, size: int, *, bias: bool = False, kind: str = "",
         travels: bool = False, single: bool = False,

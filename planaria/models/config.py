@@ -121,6 +121,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qk_norm: bool = False
     mla: MLAConfig | None = None  # None: q, k and v of each head
+    absent_norms: tuple[str, ...] = ()  # by name: where one would be, numbers stay as they are
     wide_qk_norm: bool = False  # q and k are normalised over all heads together, not each head for itself
     windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     eos_ids: tuple[int, ...] = ()

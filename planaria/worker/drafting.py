@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,25 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """End what it began."""
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """A drafter that tensor ranks share: those that draw nothing have one, too, and are where the first one is."""
+
+    def follow(self) -> None:
+        """Do what the first rank's `draft` wants."""
+
+
+@runtime_checkable
+class ReadsHidden(Protocol):
+    """A drafter that goes on with the hidden states of the model that is served."""
+
+    def catch_up(self) -> None:
+        """Before a forward pass."""
+
+    def saw(self, hidden: npt.NDArray[np.float32]) -> None:
+        """After it: of all tokens of the batch, [T, H]."""
 
 
 class _History:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planaria.kernels.numbers import to_float32
+from planaria.kernels.numbers import main_memory
 from planaria.kernels.ops import Array
 from planaria.protocol import Row
 
@@ -55,7 +55,7 @@ class Pooling:
     def vectors(self, hidden: Array, parts: list[tuple[Row, int]]) -> tuple[dict[int, bytes], dict[int, str]]:
         """Take in chunks of these rows, each with its first line of `hidden` [S, N]: vectors of rows whose prompts are
         through, float32 [N], and errors."""
-        lines = to_float32(hidden) if isinstance(hidden, np.ndarray) else hidden.float().cpu().numpy()
+        lines = main_memory(hidden)
         found: dict[int, bytes] = {}
         errors: dict[int, str] = {}
         for chunk, line in parts:

@@ -121,6 +121,8 @@ class Runner:
             return LaneResult([], [], prompt_logprobs=prompt_logprobs, errors=refused, pooled=vectors)
         if logits is None or sampler is None:
             self.stage.drew(turn, samples, None)
+            if self.speculation is not None and self.speculation.follow():
+                self.stage.take_tokens(turn, self._hear)
             return LaneResult([], [], errors=refused)
         if self.speculation is not None and taken is not None:
             drawn = self._draw_further(sampler, logits, samples, lines, taken.tolist(), turn, alone=not chunks)

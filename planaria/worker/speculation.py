@@ -9,7 +9,7 @@ it: so tokens are what they would be without drafts, whatever the request asks f
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from planaria.config.options import EngineConfig
 from planaria.kernels.ops import Batch
+from planaria.mesh.mesh import Mesh
 from planaria.protocol import Fresh
 from planaria.types import TokenLogprobs
-from planaria.worker.draft_model import DraftModel, DraftWeights
+from planaria.worker.draft_model import DraftHead, DraftModel, DraftWeights
 from planaria.worker.draft_sizes import DraftSizes
-from planaria.worker.drafting import Drafter, make_drafter
+from planaria.worker.drafting import Drafter, ReadsHidden, Shared, make_drafter
 from planaria.worker.sampler import Sampler
 
 Rows = npt.NDArray[np.int64]
@@ -31,7 +32,8 @@ Drawn = list[list[int]]
 
 
 class Speculation:
-    """Of a rank with `rows` rows of up to `most` drafts. drafter: where this rank draws tokens."""
+    """Of a rank with `rows` rows of up to `most` drafts. drafter: where this rank draws tokens, or has a part in
+    drafting them."""
 
     def __init__(self, rows: int, most: int, vocab_size: int, batch: Batch, drafter: Drafter | None) -> None:
         self.most, self.vocab_size, self.batch, self.drafter = most, vocab_size, batch, drafter
@@ -122,7 +124,7 @@ class Speculation:
                 going.append(row)
         since = time.perf_counter()
         dealt = sizes.dealt(going, self.most, self._limit - len(rows))
-        found = self.drafter.draft(dealt) if dealt else {}
+        found = self.drafter.draft(dealt) if dealt or isinstance(self.drafter, Shared) else {}
         drafts = {row: self._known(found.get(row, ())[:most]) for row, most in dealt.items()}
         self._drafting = time.perf_counter() - since
         told: Told = np.zeros((len(rows), self.width), np.int32)
@@ -131,6 +133,32 @@ class Speculation:
             told[i, :HEAD] = max(1, len(tokens)), tokens[-1] if tokens else 0, len(own)
             told[i, HEAD : HEAD + len(own)] = own
         return told
+
+    def follow(self) -> bool:
+        """Where another rank draws: have a part in drafting. True: what came of it is told next."""
+        if self.drafter is None:
+            return False
+        assert isinstance(self.drafter, Shared)
+        self.drafter.follow()
+        return True
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Is a forward pass to give hidden states of all tokens, besides logits?"""
+        return isinstance(self.drafter, ReadsHidden)
+
+    def reading(self, forward: Callable[[], Any]) -> Callable[[], Any]:
+        """Such a forward pass, as one that gives logits alone."""
+        drafter = self.drafter
+        assert isinstance(drafter, ReadsHidden)
+
+        def logits() -> Any:
+            drafter.catch_up()
+            made, hidden = forward()
+            drafter.saw(hidden)
+            return made
+
+        return logits
 
     def _known(self, drafts: Sequence[int]) -> Sequence[int]:
         """Up to the first that is no token: kernels look up whatever is asked for."""
@@ -143,13 +171,14 @@ class Speculation:
 
 
 def make_speculation(
-    config: EngineConfig, batch: Batch, num_blocks: int, weights: DraftWeights | None, *, draws: bool
+    config: EngineConfig, batch: Batch, num_blocks: int, weights: DraftWeights | None, mesh: Mesh
 ) -> Speculation:
-    """Where rows draft. weights: of a model that drafts. draws: does this rank draw? Raises ConfigError."""
+    """Where rows draft. weights: of a model that drafts, where this rank has a part in it. Raises ConfigError."""
     drafter: Drafter | None = None
-    if draws and weights is not None:
-        drafter = DraftModel(config, weights, batch, num_blocks)
-    elif draws:
+    if weights is not None:
+        kind = DraftHead if config.speculative is not None and config.speculative.method == "eagle" else DraftModel
+        drafter = kind(config, weights, batch, num_blocks, mesh.tp)
+    elif mesh.samples:
         drafter = make_drafter(config)
     scheduler = config.scheduler
     return Speculation(scheduler.max_num_seqs, scheduler.max_drafts, config.model.vocab_size, batch, drafter)

@@ -289,11 +289,24 @@ class Worker:
         if self.experts is not None:
             self.experts.count(self.config.parallel.enable_eplb and self.layout.coords(self.rank).tp == 0)
         self.end_micro_batches()
+        guesses = None
+        if self.config.speculative is not None:
+            from planaria.worker.speculation import make_speculation
+
+            weights = self.draft.of(self.config, self.mesh, self.boot.threads)
+            guesses = make_speculation(self.config, batch, command.num_blocks, weights, self.mesh)
+        reads = guesses is not None and guesses.reads_hidden
         made = make_forward(
+<<<<<<< HEAD
             self.loras or self.ops, self.model.forward, batch, self.mesh, self.groups.exchanges, self.config.parallel,
             self.take_thread, queues=not self.config.device.platform.on_host,
+=======
+            self.loras or self.ops, self.model.forward_all if reads else self.model.forward, batch, self.mesh,
+            self.groups.exchanges, self.config.parallel, self.take_thread, cuda=self.config.device.device == "cuda",
+>>>>>>> 7ddac47 (A head in EAGLE's shape drafts; a model that drafts may be dealt to all tensor ranks; lanes, models and heads in the matrix of features)
         )  # fmt: skip
         forward, self.micro_batches = made
+        forward = guesses.reading(forward) if guesses is not None and reads else forward
         model, ops, both = self.config.model, self.loras or self.ops, self.model.forward_both
         if self.sampler is not None:  # of the epoch before
             self.sampler.close()
@@ -301,12 +314,6 @@ class Worker:
             self.sampler = make_sampler(self.config, self.boot.threads)
         else:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
-        guesses = None
-        if self.config.speculative is not None:
-            from planaria.worker.speculation import make_speculation
-
-            weights = self.draft.of(self.config, self.mesh, self.boot.threads)
-            guesses = make_speculation(self.config, batch, command.num_blocks, weights, draws=self.mesh.samples)
         stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges),

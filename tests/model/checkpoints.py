@@ -10,9 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planaria.errors import ModelError
@@ -69,7 +70,7 @@ def write_tokenizer(folder: Path) -> int:
     return int(tokenizer.get_vocab_size())
 
 
-def write_talker(folder: Path) -> Path:
+def write_talker(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     """A random model with that tokenizer, and two tokens more than it has."""
     folder.mkdir(exist_ok=True)
     size = write_tokenizer(folder)
@@ -79,7 +80,7 @@ def write_talker(folder: Path) -> Path:
         "bos_token_id": None,
         "max_position_embeddings": 1024,
     }
-    return write_checkpoint(folder, "llama", **shape)
+    return write_checkpoint(folder, family, **{**shape, **overrides})
 
 
 def load_reference(folder: Path) -> Any:
@@ -136,3 +137,19 @@ class DictSource:
 
     def forget(self, name: str) -> None:
         pass
+
+
+def write_head(folder: Path, seed: int = 5, bias: bool = True, **overrides: Any) -> Path:
+    """A random head in EAGLE's format, for a model of write_checkpoint: a layer without its first norm, `fc`, and no
+    norm at the end."""
+    write_checkpoint(folder, "llama", seed, **{"num_hidden_layers": 1, **overrides})
+    size = config_of(folder)["hidden_size"]
+    tensors = load_file(folder / "model.safetensors")
+    left_out = ("lm_head.", "model.norm.", "model.embed_tokens.", "model.layers.0.input_layernorm.")
+    kept = {name.removeprefix("model."): t for name, t in tensors.items() if not name.startswith(left_out)}
+    generator = np.random.default_rng(seed)
+    kept["fc.weight"] = generator.normal(0, (2 * size) ** -0.5, (size, 2 * size)).astype(np.float32)
+    if bias:
+        kept["fc.bias"] = generator.normal(0, 0.3, size).astype(np.float32)
+    save_file(kept, folder / "model.safetensors")
+    return folder

@@ -15,9 +15,10 @@ import pytest
 
 from planaria import LLM, SamplingParams
 from planaria.config.options import SchedulerConfig
-from planaria.errors import ConfigError, UserError
+from planaria.errors import ConfigError, ModelError, UserError
 from planaria.kernels.ops import Batch
 from planaria.protocol import Fresh, Row
+from planaria.worker.draft_model import DraftHead
 from planaria.worker.runner import Runner
 from planaria.worker.sampler import Follower
 from planaria.worker.speculation import Speculation
@@ -140,6 +141,105 @@ def test_a_model_drafts(told: tuple[str, list[Any]], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 67 tokens, and the model that is served 131"):
         other = checkpoints.write_checkpoint(tmp_path / "small", "llama", vocab_size=67)
         LLM(folder, speculative_config={"model": str(other)}, **OPTIONS)
+
+
+LONG = pytest.mark.long
+SPREAD = [
+    pytest.param(True, False, 1, 1, marks=LONG),
+    pytest.param(True, False, 2, 1, marks=LONG),
+    pytest.param(True, True, 2, 2, marks=LONG),
+    pytest.param(False, True, 2, 1),
+    pytest.param(False, True, 2, 2, marks=LONG),
+    pytest.param(True, True, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("head", "shared", "tp", "pp"), SPREAD)
+def test_models_and_heads_draft_over_ranks(
+    told: tuple[str, list[Any]], tmp_path: Path, head: bool, shared: bool, tp: int, pp: int
+) -> None:
+    """The same model, and a random head; on the rank that draws or on all its tensor ranks; and with one that dies."""
+    folder, plain = told
+    drafts = checkpoints.write_head(tmp_path) if head else folder
+    said: dict[str, Any] = {"model": str(drafts), "num_speculative_tokens": 3}
+    said |= {"method": "eagle"} if head else {}
+    said |= {"draft_tensor_parallel_size": 2} if shared else {}
+    spread: dict[str, Any] = {
+        "tensor_parallel_size": tp, "pipeline_parallel_size": pp, "kv_cache_memory": "8MiB",
+    }  # fmt: skip
+    with LLM(folder, speculative_config=said, **spread, **OPTIONS) as llm:
+        assert tokens(answers(llm)) == tokens(plain)
+        drafted = llm.stats.drafts
+        assert drafted is not None and drafted.drafted > 0
+        assert head or sum(drafted.accepted) > 10, drafted
+        if tp > 1:
+            harmed: list[int] = []
+
+            def harm(done: int, count: int) -> None:
+                if not harmed and llm.stats.generation_tokens > 300 and count:
+                    harmed.append(llm._loop.gang.members[-1].pid)
+                    os.kill(harmed[0], signal.SIGKILL)
+
+            assert tokens(answers(llm, harm)) == tokens(plain) and harmed and llm._loop.gang.epoch == 1
+
+
+def test_what_a_head_guesses(told: tuple[str, list[Any]], tmp_path: Path) -> None:
+    """What Transformers' layer makes of the same hidden states, one guess going into the next."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModel
+
+    folder, _ = told
+    head = checkpoints.write_head(tmp_path)
+    weights = load_file(head / "model.safetensors")
+    served = checkpoints.load_reference(Path(folder))
+    layer = AutoModel.from_config(AutoConfig.from_pretrained(head), attn_implementation="eager").eval()
+    names = {name: value for name, value in weights.items() if name.startswith("layers.")}
+    layer.load_state_dict(names, strict=False)
+    layer.layers[0].input_layernorm, layer.norm = torch.nn.Identity(), torch.nn.Identity()
+
+    @torch.no_grad()
+    def guesses(history: list[int], most: int) -> list[int]:
+        hidden = served.model(torch.tensor([history[:-1]])).last_hidden_state
+        ids, found = history[1:], []
+        for _ in range(most):
+            both = torch.cat([served.model.embed_tokens(torch.tensor([ids])), hidden], -1)
+            made = layer(inputs_embeds=both @ weights["fc.weight"].T + weights["fc.bias"]).last_hidden_state
+            found.append(int(served.lm_head(made[:, -1:]).argmax()))
+            ids, hidden = [*ids, found[-1]], torch.cat([hidden, made[:, -1:]], 1)
+        return found
+
+    seen: list[tuple[list[int], list[int]]] = []
+    draft = DraftHead._drafts
+
+    def heard(self: DraftHead, wanted: Any) -> Any:
+        for row, made in (found := draft(self, wanted)).items():
+            seen.append((list(self.histories[row]), list(made)))
+        return found
+
+    said = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftHead, "_drafts", heard)
+        with LLM(folder, kv_cache_memory="8MiB", speculative_config=said, **OPTIONS) as llm:
+            params = [SamplingParams(temperature=1, seed=i, max_tokens=90, ignore_eos=True) for i in range(2)]
+            llm.generate([PROMPTS[0], PROMPTS[2]], params, use_tqdm=False)
+    some = [each for each in seen if each[1]]
+    assert len(some) > 6 and any(len(history) > 100 for history, _ in some)
+    for history, made in some:
+        assert guesses(history, len(made)) == made
+
+
+def test_what_is_no_head(told: tuple[str, list[Any]], tmp_path: Path) -> None:
+    folder, _ = told
+    options = {**OPTIONS, "kv_cache_memory": "8MiB"}
+    with pytest.raises(ModelError, match=r"no tensor fc\.weight"):
+        LLM(folder, speculative_config={"method": "eagle", "model": folder}, **options)
+    wide = checkpoints.write_head(tmp_path, hidden_size=128)
+    with pytest.raises(ConfigError, match="has 128 columns in a hidden state, and the model that is served 64"):
+        LLM(folder, speculative_config={"method": "eagle", "model": str(wide)}, **options)
+    for said in ({"method": "ngram"}, {"model": folder}):
+        with pytest.raises(ConfigError, match="draft_tensor_parallel_size 2: must be 1, or"):
+            LLM(folder, speculative_config={"draft_tensor_parallel_size": 2, **said}, **options)
 
 
 @pytest.mark.row("P17")

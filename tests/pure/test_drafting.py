@@ -145,7 +145,8 @@ def test_counted() -> None:
     ("given", "why"),
     [
         ("{", "can't be read"), ('{"method": "psychic"}', "is unknown; choose one of ngram, suffix"),
-        ({"method": "eagle"}, "is not here yet"), ({"tokens": 3}, "unknown field `tokens`"),
+        ({"method": "medusa"}, "is not here yet"),
+        ({"method": "eagle"}, "wants a model that drafts"), ({"tokens": 3}, "unknown field `tokens`"),
         ({"num_speculative_tokens": 65}, "must be from 1 to 64"), ({"num_speculative_tokens": -1}, "must be from 1"),
         ({"prompt_lookup_min": 9, "prompt_lookup_max": 3}, "prompt_lookup_min 9: must be from 1 to 3"),
         ({"num_speculative_tokens": "3"}, "can't be read"), ([1], "can't be read"),
