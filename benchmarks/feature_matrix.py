@@ -10,7 +10,7 @@ first stream is a third through, the victim is killed. A cell of the table says 
 there, and how many of these had other tokens.
 
 Lanes are of a model with experts, and models and heads that draft must fit the one that is served: servers with these
-have a small random one, which is its own drafting model; its head is random.
+have a small random one; the model that drafts for it is another, and so is its head.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ OPTIONS: dict[str, list[str]] = {
     "TP": ["-tp", "2"],
     "PP": ["-pp", "2"],
     "lanes": ["-dp", "2", "--enable-expert-parallel"],
-    "draft model": ["--speculative-config", '{"method": "draft_model", "model": "MODEL"}'],
+    "draft model": ["--speculative-config", '{"method": "draft_model", "model": "MODEL-draft"}'],
     "eagle": ["--speculative-config", '{"method": "eagle", "model": "MODEL-head"}'],
 }
 SMALL = {"lanes", "draft model", "eagle"}  # features of the small model
@@ -160,10 +160,11 @@ def preemptions(server: Server) -> float:
 
 
 def small(folder: Path) -> str:
-    """A random model with experts, and beside it a head."""
+    """A random model with experts, and beside it a model and a head that draft."""
     from tests.model.checkpoints import config_of, write_head, write_talker
 
     made = write_talker(folder / "small", "qwen3_moe", **EXPERTS)
+    write_talker(folder / "small-draft")
     write_head(folder / "small-head", vocab_size=config_of(made)["vocab_size"])
     return str(made)
 

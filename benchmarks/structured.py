@@ -5,6 +5,8 @@
     python -m benchmarks.structured first [--rounds 30]                     the first token, of a usual schema
     python -m benchmarks.structured valid [--answers 20]                    answers that end by themselves, by feature
     python -m benchmarks.structured fuzz [--count 100000]                   grammars of all kinds, while others stream
+    python -m benchmarks.structured door [--count 100000]                   such grammars, checked without a pause
+    python -m benchmarks.structured beside [--model smollm2] [--rounds 8]   others' gaps, beside such grammars
 
 Each prints a table and writes benchmarks/out/structured_NAME.json.
 
@@ -13,15 +15,20 @@ Each prints a table and writes benchmarks/out/structured_NAME.json.
 - parts: what a rank's thread spends on a token of a long answer, and on a schema that is new, by the processor's clock.
 - first: seconds from the call to the first token of a schema that is new each time, and of none; the median.
 - valid, fuzz: a random model of two layers, which says anything that isn't forbidden. Answers that end by themselves
-  are held against `jsonschema`. fuzz keeps four rows of others streaming: what their tokens' gaps are while grammars
-  come and while none do.
+  are held against `jsonschema`. fuzz keeps four rows of others streaming, all of whose tokens come.
+- beside: gaps of the tokens of four rows, while eight others have short answers one after the other: free, or each held
+  to another one of fuzz's grammars, while more are being checked without a pause; in turns, the 99th of 100.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -38,6 +45,7 @@ from planaria import LLM, SamplingParams
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
 from planaria.server.tokenise import load_tokenizer
+from planaria.structured.check import GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.structured.spec import form_of
 from planaria.structured.vocabulary import make_vocabulary
@@ -58,7 +66,8 @@ PET = {
 }
 LONG = {"type": "array", "items": PET, "minItems": 100}
 SKIPPED, TOKENS = 6, 72  # steps of a round that aren't counted; tokens of each row
-OTHERS = 4
+OTHERS, SHORT = 4, 8  # rows
+LASTS = 300  # tokens of those others
 
 
 def form(**given: Any) -> StructuredOutputsParams:
@@ -194,18 +203,11 @@ def valid(options: argparse.Namespace) -> dict[str, Any]:
 def fuzz(options: argparse.Namespace) -> dict[str, Any]:
     """Every grammar to the door, and to the engine those that it lets in, with 24 tokens each."""
     counts: Counter[str] = Counter()
-    gaps: dict[str, list[float]] = {"alone": [], "beside grammars": []}
     with _talker() as llm:
-        quiet = SamplingParams(max_tokens=450, ignore_eos=True)
-        free = [SamplingParams(max_tokens=24, seed=i, ignore_eos=True) for i in range(32)]
+        quiet = SamplingParams(max_tokens=60, ignore_eos=True)
 
-        def stream(kind: str, asked: list[SamplingParams]) -> list[Any]:
-            times: list[float] = []
-            outputs = llm.generate(
-                ["Say it."] * (len(asked) + OTHERS), [*asked, *[quiet] * OTHERS],
-                on_tokens=lambda done, new: times.append(time.perf_counter()),
-            )  # fmt: skip
-            gaps[kind] += [b - a for a, b in pairwise(times)]
+        def held(asked: list[SamplingParams]) -> list[Any]:
+            outputs = llm.generate(["Say it."] * (len(asked) + OTHERS), [*asked, *[quiet] * OTHERS], use_tqdm=False)
             assert all(output.outputs[0].finish_reason == "length" for output in outputs[len(asked) :])
             return outputs[: len(asked)]
 
@@ -219,23 +221,74 @@ def fuzz(options: argparse.Namespace) -> dict[str, Any]:
                 counts["refused"] += 1
                 counts["refused, for what they take"] += "takes more than" in str(e)
             if len(let_in) == 32 or number == options.first + options.count - 1:
-                for output in stream("beside grammars", let_in):
+                for output in held(let_in):
                     counts[f"let in, ended by: {output.outputs[0].finish_reason}"] += 1
-                stream("alone", free[: len(let_in)])
                 let_in = []
             if number % 5000 == 4999:
                 print(f"{number + 1}: {dict(counts)}, {time.monotonic() - began:.0f} s", flush=True)
-    p99 = {kind: 1e3 * sorted(values)[int(0.99 * len(values))] for kind, values in gaps.items() if values}
-    longest = {kind: 1e3 * max(values) for kind, values in gaps.items() if values}
-    found = {"counts": counts, "p99": p99, "longest": longest, "seconds": time.monotonic() - began, "engine deaths": 0}
+        deaths = llm._loop.gang.epoch
     _show("Grammars", ["", ""], [[name, str(count)] for name, count in sorted(counts.items())])
-    _show("Gaps of others' tokens, in ms", ["", "p99", "longest"],
-          [[kind, f"{p99[kind]:.2f}", f"{longest[kind]:.1f}"] for kind in p99])  # fmt: skip
+    print(f"ranks that died: {deaths}")
+    return {"counts": counts, "seconds": time.monotonic() - began, "deaths": deaths}
+
+
+def door(options: argparse.Namespace) -> None:
+    """Check such grammars as an API process does, one after the other, until they are all checked or this is killed."""
+    tokenizer = load_tokenizer(resolve_checkpoint(options.model))
+    vocabulary = Vocabulary(tokenizer.backend.to_str(), tokenizer.vocab_size, tokenizer.eos_ids[0])
+    check = GrammarCheck(lambda: vocabulary)
+    for number in range(options.count):
+        with contextlib.suppress(RequestError):
+            check.grammar(form(**drawn(-1 - number)), "structured_outputs")
+    check.close()
+
+
+def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Milliseconds."""
+    gaps: dict[str, list[float]] = {"free": [], "held to grammars": []}
+    numbers = itertools.count(options.first)
+    with LLM(options.model, max_num_seqs=OTHERS + SHORT, enable_prefix_caching=False, max_model_len=1024) as llm:
+
+        def checked() -> SamplingParams:
+            """The next one that is let in."""
+            while True:
+                params = SamplingParams(max_tokens=24, structured_outputs=form(**drawn(next(numbers))))
+                with contextlib.suppress(RequestError):
+                    return llm._grammars.spelled(params)
+
+        def run(kind: str, asked: list[SamplingParams]) -> None:
+            times: list[float] = []
+            quiet = SamplingParams(max_tokens=LASTS, ignore_eos=True)
+            llm.generate(
+                ["Say it."] * (OTHERS + len(asked)), [*[quiet] * OTHERS, *asked], use_tqdm=False,
+                on_tokens=lambda done, new: times.append(time.perf_counter()),
+            )  # fmt: skip
+            gaps[kind] += [b - a for a, b in pairwise(times)]
+
+        count = SHORT * LASTS // 24
+        free = [SamplingParams(max_tokens=24, seed=i, ignore_eos=True) for i in range(count)]
+        for number in range(options.rounds + 1):
+            asked = [checked() for _ in range(count)]
+            run("free", free)
+            door = subprocess.Popen([sys.executable, "-m", __spec__.name, "door", "--model", options.model])
+            run("held to grammars", asked)
+            door.kill()
+            door.wait()
+            if not number:  # warm
+                gaps = {kind: [] for kind in gaps}
+    found = {
+        kind: {"p50": 1e3 * statistics.median(values), "p99": 1e3 * sorted(values)[int(0.99 * len(values))],
+               "longest": 1e3 * max(values)} for kind, values in gaps.items()
+    }  # fmt: skip
+    _show("Gaps of others' tokens, in ms", ["", *found["free"]],
+          [[kind, *(f"{ms:.2f}" for ms in values.values())] for kind, values in found.items()])  # fmt: skip
+    print(f"p99, held over free: {found['held to grammars']['p99'] / found['free']['p99']:.2f}x")
     return found
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "cost": cost, "parts": parts, "first": first, "valid": valid, "fuzz": fuzz,
+    "beside": beside, "door": door,
 }  # fmt: skip
 
 

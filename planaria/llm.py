@@ -48,13 +48,14 @@ from planaria.server.tools import (
     CalledTool,
     Parsers,
     about,
+    call_form,
     check_tools,
-    forced_form,
     gathered,
+    has_form,
     reading_of,
-    refuse_both,
     shown_marks,
     thinking_first,
+    with_calls,
 )
 from planaria.server.vectors import need_task
 from planaria.together import PromptAsked, everyones
@@ -550,10 +551,10 @@ class LLM(_Front):
             ids, reading = self._encode(text, add_special_tokens=False), None
             if self.tokenizer is not None:
                 reading = reading_of(declared if read else None, Parsers(**parsers), template, self.tokenizer, ids)
-                if declared.forced and reading is not None:
-                    refuse_both(params, declared)
-                    form = forced_form(declared, reading, template, self.tokenizer)
-                    params = msgspec.structs.replace(params, structured_outputs=form)
+                params = self._grammars.spelled(params) if read else params
+                if reading is not None and has_form(declared, reading, params):
+                    form = call_form(declared, reading, template, self.tokenizer)
+                    params = with_calls(params, self._grammars.grammar(form, "structured_outputs"))
             readings.append(reading)
             opened.append(self._stream(ids, params, reading=reading, adapter=adapter))
         self._run(opened, use_tqdm)

@@ -42,13 +42,18 @@ class TransformersModel:
 
     def forward_both(self, ops: TorchOps) -> tuple[Tensor, Tensor]:
         """Logits, and the hidden states they are made of, [S, H]."""
+        logits, hidden = self.forward_all(ops)
+        return logits, hidden[ops.step.sample_index]
+
+    def forward_all(self, ops: TorchOps) -> tuple[Tensor, Tensor]:
+        """Logits, and the hidden states of all tokens, [T, H]."""
         found: list[Tensor] = []
         hook = self.net.base_model.register_forward_hook(lambda module, given, out: found.append(out[0]))
         try:
             logits = self.forward(ops)
         finally:
             hook.remove()
-        return logits, found[0][0, ops.step.sample_index]
+        return logits, found[0][0]
 
     def _hidden(self, ops: TorchOps) -> Tensor:
         """[T, H]."""

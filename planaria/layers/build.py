@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
 
 from planaria.kernels.ops import Ops
 from planaria.layers.decoder import Model
@@ -13,14 +12,13 @@ from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
 
 log = logging.getLogger(__name__)
-M = TypeVar("M", bound=Model)
 
 
 def build(
     config: ModelConfig, weights: Source, ops: Ops, *, quantization: str, progress: Progress | None = None,
     max_positions: int | None = None, shard: Shard | None = None, packings: Packings | None = None,
-    kind: type[M] = Model,  # type: ignore[assignment]
-) -> M:  # fmt: skip
+    kind: type[Model] = Model,
+) -> Model:  # fmt: skip
     """Read a checkpoint into `ops`. The source is not kept.
 
     quantization: "keep" leaves weights that the file packs as they are; "none" unpacks them to the

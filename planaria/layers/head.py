@@ -16,7 +16,7 @@ from planaria.models.config import ModelConfig
 from planaria.models.shard import Shard
 
 
-class Head(Model):
+class DraftingHead(Model):
     """`forward_both` gives logits, and what stands for the model's hidden states, [S, H]."""
 
     def __init__(

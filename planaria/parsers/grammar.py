@@ -41,11 +41,21 @@ def call_grammar(
 def after_reasoning(grammar: str, reasoning: str, mark: Mark = quoted) -> str:
     """What an answer must be after its reasoning, in the form that the library takes. reasoning: "begun" or "open", as
     `output.begun` says."""
-    own = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     before = {"begun": "thought", "open": f"({mark(OPEN)} thought)?"}[reasoning]
     ends = f"[lazy]: ANY_TEXT {quoted(CLOSE)}" if mark(CLOSE) == quoted(CLOSE) else f": ANY_TEXT {mark(CLOSE)}"
     first = f'start: {before} @answer\nthought: closed "\\n\\n"?\nclosed{ends}\nANY_TEXT: {ANY_TEXT}'
-    return json.dumps({"grammars": [{"lark_grammar": first}, {**own[0], "name": "answer"}, *own[1:]]})
+    return _with_named(first, "answer", grammar)
+
+
+def or_answer(calls: str, grammar: str) -> str:
+    """Either calls, as `call_grammar` has them, or an answer of another form, in the form that the library takes."""
+    return _with_named(calls.replace("start: calls", "start: calls | @form", 1), "form", grammar)
+
+
+def _with_named(first: str, name: str, grammar: str) -> str:
+    """Lark that speaks of another grammar by this name, with that."""
+    own = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [{"lark_grammar": first}, {**own[0], "name": name}, *own[1:]]})
 
 
 class Lines:

@@ -37,13 +37,14 @@ from planaria.server.stream import Choices, Piece
 from planaria.server.tokenise import LONG_TEXT, Tokenizer
 from planaria.server.tools import (
     Tools,
+    call_form,
     check_tools,
-    forced_form,
+    has_form,
     reading_of,
-    refuse_both,
     shown_marks,
     thinking_first,
     tool_forms,
+    with_calls,
 )
 from planaria.structured.check import TOO_MUCH
 from planaria.types import SamplingParams, TokenLogprobs
@@ -119,14 +120,14 @@ async def held_form(
     service: Service, request: Request, params: SamplingParams, tools: Tools | None, reading: Reading | None,
     template: str | None,
 ) -> SamplingParams:  # fmt: skip
-    """`params` with what an answer is held to that has to make a call, or may begin with reasoning. Raises
-    RequestError."""
+    """`params` with what an answer is held to that has to make a call, or may in place of another form, or may begin
+    with reasoning. Raises RequestError."""
     tokenizer = service.need_tokenizer("messages")
-    if tools is not None and tools.forced and reading is not None:
-        refuse_both(params, tools)
-        form = forced_form(tools, reading, template, tokenizer)
-        params = msgspec.structs.replace(params, structured_outputs=form)
-        params = await _constrained(service, params, tools, request.receive)
+    if has_form(tools, reading, params):
+        assert tools is not None and reading is not None
+        form = call_form(tools, reading, template, tokenizer)
+        held = msgspec.structs.replace(params, structured_outputs=form)
+        params = with_calls(params, (await _constrained(service, held, tools, request.receive)).grammar)
     return thinking_first(params, reading, tokenizer)
 
 

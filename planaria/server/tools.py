@@ -275,13 +275,32 @@ def _mark(tokenizer: Tokenizer, text: str) -> str:
     return f"<[{id}]>" if id in tokenizer.special_ids else quoted(text)
 
 
-def forced_form(tools: Tools, reading: Reading, template: str | None, tokenizer: Tokenizer) -> StructuredOutputsParams:
-    """What an answer must be, after its reasoning, that has to make a call."""
+def has_form(tools: Tools | None, reading: Reading | None, params: SamplingParams) -> bool:
+    """Is an answer held to the form of calls: since it must make one, or may, and has another form where it doesn't?
+    Raises RequestError where it would have to be both."""
+    if tools is None or reading is None or reading.calls is None:
+        return False
+    if tools.forced and params.grammar:
+        rule = "can't force a call in an answer that has to have another form (response_format, ...)"
+        raise wrong("tool_choice", rule, "invalid_value")
+    return tools.forced or bool(params.grammar)
+
+
+def with_calls(params: SamplingParams, calls: str) -> SamplingParams:
+    """`params` for an answer that is a call by this grammar, or what they hold it to already, where they do."""
+    from planaria.parsers.grammar import or_answer
+
+    grammar = or_answer(calls, params.grammar) if params.grammar else calls
+    return msgspec.structs.replace(params, grammar=grammar, structured_outputs=None)
+
+
+def call_form(tools: Tools, reading: Reading, template: str | None, tokenizer: Tokenizer) -> StructuredOutputsParams:
+    """What an answer must be, after its reasoning, that makes a call."""
     from planaria.parsers.grammar import call_grammar
     from planaria.structured.spec import WHITESPACE
 
     assert reading.calls is not None
-    several = tools.parallel and tools.mode == "required"
+    several = tools.parallel and tools.mode != "named"
     return StructuredOutputsParams(
         grammar=call_grammar(
             reading.calls, tools.schemas, template=template or "", several=several,
@@ -309,13 +328,3 @@ def thinking_first(params: SamplingParams, reading: Reading | None, tokenizer: T
         return params
     grammar = after_reasoning(params.grammar, state, lambda text: _mark(tokenizer, text))
     return msgspec.structs.replace(params, grammar=grammar)
-
-
-def refuse_both(params: SamplingParams, tools: Tools, place: str = "tool_choice") -> None:
-    """Raise RequestError where an answer would have to be a call and something else."""
-    if tools.forced and (params.grammar or params.structured_outputs is not None):
-        raise wrong(
-            place,
-            "can't force a call in an answer that has to have another form (response_format, ...)",
-            "invalid_value",
-        )

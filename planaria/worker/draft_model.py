@@ -32,7 +32,7 @@ PENDING = 32  # hidden states of a row that wait until it is to draft, or there 
 Hidden = npt.NDArray[np.float32]  # [n, H]
 
 
-class Part(NamedTuple):
+class DraftPart(NamedTuple):
     """Tokens of a row from a position on; of a head, the hidden states that they are brought together with."""
 
     row: int
@@ -47,7 +47,7 @@ class DraftWeights:
     def __init__(self, config: EngineConfig, threads: int, rank: int, size: int) -> None:
         from planaria.layers.build import build
         from planaria.layers.decoder import Model
-        from planaria.layers.head import Head
+        from planaria.layers.head import DraftingHead
         from planaria.loader import WeightSource
 
         assert config.draft is not None and config.speculative is not None
@@ -57,7 +57,7 @@ class DraftWeights:
             config.draft.model, WeightSource(msgspec.convert(config.draft.checkpoint, Checkpoint)), self.ops,
             quantization=config.draft.quantization, max_positions=config.scheduler.max_model_len,
             shard=deal_tensor(config.draft.model, size)[rank],
-            kind=Head if config.speculative.method == "eagle" else Model,
+            kind=DraftingHead if config.speculative.method == "eagle" else Model,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class DraftModel:
         return self._drafts(wanted)
 
     def follow(self) -> None:
-        """See Shared."""
+        """See SharedDrafter."""
         length = np.zeros(1, np.int64)
         self.tp.broadcast(length)
         told = np.zeros(int(length[0]), np.uint8)
@@ -179,14 +179,14 @@ class DraftModel:
                     continue
                 drafts[row].append(token)
                 if len(drafts[row]) < wanted[row] and end < self._room(row):
-                    following.append(Part(row, end, [token], hidden))
+                    following.append(DraftPart(row, end, [token], hidden))
             work = following
         self.guesses.update({row: (len(self.histories[row]), made) for row, made in drafts.items()})
         return drafts
 
-    def _begun(self, wanted: Mapping[int, int]) -> tuple[list[Part], list[int]]:
+    def _begun(self, wanted: Mapping[int, int]) -> tuple[list[DraftPart], list[int]]:
         """What these rows lack, and those of them that can draft then."""
-        work: list[Part] = []
+        work: list[DraftPart] = []
         left = TOKENS
         ready = []
         for row in wanted:
@@ -194,7 +194,7 @@ class DraftModel:
             count = min(len(history) - done, left + 1, self._room(row) - done)
             if count > 0:
                 left -= count - 1
-                work.append(Part(row, done, history[done : done + count]))
+                work.append(DraftPart(row, done, history[done : done + count]))
                 self.done[row] = done + count
                 if self.done[row] == len(history):
                     ready.append(row)
@@ -204,7 +204,7 @@ class DraftModel:
         """Positions in its blocks."""
         return int(self.whole.row_blocks[row]) * self.size
 
-    def _run(self, work: Sequence[Part]) -> list[tuple[int, Hidden | None]]:
+    def _run(self, work: Sequence[DraftPart]) -> list[tuple[int, Hidden | None]]:
         """The likeliest token after each of these, on all ranks, and what a head goes on with."""
         self._fill(work)
         likeliest, hidden = self._made(self.forward())
@@ -217,7 +217,7 @@ class DraftModel:
     def _made(self, made: Any) -> tuple[Any, Hidden | None]:
         return made.argmax(-1), None
 
-    def _fill(self, work: Sequence[Part]) -> None:
+    def _fill(self, work: Sequence[DraftPart]) -> None:
         batch, first = self.batch, 0
         for i, (row, position, tokens, hidden) in enumerate(work):
             end = first + len(tokens)
@@ -287,7 +287,7 @@ class DraftHead(DraftModel):
         if many:
             self._run([self._taken(row) for row in many])
 
-    def _begun(self, wanted: Mapping[int, int]) -> tuple[list[Part], list[int]]:
+    def _begun(self, wanted: Mapping[int, int]) -> tuple[list[DraftPart], list[int]]:
         there = [row for row in wanted if row in self.pending and self._known(row) > 0]
         ready = [row for row in there if self._next(row) == len(self.histories[row]) - 1]
         return [self._taken(row) for row in ready], ready
@@ -301,12 +301,12 @@ class DraftHead(DraftModel):
         """Position after those."""
         return self.pending[row][0] + self._known(row)
 
-    def _taken(self, row: int) -> Part:
+    def _taken(self, row: int) -> DraftPart:
         start, lines = self.pending.pop(row)
         count = min(len(lines), len(self.histories[row]) - 1 - start, self._room(row) - start)
         if count < len(lines):
             self.pending[row] = start + count, lines[count:]
-        return Part(row, start, self.histories[row][start + 1 : start + 1 + count], lines[:count])
+        return DraftPart(row, start, self.histories[row][start + 1 : start + 1 + count], lines[:count])
 
 
 def _sequences(batch: Batch) -> Iterator[tuple[int, int, int]]:

@@ -44,7 +44,7 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Shared(Protocol):
+class SharedDrafter(Protocol):
     """A drafter that tensor ranks share: those that draw nothing have one, too, and are where the first one is."""
 
     def follow(self) -> None:

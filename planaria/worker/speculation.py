@@ -22,7 +22,7 @@ from planaria.protocol import Fresh
 from planaria.types import TokenLogprobs
 from planaria.worker.draft_model import DraftHead, DraftModel, DraftWeights
 from planaria.worker.draft_sizes import DraftSizes
-from planaria.worker.drafting import Drafter, ReadsHidden, Shared, make_drafter
+from planaria.worker.drafting import Drafter, ReadsHidden, SharedDrafter, make_drafter
 from planaria.worker.sampler import Sampler
 
 Rows = npt.NDArray[np.int64]
@@ -124,7 +124,7 @@ class Speculation:
                 going.append(row)
         since = time.perf_counter()
         dealt = sizes.dealt(going, self.most, self._limit - len(rows))
-        found = self.drafter.draft(dealt) if dealt or isinstance(self.drafter, Shared) else {}
+        found = self.drafter.draft(dealt) if dealt or isinstance(self.drafter, SharedDrafter) else {}
         drafts = {row: self._known(found.get(row, ())[:most]) for row, most in dealt.items()}
         self._drafting = time.perf_counter() - since
         told: Told = np.zeros((len(rows), self.width), np.int32)
@@ -138,7 +138,7 @@ class Speculation:
         """Where another rank draws: have a part in drafting. True: what came of it is told next."""
         if self.drafter is None:
             return False
-        assert isinstance(self.drafter, Shared)
+        assert isinstance(self.drafter, SharedDrafter)
         self.drafter.follow()
         return True
 

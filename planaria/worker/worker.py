@@ -297,13 +297,9 @@ class Worker:
             guesses = make_speculation(self.config, batch, command.num_blocks, weights, self.mesh)
         reads = guesses is not None and guesses.reads_hidden
         made = make_forward(
-<<<<<<< HEAD
-            self.loras or self.ops, self.model.forward, batch, self.mesh, self.groups.exchanges, self.config.parallel,
-            self.take_thread, queues=not self.config.device.platform.on_host,
-=======
             self.loras or self.ops, self.model.forward_all if reads else self.model.forward, batch, self.mesh,
-            self.groups.exchanges, self.config.parallel, self.take_thread, cuda=self.config.device.device == "cuda",
->>>>>>> 7ddac47 (A head in EAGLE's shape drafts; a model that drafts may be dealt to all tensor ranks; lanes, models and heads in the matrix of features)
+            self.groups.exchanges, self.config.parallel, self.take_thread,
+            queues=not self.config.device.platform.on_host,
         )  # fmt: skip
         forward, self.micro_batches = made
         forward = guesses.reading(forward) if guesses is not None and reads else forward

@@ -236,6 +236,9 @@ async def test_calls_that_have_to_be_made_have_a_grammar(talk) -> None:
             grammar = t.server.engine.submitted[-1].params.grammar
             assert all(name in grammar for name in names)
             assert ("get_weather" in grammar) == (choice == "required") and "</think>" in grammar
+        await t.ask(response_format={"type": "json_object"})  # a call, or an object
+        grammar = t.server.engine.submitted.pop().params.grammar
+        assert all(word in grammar for word in ("get_weather", "now", "</think>", "json_schema", "calls | @form"))
         odd = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}
         for fields, param, says in (
             (

@@ -14,7 +14,7 @@ import pytest
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import RequestError
 from planaria.parsers import TOOL_CALL_PARSERS
-from planaria.parsers.grammar import after_reasoning, call_grammar
+from planaria.parsers.grammar import after_reasoning, call_grammar, or_answer
 from tests.model import checkpoints
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -92,9 +92,9 @@ def accepts(llm: LLM, grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids := llm.tokenizer.encode(text, False)) == len(ids) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
-def test_reasoning_may_come_first(llm: LLM, parser: str) -> None:
-    call = {
+def stopped(parser: str) -> str:
+    """A call of "stop"."""
+    return {
         "hermes": '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
         "llama3_json": '{"name": "stop", "parameters": {}}',
         "mistral": '[TOOL_CALLS][{"name": "stop", "arguments": {}}]',
@@ -102,6 +102,11 @@ def test_reasoning_may_come_first(llm: LLM, parser: str) -> None:
         "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
     }.get(parser, "<tool_call>\n<function=stop>\n</function>\n</tool_call>")  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_reasoning_may_come_first(llm: LLM, parser: str) -> None:
+    call = stopped(parser)
     for reasoning, good, bad in (
         ("begun", "a <b\n</think>\n\n", ""), ("open", "", "a </think>"), ("open", "<think>\na</think>", "\n"),
         ("", "", "<think>a</think>"),
@@ -130,6 +135,31 @@ def test_one_call_where_no_more_are_wanted(llm: LLM) -> None:
     more = {"tools": TOOLS[2:], "parallel_tool_calls": False}
     outputs = asked(llm, "llama3_json", "x{# tools #}</think>", "required", more)
     assert all(output.finish_reason == "stop" and len(output.tool_calls) == 1 for output in outputs)
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_a_call_may_be_made_in_place_of_another_form(llm: LLM, parser: str) -> None:
+    """With tool_choice "auto", whatever that form is; also after reasoning."""
+    for form, said in (({"json": {"type": "array", "items": {"const": 7}}}, "[7]"), ({"regex": "ab+"}, "abb")):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+        calls = call_grammar(parser, SCHEMAS, several=False)
+        grammar = or_answer(calls, llm._grammars.spelled(params).grammar)
+        assert accepts(llm, grammar, said) and accepts(llm, grammar, stopped(parser))
+        assert not accepts(llm, grammar, said + stopped(parser)) and not accepts(llm, grammar, "x")
+        assert accepts(llm, after_reasoning(grammar, "begun"), f"hm</think>{stopped(parser)}")
+        assert accepts(llm, after_reasoning(grammar, "begun"), f"hm</think>{said}")
+
+
+def test_answers_are_calls_or_of_the_form(llm: LLM) -> None:
+    form = StructuredOutputsParams(json={"type": "array", "items": {"const": 7}, "maxItems": 3})
+    more = {"tools": TOOLS[2:], "parallel_tool_calls": False}
+    template = "x{# tools #}</think>"
+    outputs = asked(llm, "llama3_json", template, "auto", more, n=16, temperature=2, structured_outputs=form)
+    assert all(output.finish_reason == "stop" for output in outputs)
+    called = [output for output in outputs if output.tool_calls]
+    assert all(len(output.tool_calls) == 1 and output.tool_calls[0].complete for output in called)
+    assert all(set(json.loads(output.content)) <= {7} for output in outputs if not output.tool_calls)
+    assert 0 < len(called) < len(outputs)
 
 
 def test_a_call_and_another_form_exclude_each_other(llm: LLM) -> None:

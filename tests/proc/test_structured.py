@@ -19,16 +19,12 @@ import pytest
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from tests.proc.servers import TLS, Server, alive, wait_until
 
+POINTS = {"type": "array", "items": {"type": "integer", "minimum": -999, "maximum": 999}}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 9},
-        "points": {
-            "type": "array",
-            "minItems": 40,
-            "maxItems": 50,
-            "items": {"type": "integer", "minimum": -999, "maximum": 999},
-        },
+        "points": {**POINTS, "minItems": 40, "maxItems": 50},
         "kind": {"enum": ["cat", "dog", None]},
     },
     "required": ["name", "points", "kind"],
@@ -37,6 +33,7 @@ SCHEMA: dict[str, Any] = {
 FORM: dict[str, Any] = {"json": SCHEMA, "disable_any_whitespace": True}
 STREAMS = 6
 EVERY = 10
+FIFTY = 50
 TINY = {"max_model_len": 512, "kv_cache_memory": "16MiB", "max_num_seqs": 64}
 
 
@@ -54,21 +51,23 @@ def server(talker: Path) -> Iterator[Server]:
         yield server
 
 
-def ask(server: Server, i: int, on_event: Callable[[], None]) -> tuple[str, str]:
-    """A streamed answer, and why it ended. Some are greedy."""
+def ask(server: Server, i: int, on_event: Callable[[int, int], None], form: dict[str, Any] = FORM) -> tuple[str, str]:
+    """A streamed answer, and why it ended. Some are greedy. on_event: called with i and its tokens so far."""
     body = {
         "prompt": f"Number {i}:", "max_tokens": 400, "temperature": 0 if i == 0 else 1, "seed": i, "stream": True,
-        "structured_outputs": FORM,
+        "structured_outputs": form, "return_token_ids": True,
     }  # fmt: skip
-    text, finish = "", ""
+    text, finish, tokens = "", "", 0
     with httpx2.stream("POST", server.url + "/v1/completions", json=body, timeout=120, verify=TLS) as response:
+        assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
                 assert "error" not in event, event
                 text += event["choices"][0]["text"]
                 finish = event["choices"][0]["finish_reason"] or finish
-                on_event()
+                tokens += len(event["choices"][0]["token_ids"])
+                on_event(i, tokens)
     return text, finish
 
 
@@ -76,7 +75,7 @@ def run(server: Server, harm: Callable[[int], None] = lambda events: None) -> li
     """All at once. harm: called with the number of events so far, from one thread at a time."""
     lock, count = threading.Lock(), 0
 
-    def on_event() -> None:
+    def on_event(stream: int, tokens: int) -> None:
         nonlocal count
         with lock:
             count += 1
@@ -86,10 +85,10 @@ def run(server: Server, harm: Callable[[int], None] = lambda events: None) -> li
         return list(pool.map(lambda i: ask(server, i, on_event), range(STREAMS)))
 
 
-def hold(answers: list[tuple[str, str]]) -> None:
+def hold(answers: list[tuple[str, str]], schema: dict[str, Any] = SCHEMA) -> None:
     for text, finish in answers:
         assert finish == "stop"
-        jsonschema.validate(json.loads(text), SCHEMA)
+        jsonschema.validate(json.loads(text), schema)
     assert len({text for text, _ in answers}) == len(answers)
 
 
@@ -142,3 +141,38 @@ def test_a_rank_killed_at_every_token_of_fifty_answers(talker: Path) -> None:
         assert len(steps) > 100
         for at in range(1, EVERY + 1):
             assert answers(at) == expected, f"killed after steps {at}, {at + EVERY}, ..."
+
+
+@pytest.mark.long
+def test_the_engine_killed_at_every_token_of_fifty_answers(talker: Path) -> None:
+    """All of them are at about the same token when it dies, every ten tokens of a run."""
+    small = {**SCHEMA, "properties": {**SCHEMA["properties"], "points": {**POINTS, "minItems": 4, "maxItems": 6}}}
+    form = {"json": small, "disable_any_whitespace": True}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    with Server(str(talker), *options, "--dtype", "float32", "--recovery-limit", "1000") as server:
+        tokens, lock, kills = [0] * FIFTY, threading.Lock(), 0
+
+        def answers(at: int) -> list[tuple[str, str]]:
+            """at: of the tokens of whoever has most."""
+            nonlocal kills
+            tokens[:], due = [0] * FIFTY, at
+
+            def on_event(i: int, count: int) -> None:
+                nonlocal due, kills
+                with lock:
+                    tokens[i] = count
+                    if at and max(tokens) >= due and (engines := server.engine_pids()):  # not while the next one starts
+                        due += EVERY
+                        kills += 1
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(engines[0], signal.SIGKILL)
+
+            with concurrent.futures.ThreadPoolExecutor(FIFTY) as pool:
+                return list(pool.map(lambda i: ask(server, i, on_event, form), range(FIFTY)))
+
+        expected = answers(0)
+        hold(expected, small)
+        longest = max(tokens)
+        for at in range(1, EVERY + 1):
+            assert answers(at) == expected, f"killed at tokens {at}, {at + EVERY}, ..."
+        assert kills >= longest
