@@ -216,7 +216,7 @@ def plainly(model: str) -> list[Any]:
 
 
 def table(given: Counter[Any], wrong: Counter[Any], faults: list[str]) -> report.Table:
-    names = [*OPTIONS, *ASKS]
+    names = [name for name in (*OPTIONS, *ASKS) if any(name in pair for pair in given)]
     rows = []
     for name in names:
         row = [name]
@@ -242,7 +242,9 @@ def main() -> int:
     made = table(given, wrong, faults)
     print(report.as_text([made], notes))
     if said.markdown:
-        report.write_between(said.markdown, "feature matrix", report.as_markdown([made], notes))
+        small_only = all(SMALL & set(CONFIGS[int(n) - 1]) for n in said.configs.split(","))
+        part = "feature matrix of the small model" if small_only else "feature matrix"
+        report.write_between(said.markdown, part, report.as_markdown([made], notes))
     if said.json:
         said.json.write_text(json.dumps({"given": [[*k, v] for k, v in given.items()], "notes": notes}, indent=1))
     return bool(sum(wrong.values()))
