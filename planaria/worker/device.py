@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planaria.config.options import EngineConfig
 from planaria.env import cache_dir, visible
@@ -41,14 +41,14 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
     if not device.platform.on_host and importlib.util.find_spec("triton") is not None:
         from planaria.kernels.gpu.ops import GpuOps
 
-        return GpuOps(device.platform.torch, device.dtype)
+        return GpuOps.recording(device.platform.torch, device.dtype, graphs=device.platform.graphs)
     from planaria.kernels.reference import TorchOps
 
     return TorchOps(device.platform.torch, device.dtype)
 
 
-def make_sampler(config: EngineConfig, threads: int) -> Sampler:
-    """What draws tokens of the configured device's logits."""
+def make_sampler(config: EngineConfig, threads: int, ops: Any = None) -> Sampler:
+    """What draws tokens of the configured device's logits, and, where there are recordings, in them. ops: of these."""
     rows, vocab_size = config.scheduler.max_num_seqs, config.model.vocab_size
     constraints = make_constraints(config, threads)
     if config.device.platform.on_host:
@@ -57,7 +57,11 @@ def make_sampler(config: EngineConfig, threads: int) -> Sampler:
         return Sampler(rows, vocab_size, cache_dir() / "numba", threads=threads, constraints=constraints)
     from planaria.worker.torch_sampler import TorchSampler
 
-    return TorchSampler(rows, vocab_size, constraints)
+    return TorchSampler(rows, vocab_size, constraints, ops.drawer_of(rows, vocab_size) if _is_gpu(ops) else None)
+
+
+def _is_gpu(ops: Any) -> bool:
+    return hasattr(ops, "drawer_of")
 
 
 def make_constraints(config: EngineConfig, threads: int) -> Constraints:

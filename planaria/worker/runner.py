@@ -105,9 +105,11 @@ class Runner:
             self.batch.adapted = bool((self.batch.loras[:num_tokens] >= 0).any())
         if not num_tokens and not self.meets:
             return LaneResult([], [], errors=refused)
+        sampler = self.sampler if isinstance(self.sampler, Sampler) else None
+        if sampler is not None:
+            sampler.prepare(samples if taken is None and not chunks else [])
         logits, vectors, failed = self._run(num_tokens, pooled)
         refused |= failed
-        sampler = self.sampler if isinstance(self.sampler, Sampler) else None
         prompt_logprobs = {}
         if logits is not None and sampler is not None:
             for chunk, line in prompt_parts:

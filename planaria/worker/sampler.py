@@ -218,6 +218,9 @@ class Sampler:
             self._loading = threading.Thread(target=self._load_behind, name="sampler-kernels", daemon=True)
             self._loading.start()
 
+    def prepare(self, rows: list[int]) -> None:
+        """These are drawn for next, line by line: said before their logits are computed."""
+
     def leave(self, row: int) -> None:
         """Forget `row`; it may be empty."""
         self._rows.pop(row, None)

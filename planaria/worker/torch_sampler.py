@@ -1,9 +1,9 @@
-"""The rows' sampling over logits on a device, which stay there: `sampler.Sampler` with the definition in torch."""
+"""The rows' sampling over logits on a device, which stay there: `sampler.Sampler` by kernels for GPUs, or by torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,14 +11,36 @@ from planaria.structured.constraint import Constraint, Constraints
 from planaria.types import TokenLogprobs
 from planaria.worker import torch_sampling
 from planaria.worker.sampler import Sampler, random_bits
+from planaria.worker.sampling import BANNED, BROKEN
+
+if TYPE_CHECKING:
+    from planaria.kernels.gpu.draw import Drawer
+
+_SAID = {1: BROKEN, 2: BANNED}
 
 
 class TorchSampler(Sampler):
-    """Draws tokens for `max_rows` rows over `vocab_size` tokens. Logits are tensors; there are no kernels."""
+    """Draws tokens for `max_rows` rows over `vocab_size` tokens. Logits are tensors. drawer: by which tokens are drawn,
+    maybe in a recorded step; None: by torch."""
 
-    def __init__(self, max_rows: int, vocab_size: int, constraints: Constraints | None = None) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, constraints: Constraints | None = None, drawer: Drawer | None = None
+    ) -> None:
         super().__init__(max_rows, vocab_size, plain=True, constraints=constraints)
         self._copies = torch.empty(0, vocab_size)
+        self.drawer = drawer
+
+    @torch.inference_mode()
+    def prepare(self, rows: list[int]) -> None:
+        if self.drawer is None:
+            return
+        self.drawer.rows = None
+        if rows and not any(state.edits or state.constraint is not None for state in map(self._rows.__getitem__, rows)):
+            self._stage(self.drawer, rows)
+
+    def _stage(self, drawer: Drawer, rows: list[int]) -> None:
+        settings = self._scales, self._limits, self._top_k, self._top_p, self._seeds, self._positions
+        drawer.stage(rows, settings)
 
     @torch.inference_mode()
     def _edit(self, logits: Any, changes: dict[int, tuple[Any, ...]]) -> None:
@@ -31,7 +53,16 @@ class TorchSampler(Sampler):
 
     @torch.inference_mode()
     def _choose(self, logits: Any, rows: list[int], states: list[Any]) -> tuple[list[int], dict[int, str]]:
-        return torch_sampling.choose(logits, [state.params for state in states], random_bits(states))
+        drawer = self.drawer
+        if drawer is None:
+            return torch_sampling.choose(logits, [state.params for state in states], random_bits(states))
+        if not (drawer.drawn and drawer.rows == rows):
+            if drawer.rows != rows:
+                self._stage(drawer, rows)
+            drawer.draw(logits)
+        drawer.rows, drawer.drawn = None, False
+        tokens, flags = drawer.read(len(rows))
+        return tokens, {i: _SAID[flag] for i, flag in enumerate(flags) if flag} if any(flags) else {}
 
     @torch.inference_mode()
     def _logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:

@@ -307,7 +307,7 @@ class Worker:
         if self.sampler is not None:  # of the epoch before
             self.sampler.close()
         if self.mesh.samples and model.has_logits:
-            self.sampler = make_sampler(self.config, self.boot.threads)
+            self.sampler = make_sampler(self.config, self.boot.threads, self.ops)
         else:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
         stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)

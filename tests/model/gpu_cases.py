@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +17,23 @@ from torch import Tensor
 
 from planaria.kernels.blocks import KINDS
 from planaria.kernels.gpu import attention, fused
+from planaria.kernels.gpu import draw as draw_module
+from planaria.kernels.gpu import graphs as model_graphs
+from planaria.kernels.gpu.draw import Drawer
 from planaria.kernels.gpu.ops import GpuOps
 from planaria.kernels.gpu.packed import pack
 from planaria.kernels.ops import Batch, Quantized
 from planaria.kernels.quant import dequantise
 from planaria.kernels.reference import SlotKV, SlotLatents, StepTensors, TorchOps
 from planaria.layers.build import build
+from planaria.mesh.comm import Solo
 from planaria.models import model_config
 from planaria.models.shard import ContextGroup
+from planaria.protocol import Fresh
 from planaria.topology.stripes import Stripes
+from planaria.types import SamplingParams
+from planaria.worker.sampler import Sampler
+from planaria.worker.torch_sampler import TorchSampler
 from tests.model.driver import Driver
 from tests.model.random_source import RandomSource
 
@@ -223,9 +232,90 @@ def whole_model(
             assert float(gap.max() if dtype == "float32" else gap.mean()) < (1e-4 if dtype == "float32" else 0.05), gap
 
 
+class FakeRecorder:
+    """Plays by doing it; as with a real one nothing is computed before. Triton's interpreter has room for one
+    thread."""
+
+    beside = False
+
+    def __init__(self) -> None:
+        self.played = 0
+
+    def enter(self) -> None:
+        pass
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Any]:
+        out = dict[Any, Tensor]()
+
+        def play() -> None:
+            self.played += 1
+            out["last"] = work()
+
+        return play, Played(out)
+
+
+class Played:
+    """Cut as a tensor is."""
+
+    def __init__(self, out: dict[Any, Tensor]) -> None:
+        self.out = out
+
+    def __getitem__(self, lines: Any) -> Tensor:
+        return self.out["last"][lines]
+
+
+def graphs() -> None:
+    """Steps of several shapes, with rows and tokens that recordings have and these lack: played, they give the same."""
+    recorder, ops, plain = FakeRecorder(), GpuOps("cpu", "float32"), TorchOps("cpu", "float32")
+    ops.recorder, model_graphs.OFTEN = recorder, 1
+    drivers = [
+        Driver(build(model_config(SMALL), RandomSource(), each, quantization="keep"), each, block_size=16)
+        for each in (ops, plain)
+    ]  # fmt: skip
+    feeds: list[dict[int, list[int]]] = [{i: [i + 1, 5] for i in range(3)}, *[{0: [3], 1: [4], 2: [5]}] * 2]
+    feeds += [{0: [1, 2], 1: [9], 2: [8, 9]}] * 2 + [{2: [4], 0: [1]}] * 2
+    for number, feed in enumerate(feeds):
+        for driver in drivers:
+            driver.batch.prefill = number == 0
+        found, wanted = (driver.step(feed) for driver in drivers)
+        for i in feed:
+            same(found[i], wanted[i], "float32", (number, i))
+    (made,) = ops._graphs
+    assert recorder.played == 3, (recorder.played, made.ready)
+    assert {(shape.rows, shape.each) for shape in made.ready} == {(4, 1), (4, 2), (2, 1)}
+    ops.join(Solo())
+    assert not made.ready and not ops._graphs
+
+
+def drawing(sizes: tuple[int, ...] = (100, 1)) -> None:
+    """Tokens are the definition's, to the bit: ties, broken lines, banned ones, cuts."""
+    draw_module.BLOCK = 32
+    for number, size in enumerate(sizes):
+        dice = random.Random(number)
+        logits = torch.randn(6, size, generator=torch.Generator().manual_seed(number)) * 3
+        logits[0], logits[1, 0], logits[2] = logits[0].round(), float("nan"), -float("inf")
+        params = [
+            SamplingParams(
+                temperature=dice.choice([0.0, 0.7, 1.3]), top_k=dice.choice([0, 1, 5]),
+                top_p=dice.choice([1.0, 0.9, 0.3]), min_p=dice.choice([0.0, 0.05]),
+            )
+            for _ in range(6)
+        ]  # fmt: skip
+        samplers = [
+            TorchSampler(8, size, drawer=Drawer(8, size, torch.device("cpu"))), Sampler(8, size, plain=True),
+        ]  # fmt: skip
+        for sampler in samplers:
+            for row, each in enumerate(params):
+                sampler.enter(row, Fresh(array("q", [0] * (row + 1)), 1, each, (row + 1) * 0x9E3779B97F4A7C15))
+        for _ in range(3):
+            found = samplers[0].sample(logits.clone(), [*range(6)])
+            assert found == samplers[1].sample(logits.numpy().copy(), [*range(6)]), (size, params)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "attention": attention_few, "attention_many": attention_many, "norms": norms, "ropes": ropes, "gates": gates,
     "packed": packed_few, "packed_many": packed_many, "model": whole_model,
+    "graphs": graphs, "drawing": drawing, "drawing_many": lambda: drawing((1, 2, 3, 31, 32, 33, 100, 500, 64, 7) * 4),
     "model_many": lambda: whole_model(tuple(NEAR), (None, "q8_0", "q4_1"), 40),
     "norms_many": lambda: norms((1, 64, 1000), (1, 20)), "gates_many": lambda: gates((1, 1000, 1025)),
     "ropes_many": lambda: ropes(((8, 2, 128, 128), (3, 3, 96, 32), (1, 1, 16, 2))),

@@ -22,10 +22,10 @@ def interpreted(*cases: str) -> None:
 
 
 def test_every_kernel_once() -> None:
-    interpreted("attention", "norms", "ropes", "gates", "packed", "model")
+    interpreted("attention", "norms", "ropes", "gates", "packed", "drawing", "graphs")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["attention", "packed", "model", "norms", "ropes", "gates"])
+@pytest.mark.parametrize("case", ["attention", "packed", "model", "norms", "ropes", "gates", "drawing"])
 def test_in_all_dtypes_and_odd_shapes(case: str) -> None:
     interpreted(f"{case}_many")

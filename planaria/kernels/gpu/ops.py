@@ -7,7 +7,8 @@ Triton's interpreter, on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -18,11 +19,14 @@ from planaria.kernels import reference_experts as mixture
 from planaria.kernels.gpu import experts as grouped
 from planaria.kernels.gpu import fused
 from planaria.kernels.gpu.attention import Need, Way, by_triton, way_for
+from planaria.kernels.gpu.draw import Drawer
+from planaria.kernels.gpu.graphs import CudaRecorder, StepGraphs, StepRecorder, StepShape, shape_of
 from planaria.kernels.gpu.packed import DevicePacked, pack
 from planaria.kernels.gpu.step import DeviceStep, Places
-from planaria.kernels.ops import Batch, Quantized, Slots
+from planaria.kernels.ops import Array, Batch, Quantized, Slots
 from planaria.kernels.reference import SlotExperts, SlotKV, SlotLatents, StepTensors, TorchOps
 from planaria.kernels.reference_linear import Linear, LowRank
+from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm
 from planaria.models.shard import ContextGroup
 
@@ -51,8 +55,24 @@ class GpuOps(TorchOps):
     def __init__(self, device: str = "cuda", dtype: str = "float32", tp: Comm | None = None) -> None:
         super().__init__(device, dtype, tp)
         self._owed: tuple[Tensor, Tensor] | None = None  # a residual, and what is still to be added to it
-        self._block_size = 1
+        self._block_size, self._mixes = 1, False
         self.ways: dict[Need, Way] = {}  # of attention, that were asked for
+        self.recorder: StepRecorder | None = None  # of steps; None: they are not recorded
+        self.drawer: Drawer | None = None  # that draws in a recorded step
+        self._graphs: list[StepGraphs] = []  # of functions that were compiled since ranks joined
+
+    @classmethod
+    def recording(cls, device: str, dtype: str, *, graphs: bool) -> GpuOps:
+        """With recorded steps, where the platform has such."""
+        new = cls(device, dtype)
+        if graphs:
+            new.recorder = CudaRecorder()
+        return new
+
+    def drawer_of(self, lines: int, size: int) -> Drawer:
+        """What draws from now on, also in recordings."""
+        self.drawer = Drawer(lines, size, self.device)
+        return self.drawer
 
     # Loading
 
@@ -70,6 +90,7 @@ class GpuOps(TorchOps):
         return super().mla_layer(num_blocks, block_size, width)
 
     def group(self, experts: Sequence[tuple[Weights, Weights]]) -> SlotExperts:
+        self._mixes = True  # where a token goes is looked up anew in each step
         return GroupedExperts(experts)
 
     def put(self, experts: SlotExperts, slot: int, expert: tuple[Weights, Weights]) -> None:
@@ -85,6 +106,75 @@ class GpuOps(TorchOps):
 
     def places(self, batch: Batch) -> Places:
         return Places(batch, self.device)
+
+    def join(self, tp: Comm, lanes: All2All | None = None) -> None:
+        super().join(tp, lanes)
+        self._forget()
+
+    def close(self) -> None:
+        self._forget()
+        super().close()
+
+    def _forget(self) -> None:
+        while self._graphs:
+            self._graphs.pop().close()
+
+    def compile(
+        self, forward: Callable[[Any], Any], batch: Batch, lanes: All2All | None = None
+    ) -> Callable[[], Array]:  # fmt: skip
+        run = super().compile(forward, batch, lanes)
+        if self.recorder is None or lanes is not None or self.spread or self._mixes:
+            return run
+        return self._played(run, forward, batch)
+
+    def _played(self, run: Callable[[], Array], forward: Callable[[Any], Any], batch: Batch) -> Callable[[], Array]:
+        """`run`, or a recording of the same."""
+        places, spare = self.places(batch), self.places(batch)
+        most = batch.block_table.shape[1] * self._block_size
+
+        def make(shape: StepShape) -> Callable[[], Tensor]:
+            own = copy.copy(self)
+            own._owed = None
+            nobody = Batch(1, 1, 1, 1)
+            own._step = DeviceStep(nobody, spare, self._block_size, fused.put, shape[:3])
+            own.drawer = Drawer(self.drawer.lines, self.drawer.size, self.device) if self.drawer is not None else None
+            own._record(forward, shape)  # compiles what isn't yet, and stores nothing
+            own.drawer = self.drawer
+            own._step = DeviceStep.recorded(places, fused.put, shape[:3])
+            return lambda: own._record(forward, shape)
+
+        assert self.recorder is not None
+        graphs = StepGraphs(self.recorder, make, beside=self.recorder.beside and self.tp.size == 1)
+        self._graphs.append(graphs)
+
+        @torch.inference_mode()
+        def step() -> Array:
+            shape, drawer = shape_of(batch, most), self.drawer
+            if shape is None:
+                return run()
+            draws = drawer is not None and drawer.rows is not None and shape.each == 1 and self.tp.size == 1
+            shape = shape._replace(draws=draws, cuts=draws and drawer is not None and drawer.cuts)
+            found = graphs.find(shape)
+            if found is None:
+                return run()
+            filled = DeviceStep(batch, places, self._block_size, fused.put, shape[:3])
+            play, out = found
+            play()
+            if draws and drawer is not None:
+                drawer.drawn = True
+            lines, tokens = filled.lines, int(batch.counts[0])
+            if len(lines) == tokens and shape.each == 1:
+                return out[:tokens]
+            return out[torch.from_numpy(lines).to(self.device)]
+
+        return step
+
+    def _record(self, forward: Callable[[Any], Any], shape: StepShape) -> Tensor:
+        out: Tensor = forward(self)
+        self.settle()
+        if shape.draws and self.drawer is not None:
+            self.drawer.draw(out.contiguous(), cuts=shape.cuts)
+        return out
 
     def settle(self) -> None:
         """Add what is owed."""

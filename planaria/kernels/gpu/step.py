@@ -51,12 +51,20 @@ class Places:
         self.here = _cut(self._here, sizes)
         self._tables = torch.zeros(sequences, batch.block_table.shape[1], dtype=torch.int32, pin_memory=pinned)
         self.tables = torch.zeros_like(self._tables, device=device)
+        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.host_tables: Any = self._tables.numpy()
 
     def copy(self, rows: int, width: int) -> None:
-        """Queue the copies. rows, width: of the table."""
+        """Queue the copies. rows, width: of the table. Whoever fills again waits until they are made."""
         self._here.copy_(self._host, non_blocking=True)
         self.tables[:rows, :width].copy_(self._tables[:rows, :width], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def fill(self) -> dict[str, Any]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self.host
 
 
 def _cut(whole: Tensor, sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -72,7 +80,7 @@ class DeviceStep(StepTensors):
         shape: tuple[int, int, int] | None = None,
     ) -> None:  # fmt: skip
         tokens, sequences, samples, self.all_tokens = (int(n) for n in batch.counts)
-        host, here, self._put_rows = places.host, places.here, put
+        host, self._put_rows = places.fill(), put
         self.device = places.tables.device
         self._hidden, self._arrived = batch.hidden, batch.arrived
         self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
@@ -95,6 +103,21 @@ class DeviceStep(StepTensors):
         self.most = int(counts.max(initial=1))
         self.tiles = self._tiles(places, counts, fixed=shape is not None)
         places.copy(len(self._tables), width)
+        self._view(places, tokens, sequences, samples)
+
+    @classmethod
+    def recorded(cls, places: Places, put: Callable[[Tensor, Tensor, Tensor], None], shape: Any) -> DeviceStep:
+        """For a recording: what steps of this shape will find there."""
+        (rows, each, longest), new = shape, cls.__new__(cls)
+        new.device, new._put_rows, new.longest, new.most = places.tables.device, put, longest, each
+        new._hidden = new._arrived = new._here = None
+        own = places.here["tile_sequences"][:rows], places.here["tile_firsts"][:rows]
+        new.tiles = [QueryTiles(*own, 1 << (each - 1).bit_length(), longest)]
+        new._view(places, rows * each, rows, rows * each)
+        return new
+
+    def _view(self, places: Places, tokens: int, sequences: int, samples: int) -> None:
+        here = places.here
         self.tokens, self.positions = here["tokens"][:tokens], here["positions"][:tokens]
         self.slots, self.loras = here["slots"][:tokens], here["loras"][:tokens]
         self.starts, self.lengths = here["starts"][: sequences + 1], here["lengths"][:sequences]

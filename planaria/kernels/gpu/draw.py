@@ -1,0 +1,97 @@
+"""The choice of tokens on a device, without a wait: the definition is `planaria.worker.sampling`, to the bit.
+
+Rule: what is recorded reads each line's settings at addresses that stay, and leaves its token at one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from planaria.kernels.gpu.fused import power
+
+BLOCK = 4096  # logits of a program
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+class Drawer:
+    """For up to `lines` lines of `size` logits. rows: whose settings are staged, in order of lines; None: nobody's.
+    drawn: has a recording drawn for them?"""
+
+    def __init__(self, lines: int, size: int, device: torch.device) -> None:
+        self.lines, self.size, self.device = lines, size, device
+        self.rows: list[int] | None = None
+        self.drawn = self.cuts = False
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(6, lines, dtype=torch.int64, pin_memory=pinned)
+        self._here = torch.zeros(6, lines, dtype=torch.int64, device=device)
+        self._out = torch.zeros(2, lines, dtype=torch.int64, device=device)
+        whole: Any = self._host.numpy()
+        self._into = [
+            whole[0].view(np.float64),
+            whole[1].view(np.float64),
+            whole[2],
+            whole[3].view(np.float64),
+            *whole[4:],
+        ]
+
+    def stage(self, rows: list[int], tables: Sequence[npt.NDArray[Any]]) -> None:
+        """tables, by row: scales, limits, top_k, top_p, seeds, positions (see `Sampler`)."""
+        for into, table in zip(self._into, tables, strict=True):
+            into[: len(rows)] = table[rows] if table.dtype != np.uint64 else table[rows].view(np.int64)
+        self.rows, self.drawn = rows, False
+        self.cuts = bool((tables[2][rows] > 0).any() or (tables[3][rows] < 1.0).any())
+        self._here.copy_(self._host, non_blocking=True)
+
+    def draw(self, logits: Tensor, *, cuts: bool | None = None) -> None:
+        """Of float32 logits [S, size], contiguous, line i of the i-th staged row. cuts: as in a recording for such.
+        Waits for nothing."""
+        from planaria.kernels.gpu.draw_kernels import masses, pick, tops
+
+        lines, size = len(logits), self.size
+        blocks, device = -(-size // BLOCK), logits.device
+        sizes: dict[str, Any] = {"block": min(BLOCK, power(size)), "blocks_p": power(blocks)}
+        block, own = sizes["block"], self._here[:, :lines]
+        scales, limits = own[0].view(torch.float64).float(), own[1].view(torch.float64).float()
+        top = torch.empty(lines, blocks, device=device)
+        tops[lines, blocks](logits, top, size, block=block)
+        least, last = torch.full_like(scales, -math.inf), torch.full_like(own[2], size)
+        if self.cuts if cuts is None else cuts:
+            least, last = self._cut(logits, top, scales, limits, own, sizes)
+        mass = torch.empty(lines, blocks, dtype=torch.int64, device=device)
+        settings = scales, limits, least, last
+        masses[lines, blocks](logits, top, *settings, mass, size, blocks, **sizes, **_EXACT)
+        pick[(lines,)](
+            logits, top, mass, *settings, own[4], own[5], self._out, size, blocks, self.lines, **sizes, **_EXACT
+        )  # fmt: skip
+
+    def _cut(
+        self, logits: Tensor, top: Tensor, scales: Tensor, limits: Tensor, own: Tensor, sizes: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """By top_k, then top_p: of each line the last logit that is kept, and the last id of its equals."""
+        from planaria.kernels.gpu.draw_kernels import weights
+
+        lines, size, blocks = len(logits), self.size, top.shape[1]
+        w = torch.empty(lines, size, dtype=torch.int64, device=logits.device)
+        weights[lines, blocks](logits, top, scales, limits, w, size, blocks, **sizes, **_EXACT)
+        order = (logits + 0.0).sort(dim=-1, descending=True, stable=True).indices
+        ranked, k = w.gather(-1, order), own[2][:, None]
+        within = torch.arange(size, device=logits.device) < torch.where(k > 0, k, size)
+        ranked = torch.where(within, ranked, 0)
+        mass, share = ranked.cumsum(-1), own[3].view(torch.float64)[:, None]
+        total = mass[:, -1:]
+        goal = torch.where(share < 1.0, (share * total.double()).ceil().to(torch.int64), total)
+        kept = within & (mass - ranked < goal)
+        last = order.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))
+        return logits.gather(-1, last)[:, 0], last[:, 0].contiguous()
+
+    def read(self, lines: int) -> tuple[list[int], list[int]]:
+        """Tokens and flags (see `pick`): the one wait of a step."""
+        tokens, flags = self._out[:, :lines].tolist()
+        return tokens, flags

@@ -1,0 +1,124 @@
+"""When a step is recorded, and when a recording is let go of; with stand-ins for what is recorded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from planaria.kernels.gpu.graphs import MOST_ROWS, OFTEN, StepGraphs, StepShape, shape_of
+from planaria.kernels.ops import Batch
+
+ONE = StepShape(1, 1, 512)
+
+
+class Recording:
+    """Says which thread recorded; `go` holds it up."""
+
+    beside = True
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.go = threading.Event()
+
+    def enter(self) -> None:
+        assert self.go.wait(10)
+
+    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.threads.append(threading.get_ident())
+        return lambda: None, work()
+
+
+def graphs(recorder: Recording, *, beside: bool, fails: bool = False) -> StepGraphs:
+    def make(shape: StepShape) -> Callable[[], Any]:
+        if fails:
+            raise RuntimeError("the device has no memory left")
+        return lambda: shape
+
+    return StepGraphs(recorder, make, beside=beside)
+
+
+def test_recorded_beside_steps_when_it_is_worth_it() -> None:
+    recorder = Recording()
+    made = graphs(recorder, beside=True)
+    assert [made.find(ONE) for _ in range(OFTEN + 2)] == [None] * (OFTEN + 2), "nobody waits for it"
+    assert not recorder.threads
+    recorder.go.set()
+    assert made._thread is not None
+    made._thread.join(10)
+    found = made.find(ONE)
+    assert found is not None and found[1] == ONE and recorder.threads != [threading.get_ident()]
+    assert made.find(StepShape(2, 1, 512)) is None
+    made.close()
+    assert made.find(ONE) is None
+
+
+def test_ranks_that_compute_together_record_in_the_same_step() -> None:
+    recorder = Recording()
+    recorder.go.set()
+    made = graphs(recorder, beside=False)
+    assert [made.find(ONE) is None for _ in range(OFTEN + 1)] == [True] * OFTEN + [False]
+    assert recorder.threads == [threading.get_ident()]
+
+
+def test_what_is_recorded_when_the_epoch_has_ended_is_not_kept() -> None:
+    recorder = Recording()
+    made = graphs(recorder, beside=True)
+    for _ in range(OFTEN):
+        made.find(ONE)
+    threading.Timer(0.05, recorder.go.set).start()
+    made.close()
+    assert recorder.threads and not made.ready
+
+
+def test_what_cannot_be_recorded_is_tried_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recording()
+    recorder.go.set()
+    made = graphs(recorder, beside=False, fails=True)
+    with caplog.at_level("WARNING", "planaria.kernels"):
+        for _ in range(3 * OFTEN):
+            assert made.find(ONE) is None
+    assert caplog.text.count("the device has no memory left") == 1
+
+
+def batch_of(counts: list[int], keys: int = 9) -> Batch:
+    batch = Batch(600, 300, 64, 600)
+    for i, count in enumerate(counts):
+        batch.seq_start[i + 1], batch.seq_len[i] = batch.seq_start[i] + count, keys
+    batch.counts[:3] = sum(counts), len(counts), sum(counts)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("counts", "keys", "shape"),
+    [
+        ([1], 9, (1, 1, 512)), ([1] * 3, 512, (4, 1, 512)), ([1] * 5, 513, (8, 1, 1024)), ([3, 1], 9, (2, 3, 512)),
+        ([1] * 70, 1500, (96, 1, 2048)), ([1] * (MOST_ROWS + 1), 9, None), ([], 9, None),
+    ],
+)  # fmt: skip
+def test_shapes(counts: list[int], keys: int, shape: tuple[int, int, int] | None) -> None:
+    found = shape_of(batch_of(counts, keys), 4096)
+    assert found == (None if shape is None else StepShape(*shape))
+
+
+def test_a_shape_fits_where_steps_do() -> None:
+    batch = Batch(7, 5, 4, 7)
+    for i in range(5):
+        batch.seq_start[i + 1], batch.seq_len[i] = i + 1, 1
+    batch.counts[:3] = 5
+    batch.counts[1] = 5
+    assert shape_of(batch, 64) == StepShape(5, 1, 512)
+    batch.seq_start[5], batch.counts[0], batch.counts[2] = 6, 6, 6
+    assert shape_of(batch, 64) is None, "five rows of two tokens are more than a step has room for"
+
+
+def test_other_steps_have_no_shape() -> None:
+    for change in ("prefill", "adapted"):
+        batch = batch_of([1])
+        setattr(batch, change, True)
+        assert shape_of(batch, 4096) is None
+    batch = batch_of([1, 1])
+    batch.counts[2] = 1  # a row that draws nothing
+    assert shape_of(batch, 4096) is None
