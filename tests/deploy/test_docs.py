@@ -1,8 +1,10 @@
-"""What users read is true: blocks of the README and of docs/index.md run, links lead somewhere, the site builds."""
+"""What users read is true: every block of a command runs or says why not, options are there, links lead somewhere, the
+site builds."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -13,17 +15,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.main import get_command
 
+from planaria.cli.app import app
 from planaria.models import model_config
 from planaria.models.memory import mib, rank_memory
 from planaria.models.shard import Shard
-from tests.deploy.test_helm import options_of_serve
 from tests.proc.servers import needs_smollm2
+from tests.tiers import representatives
 
 ROOT = Path(__file__).parents[2]
-README, START, EMBEDDINGS = ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "embeddings.md"
-NOT_RUN = re.compile(r"<!-- not run: .+? -->\n```\w*\n(.*?)```", re.DOTALL)
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+README, START = ROOT / "README.md", ROOT / "docs" / "index.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Why it isn't run, if so; the language; the text. `console` has prompts, and what they print.
+BLOCK = re.compile(r"^(?:<!-- not run: ([^\n]+) -->\n)?```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMANDS, OTHERS = {"sh", "python", "console"}, {"text", "json", "diff"}
 LIMIT = 300.0  # seconds for all blocks of a page, where four others are busy
 
 
@@ -66,17 +72,27 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     assert not re.search(r'<(?:link|script|img)[^>]*(?:href|src)="https?://', page)
 
 
+def to_run(page: Path) -> list[tuple[str, str]]:
+    """Language and text of what a page has for users to run, and doesn't except."""
+    found = BLOCK.findall(page.read_text())
+    return [(kind, block) for why, kind, block in found if not why and kind in ("sh", "python")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    """A language that is run, or none of commands; whoever adds a block says which, or why it isn't run."""
+    text = page.read_text()
+    found = BLOCK.findall(text)
+    assert text.count("\n```") == 2 * len(found) and text.count("<!-- not run") == sum(1 for why, *_ in found if why)
+    assert {kind for _, kind, _ in found} <= COMMANDS | OTHERS
+    assert not [kind for why, kind, _ in found if why and kind not in COMMANDS]
+
+
 def session(page: Path) -> str:
-    """A page's blocks as one script: those of the shell as they stand, Python's given to Python. `make serve` is the
-    server of `make demo`, left running."""
+    """A page's blocks as one script: those of the shell as they stand, Python's given to Python."""
     script = ["set -m -e -o pipefail"]
-    text = NOT_RUN.sub("", page.read_text())
-    for kind, block in BLOCK.findall(text):
-        assert kind in ("sh", "python") or block.startswith("make serve"), f"what is this block of {page.name}? {block}"
-        if kind == "sh":
-            script.append(block)
-        elif kind == "python":
-            script.append(f"{sys.executable} - <<'END'\n{block}END\n")
+    for kind, block in to_run(page):
+        script.append(block if kind == "sh" else f"{sys.executable} - <<'END'\n{block}END\n")
     return "\n".join(script)
 
 
@@ -133,29 +149,58 @@ def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
     assert "worker" in said
 
 
-@needs_smollm2
-def test_every_block_of_the_start_page_runs(tmp_path: Path) -> None:
-    pytest.importorskip("openai")
-    said = run(START, tmp_path)
-    assert "The capital of France is Paris" in said and "One, two, three," in said
-    assert "temprature" in said and "did you mean" in said.lower()
+SAID = {  # among other things
+    "index.md": (
+        "The capital of France is Paris", "One, two, three,", "temprature", "id you mean",
+    ),
+    "embeddings.md": (
+        "576 True", "In bamboo forests of China.", "(576,)",
+        "dimensions 64: the model wasn't trained for shorter vectors",
+    ),
+    "anthropic.md": ("message 20",),
+    "kv-tier.md": ("--kv-tier", "--kv-offloading-size"),
+    "kv-transfer.md": ('"prefill"', '"decode"'),
+    "parallel.md": ("[",),
+    "speculation.md": ("three",),
+    "structured-output.md": ('"name"', '"age"'),
+}  # fmt: skip
+
+
+def test_every_page_with_commands_is_run() -> None:
+    assert {page.name for page in PAGES if to_run(page)} == {README.name, *SAID}
 
 
 @needs_smollm2
-def test_every_block_of_the_page_on_embeddings_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", representatives(SAID, "structured-output.md"))
+def test_every_block_of_a_page_runs(name: str, tmp_path: Path) -> None:
     pytest.importorskip("openai")
-    said = run(EMBEDDINGS, tmp_path)
-    assert "576 True" in said and "In bamboo forests of China." in said and "Steel" not in said
-    assert "dimensions 64: the model wasn't trained for shorter vectors" in said and "(576,)" in said
+    pytest.importorskip("anthropic")
+    said = run(ROOT / "docs" / name, tmp_path)
+    assert not [words for words in SAID[name] if words not in said], said
+    assert name != "embeddings.md" or "Steel" not in said
 
 
-@pytest.mark.parametrize("page", [README, START], ids=lambda page: page.name)
-def test_options_of_what_cant_run_here_are_there(page: Path) -> None:
-    known = options_of_serve()
-    for block in NOT_RUN.findall(page.read_text()):
-        for line in block.splitlines():
-            if "planaria serve" in line or "planaria plan" in line:
-                assert set(re.findall(r"(?<= )--?[a-z][\w-]*", line.partition("#")[0])) <= known, line
+COMMAND = re.compile(r"(?:^|\$|[ /(])planaria +([a-z]+)\b([^#|&;]*)")
+
+
+@functools.cache
+def options(command: str) -> set[str]:
+    found = get_command(app).commands[command]  # type: ignore[attr-defined]
+    known = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return known | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_of_commands_are_there(page: Path) -> None:
+    """Also of those that aren't run, and in blocks that are indented."""
+    text = page.read_text()
+    lines = "".join(block for *_, block in BLOCK.findall(text)).replace("\\\n", " ").splitlines()
+    lines += [line for line in text.splitlines() if line.startswith("    ")]
+    for line in lines:
+        for command, rest in COMMAND.findall(line):
+            if command in get_command(app).commands and (command, *rest.split()[:1]) != ("bench", "serve"):
+                given = re.findall(r"(?<= )--?[a-zA-Z][\w-]*", re.sub(r"'[^']*'|\"[^\"]*\"", "", rest))
+                assert set(given) <= options(command), line
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -195,7 +240,7 @@ def test_the_memory_table_is_arithmetic() -> None:
 def transcripts(page: str) -> list[tuple[str, str]]:
     """Commands after "$ " and what a page says they print."""
     text = (ROOT / "docs" / page).read_text()
-    blocks = [block for _, block in BLOCK.findall(text) if block.startswith("$ ")]
+    blocks = [block for why, kind, block in BLOCK.findall(text) if not why and kind == "console"]
     return [
         (command, output)
         for block in blocks
