@@ -90,6 +90,8 @@ class ApiServer:
             match message:
                 case State():
                     self.engines.follow(message)
+                    if self.app is not None and (traces := self.app.state.service.traces) is not None:
+                        traces.follow(message.recoveries)
                 case Stop():
                     self.stop.set()
                 case ForwardedAnswer():

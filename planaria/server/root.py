@@ -5,7 +5,7 @@ each its own, know an engine's processes by number, and none is told twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
@@ -16,7 +16,7 @@ from planaria.server.attached import client_name
 from planaria.server.engine import Engine
 from planaria.server.fleet import Fleet
 from planaria.server.keeper import EngineKeeper
-from planaria.server.root_messages import Kill, LetGo, Listed, State, ToRoot, Wants
+from planaria.server.root_messages import Kill, LetGo, Listed, State, ToRoot, TracedRecovery, Wants
 from planaria.wire import Gone
 
 REACHED = 10.0  # seconds an API process gets to connect to an engine that has come up
@@ -39,6 +39,7 @@ class RootEngines:
 
     def __init__(self, fleet: Fleet, apis: ApiProcesses) -> None:
         self.fleet, self.apis = fleet, apis
+        self.recoveries: Collection[TracedRecovery] = ()
         fleet.mover, fleet.others, fleet.dispatcher.on_changed = self, apis.report, self.publish
         apis.lost = self._lost
         if fleet.dispatcher.loras is not None:
@@ -51,7 +52,8 @@ class RootEngines:
         members = sorted(self.fleet.members.items())
         engines = [listed(self.fleet, keeper) for _, keeper in members if not keeper.engine.ending]
         loras = self.fleet.dispatcher.loras
-        self.apis.publish(State(engines, list(loras.named.values()) if loras is not None else []))
+        named = list(loras.named.values()) if loras is not None else []
+        self.apis.publish(State(engines, named, list(self.recoveries)))
 
     async def _other_loras(self) -> None:
         """Returns when every API process knows of them: it has carried out an order that came later."""

@@ -44,9 +44,19 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     turn: Turn | None = None
 
 
+class TracedRecovery(msgspec.Struct, frozen=True):
+    """One that was recorded, for requests to link to. when: time.time_ns() of its end; trace, span: its ids, in hex."""
+
+    engine: int
+    when: int
+    trace: str
+    span: str
+
+
 class State(msgspec.Struct, frozen=True, tag="state"):
     engines: list[Listed]
     loras: list[NamedLora] = []
+    recoveries: list[TracedRecovery] = []
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

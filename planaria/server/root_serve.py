@@ -111,6 +111,8 @@ class Root:
         self.engines = RootEngines(fleet, apis)
         self.app = create_app(fleet.dispatcher, None, settings)
         self.service: Service = self.app.state.service
+        if (traces := self.service.traces) is not None:
+            self.engines.recoveries, traces.on_recovered = traces.recovered, self.engines.publish
         self.code = 0
         self._told = asyncio.Event()  # a signal has come
         self._counting, self._counted = asyncio.Lock(), -FRESH

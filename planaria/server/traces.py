@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from random import random
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,12 +20,23 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import Span, SpanContext, SpanKind, StatusCode, get_current_span, set_span_in_context
+from opentelemetry.trace import (
+    Span,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+    format_span_id,
+    format_trace_id,
+    get_current_span,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import planaria
 from planaria.executor.recovery import is_replayed
 from planaria.server.faults import PARTS
+from planaria.server.root_messages import TracedRecovery
 from planaria.wire import Recovery
 
 if TYPE_CHECKING:
@@ -56,7 +67,8 @@ class Traces:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=PATIENCE)))
         self._tracer = self._provider.get_tracer("planaria", planaria.__version__)
         self._replaying: dict[int, tuple[Span, int]] = {}  # engine -> of a recovery, and when requests went on
-        self._recovered: deque[tuple[int, int, SpanContext]] = deque(maxlen=KEPT)  # engine, when, which
+        self.recovered: deque[TracedRecovery] = deque(maxlen=KEPT)
+        self.on_recovered: Callable[[], None] = lambda: None
         library, own = logging.getLogger("opentelemetry"), logging.getLogger("planaria")
         library.handlers, library.propagate = list(own.handlers), False
 
@@ -110,9 +122,10 @@ class Traces:
             "gen_ai.response.finish_reasons": [str(s.finish) for s in sequences],
         })  # fmt: skip
         engines = {s.engine.index for s in sequences if hasattr(s, "engine")}
-        for engine, when, recovery in self._recovered:
-            if when > zero + _ns(info.arrival) and (engine in engines or any(s.moves for s in sequences)):
-                span.add_link(recovery, {"planaria.engine": engine})
+        for told in self.recovered:
+            if told.when > zero + _ns(info.arrival) and (told.engine in engines or any(s.moves for s in sequences)):
+                context = SpanContext(int(told.trace, 16), int(told.span, 16), True, TraceFlags(TraceFlags.SAMPLED))
+                span.add_link(context, {"planaria.engine": told.engine})
 
     def end(self, info: RequestInfo) -> None:
         """A recorded request has been answered."""
@@ -135,6 +148,10 @@ class Traces:
         elif message.seconds:
             self._over(message)
 
+    def follow(self, recorded: Iterable[TracedRecovery]) -> None:
+        """Of another process, which records them."""
+        self.recovered = deque(recorded, KEPT)
+
     def _over(self, message: Recovery) -> None:
         self._replayed(message.engine, {})  # of one whose sequences were hit again
         seconds, now = message.seconds, time.time_ns()
@@ -153,7 +170,10 @@ class Traces:
                 child = self._tracer.start_span(name, parent, start_time=at)
                 at += _ns(seconds[name])
                 child.end(at)
-        self._recovered.append((message.engine, now, span.get_span_context()))
+        context = span.get_span_context()
+        trace, own = format_trace_id(context.trace_id), format_span_id(context.span_id)
+        self.recovered.append(TracedRecovery(message.engine, now, trace, own))
+        self.on_recovered()
         self._replaying[message.engine] = span, now
         if not message.requests:  # nobody's next token will be told
             self._replayed(message.engine, {})

@@ -13,13 +13,20 @@ from tests.proc.test_engine_death import HASH, health, run
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 from tests.collector import Collector, attributes
+from tests.tiers import representatives
 
 pytestmark = needs_smollm2
 
 
-def test_a_recovery_is_one_trace() -> None:
+def several(processes: int, collector: Collector) -> tuple[str, ...]:
+    return ("--api-server-count", str(processes), "--otlp-traces-endpoint", collector.url)
+
+
+@pytest.mark.parametrize("processes", representatives((1, 2), 2))
+def test_a_recovery_is_one_trace(processes: int) -> None:
+    """Of several API processes, too, which the root tells of it."""
     with Collector() as collector:
-        with Server("smollm2", *HASH, "-tp", "2", "--otlp-traces-endpoint", collector.url) as server:
+        with Server("smollm2", *HASH, "-tp", "2", *several(processes, collector)) as server:
 
             def harm(tokens: int) -> None:
                 if tokens == 150:
