@@ -277,7 +277,8 @@ class KVLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
 class KVOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """Copies of blocks that an engine of another server has taken of a history, for who goes on with it: whoever knows
     a block's key may fetch it (planaria.worker.kv_peers). id: of the lease; blocks: their places in the history; host,
-    port: of that engine's first rank; tp, layers: its tensor ranks, and the layers of each stage; none: as who asks."""
+    port: of that engine's first rank; tp, layers: its tensor ranks, and the layers of each stage; none: as who asks.
+    at: where each rank is, where not at the next ports."""
 
     id: str
     blocks: tuple[int, ...]
@@ -285,6 +286,7 @@ class KVOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     port: int
     tp: int = 0
     layers: tuple[int, ...] = ()
+    at: tuple[str, ...] = ()
 
 
 class Request:
@@ -355,5 +357,5 @@ class Delta(msgspec.Struct, array_like=True):
     num_cached: int = 0  # prompt tokens that came from the prefix cache (known at the first delta)
     queued: float = 0.0  # seconds until its first step was planned (known at the first delta)
     error: str | None = None
-    lease: KVLease | None = None  # with finish "lent"
+    lease: KVLease | KVOffer | None = None  # with finish "lent"
     pooled: bytes | None = None  # in place of tokens: a vector, float32

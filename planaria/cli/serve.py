@@ -66,7 +66,7 @@ def run(
         pooling=config.pooling,
         parsers=Parsers(**{name: engine[name] for name in Parsers.__struct_fields__}),
         seed=engine["seed"],
-        transfer=config.cache.transfer,
+        transfer=config.cache.transfer if not config.parallel.splits_prefill else None,
         transfer_key=_transfer_key(config),
         tp=config.parallel.layout.tp,
         stages=tuple(map(len, _stages(config))),

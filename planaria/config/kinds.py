@@ -29,11 +29,8 @@ def of_two_kinds(options: EngineOptions, device: str) -> EngineOptions:
     if options.enable_expert_parallel:
         raise refuse("is for engines with a copy of the model each, not for lanes that share experts", "use -dp")
     backend = options.distributed_executor_backend
-    if options.nnodes > 1 or "ray" in (backend, options.data_parallel_backend):
-        where = "on Ray" if options.nnodes == 1 else "over nodes"
-        raise refuse(f"is for engines that share this node's memory, and these are {where}", "use -dp")
-    if backend not in (None, "uni", "mp"):
-        raise refuse(f"is for ranks that Planaria starts on this node, not for {backend}", "use uni or mp")
+    if backend not in (None, "uni", "mp", "ray"):
+        raise refuse(f"is for ranks that Planaria starts, not for {backend}", "use uni, mp or ray")
     outside = (
         options.data_parallel_external_lb, options.data_parallel_hybrid_lb, options.data_parallel_rank is not None,
         options.data_parallel_start_rank is not None,

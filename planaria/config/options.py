@@ -542,7 +542,8 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """Of KV blocks between servers. serves: others fetch here what was computed for them; asks: it fetches from others.
     host, port: where others reach the first rank of the first engine, each other rank at a port more; peers: whom it
     may ask, `HOST:PORT`, besides those that have the deployment's secret; buffer: bytes of each rank for blocks that
-    others are to fetch; lease: seconds that they are held; folder: of the connector directory."""
+    others are to fetch; lease: seconds that they are held; folder: of the connector directory. No port: between engines
+    of one server, whose ranks say where they are."""
 
     connector: str
     serves: bool
@@ -800,6 +801,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingConfig = PoolingConfig()
     lora: LoRAConfig | None = None  # None: there are no adapters
     weights_number: int = 0  # how often weights were changed
+
+    @property
+    def lends_memory(self) -> bool:
+        """Do the server's engines read each other's KV in memory of the node?"""
+        return self.parallel.splits_prefill and self.cache.transfer is None
 
     def tokens_here(self, layout: Layout) -> int:
         """Of a block, on each rank of a layout in force."""

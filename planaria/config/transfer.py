@@ -38,6 +38,7 @@ EXAMPLE = (
 TIER_SIZE = "10GiB"
 LEAST_PORT, MOST_PORT = 1024, 65535
 MOST_PEERS, MOST_LEASE = 256, 3600.0
+BUFFER, LEASE = 10**9, 30.0
 
 
 class KVTransferConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +50,7 @@ class KVTransferConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     kv_rank: int | None = None
     kv_parallel_size: int = 1
     kv_buffer_device: str = "cpu"
-    kv_buffer_size: float = 1e9
+    kv_buffer_size: float = BUFFER
     kv_ip: str = "127.0.0.1"
     kv_port: int = 14579
     kv_connector_extra_config: dict[str, Any] = {}
@@ -62,7 +63,7 @@ def transfer_config(options: EngineOptions, parallel: ParallelConfig) -> Transfe
     """Raises ConfigError for a field that is unknown, of another type, or can't be followed."""
     given = options.kv_transfer_config
     if given is None:
-        return None
+        return _between_nodes(parallel) if parallel.splits_prefill else None
     try:
         said = msgspec.json.decode(given) if isinstance(given, str) else given
         config = msgspec.convert(said, KVTransferConfig)
@@ -85,10 +86,20 @@ def transfer_config(options: EngineOptions, parallel: ParallelConfig) -> Transfe
     _check_network(config, parallel)
     transfer = TransferConfig(
         name, serves, asks, made, config.kv_ip, config.kv_port, _peers(extra.get("peers", [])),
-        int(config.kv_buffer_size), _lease(extra.get("lease_seconds", 30.0)),
+        int(config.kv_buffer_size), _lease(extra.get("lease_seconds", LEASE)),
     )  # fmt: skip
     deployment_secret(parallel, transfer.host, (FLAG, config.kv_ip))
     return transfer
+
+
+def _between_nodes(parallel: ParallelConfig) -> TransferConfig | None:
+    """Of engines of two kinds that have no memory in common. None: they have."""
+    on_ray = "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend)
+    if on_ray:
+        deployment_secret(parallel, "Ray's nodes", ("--prefill-engines", parallel.prefill_engines))
+    if not on_ray and parallel.nnodes == 1:
+        return None
+    return TransferConfig("tcp", True, True, "", buffer=BUFFER, lease=LEASE)
 
 
 def _check(config: KVTransferConfig, parallel: ParallelConfig) -> None:

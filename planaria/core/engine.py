@@ -107,8 +107,8 @@ class EngineCore:
             return [Delta(request.id, len(request.output), [], FinishReason.LENGTH)]
         if problem:
             return [Delta(request.id, len(request.output), [], FinishReason.ERROR, error=problem)]
-        request.lane = self.lanes.index(lane)
-        self.lane_of[request.id] = lane
+        request.offers |= request.lends and lane.connector is not None and bool(lane.connector.offers.at)
+        self.lane_of[request.id], request.lane = lane, self.lanes.index(lane)
         lane.add(request, self.order - (RESUMED if request.output else 0))
         self.order += 1
         if request.output:

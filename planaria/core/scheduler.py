@@ -32,7 +32,7 @@ from planaria.core.policy import POLICIES, Key
 from planaria.core.sequence import NEVER, MicroStep, SequenceState
 from planaria.core.stats import DraftStats
 from planaria.core.step import StepBuilder
-from planaria.core.transfer import Lender
+from planaria.core.transfer import Lender, leave_with
 from planaria.protocol import LanePlan, LaneResult
 from planaria.types import Delta, FinishReason, Request, TokenLogprobs
 
@@ -304,7 +304,7 @@ class Lane:
         if len(output) >= request.max_tokens:
             return self.finish(entry, delta, FinishReason.LENGTH)
         if request.lends:
-            delta.lease = self.lender.lend(entry) if self.lender is not None else None
+            delta.lease = leave_with(self, entry)
             return self.finish(entry, delta, FinishReason.LENT)
         return delta
 

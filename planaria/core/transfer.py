@@ -15,7 +15,7 @@ Rules it keeps
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from planaria.core.kv_cache import BlockKey, BlockPool
@@ -117,6 +117,14 @@ class Offers:
 
     def __init__(self) -> None:
         self.queue: deque[tuple[str, BlockKey]] = deque()
+        self.at: tuple[str, ...] = ()  # where ranks are, in a server whose engines have no memory in common
+
+    def lend(self, entry: SequenceState) -> KVOffer | None:
+        """The full blocks of a history whose request leaves for another engine. None: there are none."""
+        if not self.at or not entry.remembered:
+            return None
+        host, _, port = self.at[0].rpartition(":")
+        return KVOffer(entry.request.id, tuple(range(entry.remembered)), host, int(port), at=self.at)
 
     def add(self, entry: SequenceState) -> None:
         """What of its history is there, and not yet offered."""
@@ -139,6 +147,20 @@ def lend_from(lanes: Iterable[Lane], number: int, memory: Memory) -> None:
     for lane in lanes:
         if lane.lender is None or lane.lender.number != number:
             lane.lender = Lender(lane, number, memory)
+
+
+def offer_from(lanes: Iterable[Lane], at: Sequence[str]) -> None:
+    """Engines on other nodes fetch what this one's ranks, which are there, have copied for them."""
+    for lane in lanes:
+        if lane.connector is not None:
+            lane.connector.offers.at = tuple(at)
+
+
+def leave_with(lane: Lane, entry: SequenceState) -> KVLease | KVOffer | None:
+    """What a request that goes on elsewhere takes along."""
+    if lane.lender is not None:
+        return lane.lender.lend(entry)
+    return lane.connector.offers.lend(entry) if lane.connector is not None else None
 
 
 def lenders(lanes: Iterable[Lane]) -> list[Lender]:

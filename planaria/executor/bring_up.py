@@ -142,6 +142,7 @@ class BringUp:
         self.placing = placing
         # keys of KV blocks that each rank has outside of the cache, by store
         self.stored: dict[int, dict[str, bytes | None]] = {}
+        self.addresses: dict[int, str] = {}  # at which ranks of other engines come for blocks
         self.received: dict[int, int] = {}  # bytes of experts that each rank has from others, and that lie aside
         self.lay_aside: dict[int, int] = {}  # of these, before any were sent in this epoch
         self._placed: ExpertsPlaced | None = None
@@ -164,6 +165,8 @@ class BringUp:
                     self.damaged.setdefault(self.layout.coords(reply.rank).dp, set()).update(reply.facts["damaged"])
                 if "stored" in reply.facts:
                     self.stored[reply.rank] = reply.facts["stored"]
+                if "address" in reply.facts:
+                    self.addresses[reply.rank] = reply.facts["address"]
                 received = max(reply.facts.get("received", 0), self.received.get(reply.rank, 0))
                 self.received[reply.rank] = received
                 if self.state == "loading":

@@ -14,7 +14,7 @@ import msgspec
 
 from planaria.config.options import EngineConfig
 from planaria.core.engine import EngineCore
-from planaria.core.transfer import lend_from
+from planaria.core.transfer import lend_from, offer_from
 from planaria.errors import CapacityError, WorkersLost
 from planaria.executor.gang import Gang, Refusal
 from planaria.executor.recovery import Reformations, Replay, told, told_replay
@@ -129,7 +129,9 @@ class Epochs:
         kv = self.gang.kv
         if kv.stored:
             core.connect(kv.stored, kv.block_bytes)
-        if kv.config.parallel.splits_prefill and kv.origin is not None:
+        if len(kv.addresses) == self.gang.layout.size:
+            offer_from(core.lanes, kv.addresses)
+        if kv.config.lends_memory and kv.origin is not None:
             lend_from(core.lanes, kv.there.number, msgspec.structs.astuple(kv.origin))
 
     def watch(self, deltas: list[Delta]) -> bool:

@@ -56,6 +56,7 @@ class GangKV:
         self.damaged: dict[int, set[int]] = {}  # by lane: blocks of `there` that count for nothing
         self.block_bytes = 1  # of a rank's part of a block
         self.stored: dict[int, dict[str, bytes | None]] = {}  # by rank and store: keys of blocks outside of the cache
+        self.addresses: list[str] = []  # of all ranks, for those of engines on other nodes
 
     def find(self) -> None:
         """What another engine has left. Raises CapacityError: its ranks are still there."""
@@ -99,6 +100,7 @@ class GangKV:
         self.damaged = ranks.damaged if kept else {}
         self.block_bytes = ranks.kv_bytes // max(1, ranks.num_blocks)
         self.stored = ranks.stored if len(ranks.stored) == ranks.layout.size else {}
+        self.addresses = [ranks.addresses[rank] for rank in range(ranks.layout.size) if rank in ranks.addresses]
         if kept or self.memory is None:
             return
         shape = self._shape(there.layout, there.num_blocks)

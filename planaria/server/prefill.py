@@ -20,7 +20,7 @@ from planaria.core.resize import DECODE, PREFILL
 from planaria.core.router import Router
 from planaria.server.engine import Engine
 from planaria.server.stream import Stream
-from planaria.types import KVLease
+from planaria.types import KVLease, KVOffer
 from planaria.wire import Release
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class HandOvers:
         stream.lends = engine.kind == PREFILL and may_leave(stream) and self.router.is_open(DECODE)
         stream.pause = PAUSE if engine.kind == DECODE and not stream.tokens else 0.0
 
-    def lent(self, stream: Stream, engine: Engine, lease: KVLease | None) -> None:
+    def lent(self, stream: Stream, engine: Engine, lease: KVLease | KVOffer | None) -> None:
         """Its prompt is computed and its first token told: it goes on elsewhere, if it goes on."""
         self.token.take(engine.stats.token_seconds)
         if self.dispatcher.open.get(stream.id) is not stream:
@@ -134,7 +134,8 @@ def may_leave(stream: Stream) -> bool:
     return not stream.tokens and submit.max_tokens > 1 and submit.params.prompt_logprobs is None
 
 
-def release(engine: Engine, lease: KVLease | None) -> None:
-    """Of a process that has ended there is nothing to be released."""
-    if lease is not None and engine.up:
+def release(engine: Engine, lease: KVLease | KVOffer | None) -> None:
+    """Of a process that has ended there is nothing to be released; what is offered ends when it was fetched, or by
+    itself."""
+    if isinstance(lease, KVLease) and engine.up:
         engine.send(Release(lease.number, lease.id))

@@ -20,7 +20,7 @@ import msgspec
 from planaria.errors import PlanariaError
 from planaria.server.detokenise import Detokenizer
 from planaria.server.tokenise import Tokenizer
-from planaria.types import Delta, FinishReason, KVLease, SamplingParams, TokenLogprobs
+from planaria.types import Delta, FinishReason, KVLease, KVOffer, SamplingParams, TokenLogprobs
 from planaria.wire import Submit
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Stream:
         self.moves, self.tried = 0, -1
         self.goes_on: Callable[[], None] | None = None
         self.lends, self.pause, self.lent = False, 0.0, 0.0
-        self.lease: tuple[Engine, KVLease] | None = None
+        self.lease: tuple[Engine, KVLease | KVOffer] | None = None
 
     # -- where it is
 

@@ -62,7 +62,7 @@ class RankKV:
     def enter(self, boot: RankBoot) -> None:
         """For another epoch."""
         self.disconnect()
-        self.rank, self.threads = boot.rank, boot.threads
+        self.rank, self.threads, self.address = boot.rank, boot.threads, boot.place.address
         shared = boot.memories.kv
         if self.memory is not None and self.memory.origin == shared:
             return
@@ -128,10 +128,10 @@ class RankKV:
     def connect(self, config: EngineConfig, layout: Layout, model: Any, ops: Ops) -> dict[str, Any]:
         """Open this rank's part of what is configured. Facts: `stored`, keys."""
         self.disconnect()
-        if config.parallel.splits_prefill and self.memory is not None:
+        if config.lends_memory and self.memory is not None:
             blocks, digest = model.kv_blocks(config.cache.block_size), compute_hash(config, str(layout))
             self.shared = SharedKV(self.rank, blocks, digest, self.sums)
-        network = config.cache.transfer if config.cache.transfer and config.cache.transfer.port else None
+        network = config.cache.transfer if config.cache.transfer and not config.cache.transfer.folder else None
         if not config.cache.keeps_blocks and network is None:
             return {"stored": {}} if self.shared is not None else {}
         from planaria.worker.kv_tier import RATE, KVStores, StoreThreads
@@ -172,10 +172,14 @@ class RankKV:
 
             stored |= {network.connector: None}
             place = config.parallel.data_parallel_index * config.parallel.layout.size + self.rank
+            if not network.port:
+                network, place = msgspec.structs.replace(network, host=self.address), 0
             secret = deployment_secret(config.parallel, network.host)
             recut = self._recut(config, layout, blocks, of_part)
             own = of_part(recut.own[self.rank]) if recut is not None else identity()
             self.peers = KVPeers(network, secret, place, self.rank, own, blocks, size, recut, loaded, news)
+            if not network.port and self.peers.server is not None:
+                return {"stored": stored, "address": self.peers.server.address}
         return {"stored": stored}
 
     def _recut(

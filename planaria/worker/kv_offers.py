@@ -140,7 +140,7 @@ class Offered:
 
 
 class OfferServer:
-    """Of one rank. host, port: where it listens. Raises zmq.ZMQError."""
+    """Of one rank. host, port: where it listens, 0: at any port. Raises zmq.ZMQError."""
 
     def __init__(self, offered: Offered, keys: Keys, host: str, port: int) -> None:
         self.offered, self._lock = offered, threading.Lock()
@@ -154,6 +154,7 @@ class OfferServer:
             ):  # fmt: skip
                 socket.set(option, value)
             socket.bind(f"tcp://{bracketed(host)}:{port}")
+            self.address = str(socket.get_string(zmq.LAST_ENDPOINT)).removeprefix("tcp://")
         except zmq.ZMQError:
             self._end.close()
             raise

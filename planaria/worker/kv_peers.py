@@ -238,7 +238,8 @@ class KVPeers:
             self._ended(load, 0, "layout", 0.0)
 
     def _peer(self, offer: KVOffer, source: PartSource) -> Peer:
-        place = f"tcp://{bracketed(offer.host)}:{offer.port + source.rank}", source
+        where = f"{bracketed(offer.host)}:{offer.port + source.rank}"
+        place = f"tcp://{offer.at[source.rank] if source.rank < len(offer.at) else where}", source
         peer = self._peers.pop(place, None)
         if peer is None:
             peer = Peer(*place[:1], self._keys, source, self._bring, self._ended)

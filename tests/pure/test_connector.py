@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from planaria.config.options import CacheConfig, SchedulerConfig
-from planaria.core import connector
+from planaria.core import connector, transfer
 from planaria.core.connector import LaneConnector, Rates
 from planaria.core.engine import EngineCore
 from planaria.protocol import KVLoad, KVNews, StepPlan, StepResult, StoreNews
-from planaria.types import Delta, KVOffer, Request, SamplingParams
+from planaria.types import Delta, FinishReason, KVOffer, Request, SamplingParams
 from tests.reference_worker import HashWorker, hash_tokens
 
 VOCAB, SIZE = 40, 4
@@ -36,6 +36,7 @@ class Ranks:
         self.flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
+        self.deltas: list[Delta] = []
         self.saved: list[bytes] = []
         self.offered: list[tuple[str, bytes, int]] = []
         self.now, self.writes = 0.0, True
@@ -50,6 +51,7 @@ class Ranks:
         self.take(self.core.admit(Request(id, prompt, SamplingParams(), 7, max_tokens=count, **more)))
 
     def take(self, deltas: list[Delta]) -> None:
+        self.deltas += deltas
         for delta in deltas:
             self.tokens.setdefault(delta.request_id, []).extend(delta.tokens)
             if delta.index == 0:
@@ -380,3 +382,16 @@ def test_what_is_offered_here_is_fetched_and_a_peer_that_says_nothing_is_given_u
     assert ranks.tokens["b"] == EXPECTED and ranks.core.lanes[0].pool.num_free == 32
     stats = ranks.core.tier.transfers
     assert (stats.blocks, stats.failed) == (0, {"slow": 1})
+
+
+def test_who_goes_on_elsewhere_without_memory_in_common_takes_an_offer_along() -> None:
+    ranks, expected = Ranks([{}]), hash_tokens(PROMPT, 7, 6, VOCAB)
+    transfer.offer_from(ranks.core.lanes, ["10.0.0.1:41", "10.0.0.2:42"])
+    ranks.ask("a", PROMPT, 6, lends=True)
+    ranks.run()
+    (lease,) = [delta.lease for delta in ranks.deltas if delta.finish is FinishReason.LENT]
+    assert lease == KVOffer("a", tuple(range(7)), "10.0.0.1", 41, at=("10.0.0.1:41", "10.0.0.2:42"))
+    assert ranks.tokens["a"] == expected[:1] and [id for id, _, _ in ranks.offered] == ["a"] * 7
+    ranks.ask("b", PROMPT[:2], 6, lends=True)  # not one full block
+    ranks.run()
+    assert ranks.deltas[-1].lease is None and ranks.core.lanes[0].pool.num_free == 32
