@@ -2,11 +2,13 @@
 float32, how fast, how much memory its weights take.
 
     python -m benchmarks.packed --llama-cpp-python P [--kinds Q4_K_M,Q6_K] [--only kl|speed] [--billion] [--isa generic]
+        [--threads 2] [--cpu-time] [--scenarios single,prompt,batch]
 
 SmolLM2 is packed anew by llama.cpp's quantiser. kl: the mean Kullback-Leibler divergence of next tokens over 1,000
-positions of docs/ARCHITECTURE.md. speed: both engines in turn, medians. --billion: a random model of 1.07 billion
-weights in Q4_K_M, written here with the gguf package. --isa generic: our kernels for AVX2 (give an environment in which
-llama.cpp was built for AVX2 too). Files are made once, in benchmarks/out/packed.
+positions of docs/ARCHITECTURE.md. speed: both engines in turn, medians. --cpu-time: tokens for each second of CPU time
+(with --threads 1) over short runs, the best turn, for a machine that others keep busy. --billion: a random model of
+1.07 billion weights in Q4_K_M, written here with the gguf package. --isa generic: our kernels for AVX2 (give an
+environment in which llama.cpp was built for AVX2 too). Files are made once, in benchmarks/out/packed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from benchmarks import proc
 from benchmarks.drivers import ROOT, Driver, Spec
 from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.kernels.blocks import KINDS
@@ -38,7 +41,10 @@ PEER = Path(__file__).resolve().parent / "peers" / "llama_cpp_packed.py"
 MADE = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q3_K_M", "Q2_K", "IQ4_NL", "IQ4_XS")
 POSITIONS, PASS = 1000, 250
 SCENARIOS = {"single": [[128, 64]], "prompt": [[1024, 1]], "batch": [[128, 64]] * 32}
+SHORT = {"single": [[8, 32]], "prompt": [[1024, 1]], "batch": [[32, 16]] * 32}  # by CPU time
 Array = npt.NDArray[Any]
+Shapes = dict[str, list[list[int]]]
+Row = dict[str, Any]
 
 
 def made(kind: str, python: Path, source: str) -> Path:
@@ -131,13 +137,13 @@ def divergence(reference: Array, found: Array) -> float:
     return statistics.fmean(float((np.exp(a) * (a - b)).sum()) for a, b in pairs)
 
 
-def closeness(path: Path, python: Path, isa: str | None) -> dict[str, Any]:
+def closeness(path: Path, python: Path, isa: str | None) -> Row:
     checkpoint = resolve_checkpoint(str(path))
     tokenizer = Tokenizer.from_file(f"{checkpoint.tokenizer_dir}/tokenizer.json")
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     ids = np.array(tokenizer.encode(text).ids[:POSITIONS], np.int32)
     reference, _ = logits(checkpoint, "none", "float32", isa, ids)
-    row: dict[str, Any] = {}
+    row: Row = {}
     for dtype in ("bfloat16", "float32"):
         found, size = logits(checkpoint, "keep", dtype, isa, ids)
         row |= {dtype: divergence(reference, found), "MB": size / 1e6}
@@ -147,15 +153,15 @@ def closeness(path: Path, python: Path, isa: str | None) -> dict[str, Any]:
     return row | {"file MB": path.stat().st_size / 1e6}
 
 
-def speed(path: Path, python: Path, isa: str | None, rounds: int) -> dict[str, Any]:
+def speed(path: Path, python: Path, isa: str | None, rounds: int, threads: int, shapes: Shapes, cpu_time: bool) -> Row:
     """Tokens a second of both engines, in turn."""
-    settings = {"threads": 2, "max_num_seqs": 32, "kv_bytes": 1 << 29, "max_model_len": 2048}
+    settings = {"threads": threads, "max_num_seqs": 32, "kv_bytes": 1 << 29, "max_model_len": 2048}
     ours = {"kernels": "native", "isa": isa}
     specs = [
         Spec("planaria", Path(sys.executable), "planaria_driver.py", str(path), "", 0, settings | ours),
         Spec("llama.cpp", python, "llama_cpp_driver.py", str(path), "", 0, settings),
     ]
-    row: dict[str, Any] = {}
+    row: Row = {}
     began = time.monotonic()
     engines = []
     for spec in specs:
@@ -163,26 +169,32 @@ def speed(path: Path, python: Path, isa: str | None, rounds: int) -> dict[str, A
         row[f"{spec.name} start s"], began = time.monotonic() - began, time.monotonic()
     times: dict[tuple[str, str], list[float]] = {}
     for turn in range(rounds):
-        for scenario, shapes in SCENARIOS.items():
+        for scenario, wanted in shapes.items():
             for engine in engines:
                 with engine.awake():
-                    took = rate(scenario, engine.run(turn, shapes))
+                    before = proc.cpu_seconds(engine.pid)
+                    sample = engine.run(turn, wanted)
+                    used = proc.cpu_seconds(engine.pid) - before
+                took = tokens(scenario, sample) / used if cpu_time else rate(scenario, sample)
                 times.setdefault((engine.spec.name, scenario), []).append(took)
     for engine in engines:
         engine.close()
-    for scenario in SCENARIOS:
-        both = [statistics.median(times[spec.name, scenario]) for spec in specs]
+    for scenario in shapes:
+        both = [(max if cpu_time else statistics.median)(times[spec.name, scenario]) for spec in specs]
         row |= {f"{scenario} tok/s": both[0], f"{scenario} llama.cpp": both[1], f"{scenario} ratio": both[0] / both[1]}
     return row
+
+
+def tokens(scenario: str, sample: dict[str, Any]) -> int:
+    """Of the prompt, or all that came."""
+    return SCENARIOS[scenario][0][0] if scenario == "prompt" else sum(n for _, n in sample["events"])
 
 
 def rate(scenario: str, sample: dict[str, Any]) -> float:
     """single: tokens a second after the first; prompt: of the prompt; batch: all that came."""
     seconds, events = sample["seconds"], sample["events"]
-    if scenario == "prompt":
-        return float(SCENARIOS[scenario][0][0] / seconds)
     first = events[0] if scenario == "single" else [0.0, 0]
-    return float((sum(n for _, n in events) - first[1]) / (seconds - first[0]))
+    return float((tokens(scenario, sample) - first[1]) / (seconds - first[0]))
 
 
 def main() -> None:
@@ -193,15 +205,19 @@ def main() -> None:
     parser.add_argument("--billion", action="store_true")
     parser.add_argument("--isa")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS))
     args = parser.parse_args()
+    shapes = {name: (SHORT if args.cpu_time else SCENARIOS)[name] for name in args.scenarios.split(",")}
     OUT.mkdir(parents=True, exist_ok=True)
     python, source = args.llama_cpp_python.absolute(), resolve_checkpoint("smollm2").files[0]
     files = [billion()] if args.billion else [made(kind, python, source) for kind in args.kinds.split(",")]
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     for path in files:
         row = {} if args.only == "speed" or args.billion else closeness(path, python, args.isa)
         if args.only != "kl":
-            row |= speed(path, python, args.isa, args.rounds)
+            row |= speed(path, python, args.isa, args.rounds, args.threads, shapes, args.cpu_time)
         if not rows:
             print("| file | " + " | ".join(row) + " |\n|---|" + "--:|" * len(row))
         rows[path.stem] = row

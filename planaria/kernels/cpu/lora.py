@@ -34,7 +34,7 @@ def narrow_rows(c: int, row: fields.LoraOp, mine: int, weights: int, first: int,
                 panels += 1
     tiles(
         c, count, row.x + first * row.ldx, row.ldx, row.length, mine + layout.POINTERS, panels, TARGET.tile_panels,
-        row.inner + first * row.ldi, row.ldi, STORE_ACT,
+        row.inner + first * row.ldi, row.ldi, STORE_ACT, 0,
     )  # fmt: skip
 
 
@@ -57,14 +57,14 @@ def widen_rows(
                 ld = layout.FUSED_PANELS * 64
                 tiles(
                     c, count, inner, row.ldi, row.b_length, mine + layout.POINTERS, high - low, TARGET.tile_panels,
-                    mine + layout.BIG, ld, STORE_F32,
+                    mine + layout.BIG, ld, STORE_F32, 0,
                 )  # fmt: skip
                 for r in range(count):
                     native.accrue(out + r * row.ldo + low * 16 * item, mine + layout.BIG + r * ld, (high - low) * 16)
             else:
                 tiles(
                     c, count, inner, row.ldi, row.b_length, mine + layout.POINTERS, high - low, TARGET.tile_panels,
-                    out + low * 64, row.ldo, ADD_RESIDUAL,
+                    out + low * 64, row.ldo, ADD_RESIDUAL, 0,
                 )  # fmt: skip
         inner += row.panels * 16 * item
 

@@ -269,18 +269,19 @@ def values(target: Target, rows: int, panels: int) -> str:
     the byte offset of the first panel.
     """
     f, dot = Function(f"pl_values_{rows}_{panels}", VALUE_ARGS), Dot(target)
-    steps = 16 // target.pair
+    steps, step = 16 // target.pair, target.pair * target.row_item
+    broadcast = dot.broadcast_widened if target.widens else dot.broadcast
     table = f.ptr("%vp")
     ps = rows_of(f, "%p", "%ldp", rows)
 
     def body(i: str, acc: list[str]) -> list[str]:
         chunk = f.at(f.load("ptr", f.at(table, f.shl(i, 3)), 8), "%first")
-        place = f.mul(i, 4 * steps)
+        place = f.mul(i, step * steps)
         p_at = [f.at(p, place) for p in ps]
         for u in range(steps):
             ws = [dot.weight(f, f.at(chunk, (v * steps + u) * 64)) for v in range(panels)]
             for r in range(rows):
-                x = dot.broadcast(f, f.at(p_at[r], 4 * u))
+                x = broadcast(f, f.at(p_at[r], step * u))
                 for v in range(panels):
                     acc[r * panels + v] = dot.multiply(f, acc[r * panels + v], ws[v], x)
         return acc

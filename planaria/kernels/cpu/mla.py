@@ -47,7 +47,7 @@ def op_by_head(c: int, row: fields.ByHeadOp, tid: int, ticket: int) -> None:
         for v in range(row.panels):
             put(mine + layout.POINTERS, v, row.w + (h * row.panels + v) * row.stride)
         most = TARGET.tile_panels if count > layout.STREAM_ROWS else 1
-        tiles(c, count, x, row.ldx, row.length, mine + layout.POINTERS, row.panels, most, out, row.ldo, STORE_ACT)
+        tiles(c, count, x, row.ldx, row.length, mine + layout.POINTERS, row.panels, most, out, row.ldo, STORE_ACT, 0)
         if row.rotated:
             for t in range(count):
                 turn = get32(row.positions, first + t) * row.half * 4

@@ -17,7 +17,7 @@ from planaria.kernels.cpu.vector import total
 
 def latents(target: Target, rows: int, steps: int) -> str:
     """out = out * a + (p . v) * b, as `micro.values`, for the columns of `steps` steps from byte `first` of each chunk
-    on. `vp` holds the address of each chunk of keys; p is in the activation dtype, out in float32."""
+    on. `vp` holds the address of each chunk of keys; p is of `row_item` bytes, out in float32."""
     f, dot = Function(f"pl_latents_{rows}_{steps}", VALUE_ARGS), Dot(target)
     act = Elements(f, target)
     table, ps = f.ptr("%vp"), rows_of(f, "%p", "%ldp", rows)
@@ -29,9 +29,10 @@ def latents(target: Target, rows: int, steps: int) -> str:
         for u in range(steps):
             place = f.at(chunk, 64 * u)
             weights += [f.load(F32, place, 64)] if target.item == 4 else dot.split(f, f.load(I32, place, 64))
-        at = f.mul(i, 16 * target.item)
+        at = f.mul(i, 16 * target.row_item)
         for r in range(rows):
-            p = act.load(f.at(ps[r], at))
+            place = f.at(ps[r], at)
+            p = f.load(F32, place, 4) if target.row_item == 4 else act.load(place)
             for k in range(columns):
                 acc[r * columns + k] = f.fma(weights[k], p, acc[r * columns + k])
         return acc

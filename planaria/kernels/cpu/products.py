@@ -16,17 +16,24 @@ from planaria.kernels.cpu.threads import bring, grab, scratch
 
 def tiles(
     c: int, rows: int, x: int, ldx: int, steps: int, pointers: int, panels: int, most: int, out: int, ldo: int,
-    mode: int,
+    mode: int, plan: int,
 ) -> None:  # fmt: skip
-    """Rows x dense panels, whose addresses are at `pointers`, `most` of them at a time; nothing is added."""
+    """Rows x dense panels, whose addresses are at `pointers`, `most` of them at a time; nothing is added. plan: 0, or
+    where rows are as `row_tile` takes them, its plan."""
     wide = 16 * (TARGET.item if mode == STORE_ACT else 4)
     panel = 0
     while panel < panels:
         some = most if panels - panel >= most else 1
         for r in range(0, rows, TARGET.tile_rows):
+            select, at = min(TARGET.tile_rows, rows - r) * 4 + some, out + r * ldo + panel * wide
+            if plan and TARGET.widens:
+                native.row_tile(
+                    select, x + r * ldx, ldx, pointers + 8 * panel, steps, at, ldo, mode, get(c, layout.ZEROS), plan
+                )  # fmt: skip
+                continue
             native.tile(
-                min(TARGET.tile_rows, rows - r) * 4 + some, x + r * ldx, ldx, pointers + 8 * panel, steps,
-                out + r * ldo + panel * wide, ldo, mode, get(c, layout.ZEROS), get(c, layout.ZEROS),
+                select, x + r * ldx, ldx, pointers + 8 * panel, steps, at, ldo, mode, get(c, layout.ZEROS),
+                get(c, layout.ZEROS),
             )  # fmt: skip
         panel += some
 

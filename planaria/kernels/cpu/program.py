@@ -134,7 +134,7 @@ def op_rope(c: int, row: fields.RopeOp, tid: int) -> None:
 
 def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: int, count: int) -> None:
     """Tokens [first, first + count) of sequence s, for the query heads of key head h."""
-    item = TARGET.item
+    item, wide = TARGET.item, layout.KEY_TILE * TARGET.row_item
     size, dim = row.block_size, row.value_dim  # of values
     group = row.heads // row.groups
     head = row.dim * item
@@ -149,14 +149,17 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
     base = row.cache + h * row.group_bytes
     tall = max(rows, layout.QUERY_ROWS)
     q = mine + layout.BIG
-    scores = q + tall * head
+    scores = q + tall * row.dim * TARGET.row_item
     p = scores + tall * layout.KEY_TILE * 4
-    o = p + tall * layout.KEY_TILE * item
+    o = p + tall * wide
     kp, vp = mine + layout.POINTERS, mine + layout.POINTERS + 1024
     state = mine + layout.STATE
     for i in range(count):
         source = row.q + (begin + first + i) * row.ldq + h * group * head
-        native.copy(q + i * group * head, source, group * head)
+        if TARGET.widens:
+            native.widen(source, q + i * group * row.dim * 4, group * row.dim)
+        else:
+            native.copy(q + i * group * head, source, group * head)
     for r in range(rows):
         put32(state, 4 * r, -246811958)  # float32 bits of LOWEST
         put32(state, 4 * r + 1, 0)
@@ -177,8 +180,11 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
             put(vp, i, place + chunk)
             for line in range(place, place + both, 256):
                 prefetch(line)  # one in four: the core fetches their neighbours by itself
+        put(mine + layout.PLAN, 0, scores)  # tiles of widened rows ask for memory from there: for none but this line
+        put(mine + layout.PLAN, 1, 0)
         tiles(
-            c, rows, q, head, head >> 2, kp, chunks, TARGET.tile_panels, scores, layout.KEY_TILE * 4, STORE_F32
+            c, rows, q, row.dim * TARGET.row_item, head >> 2, kp, chunks, TARGET.tile_panels, scores,
+            layout.KEY_TILE * 4, STORE_F32, mine + layout.PLAN,
         )  # fmt: skip
         for i in range(count):
             at = position + i
@@ -191,8 +197,7 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
                 if row.cap:
                     native.cap(scores + r * layout.KEY_TILE * 4, chunks * 16, row.cap, layout.ONE)
                 native.softmax(
-                    scores + r * layout.KEY_TILE * 4, p + r * layout.KEY_TILE * item, chunks * 16, lo, hi, row.scale,
-                    state + 16 * r,
+                    scores + r * layout.KEY_TILE * 4, p + r * wide, chunks * 16, lo, hi, row.scale, state + 16 * r
                 )  # fmt: skip
         if row.keys_are_values:
             sum_keys(dim, rows, p, kp, chunks, o, state)
@@ -213,7 +218,7 @@ def attend_tile(c: int, row: fields.AttendOp, mine: int, s: int, h: int, first: 
 
 def sum_values(dim: int, rows: int, p: int, vp: int, chunks: int, o: int, state: int) -> None:
     """Add a tile's weighted values to o."""
-    item = TARGET.item
+    item, wide = TARGET.item, layout.KEY_TILE * TARGET.row_item
     v, all_panels = 0, dim >> 4
     while v < all_panels:
         panels = TARGET.value_panels if all_panels - v >= TARGET.value_panels else 1
@@ -221,7 +226,7 @@ def sum_values(dim: int, rows: int, p: int, vp: int, chunks: int, o: int, state:
         while r < rows:
             some = min(TARGET.value_rows, rows - r)
             native.values(
-                some * 8 + panels, panels, p + r * layout.KEY_TILE * item, layout.KEY_TILE * item, vp, chunks,
+                some * 8 + panels, panels, p + r * wide, wide, vp, chunks,
                 v * 256 * item, o + (r * dim + 16 * v) * 4, dim * 4, state + 16 * r,
             )  # fmt: skip
             r += some
@@ -230,12 +235,12 @@ def sum_values(dim: int, rows: int, p: int, vp: int, chunks: int, o: int, state:
 
 def sum_keys(dim: int, rows: int, p: int, kp: int, chunks: int, o: int, state: int) -> None:
     """The same where values are the first `dim` columns of keys."""
-    item, steps = TARGET.item, TARGET.latent_steps
+    item, steps, wide = TARGET.item, TARGET.latent_steps, layout.KEY_TILE * TARGET.row_item
     for v in range(0, dim * item >> 2, steps):
         for r in range(0, rows, TARGET.latent_rows):
             some = min(TARGET.latent_rows, rows - r)
             native.latents(
-                some * 8 + steps, steps, p + r * layout.KEY_TILE * item, layout.KEY_TILE * item, kp, chunks, v * 64,
+                some * 8 + steps, steps, p + r * wide, wide, kp, chunks, v * 64,
                 o + (r * dim + v * 4 // item) * 4, dim * 4, state + 16 * r,
             )  # fmt: skip
 

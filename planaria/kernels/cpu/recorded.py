@@ -214,7 +214,7 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
         """Attention of `groups` groups of heads. chunk_bytes: of a chunk of 16 tokens of a group, up to the next;
         group_bytes: from the chunks of one group to those of the next, 0 where they read the same, whose first columns
         are the values."""
-        batch, item = self.batch, self.target.item
+        batch, item = self.batch, self.target.row_item
         rows = max(layout.QUERY_ROWS, heads // groups)
         self.recorder.wants(layout.BIG + rows * (dim * item + value_dim * 4 + layout.KEY_TILE * (item + 4)))
         self.recorder.add(

@@ -38,6 +38,11 @@ class Target:
         return self.dtype == "bfloat16" and not self.wide
 
     @property
+    def row_item(self) -> int:
+        """Bytes of an element of a product's rows, as its tiles take them."""
+        return 4 if self.widens else self.item
+
+    @property
     def wide(self) -> bool:
         return self.isa != "generic"
 

@@ -128,7 +128,10 @@ def softmax(target: Target) -> str:
     def weigh(i: str, acc: list[str]) -> list[str]:
         v = f.fma(f.floats(s, i), factors, minus)
         e = f.select(valid(i), exp(f, v))
-        act.store(e, act.place(p, i))
+        if target.row_item == 4:
+            f.put_floats(e, p, i)
+        else:
+            act.store(e, act.place(p, i))
         return [f.vec("fadd", acc[0], e)]
 
     sums = f.loop(0, "%padded", 16, [(F32, "zeroinitializer")], weigh)[0]
