@@ -12,6 +12,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -99,8 +100,10 @@ def _foreign(checkpoint: Checkpoint) -> ModelConfig:
 def _look(hf: dict[str, Any], release: str) -> Found:
     """What Transformers of this release makes of a config.json. Raises ModelError."""
     asked = json.dumps(hf, sort_keys=True).encode()
-    key = hashlib.sha256(f"{release} {version('torch')} {version('planaria')} ".encode() + asked).hexdigest()
-    place = cache_dir() / "foreign" / key
+    key = hashlib.sha256(f"{release} {version('torch')} ".encode() + asked)
+    for source in sorted(Path(__file__).parents[1].glob("hf/*.py")):
+        key.update(source.read_bytes())
+    place = cache_dir() / "foreign" / key.hexdigest()
     if not (said := kept_file(place)):
         said = _run(asked)
         keep_file(place, said)

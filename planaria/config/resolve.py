@@ -225,25 +225,20 @@ def of_foreign(options: EngineOptions, model: ModelConfig, parallel: ParallelCon
     """Where Transformers' code runs the model: with torch's kernels. Raises ConfigError for what it can't have."""
     if model.foreign is None:
         return options
+    context = parallel.decode_context_parallel_size
     refused = {
         "--kernels": options.kernels if options.kernels == "native" else None,
         "--quantization": options.quantization if options.quantization not in ("auto", "none") else None,
         "--enable-lora": options.enable_lora or None,
         "--batch-invariant": options.batch_invariant or None,
         "--enable-expert-parallel": parallel.enable_expert_parallel or None,
-        "--decode-context-parallel-size": _many(parallel.decode_context_parallel_size),
-        "--pipeline-parallel-size": _many(parallel.pipeline_parallel_size),
-        "--tensor-parallel-size": _many(parallel.tensor_parallel_size),
+        "--decode-context-parallel-size": context if context > 1 else None,
     }
     for flag, value in refused.items():
         if value is not None:
             rule = f"{model.architecture} is run by Transformers' code, which has nothing of this"
             raise ConfigError(flag, value, rule, "leave it out")
     return msgspec.structs.replace(options, kernels="torch")
-
-
-def _many(ranks: int) -> int | None:
-    return ranks if ranks > 1 else None
 
 
 def resolve(options: EngineOptions) -> EngineConfig:

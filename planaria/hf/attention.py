@@ -74,7 +74,7 @@ class PagedAttention:
         out = q.new_empty(*q.shape[:2], value.shape[-1])
         for group, sees in mask.groups(self.step, self.kv.block_size):
             q_group = q[group.rows].to(keys.dtype)
-            found = attended(q_group, keys[group.slots], values[group.slots], sees, scale, softcap or 0.0, s_aux)
+            found = attended(q_group, group.of(keys), group.of(values), sees, scale, softcap or 0.0, s_aux)
             out[group.rows] = found.to(out.dtype)
         return out[None]
 

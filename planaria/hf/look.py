@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planaria.errors import ModelError
 from planaria.hf.attention import NAME, Mask, check, register
+from planaria.hf.cut import cut, most_ranks, plan_of
 
 TOKENS = 8  # of the run
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of `layer_types`
@@ -86,7 +87,7 @@ def look(fields: dict[str, Any]) -> dict[str, Any]:
         raise ModelError(f"its rotary embedding ({', '.join(found)}) changes with the longest text of a step")
     if others := set(getattr(text, "layer_types", None) or ()) - ATTENTION:
         raise ModelError(f"its layers ({', '.join(sorted(others))}) keep state other than keys and values")
-    recorder = _run(model)
+    recorder, parameters = _run(model), sum(parameter.numel() for parameter in model.parameters())
     layers, attending = text.num_hidden_layers, len({id(call[0]) for call in recorder.calls})
     if not len(recorder.calls) == attending == layers:
         raise ModelError(
@@ -95,19 +96,34 @@ def look(fields: dict[str, Any]) -> dict[str, Any]:
         )
     if missing := {"position_ids", "logits_to_keep"} - set(signature(model.forward).parameters):
         raise ModelError(f"its forward pass takes no {', '.join(sorted(missing))}")
+    ranks, why = _ranks(model, recorder)
     names = {id(module): name for name, module in model.named_modules()}
     return {
         "foreign": {
             "layers": [
                 {"module": names[id(module)], "heads": heads, "width": width} for module, heads, width in recorder.calls
             ],
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "parameters": parameters,
+            "tensor_ranks": ranks,
+            "why_not": why,
         },
         "num_heads": recorder.heads,
         "hidden_size": text.hidden_size,
         "vocab_size": model.get_output_embeddings().weight.shape[0],
         "max_position": getattr(text, "max_position_embeddings", None),
     }
+
+
+def _ranks(model: Any, log: AttentionLog) -> tuple[int, str]:
+    """What a number of tensor ranks must divide, and if that is 1 why. The model is cut so, and run."""
+    try:
+        plan = plan_of(model)
+        if (ranks := most_ranks(model, plan, [log.heads, *(call[1] for call in log.calls)])) > 1:
+            cut(model, plan, 0, ranks, lambda x: x)
+            _run(model)
+    except ModelError as e:
+        return 1, str(e)
+    return ranks, "" if ranks > 1 else "its heads and columns have no common divisor"
 
 
 def _run(model: Any) -> AttentionLog:

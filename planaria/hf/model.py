@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -15,18 +16,21 @@ from transformers.utils import logging
 from planaria.checkpoint import Checkpoint
 from planaria.errors import ModelError
 from planaria.hf.attention import NAME, PagedAttention, register
+from planaria.hf.cut import cut, divided, plan_of
 from planaria.hf.look import configured
 from planaria.kernels.reference import TorchOps
-from planaria.models.config import Foreign, ModelConfig
+from planaria.models.config import AttendingLayer, Foreign, ModelConfig
 from planaria.models.shard import Shard
 
 
 class TransformersModel:
-    """`net` is Transformers' model, `foreign` what was found of it at the door."""
+    """`net` is Transformers' model, `foreign` what was found of it before. ranks: which tensor rank of how many."""
 
-    def __init__(self, config: ModelConfig, net: Any, foreign: Foreign, shard: Shard, ops: TorchOps) -> None:
+    def __init__(
+        self, config: ModelConfig, net: Any, foreign: Foreign, shard: Shard, ops: TorchOps, ranks: tuple[int, int]
+    ) -> None:
         self.config, self.net, self.shard, self._ops = config, net, shard, ops
-        self.shapes = foreign.layers
+        self.shapes = self._cut(foreign.layers, *ranks) if ranks[1] > 1 else foreign.layers
         self.layers = [PagedAttention() for _ in self.shapes]
         for layer, shape in zip(self.layers, self.shapes, strict=True):
             net.get_submodule(shape.module).paged = layer
@@ -34,9 +38,18 @@ class TransformersModel:
         tensors = {id(tensor): tensor for tensor in (*net.parameters(), *net.buffers())}
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
+    def _cut(self, layers: tuple[AttendingLayer, ...], rank: int, ranks: int) -> tuple[AttendingLayer, ...]:
+        plan = plan_of(self.net)
+        cut(self.net, plan, rank, ranks, self._ops.add_up)
+        return tuple(
+            structs.replace(layer, heads=layer.heads // ranks) if divided(layer.module, plan) else layer
+            for layer in layers
+        )
+
     def forward(self, ops: TorchOps) -> Tensor:
-        """Logits [S, vocabulary] float32, or where the model has none the hidden states [S, H]."""
-        if not self.config.has_logits:
+        """Logits [S, vocabulary] float32, or where the model has none, and on ranks that draw nothing, the hidden
+        states [S, H]."""
+        if not self.config.has_logits or self._ops.tp.rank:
             return self._hidden(ops)[ops.step.sample_index]
         return self._logits(ops, ops.step.sample_index)[0].float()
 
@@ -92,8 +105,10 @@ class TransformersModel:
         return sum(self._ops.kv_block_bytes(block_size, shape.heads, shape.width) for shape in self.shapes)
 
 
-def read(config: ModelConfig, checkpoint: Checkpoint, ops: TorchOps, shard: Shard) -> TransformersModel:
-    """Raises ModelError where tensors are missing or of another shape."""
+def read(
+    config: ModelConfig, checkpoint: Checkpoint, ops: TorchOps, shard: Shard, ranks: tuple[int, int] = (0, 1)
+) -> TransformersModel:
+    """ranks: see there. Raises ModelError where tensors are missing or of another shape."""
     assert config.foreign is not None
     register()
     quiet: Any = logging
@@ -107,4 +122,4 @@ def read(config: ModelConfig, checkpoint: Checkpoint, ops: TorchOps, shard: Shar
     for what in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, told[what])):
             raise ModelError(f"{checkpoint.path}: {what.replace('_keys', '')} tensors: {', '.join(names[:5])}")
-    return TransformersModel(config, net.eval().to(ops.device), config.foreign, shard, ops)
+    return TransformersModel(config, net.eval().to(ops.device), config.foreign, shard, ops, ranks)

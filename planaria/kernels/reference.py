@@ -84,6 +84,11 @@ class SequenceGroup:
     positions: Tensor
     stripes: Stripes
 
+    def of(self, cache: Tensor) -> Tensor:
+        """Rows of a cache [slots, ...]: [B, L, ...]."""
+        rows = cache.index_select(0, self.slots.flatten())  # copies whole rows, as cache[slots] doesn't
+        return rows.view(*self.slots.shape, *cache.shape[1:])
+
     def mask(self, window: int | None) -> Tensor:
         """bool [B, 1, Q, L]: which keys a token sees."""
         key: Tensor = self.stripes.position(torch.arange(self.slots.shape[1], device=self.slots.device))
@@ -258,6 +263,12 @@ class TorchOps(Products, SharedTokens):
             found = found.view(torch.bfloat16)
         return found.to(device=self.device, dtype=dtype).contiguous()
 
+    def add_up(self, x: Tensor) -> Tensor:
+        """Over the tensor ranks."""
+        sums = x.float().contiguous()
+        self.tp.all_reduce(self._shared(sums))
+        return sums.to(x.dtype)
+
     def _shared(self, x: Tensor) -> Array:
         """The same numbers for who has no torch: in main memory a NumPy array of the same memory, bfloat16 as its bits;
         on a device the tensor."""
@@ -319,7 +330,7 @@ class TorchOps(Products, SharedTokens):
         q = q.view(-1, num_heads, head_dim)
         out = torch.empty_like(q)
         for group, mask in self.step.groups(kv.block_size, window):
-            keys, values = kv.keys[group.slots], kv.values[group.slots]
+            keys, values = group.of(kv.keys), group.of(kv.values)
             out[group.rows] = attended(q[group.rows], keys, values, mask, scale, cap, sinks)
         return out.flatten(1)
 
@@ -341,7 +352,7 @@ class TorchOps(Products, SharedTokens):
         q = q.view(-1, num_heads, q.shape[1] // num_heads)
         out = q.new_empty(len(q), num_heads, rank)
         for group, mask in self.step.groups(kv.block_size, None):
-            keys = kv.rows[group.slots][:, None]
+            keys = group.of(kv.rows)[:, None]
             found = F.scaled_dot_product_attention(
                 q[group.rows].transpose(1, 2), keys, keys[..., :rank], attn_mask=mask, scale=scale, enable_gqa=True
             )

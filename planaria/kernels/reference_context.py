@@ -95,7 +95,7 @@ class SharedTokens:
         out = q.new_empty(*q.shape[:2], values.shape[-1] + 2, dtype=torch.float32)
         for some, mask in self.step.groups(block_size, window, group.stripes):
             queries, keys_here, values_here = (
-                x.transpose(1, 2) for x in (q[some.rows], keys[some.slots], values[some.slots])
+                x.transpose(1, 2) for x in (q[some.rows], some.of(keys), some.of(values))
             )
             out[some.rows] = part(queries, keys_here, values_here, mask, scale, cap)
         return out.flatten(1)

@@ -82,10 +82,13 @@ class AttendingLayer(msgspec.Struct, frozen=True):
 
 
 class Foreign(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that Transformers' own code computes (docs/adr/0054). parameters: how many it has."""
+    """A model that Transformers' own code computes (docs/adr/0054). parameters: how many it has. tensor_ranks: what
+    their number must divide; why_not: of a model that can't be cut."""
 
     layers: tuple[AttendingLayer, ...]
     parameters: int
+    tensor_ranks: int = 1
+    why_not: str = ""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,6 +76,12 @@ def deal_tensor(
     whole, moe = Shard.full(config), config.moe
     if ranks == 1 and experts is None:
         return [whole]
+    if config.foreign is not None and config.foreign.tensor_ranks % ranks:
+        most, why = config.foreign.tensor_ranks, config.foreign.why_not
+        raise ConfigError(
+            "--tensor-parallel-size", ranks, f"{config.architecture} is run by Transformers' code, and "
+            + (why or f"by its tp_plan a number of ranks must divide {most}"), f"use {most}",
+        )  # fmt: skip
     limits = {
         "query heads": config.num_heads,
         f"blocks of {VOCAB_BLOCK} tokens": -(-config.vocab_size // VOCAB_BLOCK),
@@ -147,6 +153,9 @@ def deal(
     experts: ExpertMap | None = None, lane: int = 0, context: tuple[int, int] = (1, 1),
 ) -> list[Shard]:  # fmt: skip
     """The shard of every rank of a lane; rank = stage * tp + tensor rank. experts, context: see `deal_tensor`."""
+    if config.foreign is not None and pp > 1:
+        rule = f"{config.architecture} is run by Transformers' code, which isn't cut into stages"
+        raise ConfigError("--pipeline-parallel-size", pp, rule, "use tensor ranks")
     return [
         replace(shard, layers=layers)
         for layers in deal_layers(config.num_layers, pp, partition)

@@ -55,6 +55,8 @@ def rank_memory(
 
 def num_parameters(config: ModelConfig, shard: Shard) -> int:
     """Weights of a rank; biases are left out."""
+    if config.foreign is not None:
+        return config.foreign.parameters * len(shard.heads) // config.num_heads
     first, last, hidden = shard.first(), shard.last(config), config.hidden_size
     tables = first + (last and config.has_logits and not (first and config.tie_word_embeddings))
     return (tables * len(shard.vocab) + last) * hidden + sum(_of_layer(config, shard, layer) for layer in shard.layers)

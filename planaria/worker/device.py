@@ -38,7 +38,8 @@ def make_ops(config: EngineConfig, threads: int | None = None) -> Ops:
         from planaria.kernels.cpu.ops import CpuOps
 
         return CpuOps(device.dtype, threads or device.threads, cache_dir() / "kernels")
-    if not device.platform.on_host and importlib.util.find_spec("triton") is not None:
+    own = config.model.foreign is None  # others' code can't be recorded
+    if own and not device.platform.on_host and importlib.util.find_spec("triton") is not None:
         from planaria.kernels.gpu.ops import GpuOps
 
         return GpuOps.recording(device.platform.torch, device.dtype, graphs=device.platform.graphs)

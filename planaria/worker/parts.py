@@ -73,7 +73,7 @@ def read_part(
     rank, layout = part
     checkpoint = msgspec.convert(config.checkpoint, Checkpoint)
     if config.model.foreign is not None:
-        model: Model = _read_foreign(config, checkpoint, ops)
+        model: Model = _read_foreign(config, checkpoint, ops, part)
         return model
     if rank == 0 and (line := unpacked_line(checkpoint, config.device.quantization, config.device.dtype)):
         logger.warning(line)
@@ -98,10 +98,10 @@ def read_part(
     return weights.make(part, what, make, ops, lambda fraction: progress("weights", fraction))
 
 
-def _read_foreign(config: EngineConfig, checkpoint: Checkpoint, ops: Any) -> Any:
+def _read_foreign(config: EngineConfig, checkpoint: Checkpoint, ops: Any, part: Part) -> Any:
     from planaria.hf.model import read
 
-    return read(config.model, checkpoint, ops, Shard.full(config.model))
+    return read(config.model, checkpoint, ops, Shard.full(config.model), (part[0], part[1].tp))
 
 
 def read_lacking(config: EngineConfig, ops: Ops, model: Any, lacking: Mapping[int, Sequence[int]]) -> None:

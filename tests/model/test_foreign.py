@@ -21,7 +21,7 @@ from planaria.errors import ConfigError, ModelError
 from planaria.hf import look
 from planaria.hf.model import read
 from planaria.kernels.reference import TorchOps
-from planaria.models.config import ModelConfig
+from planaria.models.config import Foreign, ModelConfig
 from planaria.models.shard import Shard
 from tests.model.checkpoints import load_reference, write_checkpoint
 from tests.model.driver import Driver
@@ -221,13 +221,35 @@ def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
     torch.testing.assert_close(Driver(alone, ops).step({0: PROMPTS[1]})[0], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_killed_rank_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_its_plan_a_model_is_cut(tmp_path: Path) -> None:
+    """As Transformers' `tp_plan` says, by a number of ranks that divides all."""
+
+    def ranks(family: str, **fields: Any) -> Foreign:
+        config = foreign_model(write_checkpoint(tmp_path / family, family, **fields))[1]
+        assert config.foreign is not None
+        return config.foreign
+
+    assert ranks("cohere").tensor_ranks == 2  # heads of keys
+    assert "moe_tp_experts" in ranks("granitemoe", **FAMILIES["granitemoe"]).why_not
+    assert ranks("opt", **FAMILIES["opt"]).why_not == "it has no tp_plan"
+    for family, count, rule in (("cohere", 4, "must divide 2"), ("opt", 2, "it has no tp_plan")):
+        with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {count}: .*{rule}"):
+            resolve(EngineOptions(model=str(tmp_path / family), device="cpu", tensor_parallel_size=count))
+
+
+@pytest.mark.parametrize(
+    "family, ranks", [("cohere2", 1), ("phi", 2), pytest.param("olmo2", 2, marks=pytest.mark.long)]
+)
+def test_a_killed_rank_loses_nothing(
+    family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """Its KV stays in the node's memory, the prefix cache finds what came before, and the answers are `generate`'s."""
     monkeypatch.undo()  # by the program of its own
-    folder = write_checkpoint(tmp_path, "cohere2", **WINDOW)
+    folder = write_checkpoint(tmp_path, family, **FAMILIES[family])
     asked = [(prompt * 4, COUNT) for prompt in PROMPTS[:2]]
     wanted = generated(folder, [prompt for prompt, _ in asked])
-    with Engine(str(folder)) as engine:
+    with Engine(str(folder), tensor_parallel_size=ranks, threads=1) as engine:
+        assert len(engine.pids) == ranks
         assert engine.config.model.foreign is not None
         assert engine.run(asked, 8, lambda: engine.kill(0, signal.SIGKILL)) == wanted
         (recovery,) = engine.recoveries
