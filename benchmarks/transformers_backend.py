@@ -1,7 +1,7 @@
 """A model by Transformers' code on paged KV beside Transformers' own `generate`, 32 rows at a time, in turn in one run,
 on the same random weights and threads. Once all requests have prompts and answers of one length, once of many, as
-people ask: `generate` pads prompts and goes on until the longest answer of its 32 is there, here the next request takes a row
-that is free. Greedy; in float32 both give the same tokens.
+people ask: `generate` pads prompts and goes on until the longest answer of its 32 is there; here the next request takes
+a row that is free. Greedy; in float32 both give the same tokens.
 
 python -m benchmarks.transformers_backend --family olmo2 --layers 12 --hidden 768
 """
