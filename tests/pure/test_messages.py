@@ -19,8 +19,9 @@ from planaria.executor.link.address import TcpAddress
 from planaria.executor.link.codec import CodecError, answer, decode_command, encode_command, heard
 from planaria.executor.link.keys import Invitation, Pair
 from planaria.hosts.host import Place, Program
-from planaria.protocol import Failed, Hello, Join, Regroup
+from planaria.protocol import Failed, Fresh, Hello, Join, Regroup, Row, StepPlan
 from planaria.topology import Layout
+from planaria.types import SamplingParams
 
 small = st.integers(0, 2**31)
 text = st.text(max_size=20)
@@ -172,3 +173,14 @@ def test_damaged_messages(name: str, data: st.DataObject) -> None:
             case "d":
                 good[at:at] = good[: at + 1]
     check(name, bytes(good))
+
+
+@pytest.mark.row("X4")
+def test_a_steady_step_is_said_in_sixteen_bytes() -> None:
+    """Rows that go on by themselves aren't named, so there is nothing to leave out for later stages; a prompt is said
+    once."""
+    steady = StepPlan(epoch=3, step=1000, lanes=((),), freed_rows=((),))
+    assert len(encode_command(steady)) <= 16
+    fresh = Fresh([49151] * 1024, 1024, SamplingParams(), seed=2**31)
+    row = Row(0, 0, 1024, tuple(range(64)), True, fresh)
+    assert len(encode_command(msgspec.structs.replace(steady, lanes=((row,),)))) < 3.5 * 1024
