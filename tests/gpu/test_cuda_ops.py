@@ -1,17 +1,25 @@
-"""The reference operations on CUDA against the same code on the CPU: whole models, paged and chunked batches."""
+"""The operations on CUDA against the definition on the CPU: whole models, paged and chunked batches, recorded steps."""
 
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from planaria.kernels.gpu.draw import Drawer
+from planaria.kernels.gpu.graphs import OFTEN
+from planaria.kernels.gpu.ops import GpuOps
 from planaria.kernels.reference import TorchOps
 from planaria.layers.build import build
 from planaria.models import model_config
+from planaria.protocol import Fresh
+from planaria.types import SamplingParams
+from planaria.worker.sampler import Sampler
+from planaria.worker.torch_sampler import TorchSampler
 from tests.model.driver import Driver
 from tests.model.random_source import RandomSource
 
@@ -41,11 +49,16 @@ EXPERTS = {
 }  # fmt: skip
 
 
+def make(device: str, dtype: str) -> TorchOps:
+    """With recorded steps on a device."""
+    return TorchOps(device, dtype) if device == "cpu" else GpuOps.recording(device, dtype, graphs=True)
+
+
 def logits(
     device: str, dtype: str, kind: str | None = None, config: dict[str, Any] = QWEN3
 ) -> dict[int, Tensor]:  # fmt: skip
     """Of three texts: whole, then a step with a chunk and two single tokens."""
-    ops = TorchOps(device, dtype)
+    ops = make(device, dtype)
     model = build(model_config(config), RandomSource(kind), ops, quantization="keep")
     driver = Driver(model, ops, block_size=16)
     draw = random.Random(0)
@@ -80,7 +93,7 @@ def test_bfloat16_is_near_float32(cuda: str) -> None:
 
 
 def test_a_step_without_samples_and_the_device_of_the_result(cuda: str) -> None:
-    ops = TorchOps(cuda, "bfloat16")
+    ops = make(cuda, "bfloat16")
     model = build(model_config(QWEN3), RandomSource(), ops, quantization="keep")
     driver = Driver(model, ops, block_size=16)
     assert driver.step({0: [1, 2, 3]}, wanted=[])[-1].shape == (0, 1000)
@@ -92,9 +105,63 @@ def test_a_step_without_samples_and_the_device_of_the_result(cuda: str) -> None:
 def test_memory_is_that_of_the_weights_and_the_cache(cuda: str) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    ops = TorchOps(cuda, "bfloat16")
+    ops = make(cuda, "bfloat16")
     model = build(model_config(QWEN3), RandomSource(), ops, quantization="keep", max_positions=64)
     model.make_kv(100, 16)
     used = torch.cuda.memory_allocated() - before
     expected = model.weight_bytes + 100 * model.kv_block_bytes(16)
     assert expected <= used < expected * 1.05 + 2**20
+
+
+def test_attention_is_by_kernels(cuda: str) -> None:
+    ops = GpuOps(cuda, "bfloat16")
+    driver = Driver(build(model_config(QWEN3), RandomSource(), ops, quantization="keep"), ops, block_size=16)
+    driver.step({0: [1, 2, 3]})
+    assert {way.name for way in ops.ways.values()} <= {"torch varlen", "Triton"}
+    print([(way.name, way.refused) for way in ops.ways.values()])
+
+
+def test_recorded_steps_give_the_same(cuda: str) -> None:
+    """Steps of a token each until they are played, with a row that comes and goes."""
+    drivers = []
+    for recorded in (False, True):
+        ops = GpuOps.recording(cuda, "float32", graphs=recorded)
+        model = build(model_config(QWEN3), RandomSource(), ops, quantization="keep")
+        drivers.append((ops, Driver(model, ops, block_size=16)))
+    feeds = [{i: [i + 1] * 20 for i in range(3)}, *[{i: [i + n] for i in range(3 - n % 2)} for n in range(6 * OFTEN)]]
+    for number, feed in enumerate(feeds):
+        found = []
+        for ops, driver in drivers:
+            driver.batch.prefill = number == 0
+            found.append(driver.step(feed))
+            for made in getattr(ops, "graphs", ()):
+                if made._thread is not None:
+                    made._thread.join()
+        for i in feed:
+            assert float((found[0][i] - found[1][i]).abs().max()) < 1e-5
+    assert len(drivers[1][0].graphs[0].ready) == 2
+
+
+def test_tokens_are_those_of_the_cpu(cuda: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (100, 50_000):
+        logits = torch.randn(6, size, generator=generator) * 3
+        params = [
+            SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
+            for t, k, p, m in (
+                (0, 0, 1, 0),
+                (1, 0, 1, 0),
+                (0.7, 5, 1, 0),
+                (1.3, 0, 0.9, 0),
+                (1, 50, 0.5, 0),
+                (1, 0, 1, 0.05),
+            )
+        ]
+        drawer = Drawer(8, size, torch.device(cuda))
+        samplers = [TorchSampler(8, size, drawer=drawer), Sampler(8, size, plain=True)]
+        for sampler in samplers:
+            for row, each in enumerate(params):
+                sampler.enter(row, Fresh(array("q", [1]), 1, each, row))
+        for _ in range(50):
+            found = samplers[0].sample(logits.to(cuda), [*range(6)])
+            assert found == samplers[1].sample(logits.numpy().copy(), [*range(6)])

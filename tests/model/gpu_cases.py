@@ -280,11 +280,11 @@ def graphs() -> None:
         found, wanted = (driver.step(feed) for driver in drivers)
         for i in feed:
             same(found[i], wanted[i], "float32", (number, i))
-    (made,) = ops._graphs
+    (made,) = ops.graphs
     assert recorder.played == 3, (recorder.played, made.ready)
     assert {(shape.rows, shape.each) for shape in made.ready} == {(4, 1), (4, 2), (2, 1)}
     ops.join(Solo())
-    assert not made.ready and not ops._graphs
+    assert not made.ready and not ops.graphs
 
 
 def drawing(sizes: tuple[int, ...] = (100, 1)) -> None:

@@ -27,6 +27,7 @@ class Drawer:
     def __init__(self, lines: int, size: int, device: torch.device) -> None:
         self.lines, self.size, self.device = lines, size, device
         self.rows: list[int] | None = None
+        self._last: list[int] | None = None  # that were staged last
         self.drawn = self.cuts = False
         pinned = device.type == "cuda"
         self._host = torch.zeros(6, lines, dtype=torch.int64, pin_memory=pinned)
@@ -41,12 +42,19 @@ class Drawer:
             *whole[4:],
         ]
 
-    def stage(self, rows: list[int], tables: Sequence[npt.NDArray[Any]]) -> None:
-        """tables, by row: scales, limits, top_k, top_p, seeds, positions (see `Sampler`)."""
-        for into, table in zip(self._into, tables, strict=True):
-            into[: len(rows)] = table[rows] if table.dtype != np.uint64 else table[rows].view(np.int64)
-        self.rows, self.drawn = rows, False
-        self.cuts = bool((tables[2][rows] > 0).any() or (tables[3][rows] < 1.0).any())
+    def spare(self) -> Drawer:
+        """Another of its kind, for a trial."""
+        return Drawer(self.lines, self.size, self.device)
+
+    def stage(self, rows: list[int], tables: Sequence[npt.NDArray[Any]], *, again: bool = False) -> None:
+        """tables, by row: scales, limits, top_k, top_p, seeds, positions (see `Sampler`). again: nobody entered since
+        the last time, so that the same rows have other positions only."""
+        if not again or rows != self._last:
+            for into, table in zip(self._into, tables[:5], strict=False):
+                into[: len(rows)] = table[rows] if table.dtype != np.uint64 else table[rows].view(np.int64)
+            self.cuts = bool((tables[2][rows] > 0).any() or (tables[3][rows] < 1.0).any())
+        self._into[5][: len(rows)] = tables[5][rows]
+        self.rows, self._last, self.drawn = rows, rows, False
         self._here.copy_(self._host, non_blocking=True)
 
     def draw(self, logits: Tensor, *, cuts: bool | None = None) -> None:

@@ -59,7 +59,7 @@ class GpuOps(TorchOps):
         self.ways: dict[Need, Way] = {}  # of attention, that were asked for
         self.recorder: StepRecorder | None = None  # of steps; None: they are not recorded
         self.drawer: Drawer | None = None  # that draws in a recorded step
-        self._graphs: list[StepGraphs] = []  # of functions that were compiled since ranks joined
+        self.graphs: list[StepGraphs] = []  # of functions that were compiled since ranks joined
 
     @classmethod
     def recording(cls, device: str, dtype: str, *, graphs: bool) -> GpuOps:
@@ -116,8 +116,8 @@ class GpuOps(TorchOps):
         super().close()
 
     def _forget(self) -> None:
-        while self._graphs:
-            self._graphs.pop().close()
+        while self.graphs:
+            self.graphs.pop().close()
 
     def compile(
         self, forward: Callable[[Any], Any], batch: Batch, lanes: All2All | None = None
@@ -137,7 +137,7 @@ class GpuOps(TorchOps):
             own._owed = None
             nobody = Batch(1, 1, 1, 1)
             own._step = DeviceStep(nobody, spare, self._block_size, fused.put, shape[:3])
-            own.drawer = Drawer(self.drawer.lines, self.drawer.size, self.device) if self.drawer is not None else None
+            own.drawer = self.drawer.spare() if self.drawer is not None else None
             own._record(forward, shape)  # compiles what isn't yet, and stores nothing
             own.drawer = self.drawer
             own._step = DeviceStep.recorded(places, fused.put, shape[:3])
@@ -145,7 +145,7 @@ class GpuOps(TorchOps):
 
         assert self.recorder is not None
         graphs = StepGraphs(self.recorder, make, beside=self.recorder.beside and self.tp.size == 1)
-        self._graphs.append(graphs)
+        self.graphs.append(graphs)
 
         @torch.inference_mode()
         def step() -> Array:

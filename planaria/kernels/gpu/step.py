@@ -71,6 +71,12 @@ def _cut(whole: Tensor, sizes: dict[str, int]) -> dict[str, Tensor]:
     return dict(zip(sizes, torch.split(whole, [*sizes.values()]), strict=True))
 
 
+def _one_each(places: Places, rows: int, each: int, longest: int) -> QueryTiles:
+    """Of a recording: a tile for each row."""
+    own = places.here["tile_sequences"][:rows], places.here["tile_firsts"][:rows]
+    return QueryTiles(*own, 1 << (each - 1).bit_length(), longest)
+
+
 class DeviceStep(StepTensors):
     """See Rule. block_size: tokens of a block here. shape: sequences, tokens of each, and most keys of one, of what is
     recorded; None: as the batch has them. put: stores rows [T, ...] in a cache at slots, but for those below 0."""
@@ -99,9 +105,11 @@ class DeviceStep(StepTensors):
         else:
             self.longest = shape[2]
             tokens, sequences, samples = self._spread(batch, host, *shape[:2])
-        counts = np.diff(host["starts"][: sequences + 1])
-        self.most = int(counts.max(initial=1))
-        self.tiles = self._tiles(places, counts, fixed=shape is not None)
+            self.most, self.tiles = shape[1], [_one_each(places, *shape)]
+        if shape is None:
+            counts = np.diff(host["starts"][: sequences + 1])
+            self.most = int(counts.max(initial=1))
+            self.tiles = self._tiles(places, counts)
         places.copy(len(self._tables), width)
         self._view(places, tokens, sequences, samples)
 
@@ -111,8 +119,7 @@ class DeviceStep(StepTensors):
         (rows, each, longest), new = shape, cls.__new__(cls)
         new.device, new._put_rows, new.longest, new.most = places.tables.device, put, longest, each
         new._hidden = new._arrived = new._here = None
-        own = places.here["tile_sequences"][:rows], places.here["tile_firsts"][:rows]
-        new.tiles = [QueryTiles(*own, 1 << (each - 1).bit_length(), longest)]
+        new.tiles = [_one_each(places, rows, each, longest)]
         new._view(places, rows * each, rows, rows * each)
         return new
 
@@ -131,13 +138,14 @@ class DeviceStep(StepTensors):
             host[name][:total] = nothing
             host[name][self.lines] = getattr(batch, name)[: len(self.lines)]
         host["starts"][: rows + 1] = np.arange(rows + 1) * each
+        host["tile_sequences"][:rows], host["tile_firsts"][:rows] = np.arange(rows), host["starts"][:rows]
         host["lengths"][:rows] = 0
         host["lengths"][: len(counts)] = self._lengths - counts + each
         host["sample_index"][:total] = np.arange(total)
         return total, rows, total
 
-    def _tiles(self, places: Places, counts: Any, *, fixed: bool) -> list[QueryTiles]:
-        """Of those with few tokens, and of the others. counts: tokens of each sequence. fixed: of a recording."""
+    def _tiles(self, places: Places, counts: Any) -> list[QueryTiles]:
+        """Of those with few tokens, and of the others. counts: tokens of each sequence."""
         found, at = list[QueryTiles](), 0
         for chosen, block_q in ((counts <= FEW) & (counts > 0), 0), (counts > FEW, BLOCK_Q):
             members = np.flatnonzero(chosen)
@@ -152,7 +160,7 @@ class DeviceStep(StepTensors):
             places.host["tile_sequences"][at:end] = np.repeat(members, number)
             starts = places.host["starts"][members]
             places.host["tile_firsts"][at:end] = np.repeat(starts, number) + within * block_q
-            longest = self.longest if fixed else int(places.host["lengths"][members].max())
+            longest = int(places.host["lengths"][members].max())
             own = places.here["tile_sequences"][at:end], places.here["tile_firsts"][at:end]
             found.append(QueryTiles(*own, block_q, longest))
             at = end

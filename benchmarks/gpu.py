@@ -1,0 +1,343 @@
+"""Everything about GPUs that can be measured here, correctness first; writes docs/gpu.md's tables by itself.
+
+    python -m benchmarks.gpu [--cases correct,host,bandwidth,smollm2,7b,7b-int4,recovery] [--page docs/gpu.md]
+
+With a device: tests/gpu, then tokens a second of one stream and of 32 to 256 (SmolLM2, and a random model of Llama 7B's
+layout, in bfloat16 and at 4 bits), beside the bandwidth measured in the same run and beside vLLM where it is installed;
+the time to the first token; the pause when a rank is killed. Without one: what Triton's interpreter and stand-ins show,
+and the host's time of a step with kernels that do nothing; the page says that nothing ran on hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import report
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = Path(__file__).resolve().parent / "out"
+CASES = ("correct", "host", "bandwidth", "smollm2", "7b", "7b-int4", "recovery")
+STREAMS = (1, 32, 64, 128, 256)
+PROMPT, TOKENS = 32, 256
+LLAMA_7B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def correct(here: bool) -> dict[str, Any]:
+    """The tests that fit this machine."""
+    files = ["tests/gpu"] if here else ["tests/model/test_gpu_kernels.py", "tests/model/test_step_graphs.py"]
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-m", "not long", *files], cwd=ROOT,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|error)", found.stdout)}
+    return {"files": " ".join(files), **counts, "code": found.returncode, "end": found.stdout[-2000:]}
+
+
+# -- the host's part
+
+
+class NullDrawer:
+    """Stages as a `Drawer` does; every token is 1."""
+
+    def __init__(self, lines: int, size: int) -> None:
+        from planaria.kernels.gpu.draw import Drawer
+
+        self._own = Drawer(lines, size, torch.device("cpu"))
+        self.lines, self.size = lines, size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    @property
+    def rows(self) -> list[int] | None:
+        return self._own.rows
+
+    @rows.setter
+    def rows(self, rows: list[int] | None) -> None:
+        self._own.rows = rows
+
+    def spare(self) -> NullDrawer:
+        return self
+
+    def draw(self, logits: Any, *, cuts: bool | None = None) -> None:
+        pass
+
+    def read(self, lines: int) -> tuple[list[int], list[int]]:
+        return self._own.read(lines)
+
+
+class NullRecorder:
+    beside = False
+
+    def enter(self) -> None:
+        pass
+
+    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        return lambda: None, work()
+
+
+def host(rows: int = 256, steps: int = 200, vocab: int = 32000) -> dict[str, Any]:
+    """Milliseconds of a processor that a step of `rows` streams takes on a worker whose device takes no time: the
+    median, and what 9 in 10 stay below."""
+    from planaria.config.options import CacheConfig, SchedulerConfig
+    from planaria.core.engine import EngineCore
+    from planaria.kernels.gpu.ops import GpuOps
+    from planaria.kernels.ops import Batch
+    from planaria.protocol import StepResult
+    from planaria.types import Request, SamplingParams
+    from planaria.worker.runner import Runner
+    from planaria.worker.torch_sampler import TorchSampler
+
+    size, longest = 16, 1024
+    scheduler = SchedulerConfig(
+        max_num_seqs=rows, max_num_batched_tokens=2048, max_model_len=longest, depth=1, max_logit_rows=rows + 256,
+    )  # fmt: skip
+    batch = Batch(2048, rows, longest // size + 1, rows + 256)
+    ops, drawer = GpuOps("cpu", "bfloat16"), NullDrawer(rows, vocab)
+    ops.recorder, ops.drawer = NullRecorder(), drawer  # type: ignore[assignment]
+    logits = torch.zeros(rows + 256, vocab)
+    ops.kv_layer(1, size, 1, 1)
+    forward = ops.compile(lambda own: logits[: len(own.step.sample_index)], batch)
+    sampler = TorchSampler(rows, vocab, drawer=drawer)  # type: ignore[arg-type]
+    core = EngineCore(scheduler, CacheConfig(block_size=size), rows * longest // size)
+    runner = Runner(batch, lambda: torch.as_tensor(forward()), sampler, scheduler, size)
+    for i in range(rows):
+        prompt = [(i + j) % vocab for j in range(PROMPT)]
+        core.admit(Request(f"r{i}", prompt, SamplingParams(temperature=0.8), i, max_tokens=longest - PROMPT))
+    times, threads = list[float](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    while len(times) < steps:
+        plan = core.plan(0.0)
+        assert plan is not None
+        since = time.thread_time()  # of a processor: what else runs here is no part of it
+        part = runner.step(plan.step, plan.lanes[0], plan.freed_rows[0], plan.turn)
+        if len(part.rows) == rows and ops.graphs[0].ready:
+            times.append((time.thread_time() - since) * 1e3)
+        core.commit(StepResult(plan.epoch, plan.step, (part,)))
+    torch.set_num_threads(threads)
+    return {"rows": rows, "median": statistics.median(times), "p90": sorted(times)[len(times) * 9 // 10]}
+
+
+# -- a device
+
+
+def bandwidth(size: int = 4 << 30) -> float:
+    """Bytes a second of reading: a sum over memory far larger than any cache."""
+    x = torch.ones(size // 4, device="cuda")
+    times = list[float]()
+    for _ in range(7):
+        torch.cuda.synchronize()
+        since = time.perf_counter()
+        x.sum()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - since)
+    return size / min(times)
+
+
+def random_llama(folder: Path) -> Path:
+    """A checkpoint of Llama 7B's layout: rows of one random block, over and over. 13.5 GB."""
+    from safetensors.torch import save_file
+
+    hidden, inner, vocab = LLAMA_7B["hidden_size"], LLAMA_7B["intermediate_size"], LLAMA_7B["vocab_size"]
+    block = np.random.default_rng(0).normal(0, 0.02, (1024, inner)).astype(np.float32).view(np.uint32) >> 16
+
+    def matrix(rows: int, columns: int) -> Any:
+        part = block.astype(np.uint16)[:, :columns]
+        return np.tile(part, (-(-rows // len(part)), 1))[:rows]
+
+    def save(name: str, tensors: dict[str, Any]) -> None:
+        halves = {key: torch.from_numpy(value).view(torch.bfloat16) for key, value in tensors.items()}
+        save_file(halves, folder / name, metadata={"format": "pt"})
+
+    ones = np.full(hidden, 0x3F80, np.uint16)
+    index = dict[str, str]()
+    for layer in range(LLAMA_7B["num_hidden_layers"]):
+        own, at = f"model-{layer:02}.safetensors", f"model.layers.{layer}"
+        tensors = {f"{at}.self_attn.{part}_proj.weight": matrix(hidden, hidden) for part in "qkvo"}
+        tensors |= {f"{at}.mlp.{part}_proj.weight": matrix(inner, hidden) for part in ("gate", "up")}
+        tensors |= {f"{at}.mlp.down_proj.weight": matrix(hidden, inner)}
+        tensors |= {f"{at}.{part}_layernorm.weight": ones for part in ("input", "post_attention")}
+        save(own, tensors)
+        index |= dict.fromkeys(tensors, own)
+    rest = {
+        "model.embed_tokens.weight": matrix(vocab, hidden), "lm_head.weight": matrix(vocab, hidden),
+        "model.norm.weight": ones,
+    }  # fmt: skip
+    save("model-rest.safetensors", rest)
+    index |= dict.fromkeys(rest, "model-rest.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(LLAMA_7B))
+    return folder
+
+
+# Prints one JSON line: seconds until the first token, and tokens a second of each number of streams.
+DRIVER = """
+import json, sys, time
+which, model, options, streams, prompt, tokens = json.loads(sys.argv[1])
+since = time.perf_counter()
+if which == "vllm":
+    from vllm import LLM, SamplingParams
+else:
+    from planaria import LLM, SamplingParams
+llm = LLM(model, skip_tokenizer_init=True, **options)
+def go(count, many):
+    params = SamplingParams(temperature=0, max_tokens=many, ignore_eos=True, detokenize=False)
+    asked = [{"prompt_token_ids": [(7 * i + j) % 1000 + 3 for j in range(prompt)]} for i in range(count)]
+    begun = time.perf_counter()
+    done = llm.generate(asked, params, use_tqdm=False)
+    assert all(len(each.outputs[0].token_ids) == many for each in done)
+    return time.perf_counter() - begun
+go(1, 1)
+found = {"first": time.perf_counter() - since, "rates": {}}
+for count in streams:
+    go(count, tokens)
+    short, long = min(go(count, 8) for _ in range(3)), min(go(count, tokens) for _ in range(3))
+    found["rates"][count] = count * (tokens - 8) / (long - short)
+print(json.dumps(found))
+"""
+
+
+def engine(which: str, model: str, options: dict[str, Any], streams: tuple[int, ...] = STREAMS) -> dict[str, Any]:
+    asked = json.dumps([which, model, options, streams, PROMPT, TOKENS])
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, asked], capture_output=True, text=True, cwd=ROOT, check=False, timeout=1800
+    )
+    if done.returncode:
+        return {"error": done.stderr[-2000:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def model_case(model: str, weight_bytes: int, limit: float, options: dict[str, Any]) -> dict[str, Any]:
+    """limit: bytes a second."""
+    found: dict[str, Any] = {"planaria": engine("planaria", model, {"device": "cuda", **options})}
+    if importlib.util.find_spec("vllm") is not None and "quantization" not in options:
+        found["vllm"] = engine("vllm", model, {"dtype": "bfloat16"})
+    found["limit"] = limit / weight_bytes
+    return found
+
+
+def killed() -> dict[str, Any]:
+    """A rank of one device is killed while streams run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.recovery", "--cases", "rank", "--ranks", "1"], cwd=ROOT, capture_output=True,
+        text=True, check=False, timeout=1800,
+    )  # fmt: skip
+    return {"code": done.returncode, "said": done.stdout[-3000:] or done.stderr[-2000:]}
+
+
+# -- the page
+
+
+def tables(found: dict[str, Any], here: str) -> list[report.Table]:
+    rows = list[list[str]]()
+    if "correct" in found:
+        own = found["correct"]
+        said = ", ".join(f"{own[what]} {what}" for what in ("passed", "failed", "error", "skipped") if what in own)
+        rows.append([f"`pytest {own['files']}`", "all pass", said])
+    if "host" in found:
+        own = found["host"]
+        value = f"{own['median']:.3f} (9 in 10: {own['p90']:.3f})"
+        rows.append([f"host time of a step, {own['rows']} rows, null kernels, ms", "< 0.3", value])
+    if "bandwidth" in found:
+        rows.append(["bandwidth, GB/s", "", f"{found['bandwidth'] / 1e9:.0f}"])
+    for name in ("smollm2", "7b", "7b-int4"):
+        rows += _model_rows(name, found.get(name, {}))
+    if "recovery" in found:
+        rows.append(["a rank killed", "all go on in 3 s", f"`{found['recovery']['said'].strip()[-300:]}`"])
+    made = [report.Table(f"Measured: {here}", ["", "goal", "found"], rows)]
+    if here == NOWHERE:
+        missing = [[name, "not run on hardware"] for name in CASES[2:]]
+        made.append(report.Table("Left for a device", ["case", ""], missing))
+    return made
+
+
+def _model_rows(name: str, found: dict[str, Any]) -> list[list[str]]:
+    rows = list[list[str]]()
+    own, peer = found.get("planaria", {}), found.get("vllm", {})
+    if "error" in own:
+        rows.append([name, "", f"failed: {own['error'].strip().splitlines()[-1]}"])
+    if "first" in own:
+        rows.append([f"{name}: start to first token, s", "<= 10", f"{own['first']:.1f}"])
+    for count, rate in own.get("rates", {}).items():
+        theirs = peer.get("rates", {}).get(count)
+        beside = f", {rate / theirs:.2f} x vLLM" if theirs else ""
+        share = f", {rate / found['limit']:.0%} of the limit" if count == "1" else ""
+        goal = ">= 80% of the limit" if count == "1" else ">= 1.0 x vLLM"
+        rows.append([f"{name}: {count} streams, tokens/s", goal, f"{rate:.0f}{share}{beside}"])
+    return rows
+
+
+NOWHERE = "not run on hardware"
+
+
+def run(cases: list[str], here: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "correct" in cases:
+        found["correct"] = correct(here)
+        if found["correct"]["code"]:
+            print(found["correct"]["end"], file=sys.stderr)
+            return found  # numbers of what is wrong are of no use
+    if "host" in cases:
+        found["host"] = host()
+    if not here:
+        return found
+    limit = found["bandwidth"] = bandwidth()
+    torch.cuda.empty_cache()
+    if "smollm2" in cases:
+        found["smollm2"] = model_case("smollm2", 135_000_000 * 2, limit, {"dtype": "bfloat16"})
+    if {"7b", "7b-int4"} & {*cases}:
+        with tempfile.TemporaryDirectory() as folder:
+            model, weights = str(random_llama(Path(folder))), 6_607_000_000
+            if "7b" in cases:
+                found["7b"] = model_case(model, weights * 2, limit, {"dtype": "bfloat16"})
+            if "7b-int4" in cases:
+                packed = {"dtype": "bfloat16", "quantization": "q4_1"}
+                found["7b-int4"] = model_case(model, weights * 5 // 8, limit, packed)
+    if "recovery" in cases:
+        found["recovery"] = killed()
+    return found
+
+
+def _load() -> str:
+    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md")
+    options = parser.parse_args()
+    device = torch.cuda.is_available()
+    here = torch.cuda.get_device_name(0) if device else NOWHERE
+    found = run(options.cases.split(","), device)
+    OUT.mkdir(exist_ok=True)
+    (OUT / "gpu.json").write_text(json.dumps({"device": here, **found}, indent=1))
+    made, note = tables(found, here), f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, {_load()}"
+    print(report.as_text(made, [note]))
+    report.write_between(options.page, "gpu", report.as_markdown(made, [note]))
+    sys.exit(found.get("correct", {}).get("code", 0))
+
+
+if __name__ == "__main__":
+    main()
