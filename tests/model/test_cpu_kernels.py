@@ -22,6 +22,7 @@ from planaria.kernels.blocks import KINDS
 from planaria.kernels.cpu import build
 from planaria.kernels.cpu.build import host_isa, target_for
 from planaria.kernels.cpu.compiler import Module
+from planaria.kernels.cpu.packed import has_avx2
 from planaria.kernels.ops import Batch, Quantized
 from tests.model.tensors import CpuOps, dequantise, random_blocks
 
@@ -570,6 +571,12 @@ def test_kinds_are_compiled_when_weights_of_them_come(tmp_path: Path, monkeypatc
         ops.pack(weight)
     assert compiled == ["", "q4_1"] and len(list(tmp_path.iterdir())) == 2
     ops.close()
+
+
+@pytest.mark.skipif(not has_avx2(), reason="a table of bytes is read lane by lane")
+def test_levels_are_looked_up_by_an_instruction() -> None:
+    table, plain = (len(build.ensure(target_for("float32", "generic"), None, kind)) for kind in ("iq4_nl", "q4_0"))
+    assert table < 1.5 * plain  # lane by lane: five times as long, and one row twelve times as slow
 
 
 def test_objects_that_nobody_used_for_long_go_when_another_is_made(tmp_path: Path) -> None:

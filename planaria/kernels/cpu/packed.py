@@ -7,6 +7,7 @@ exactly, and the sums are scaled and added in float32. The order of additions is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from planaria.kernels.blocks import BLOCK, LEVELS, BlockKind
@@ -23,8 +24,10 @@ from planaria.kernels.cpu.micro import (
     rows_of,
 )
 from planaria.kernels.cpu.target import Target
+from planaria.kernels.objects import initialise
 
 I64 = "<32 x i32>"
+B32 = "<32 x i8>"
 
 
 class Unpack:
@@ -103,26 +106,33 @@ class Unpack:
         if self.target.wide:
             table = ", ".join(f"i16 {v}" for v in LEVELS * 2)
             return f.op(f"call {H32} @llvm.x86.avx512.permvar.hi.512({H32} <{table}>, {H32} {codes})")
-        # bytes of a table of 16: LLVM finds the instruction for that where there is one (pshufb)
-        table, bytes = ", ".join(f"i8 {v}" for v in LEVELS), f.op(f"bitcast {H32} {codes} to <64 x i8>")
-        quarters = []
-        for quarter in range(4):
-            picked = ", ".join(f"i32 {16 * quarter + i}" for i in range(16))
-            index = f.op(f"shufflevector <64 x i8> {bytes}, <64 x i8> poison, <16 x i32> <{picked}>")
-            found = "poison"
-            for i in range(16):
-                at = f.op(f"extractelement <16 x i8> {index}, i64 {i}")
-                level = f.op(f"extractelement <16 x i8> <{table}>, i8 {at}")
-                found = f.op(f"insertelement <16 x i8> {found}, i8 {level}, i64 {i}")
-            quarters.append(found)
-        for size in (16, 32):
-            together = ", ".join(f"i32 {i}" for i in range(2 * size))
-            quarters = [
-                f.op(f"shufflevector <{size} x i8> {a}, <{size} x i8> {b}, <{2 * size} x i32> <{together}>")
-                for a, b in zip(quarters[::2], quarters[1::2], strict=True)
-            ]
-        signed = f.op(f"shl {H32} {f.op(f'bitcast <64 x i8> {quarters[0]} to {H32}')}, {splat16(8)}")
+        # bytes of a table of 16, in each half of 256 bits; the upper bytes of codes are 0
+        table, halves = ", ".join(f"i8 {v}" for v in LEVELS * 2), []
+        for half in range(2):
+            picked = ", ".join(f"i32 {16 * half + i}" for i in range(16))
+            index = f.op(f"shufflevector {H32} {codes}, {H32} poison, <16 x i32> <{picked}>")
+            halves.append(self._looked_up(f, f"<{table}>", f.op(f"bitcast <16 x i16> {index} to {B32}")))
+        together = ", ".join(f"i32 {i}" for i in range(64))
+        found = f.op(f"shufflevector {B32} {halves[0]}, {B32} {halves[1]}, <64 x i32> <{together}>")
+        signed = f.op(f"shl {H32} {f.op(f'bitcast <64 x i8> {found} to {H32}')}, {splat16(8)}")
         return f.op(f"ashr {H32} {signed}, {splat16(8)}")
+
+    @staticmethod
+    def _looked_up(f: Function, table: str, index: str) -> str:
+        """Bytes of a table, which both halves of it hold."""
+        if has_avx2():
+            return f.op(f"call {B32} @llvm.x86.avx2.pshuf.b({B32} {table}, {B32} {index})")
+        found = "poison"
+        for i in range(32):
+            at = f.op(f"extractelement {B32} {index}, i64 {i}")
+            level = f.op(f"extractelement {B32} {table}, i8 {at}")
+            found = f.op(f"insertelement {B32} {found}, i8 {level}, i64 {i}")
+        return found
+
+
+@functools.cache
+def has_avx2() -> bool:
+    return bool(initialise().get_host_cpu_features().get("avx2"))
 
 
 def splat16(value: int) -> str:
@@ -371,6 +381,7 @@ def kind_module(target: Target, kind: BlockKind) -> str:
     count = Unpack(target, kind).count
     parts = [part(target, rows, panels, count) for panels in widths for rows in range(1, target.tile_rows + 1)]
     return "\n".join([
-        DECLARATIONS, *parts, *few.values(), *many.values(), embed(target, kind), place_codes(kind),
+        DECLARATIONS, f"declare {B32} @llvm.x86.avx2.pshuf.b({B32}, {B32})" if has_avx2() else "",
+        *parts, *few.values(), *many.values(), embed(target, kind), place_codes(kind),
         dispatcher("pl_packed", PACKED_ARGS, "rows", few), dispatcher("pl_wide", WIDE_ARGS, "panels", many),
     ])  # fmt: skip
