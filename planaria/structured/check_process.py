@@ -22,7 +22,7 @@ from planaria.structured.spec import OutputForm
 
 STACK = 16 << 20  # bytes: a quarter of what those have who follow a grammar
 LOOKING = 0.2  # seconds for the place of a mistake
-NICE = 10  # a tenth of a core's time where others want it: ranks of the same machine compute meanwhile
+NICE = 5  # a quarter of a core's time where others want it all: ranks of the same machine compute meanwhile
 NESTED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects of schemas
 LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")

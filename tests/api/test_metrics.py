@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from planaria.cli.look import console, summary
+from planaria.core.stats import DraftStats
 from planaria.server import history
 from planaria.server.metrics import Histogram
 from planaria.wire import EngineStats, Recovery
@@ -97,6 +100,26 @@ def test_histogram():
     for value in (0.5, 1.0, 1.5, 2.5, 100):
         h.observe(value)
     assert h.buckets() == [("1.0", 2), ("2.0", 3), ("+Inf", 5)] and h.total == 105.5
+
+
+async def test_who_drafts_is_told_and_how_often_it_was_right(server):
+    """By /metrics, /health, and in the lines of a start."""
+    server.engine.facts = msgspec.structs.replace(server.engine.facts, drafts=("eagle head", 3))
+    server.engine.stats = EngineStats(drafts=DraftStats(checks=5, drafted=12, accepted=(4, 2, 1)))
+    async with server.http() as http:
+        _, values = await scrape(http)
+        assert (await http.get("/health")).json()["drafts"] == "eagle head"
+    name = "vllm:spec_decode_num"
+    told = [values[f"{name}_{what}_total"] for what in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert told == [5, 12, 7]
+    async with server.http() as http:
+        text = (await http.get("/metrics")).text
+    places = [line for line in text.splitlines() if line.startswith(f"{name}_accepted_tokens_per_pos_total")]
+    assert [line.rsplit(" ", 1)[1] for line in places] == ["4.0", "2.0", "1.0"]
+    assert [f'position="{place}"' in line for place, line in enumerate(places)] == [True] * 3
+    with console.capture() as shown:
+        console.print(summary(server.engine.facts))
+    assert "eagle head, up to 3 tokens of a sequence in a step" in " ".join(shown.get().split())
 
 
 async def test_the_dashboard_shows_the_same_numbers(server, monkeypatch):

@@ -233,6 +233,18 @@ def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch: pytest.MonkeyPa
     assert "ms a token" in str(first.error)
 
 
+def test_an_ambiguous_grammar_ends_its_row_before_it_takes_long(llm: LLM) -> None:
+    """Each token more can be read in as many ways again. What its next mask takes is counted, and others go on."""
+    rules = [f"way_{i}: any way_{(i + 1) % 40} | LETTER" for i in range(40)]
+    ways = " | ".join(f"way_{i}" for i in range(40))
+    grammar = "\n".join(['start: "go!" any', f"any: {ways}", *rules, "LETTER: /[a-z]/"])
+    bound = SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(grammar=grammar))
+    free = SamplingParams(max_tokens=30, ignore_eos=True)
+    first, second = (output.outputs[0] for output in llm.generate([PROMPT] * 2, [bound, free]))
+    assert (first.finish_reason, second.finish_reason) == ("error", "length")
+    assert "too complex" in str(first.error) and 3 <= len(first.token_ids) < 10, first
+
+
 def test_nothing_that_is_asked_for_harms_others(llm: LLM) -> None:
     """Forms of all kinds, right, wrong and made to do harm: refused, or answered, and others have what they had."""
     free = SamplingParams(max_tokens=20, seed=7, ignore_eos=True)
