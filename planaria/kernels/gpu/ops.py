@@ -8,6 +8,7 @@ Triton's interpreter, on the CPU.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from planaria.kernels.reference_linear import Linear, LowRank
 from planaria.mesh.all2all import All2All
 from planaria.mesh.comm import Comm
 from planaria.models.shard import ContextGroup
+
+logger = logging.getLogger("planaria.kernels")
 
 Weights = Linear | DevicePacked
 
@@ -310,4 +313,6 @@ class GpuOps(TorchOps):
         found = self.ways.get(need)
         if found is None:
             found = self.ways[need] = way_for(need)
+            kind = f"{need.heads} heads of {need.dim}" + (f", window {need.window}" if need.window else "")
+            logger.info("attention (%s): %s%s", kind, found.name, "".join(f"; not {why}" for why in found.refused))
         return found
