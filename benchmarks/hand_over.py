@@ -1,6 +1,6 @@
 """Prompts and what follows them on engines of two kinds: what a hand-over costs, and what it gives.
 
-    python -m benchmarks.hand_over [--model smollm2] [--cases prompt,trace] [--tokens 1024] [--rounds 8]
+    python -m benchmarks.hand_over [--model smollm2] [--cases prompt,trace,request] [--tokens 1024] [--rounds 8]
         [--trace FILE.csv] [--requests 60] [--share 0.6 | --rate R] [--length-scale 0.25] [--ttft 4] [--gap 0.25]
 
 prompt: a server with one engine of each kind is asked for prompts of that length, one after the other, each its own.
@@ -11,6 +11,9 @@ trace: requests come as in a trace (docs: `planaria bench serve --trace`), lengt
 the model takes, to `-dp 2` all at once first, which says how many a second it can take, then to `-dp 2` and to 1 + 1,
 in turn, at that rate times --share, and all at once to 1 + 1. --rate: so many a second, and nothing at once; --turns:
 rounds of that; what is told are medians. `-dp 2, short steps` are engines of one kind whose steps are short for all.
+request: one request over both engines, written for chrome://tracing to benchmarks/out/hand_over.trace.json, from the
+spans that a server sends to a collector (needs the extra `otel`).
+
 goodput: requests a second whose first token came within --ttft seconds and none of whose gaps was longer than --gap.
 """
 
@@ -31,6 +34,7 @@ from planaria.cli.bench_serve import body, drive, figures
 from planaria.cli.traces import Prompts, Trace, read_trace
 
 OUT = Path(__file__).resolve().parent / "out" / "hand_over.json"
+TRACE = OUT.with_name("hand_over.trace.json")
 APART = ("--prefill-engines", "1", "--decode-engines", "1")
 KINDS = {
     "-dp 2": ("-dp", "2"), "1 + 1": APART,
@@ -126,6 +130,38 @@ def show(name: str, one: Any) -> None:
     )
 
 
+def chrome(spans: list[Any]) -> list[dict[str, Any]]:
+    """Events for chrome://tracing: a row for the request, one for its parts, one for each engine."""
+    rows = {"queue": 1, "prefill": 1, "decode": 1}
+    events = [
+        {"name": span.name, "ph": "X", "pid": 0, "ts": span.start_time_unix_nano / 1e3,
+         "dur": (span.end_time_unix_nano - span.start_time_unix_nano) / 1e3,
+         "tid": 2 + int(span.name.split()[1]) if span.name.startswith("engine ") else rows.get(span.name, 0)}
+        for span in spans
+    ]  # fmt: skip
+    return sorted(events, key=lambda event: (event["tid"], event["ts"]))
+
+
+def traced_request(model: str, tokens: int) -> list[dict[str, Any]]:
+    from tests.collector import Collector
+
+    with Collector() as collector:
+        with Server(model, *OPTIONS, *APART, "--otlp-traces-endpoint", collector.url) as server:
+            asyncio.run(gaps(server, prompt(-1, tokens)))  # its memory is touched for the first time
+            asyncio.run(gaps(server, prompt(1000, tokens)))
+        last = max(
+            (span for span in collector.gather() if not span.parent_span_id), key=lambda s: s.start_time_unix_nano
+        )
+        events = chrome([last, *collector.children(last).values()])
+    TRACE.parent.mkdir(exist_ok=True)
+    TRACE.write_text(json.dumps({"traceEvents": events}))
+    for event in events:
+        at = (event["ts"] - events[0]["ts"]) / 1e3
+        print(f"{event['name']:>24}: from {at:.1f} ms, for {event['dur'] / 1e3:.1f} ms")
+    print(f"written to {TRACE}, for chrome://tracing")
+    return events
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
@@ -141,9 +177,11 @@ def main() -> None:
     parser.add_argument("--ttft", type=float, default=4.0)
     parser.add_argument("--gap", type=float, default=0.25)
     args = parser.parse_args()
-    cases, result = args.cases.split(","), {}
+    cases, result = args.cases.split(","), dict[str, Any]()
     if "prompt" in cases:
         result["prompt"] = prompts(args.model, args.tokens, args.rounds)
+    if "request" in cases:
+        result["request"] = traced_request(args.model, args.tokens)
     if "trace" in cases:
         if args.trace is None:
             parser.error("the case trace needs --trace FILE.csv")

@@ -97,6 +97,7 @@ class HandOvers:
 
     def sent(self, stream: Stream, engine: Engine) -> None:
         """It goes to this engine now."""
+        stream.stays.append((time.perf_counter(), engine))
         stream.lends = engine.kind == PREFILL and may_leave(stream) and self.router.is_open(DECODE)
         stream.pause = PAUSE if engine.kind == DECODE and not stream.tokens else 0.0
 

@@ -77,12 +77,13 @@ class Stream:
     engine of now has it; `leaving`: and was told to give it back; `lost`: an engine was lost with it; `tried`: how many
     tokens it had when it was moved away from one that was, -1 if that never was so; `goes_on`: called once when it is
     heard of next, or ends; `lends`: its engine is to end with its first token; `pause`: see wire.Submit;
-    `lease`: what an engine has lent, and `lent`: time.monotonic() when that was."""
+    `lease`: what an engine has lent, and `lent`: time.monotonic() when that was; `stays`:
+    time.perf_counter() when it was sent to an engine, and which."""
 
     __slots__ = (
         "_detokenizer", "_eos", "_keep_stop", "choice", "dispatcher", "engine", "error", "finish", "goes_on", "id",
         "lease", "leaving", "lends", "lent", "logprobs", "lost", "moves", "name", "num_cached", "pause", "pooled",
-        "prompt_logprobs", "queued", "sent", "sink", "stop_reason", "submit", "text_length", "text_parts",
+        "prompt_logprobs", "queued", "sent", "sink", "stays", "stop_reason", "submit", "text_length", "text_parts",
         "tokens", "tried", "versions",
     )  # fmt: skip
 
@@ -112,6 +113,7 @@ class Stream:
         self.moves, self.tried = 0, -1
         self.goes_on: Callable[[], None] | None = None
         self.lends, self.pause, self.lent = False, 0.0, 0.0
+        self.stays: list[tuple[float, Engine]] = []
         self.lease: tuple[Engine, KVLease | KVOffer] | None = None
 
     # -- where it is

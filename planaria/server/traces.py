@@ -40,8 +40,11 @@ from planaria.server.root_messages import TracedRecovery
 from planaria.wire import Recovery
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
     from planaria.server.gate import RequestInfo
     from planaria.server.generation import Generation
+    from planaria.server.stream import Stream
 
 PATH = "/v1/traces"  # where a collector takes spans
 PATIENCE = 5.0  # seconds that it may take to do so
@@ -115,6 +118,8 @@ class Traces:
         for name, start, end in ends:
             child = self._tracer.start_span(name, parent, start_time=zero + _ns(start))
             child.end(zero + _ns(end))
+        for sequence in sequences:
+            self._stays(parent, sequence, zero, now)
         span.set_attributes({
             "gen_ai.request.model": generation.service.model_names[0],
             "gen_ai.usage.input_tokens": sum(s.prompt_tokens for s in generation.streams),
@@ -126,6 +131,16 @@ class Traces:
             if told.when > zero + _ns(info.arrival) and (told.engine in engines or any(s.moves for s in sequences)):
                 context = SpanContext(int(told.trace, 16), int(told.span, 16), True, TraceFlags(TraceFlags.SAMPLED))
                 span.add_link(context, {"planaria.engine": told.engine})
+
+    def _stays(self, parent: Context, sequence: Stream, zero: int, now: float) -> None:
+        """A span for each engine that a sequence was in, where it was in several."""
+        ends = [*(start for start, _ in sequence.stays[1:]), now]
+        for (start, engine), end in zip(sequence.stays, ends, strict=True) if sequence.moves else ():
+            child = self._tracer.start_span(
+                f"engine {engine.index} {engine.kind}".rstrip(), parent, start_time=zero + _ns(start),
+                attributes={"planaria.engine": engine.index, "planaria.choice": sequence.choice},
+            )  # fmt: skip
+            child.end(zero + _ns(end))
 
     def end(self, info: RequestInfo) -> None:
         """A recorded request has been answered."""

@@ -14,12 +14,37 @@ from planaria.wire import Recovery
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
+from opentelemetry.trace import set_span_in_context
+
+from planaria.core.resize import DECODE, PREFILL
+from planaria.server.engine import Engine
+from planaria.server.stream import Stream
+from planaria.server.traces import Traces
+from planaria.types import SamplingParams
+from planaria.wire import Submit
 from tests.collector import Collector, attributes
 
 C = "/v1/completions"
 BODY = {"model": "smollm2", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"
+
+
+def test_each_engine_that_a_sequence_was_in_is_a_span() -> None:
+    stream = Stream(Submit("a", [1], SamplingParams(), 0, max_tokens=2))
+    with Collector() as collector:
+        traces = Traces(collector.url, 1.0)
+        with traces._tracer.start_as_current_span("request") as span:
+            for moves, kind in enumerate((PREFILL, DECODE)):
+                engine = Engine(moves)
+                engine.kind, stream.moves = kind, moves
+                stream.stays.append((10.0 + moves, engine))
+                traces._stays(set_span_in_context(span), stream, 0, 13.0)
+        traces.close()
+        (request,) = collector.named("request")
+        children = collector.children(request)
+    times = {name: (c.start_time_unix_nano // 10**9, c.end_time_unix_nano // 10**9) for name, c in children.items()}
+    assert times == {"engine 0 prefill": (10, 11), "engine 1 decode": (11, 13)}, "and none while it was in one alone"
 
 
 async def test_a_request_is_a_span_with_queue_prefill_and_decode(start):

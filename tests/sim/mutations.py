@@ -86,9 +86,11 @@ from tests.sim.tier_mutations import (
 from tests.sim.transfer_mutations import (
     believe_what_was_lent,
     count_answers,
+    forget_the_epoch,
     hold_nothing,
     never_release,
     release_twice,
+    take_one_rank_for_all,
     take_the_rest_for_granted,
 )
 
@@ -378,6 +380,8 @@ MUTATIONS = [
     Mutation("hold nothing", hold_nothing, WRONG_TOKENS | {"leaks", "crash", "ends"}),
     Mutation("believe what was lent", believe_what_was_lent, WRONG_TOKENS),
     Mutation("take the rest for granted", take_the_rest_for_granted, WRONG_TOKENS),
+    Mutation("take one rank for all", take_one_rank_for_all, WRONG_TOKENS),
+    Mutation("forget the epoch", forget_the_epoch, WRONG_TOKENS, soon=690),
     Mutation("leave the adapter out of the key", leave_the_adapter_out, TIER),
     Mutation("give away a slot in use", give_away_a_slot_in_use, WRONG_TOKENS),
     Mutation("believe that new ranks have adapters", believe_that_new_ranks_have_adapters, frozenset({"plan"})),

@@ -98,3 +98,27 @@ def take_the_rest_for_granted() -> Iterator[None]:
 
     with patch.object(Fetch, "confirm", whole), hold_for_no_time():
         yield
+
+
+@contextmanager
+def take_one_rank_for_all() -> Iterator[None]:
+    """Blocks count when the first rank has its part of them: the others' are not confirmed."""
+    confirm = Fetch.confirm
+
+    def first(self: Fetch, rank: int, count: int, seconds: float, failed: str = "") -> bool:
+        self.missing = 1 << rank
+        return confirm(self, rank, count, seconds, failed)
+
+    with patch.object(Fetch, "confirm", first):
+        yield
+
+
+@contextmanager
+def forget_the_epoch() -> Iterator[None]:
+    """A lease of a KV that has ended counts: its number is not looked at, and nor are its keys."""
+
+    def marks(self: BlockKeys, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+        return [SET] * len(blocks)
+
+    with patch.object(OtherKV, "there", True), patch.object(BlockKeys, "marks", marks):
+        yield
