@@ -75,6 +75,11 @@ def agreed(one: list[list[int]], other: list[list[int]]) -> float:
     return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
 
 
+def in_turn(seconds: dict[str, list[float]]) -> float:
+    """How many times as long `generate` takes, in the median round."""
+    return statistics.median(a / b for a, b in zip(seconds["generate"], seconds["planaria"], strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", default="olmo2")
@@ -99,25 +104,27 @@ def main() -> None:
             threads=given.threads, skip_tokenizer_init=True, enable_prefix_caching=False,
         )  # fmt: skip
         for kind in ("one length", "many lengths"):
-            asked, seconds = lengths(kind, given.requests, given.prompt, given.answer), dict[str, list[float]]()
+            asked = lengths(kind, given.requests, given.prompt, given.answer)
+            seconds, busy = dict[str, list[float]](), dict[str, list[float]]()
             answers: dict[str, list[list[int]]] = {}
             ways = {"generate": lambda: by_generate(net, asked), "planaria": lambda: by_planaria(llm, asked)}  # noqa: B023
             for _ in range(given.rounds):
                 for name, way in ways.items():
-                    began = time.perf_counter()
+                    began, worked = time.perf_counter(), time.process_time()
                     answers[name] = way()
                     seconds.setdefault(name, []).append(time.perf_counter() - began)
+                    busy.setdefault(name, []).append(time.process_time() - worked)
             tokens = sum(count for _, count in asked)
             rates = {name: tokens / statistics.median(times) for name, times in seconds.items()}
-            ratio = statistics.median(a / b for a, b in zip(seconds["generate"], seconds["planaria"], strict=True))
-            rows.append({"lengths": kind, **rates, "ratio": ratio, "same": agreed(*answers.values())})
+            ratios = {"ratio": in_turn(seconds), "busy": in_turn(busy)}
+            rows.append({"lengths": kind, **rates, **ratios, "same": agreed(*answers.values())})
     print(f"{given.family}, {given.layers} layers of {given.hidden}, float32, {given.threads} threads")
     print(f"{given.requests} requests on {ROWS} rows")
-    print("| prompts and answers | `generate`, tokens/s | here, tokens/s | ratio | rows with the same tokens |")
-    print("|---|--:|--:|--:|--:|")
+    print("| prompts and answers | `generate`, tokens/s | here, tokens/s | ratio | of CPU seconds | the same tokens |")
+    print("|---|--:|--:|--:|--:|--:|")
     for row in rows:
-        figures = f"{row['generate']:.0f} | {row['planaria']:.0f} | {row['ratio']:.2f} | {row['same']:.0%}"
-        print(f"| {row['lengths']} | {figures} |")
+        rates = f"{row['generate']:.0f} | {row['planaria']:.0f}"
+        print(f"| {row['lengths']} | {rates} | {row['ratio']:.2f} | {row['busy']:.2f} | {row['same']:.0%} |")
     if given.json:
         Path(given.json).write_text(json.dumps({**vars(given), "rows": rows}))
 

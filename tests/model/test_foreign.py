@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from planaria import LLM, SamplingParams
 from planaria.checkpoint import Checkpoint, foreign
 from planaria.checkpoint.folder import read_folder
 from planaria.checkpoint.foreign import model_of
@@ -219,6 +220,27 @@ def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(hidden), wanted, rtol=1e-4, atol=1e-4)
     alone = read(msgspec.structs.replace(config, head=""), checkpoint, ops, Shard.full(config))
     torch.testing.assert_close(Driver(alone, ops).step({0: PROMPTS[1]})[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_drafts_sleep_and_other_weights(tmp_path: Path) -> None:
+    """What runs it doesn't matter to them."""
+    folders = [write_checkpoint(tmp_path / str(seed), "olmo", seed) for seed in (1, 2)]
+    first, second = (generated(folder, PROMPTS) for folder in folders)
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    with LLM(
+        str(folders[0]), dtype="float32", max_model_len=128, kv_cache_memory="8MiB", skip_tokenizer_init=True,
+        threads=1, speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    ) as llm:  # fmt: skip
+
+        def answers() -> list[list[int]]:
+            return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+        assert answers() == first
+        llm.update_weights(str(folders[1]))
+        assert answers() == second != first
+        llm.sleep(2)
+        llm.wake_up()
+        assert answers() == second
 
 
 def test_by_its_plan_a_model_is_cut(tmp_path: Path) -> None:
