@@ -123,8 +123,8 @@ def main() -> None:
     print("| prompts and answers | `generate`, tokens/s | here, tokens/s | ratio | of CPU seconds | the same tokens |")
     print("|---|--:|--:|--:|--:|--:|")
     for row in rows:
-        rates = f"{row['generate']:.0f} | {row['planaria']:.0f}"
-        print(f"| {row['lengths']} | {rates} | {row['ratio']:.2f} | {row['busy']:.2f} | {row['same']:.0%} |")
+        told = f"{row['generate']:.0f} | {row['planaria']:.0f}"
+        print(f"| {row['lengths']} | {told} | {row['ratio']:.2f} | {row['busy']:.2f} | {row['same']:.0%} |")
     if given.json:
         Path(given.json).write_text(json.dumps({**vars(given), "rows": rows}))
 
