@@ -123,3 +123,14 @@ def test_a_tensor_group_on_several_nodes_is_warned_of(cluster: Any, caplog: pyte
     finally:
         for each in (two, three, inside):
             each.kill()
+
+
+def test_platforms_are_to_ray_what_the_table_says() -> None:
+    """By name of the resource, and of the variable that Ray masks with."""
+    accelerators = pytest.importorskip("ray._private.accelerators")
+    said = {
+        (each.get_resource_name(), each.get_visible_accelerator_ids_env_var())
+        for each in accelerators.get_all_accelerator_managers()
+    }
+    masked = [each for each in PLATFORMS.values() if each.masks]
+    assert len(masked) == 7 and not [each.name for each in masked if (each.resource, each.masks[0]) not in said]
