@@ -60,10 +60,11 @@ def latent_bytes(size: int) -> int:
     from planaria.models import model_config
     from planaria.models.deal import deal
     from planaria.models.memory import rank_memory
+    from planaria.topology.stripes import Context
 
     config = model_config(LATENTS)
     limits = {"max_model_len": 1024, "step_tokens": 1, "logit_rows": 1}
-    shards = deal(config, 2, 1, context=(size, 1))
+    shards = deal(config, 2, 1, context=Context(size))
     return max(rank_memory(config, s, parameter=2, element=2, kv=None, **limits).kv for s in shards) // 1024
 
 

@@ -48,17 +48,19 @@ class Demand(msgspec.Struct, frozen=True):
 
     def needs(self, layout: Layout) -> Callable[[Coords], RankMemory]:
         """Raises ConfigError for a layout that the model can't be dealt to."""
-        parallel = msgspec.structs.replace(self.parallel, tensor_parallel_size=layout.tp)
+        parallel = msgspec.structs.replace(
+            self.parallel, tensor_parallel_size=layout.tp, prefill_context_parallel_size=layout.pcp
+        )
         experts = expert_map(self.model, parallel, parallel.expert_parallel_size)
-        context = parallel.context_size(layout), parallel.cp_kv_cache_interleave_size
-        lanes = [
+        context, partition = parallel.context(layout), parallel.pp_layer_partition
+        groups = [  # of tensor ranks and stages, which have tokens of their own
             [
                 rank_memory(self.model, shard, **self.quantities).shared_by(self.sharers)
-                for shard in deal(self.model, layout.tp, layout.pp, parallel.pp_layer_partition, experts, lane, context)
+                for shard in deal(self.model, layout.tp, layout.pp, partition, experts, group, context)
             ]
-            for lane in range(parallel.lanes)
+            for group in range(parallel.lanes * layout.pcp)
         ]
-        return lambda at: lanes[at.dp % parallel.lanes][at.pp * layout.tp + at.tp]
+        return lambda at: groups[at.dp % parallel.lanes * layout.pcp + at.pcp][at.pp * layout.tp + at.tp]
 
 
 class PlanCase(msgspec.Struct, frozen=True):
@@ -351,7 +353,7 @@ def _nearest(question: PlanCase, error: PlanariaError) -> Packing | None:
 def _flags(packing: Packing, question: PlanCase) -> str:
     """What to type for it."""
     layout = packing.layout
-    degrees = (("-tp", layout.tp), ("-pp", layout.pp), ("-dp", layout.dp))
+    degrees = (("-tp", layout.tp), ("-pcp", layout.pcp), ("-pp", layout.pp), ("-dp", layout.dp))
     words = [f"{flag} {degree}" for flag, degree in degrees if degree > 1 or flag == "-tp"]
     if packing.strategy and (layout.dp > 1 or question.strategy is not None):
         words.append(f"--ray-dp-pack-strategy {packing.strategy}")
@@ -366,7 +368,8 @@ def _print(packing: Packing, question: PlanCase) -> None:
 
 
 def _degrees(layout: Layout) -> dict[str, int]:
-    return {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
+    pcp = {"pcp": layout.pcp} if layout.pcp > 1 else {}
+    return {"dp": layout.dp, "pp": layout.pp, **pcp, "tp": layout.tp}
 
 
 def _as_json(packing: Packing, question: PlanCase) -> dict[str, Any]:

@@ -90,7 +90,8 @@ def resolve_experts(
         why = "--batch-invariant promises that it depends on nothing but the request"
         raise ConfigError(_EPLB, True, f"{rule}: {why}", "leave one of the two out")
     notes: list[Note] = []
-    exchanged = config.enable_expert_parallel and config.data_parallel_size * config.lanes > 1
+    apart = config.data_parallel_size * config.lanes * config.prefill_context_parallel_size > 1
+    exchanged = config.enable_expert_parallel and apart
     if options.all2all_backend is not None and not exchanged:
         why = f"tokens are exchanged with {_EP} and --data-parallel-size above 1"
         notes.append((logging.WARNING, f"{_ALL2ALL} {options.all2all_backend} changes nothing: {why}"))

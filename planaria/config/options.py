@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +18,7 @@ from planaria.topology.layout import Layout
 from planaria.topology.outer import OuterLauncher
 from planaria.topology.packing import STRATEGIES as PACK_STRATEGIES
 from planaria.topology.platforms import PLATFORMS, Platform
-from planaria.topology.stripes import context_size
+from planaria.topology.stripes import Context
 
 DTYPES = ("auto", "float32", "bfloat16")
 TINY = 5e-324  # the least number above 0
@@ -39,7 +40,13 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1
     prefill_context_parallel_size: Annotated[
-        int, option("Ranks that share a prompt's tokens; only 1 so far.", "-pcp", least=1, hashed=True)
+        int,
+        option(
+            "Groups of -tp ranks that each compute a share of a step's tokens and have a share of its KV.",
+            "-pcp",
+            least=1,
+            hashed=False,
+        ),
     ] = 1
     cp_kv_cache_interleave_size: Annotated[
         int | None,
@@ -673,13 +680,13 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     @property
     def expert_parallel_size(self) -> int:
         """Ranks that share the experts of a layer."""
-        ranks = self.tensor_parallel_size * self.data_parallel_size * self.lanes
+        ranks = self.tensor_parallel_size * self.prefill_context_parallel_size * self.data_parallel_size * self.lanes
         return ranks if self.enable_expert_parallel else 1
 
     @property
     def use_sequence_parallel_moe(self) -> bool:
         """Are tokens dealt to tensor ranks before experts, so that none is exchanged twice? pplx does it by itself."""
-        lanes = self.data_parallel_size * self.lanes
+        lanes = self.data_parallel_size * self.lanes * self.prefill_context_parallel_size
         spread = self.enable_expert_parallel and self.tensor_parallel_size > 1 and lanes > 1
         return spread and EXCHANGES[self.all2all_backend].deals
 
@@ -706,11 +713,16 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     @property
     def layout(self) -> Layout:
         """That was asked for."""
-        return Layout(tp=self.tensor_parallel_size, pp=self.pipeline_parallel_size, dp=self.lanes)
+        return Layout(
+            tp=self.tensor_parallel_size, pcp=self.prefill_context_parallel_size, pp=self.pipeline_parallel_size,
+            dp=self.lanes,
+        )  # fmt: skip
 
-    def context_size(self, layout: Layout) -> int:
-        """Tensor ranks of a layout in force that share a sequence's tokens."""
-        return context_size(self.decode_context_parallel_size, layout.tp)
+    def context(self, layout: Layout, pcp_rank: int = 0) -> Context:
+        """Which ranks of a layout in force share a sequence's tokens: where tensor ranks are gone, so many that their
+        number divides the one asked for."""
+        dcp = math.gcd(self.decode_context_parallel_size, layout.tp)
+        return Context(dcp, layout.pcp, self.cp_kv_cache_interleave_size, pcp_rank)
 
     @property
     def world_size_across_dp(self) -> int:
@@ -809,7 +821,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def tokens_here(self, layout: Layout) -> int:
         """Of a block, on each rank of a layout in force."""
-        return self.cache.block_size // self.parallel.context_size(layout)
+        return self.cache.block_size // self.parallel.context(layout).size
 
     def with_layout(self, layout: Layout) -> EngineConfig:
         """The same engine, asked for in another layout. A partition of layers stays where it has as many stages."""
@@ -819,6 +831,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self,
             parallel=msgspec.structs.replace(
                 parallel, tensor_parallel_size=layout.tp, pipeline_parallel_size=stages, lanes=layout.dp,
+                prefill_context_parallel_size=layout.pcp,
                 pp_layer_partition=partition if partition is not None and len(partition) == stages else None,
             ),
             scheduler=msgspec.structs.replace(

@@ -53,6 +53,7 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
         **expert_fields(options),
     })  # fmt: skip
     _context(config)
+    _shares(config, options, device)
     config = _with_lanes(config)
     _nodes(config)
     _ray(config, machine)
@@ -96,18 +97,25 @@ def _context(config: ParallelConfig) -> None:
             f"context parallel deals a sequence's tokens to tensor ranks, and {size} doesn't divide "
             f"--tensor-parallel-size {tp}", f"use a divisor of {tp}",
         )  # fmt: skip
-    if prefill > 1:
-        raise ConfigError(
-            "--prefill-context-parallel-size", prefill,
-            f"context parallel is there for decoding, and {prefill} would be ranks that compute parts of a prompt's "
-            "chunk (docs/adr/0041)", "use --decode-context-parallel-size for long contexts",
-        )  # fmt: skip
-    if size > 1 and config.num_micro_batches > 1:
-        raise ConfigError(
-            "--decode-context-parallel-size", size,
-            f"{config.num_micro_batches} micro-batches would write to the one place where context ranks exchange parts",
-            "leave --enable-dbo and --ubatch-size out",
-        )  # fmt: skip
+    for option, degree in (("--decode-context-parallel-size", size), ("--prefill-context-parallel-size", prefill)):
+        if degree > 1 and config.num_micro_batches > 1:
+            raise ConfigError(
+                option, degree,
+                f"context parallel: {config.num_micro_batches} micro-batches would write to the one place where "
+                "context ranks exchange parts", "leave --enable-dbo and --ubatch-size out",
+            )  # fmt: skip
+
+
+def _shares(config: ParallelConfig, options: EngineOptions, device: str) -> None:
+    """Where there are several prefill context ranks. Raises ConfigError for what these can't have."""
+    option, size, what = "--prefill-context-parallel-size", config.prefill_context_parallel_size, "context parallel"
+    if size > 1 and device != "cpu":
+        why = f"{what} of prefill is for the kernels for CPUs, and the device is {device}"
+        raise ConfigError(option, size, why, "use --decode-context-parallel-size for long contexts")
+    given = "--kv-transfer-config" if options.kv_transfer_config is not None else ""
+    if size > 1 and (given := given or "--prefill-engines" * config.splits_prefill):
+        why = f"{what} of prefill deals a block to more ranks than who takes it over ({given}) asks"
+        raise ConfigError(option, size, why, "leave one of the two out")
 
 
 def _with_lanes(config: ParallelConfig) -> ParallelConfig:
@@ -202,7 +210,8 @@ def _class_path(option: str, given: str, default: str) -> None:
 
 def _backend(options: EngineOptions, machine: Machine, nodes: int) -> str:
     """The executor back end as asked, else the first rule that matches. nodes: of an engine."""
-    world = options.tensor_parallel_size * options.pipeline_parallel_size
+    prefill = options.prefill_context_parallel_size
+    world = options.tensor_parallel_size * options.pipeline_parallel_size * prefill
     if options.enable_expert_parallel:
         world *= options.data_parallel_size  # lanes of one engine
     asked = options.distributed_executor_backend
@@ -213,6 +222,7 @@ def _backend(options: EngineOptions, machine: Machine, nodes: int) -> str:
             raise ConfigError(_BACKEND, asked, "is unknown", f"choose one of {ways}")
         if asked == "uni" and world > 1:
             lanes = f" -dp {options.data_parallel_size}" if options.enable_expert_parallel else ""
+            lanes = f" -pcp {prefill}" * (prefill > 1) + lanes
             rule = f"runs one rank, and -tp {options.tensor_parallel_size} -pp {options.pipeline_parallel_size}{lanes} "
             raise ConfigError(_BACKEND, "uni", rule + f"are {world}", "use mp or ray")
         if on_ray and asked != "ray":
@@ -256,7 +266,9 @@ def _nodes(config: ParallelConfig) -> None:
 
 def _degrees(config: ParallelConfig, between: str = " ") -> str:
     """Those of one engine, as they are typed."""
-    degrees = [f"-tp {config.tensor_parallel_size}", f"-pp {config.pipeline_parallel_size}"]
+    prefill = config.prefill_context_parallel_size
+    shares = [f"-pcp {prefill}"] if prefill > 1 else []
+    degrees = [f"-tp {config.tensor_parallel_size}", *shares, f"-pp {config.pipeline_parallel_size}"]
     return between.join(degrees + ([f"-dp {config.lanes}"] if config.lanes > 1 else []))
 
 

@@ -200,7 +200,7 @@ def _cache(options: EngineOptions, parallel: ParallelConfig, device: str, memory
     own = {
         "memory": memory, "transfer": transfer, "kv_offloading": _offloading(options, device),
         "kv_tier": _tier(options, device) or (transfer and transfer.folder),
-        "block_size": options.block_size * parallel.decode_context_parallel_size,
+        "block_size": options.block_size * parallel.context(parallel.layout).size,
     }  # fmt: skip
     return CacheConfig(**{**picked(CacheConfig, options), **own})
 
@@ -225,7 +225,7 @@ def of_foreign(options: EngineOptions, model: ModelConfig, parallel: ParallelCon
     """Where Transformers' code runs the model: with torch's kernels. Raises ConfigError for what it can't have."""
     if model.foreign is None:
         return options
-    context = parallel.decode_context_parallel_size
+    context, shares = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     refused = {
         "--kernels": options.kernels if options.kernels == "native" else None,
         "--quantization": options.quantization if options.quantization not in ("auto", "none") else None,
@@ -233,6 +233,7 @@ def of_foreign(options: EngineOptions, model: ModelConfig, parallel: ParallelCon
         "--batch-invariant": options.batch_invariant or None,
         "--enable-expert-parallel": parallel.enable_expert_parallel or None,
         "--decode-context-parallel-size": context if context > 1 else None,
+        "--prefill-context-parallel-size": shares if shares > 1 else None,
     }
     for flag, value in refused.items():
         if value is not None:

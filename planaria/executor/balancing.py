@@ -90,15 +90,15 @@ class Balancing:
             self.gang.send(command)
 
     def _loaded(self, state: ExpertBalance, ticket: Ticket) -> None:
-        """Of each lane the first tensor rank's load, stage after stage."""
-        layout, lanes = self.gang.layout, [b""] * self.gang.layout.dp
+        """Of each lane, and each share of its tokens, the first tensor rank's load, stage after stage."""
+        layout, loads = self.gang.layout, dict[tuple[int, int], bytes]()
         for rank, reply in sorted(ticket.replies.items()):
             at = layout.coords(rank)
             if at.tp == 0:
-                lanes[at.dp] += getattr(reply, "value", b"")
+                loads[at.dp, at.pcp] = loads.get((at.dp, at.pcp), b"") + getattr(reply, "value", b"")
         if not state.rearranging:
             self._began, self._moved = self.wall(), state.bytes_moved
-        to_say = state.loaded(lanes)
+        to_say = state.loaded(list(loads.values()))
         self._note(state)
         if to_say:
             load = counts_of(state.latest, state.window.num_experts)

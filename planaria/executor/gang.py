@@ -150,7 +150,7 @@ class Gang:
 
     def named(self, layout: Layout) -> str:
         """As people read it."""
-        return layout_name(layout, self.config.parallel.context_size(layout))
+        return layout_name(layout, self.config.parallel.context(layout).dcp)
 
     def room(self) -> Layout | None:
         """Where there are fewer ranks than there should be: a larger layout, when one could be had now; where some are

@@ -179,7 +179,7 @@ class LayoutChanger:
 
 def wanted(resize: ResizeEngine, asked: Layout) -> Layout:
     """The layout of a resize, where there should be `asked` now."""
-    return Layout(tp=max(1, resize.tp), pp=max(1, resize.pp), dp=max(1, resize.dp or asked.dp))
+    return Layout(tp=max(1, resize.tp), pp=max(1, resize.pp), dp=max(1, resize.dp or asked.dp), pcp=asked.pcp)
 
 
 def why_not(config: EngineConfig, layout: Layout, backend: str, replaces: bool) -> str:
@@ -189,7 +189,7 @@ def why_not(config: EngineConfig, layout: Layout, backend: str, replaces: bool) 
     if backend == "uni" and layout.size > 1:
         return f"{layout} needs {layout.size} processes: start with --distributed-executor-backend mp"
     try:
-        experts = expert_map(config.model, config.parallel, layout.dp * layout.tp)
+        experts = expert_map(config.model, config.parallel, layout.expert_ranks)
         deal(config.model, layout.tp, layout.pp, experts=experts)
     except ConfigError as e:
         return str(e)
@@ -201,5 +201,5 @@ def leaving(placing: Placing | None, before: Layout, after: Layout) -> ExpertsPl
     fewer_lanes = after.dp < before.dp and (after.tp, after.pp) == (before.tp, before.pp)
     if placing is None or not placing.in_force or not fewer_lanes:
         return None
-    found = departing(placing, after.dp * after.tp)
+    found = departing(placing, after.expert_ranks)
     return found if found.sent else None

@@ -238,7 +238,8 @@ class EngineLoop:
         """With few threads a step of many tokens takes long, and every stream waits for it."""
         if self.core is not None and self.gang.link is not None and self.config.scheduler.auto_batched_tokens:
             threads = min(boot.threads for boot in boots_for(self.gang.config, self.gang.places, self.gang.link))
-            self.core.limit_steps(threads * self.gang.layout.tp * STEP_TOKENS)
+            together = self.gang.layout.tp * self.gang.layout.pcp
+            self.core.limit_steps(threads * together * STEP_TOKENS)
 
     def busy(self) -> bool:
         """Is there anything to do without a new message?"""

@@ -62,11 +62,12 @@ def told_replay(message: Recovery) -> str:
     return f"replay: the first sequence has its next token {first:.2f} s after that, the last {all:.2f} s"
 
 
-def layout_name(layout: Layout, context: int = 1) -> str:
-    """As in EngineFacts: the lanes, where there are several, then the degrees of each. context: tensor ranks that share
-    a sequence's tokens."""
-    lanes, shared = f"dp={layout.dp} " * (layout.dp > 1), f" dcp={context}" * (context > 1)
-    return f"{lanes}tp={layout.tp} pp={layout.pp}{shared}"
+def layout_name(layout: Layout, dcp: int = 1) -> str:
+    """As in EngineFacts: the lanes, where there are several, then the degrees of each. dcp: tensor ranks that share a
+    sequence's tokens."""
+    lanes = f"dp={layout.dp} " * (layout.dp > 1)
+    contexts = f" pcp={layout.pcp}" * (layout.pcp > 1) + f" dcp={dcp}" * (dcp > 1)
+    return f"{lanes}tp={layout.tp} pp={layout.pp}{contexts}"
 
 
 def travel_told(travel: Travel) -> str:

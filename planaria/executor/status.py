@@ -145,7 +145,8 @@ def timed(row: ProcessInfo) -> ProcessInfo:
 
 def _coordinates(rank: int, layout: Layout) -> dict[str, int]:
     at = layout.coords(rank)
-    return {"tp": at.tp, "pp": at.pp} | ({"dp": at.dp} if layout.dp > 1 else {})
+    further = {"pcp": at.pcp} if layout.pcp > 1 else {}
+    return {"tp": at.tp, **further, "pp": at.pp} | ({"dp": at.dp} if layout.dp > 1 else {})
 
 
 def _state(member: Hello, busy: bool) -> str:

@@ -52,7 +52,8 @@ def parts_of(weight: Weight) -> tuple[Weight, ...]:
 class Batch:
     """One step's inputs, in fixed arrays that the runner fills in place. Sequences are in any order.
 
-    counts       int64 [4]: T tokens, number of sequences, S sample positions, tokens of all lanes (see `Ops.dispatch`)
+    counts       int64 [8]: T tokens, number of sequences, S sample positions, tokens of all lanes (see `Ops.dispatch`);
+                 of a `BatchShare` tokens and sample positions of the step, and which of its tokens is the first here
     tokens       int32 [max_tokens]        token ids, sequence after sequence
     positions    int32 [max_tokens]        position of each in its sequence
     slots        int64 [max_tokens]        where its key and value go: block * block_size + offset; -1: to another
@@ -67,12 +68,14 @@ class Batch:
     prefill      are there tokens of histories among them, or only ones that were drawn last?
     loras        int32 [max_tokens]        slot of each token's adapter, -1: it has none
     adapted      has any of them one?
+    step         of all tokens: itself, unless it is a `BatchShare`
     """
 
     def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, max_samples: int) -> None:
         self.max_tokens, self.max_seqs, self.max_samples = max_tokens, max_seqs, max_samples
         self.prefill = self.adapted = False
-        self.counts: npt.NDArray[np.int64] = np.zeros(4, np.int64)
+        self.step: Batch = self
+        self.counts: npt.NDArray[np.int64] = np.zeros(8, np.int64)
         self.tokens: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
         self.positions: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
         self.slots: npt.NDArray[np.int64] = np.zeros(max_tokens, np.int64)
@@ -86,6 +89,10 @@ class Batch:
         self.hidden: npt.NDArray[np.float32] | None = None
         self.arrived: Array | None = None  # float32 [T, H] on the device, in place of `hidden`
         self.counting: npt.NDArray[np.int32] = np.arange(max(max_samples, max_seqs) + 1, dtype=np.int32)
+
+    def deal(self) -> int:
+        """Take this rank's tokens of the step, when it is there. How many there are."""
+        return int(self.counts[0])
 
     def make_hidden(self, columns: int) -> npt.NDArray[np.float32]:
         """The previous stage's residual, rows padded to 16 columns with zeros; made when first asked for."""
@@ -162,6 +169,11 @@ class Columns:
         pieces = ((0, at * dim, count * dim),)
         return Columns(pieces, len(group.heads) * dim, group.most_heads * dim, range(at, at + count))
 
+    @staticmethod
+    def of_all(shard: Shard, width: int) -> Columns:
+        """Of what all tensor ranks have alike; the first gives it."""
+        return Columns(((0, 0, width),) if shard.leads else (), width, width, range(0))
+
 
 class Operations(Protocol):
     """What a forward pass is written in, and its argument while it is compiled."""
@@ -226,13 +238,13 @@ class Operations(Protocol):
         whose first `rank` columns are the values. [T, heads * rank], activation dtype."""
 
     def gather(self, x: Act, group: ContextGroup, own: Columns) -> Act:
-        """The columns of all ranks of the context group: [T, own.width]."""
+        """The columns of all ranks of the context group, of all tokens of the step: [T, own.width]."""
 
     def attend_part(
         self, q: Act, kv: KVLayer, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, group: ContextGroup,
         window: int | None = None, cap: float = 0.0,
     ) -> Act:  # fmt: skip
-        """As `attend`, over this rank's tokens only; what that makes is for `merge`."""
+        """As `attend`, over this rank's tokens only, of all tokens of the step; what that makes is for `merge`."""
 
     def mla_attend_part(
         self, q: Act, kv: KVLayer, num_heads: int, rank: int, scale: float, group: ContextGroup
@@ -240,10 +252,10 @@ class Operations(Protocol):
         """As `mla_attend`, over this rank's tokens only; what that makes is for `merge`."""
 
     def merge(self, parts: Act, group: ContextGroup, heads: range, dim: int, sinks: Any = None) -> Act:
-        """Attention over the tokens of all ranks of the group, of these heads among the group's: [T, heads * dim],
-        activation dtype. A part is the weighted sum of its values, their greatest score and the sum of weights (output
-        and log-sum-exp in other numbers); parts are merged by pairs in a tree of context ranks. sinks: as in `attend`,
-        of these heads."""
+        """Attention over the tokens of all ranks of the group, of these heads among the group's, of this rank's share
+        of the step: [T, heads * dim], activation dtype. A part is the weighted sum of its values, their greatest score
+        and the sum of weights (output and log-sum-exp in other numbers); parts are merged by pairs in a tree of context
+        ranks. sinks: as in `attend`, of these heads."""
 
     def gated(self, gate_up: Act, kind: str = "silu") -> Act:
         """Of the halves g, u of the columns: "silu": silu(g) * u; "gelu_tanh": gelu(g) * u by tanh; "clamped": with
@@ -288,7 +300,7 @@ class Operations(Protocol):
         residual."""
 
     def take(self, x: Act) -> Act:
-        """Rows of x at the batch's sample_index: [S, H]."""
+        """Rows of x at the batch's sample_index: [S, H]. Of a `BatchShare`, those of all ranks."""
 
     def logits(
         self, x: Act, weight: Weight, vocab: range | None = None, size: int | None = None, cap: float = 0.0
@@ -320,9 +332,9 @@ class Ops(Protocol):
 
     kv_part: CacheMemory | None  # where caches that are made later are; None: in this process's own memory
 
-    def join(self, tp: Comm, lanes: All2All | None = None) -> None:
+    def join(self, tp: Comm, lanes: All2All | None = None, cp: Comm | None = None) -> None:
         """Share the work with these tensor ranks from now on, and experts with the ranks of other lanes; what was
-        compiled before is of no more use."""
+        compiled before is of no more use. cp: of these and those that have other shares of a step, if there are any."""
 
     def pack(self, weight: npt.NDArray[Any] | Quantized, bias: npt.NDArray[Any] | None = None) -> Weight:
         """A weight [N, K] (and bias [N]) in the layout its kernels read. The argument may be freed afterwards.

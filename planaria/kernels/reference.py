@@ -98,21 +98,27 @@ class SequenceGroup:
 
 
 class StepTensors:
-    """One step's inputs on the device: the batch's arrays cut to its counts."""
+    """One step's inputs on the device: the batch's arrays cut to its counts. shares: is it a `BatchShare`, whose token
+    number `first` is its own first?"""
+
+    shares, first = False, 0
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self.device = device
-        tokens, sequences, samples, self.all_tokens = (int(n) for n in batch.counts)
+        tokens, sequences, self.samples, self.all_tokens = (int(n) for n in batch.counts[:4])
+        every, step_samples = (int(n) for n in batch.step.counts[[0, 2]])
+        self.first, self.shares = int(batch.counts[6]), batch.step is not batch
         self.tokens = self._put(batch.tokens[:tokens])
         self.positions = self._put(batch.positions[:tokens])
-        self.slots = self._put(batch.slots[:tokens])
-        self.sample_index = self._put(batch.sample_index[:samples])
+        self.step_positions = self._put(batch.step.positions[:every])
+        self.slots = self._put(batch.slots[:every])
+        self.sample_index = self._put(batch.sample_index[:step_samples])
         self.loras = self._put(batch.loras[:tokens])
         self._hidden, self._arrived = batch.hidden, batch.arrived
         self._starts = batch.seq_start[: sequences + 1].astype(np.int64)
         self._lengths = batch.seq_len[:sequences].astype(np.int64)
         self._tables = batch.block_table[batch.seq_row[:sequences]].astype(np.int64)
-        here = batch.slots[:tokens] >= 0
+        here = batch.slots[:every] >= 0
         self._here = None if here.all() else self._put(here.nonzero()[0])  # the others are on other context ranks
         self._groups: dict[tuple[int, Stripes], list[SequenceGroup]] = {}
         self._masks: dict[tuple[int, Stripes, int | None], list[Tensor]] = {}
@@ -205,14 +211,15 @@ class TorchOps(Products, SharedTokens):
     def __init__(self, device: str = "cpu", dtype: str = "float32", tp: Comm | None = None) -> None:
         self.device = torch.device(device)
         self.tp: Comm = tp or Solo()
+        self.cp = self.tp
         self.dtype: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._step: StepTensors | None = None
         self.lanes: All2All | None = None
         self.kv_part: CacheMemory | None = None
         self.spread = False
 
-    def join(self, tp: Comm, lanes: All2All | None = None) -> None:
-        self.tp, self.lanes, self.spread = tp, lanes, lanes is not None
+    def join(self, tp: Comm, lanes: All2All | None = None, cp: Comm | None = None) -> None:
+        self.tp, self.cp, self.lanes, self.spread = tp, cp or tp, lanes, lanes is not None
 
     @property
     def step(self) -> StepTensors:
@@ -312,7 +319,7 @@ class TorchOps(Products, SharedTokens):
             q = self._norm(q, q_norm, eps)
         if k_norm is not None:
             k = self._norm(k, k_norm, eps)
-        cos, sin = (table[self.step.positions][:, None, :] for table in rope)
+        cos, sin = (table[self.step.step_positions][:, None, :] for table in rope)
         self.step.store(kv.keys, self._rotate(k, cos, sin))
         self.step.store(kv.values, v)
         return self._rotate(q, cos, sin).flatten(1)
@@ -345,7 +352,7 @@ class TorchOps(Products, SharedTokens):
 
     def mla_store(self, x: Tensor, kv: SlotLatents, norm: Tensor, eps: float, rope: tuple[Tensor, Tensor]) -> None:
         latent, rotated = x[:, : len(norm)], x[:, len(norm) :]
-        cos, sin = (table[self.step.positions] for table in rope)
+        cos, sin = (table[self.step.step_positions] for table in rope)
         self.step.store(kv.rows, torch.cat([self.rms_norm(latent, norm, eps), self._rotate(rotated, cos, sin)], -1))
 
     def mla_attend(self, q: Tensor, kv: SlotLatents, num_heads: int, rank: int, scale: float) -> Tensor:
@@ -438,7 +445,7 @@ class TorchOps(Products, SharedTokens):
         return residual.add_(sums)
 
     def take(self, x: Tensor) -> Tensor:
-        return x[self.step.sample_index]
+        return self.take_from_all(x) if self.step.shares else x[self.step.sample_index]
 
     def logits(
         self, x: Tensor, weight: Linear, vocab: range | None = None, size: int | None = None, cap: float = 0.0

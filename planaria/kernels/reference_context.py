@@ -51,15 +51,16 @@ def _pair(a: Tensor, b: Tensor) -> Tensor:
 
 
 def everyone(
-    own: Tensor, pieces: tuple[tuple[int, int, int], ...], group: ContextGroup, width: int, tp: Comm, shared: Any
+    own: Tensor, pieces: tuple[tuple[int, int, int], ...], group: ContextGroup, width: int, rows: tuple[int, int],
+    cp: Comm, shared: Any,
 ) -> Tensor:  # fmt: skip
-    """Float32 [T, width] of a context group, of which this rank has `pieces` (see ops.Columns). shared: makes of a
-    tensor what `tp` takes."""
-    row = own.new_zeros(len(own), group.count * width, dtype=torch.float32)
+    """Float32 [T, width] of a context group, of which this rank has `pieces` (see ops.Columns). rows: the number of its
+    first, and of the step's. shared: makes of a tensor what `cp` takes."""
+    row = own.new_zeros(rows[1], group.count * width, dtype=torch.float32)
     for start, to, count in pieces:
         first = group.number * width + to
-        row[:, first : first + count] = own[:, start : start + count]
-    tp.all_reduce(shared(row))
+        row[rows[0] : rows[0] + len(own), first : first + count] = own[:, start : start + count]
+    cp.all_reduce(shared(row))
     return row[:, group.number * width : (group.number + 1) * width]
 
 
@@ -67,12 +68,14 @@ class SharedTokens:
     """A part of `TorchOps`."""
 
     tp: Comm
+    cp: Comm
     dtype: torch.dtype
     step: Any
     _shared: Any
 
     def gather(self, x: Tensor, group: ContextGroup, own: Columns) -> Tensor:
-        whole = everyone(x, own.pieces, group, own.most, self.tp, self._shared)
+        rows = self.step.first, len(self.step.step_positions)
+        whole = everyone(x, own.pieces, group, own.most, rows, self.cp, self._shared)
         return whole[:, : own.width].to(self.dtype)
 
     def attend_part(
@@ -105,6 +108,18 @@ class SharedTokens:
     ) -> Tensor:  # fmt: skip
         width, ranks = group.most_heads * (dim + 2), group.stripes.size
         pieces = ((0, group.stripes.rank * width, parts.shape[1]),)
-        every = everyone(parts, pieces, group, ranks * width, self.tp, self._shared)
-        own = every.view(len(parts), ranks, group.most_heads, dim + 2)[:, :, heads.start : heads.stop]
+        every = everyone(parts, pieces, group, ranks * width, (0, len(parts)), self.cp, self._shared)
+        first, last = self.step.first, self.step.first + len(self.step.tokens)
+        own = every.view(len(parts), ranks, group.most_heads, dim + 2)[first:last, :, heads.start : heads.stop]
         return merged(list(own.unbind(1)), sinks).to(self.dtype).flatten(1)
+
+    def take_from_all(self, x: Tensor) -> Tensor:
+        """Of a step whose tokens are shared: on the ranks with the first share all of the rows, on others none."""
+        index = self.step.sample_index - self.step.first
+        here = (index >= 0) & (index < len(x))
+        rows = x.new_zeros(len(index), x.shape[1])
+        rows[here] = x[index[here]]
+        if self.tp.rank:  # it has what the first tensor rank has
+            rows.zero_()
+        self.cp.all_reduce(self._shared(rows))
+        return rows[: self.step.samples]

@@ -8,6 +8,8 @@ operations reduce over the tensor ranks; a pipeline stage has only its layers.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +20,7 @@ from planaria.layers.moe import MoE
 from planaria.layers.norms import RMSNorm, WideNorm, into, norm_of
 from planaria.layers.weights import TensorPart, WeightLoader
 from planaria.models.config import ModelConfig
-from planaria.models.shard import Shard, scaled
+from planaria.models.shard import ContextGroup, Shard, scaled
 
 
 class Attention:
@@ -32,7 +34,7 @@ class Attention:
     ) -> None:
         name, dim = f"model.layers.{layer}.self_attn", c.head_dim
         queries, keys = scaled(shard.heads, dim), scaled(shard.kv_heads, dim)
-        self.num_heads, self.num_kv_heads, self.head_dim = len(shard.heads), len(shard.kv_heads), dim
+        self.head_dim = dim
         self.rope, self.eps, self.window, self.after = rope, c.norm_eps, c.window(layer), after
         self.scale, self.cap, self.clip = c.attention_scale or dim**-0.5, c.score_cap, c.qkv_clip
         self.qkv: Weight = load.linear(
@@ -52,10 +54,14 @@ class Attention:
         )
         self.sinks = load.vector(f"{name}.sinks", c.num_heads, shard.heads) if c.sinks else None
         self.wide = WideNorm(c, name, load, shard, queries, keys) if c.wide_qk_norm else None
-        self.context = shard.context
+        self.share_tokens(shard)
+
+    def share_tokens(self, shard: Shard) -> None:
+        """With its context group, from the next `make_kv` on."""
+        self.context, attends = shard.context, shard.context or shard
+        self.num_heads, self.num_kv_heads = len(attends.heads), len(attends.kv_heads)
         if self.context is not None:
-            self.own = Columns.of_heads(self.context, shard, dim)
-            self.num_heads, self.num_kv_heads = len(self.context.heads), len(self.context.kv_heads)
+            self.own = Columns.of_heads(self.context, shard, self.head_dim)
 
     def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
         qkv = ops.linear(x, self.qkv)
@@ -180,6 +186,13 @@ class Model:
     def weight_bytes(self) -> int:
         """As packed, a tied table counted once, with the experts that are held now."""
         return self._dense_bytes + self._expert_bytes()
+
+    def share_tokens(self, context: ContextGroup | None) -> None:
+        """This rank has the keys and values of some tokens from now on; None: of all. Weights are the same either way.
+        Call it before `make_kv` and `Ops.compile`."""
+        self.shard = dataclasses.replace(self.shard, context=context)
+        for layer in self.layers:
+            layer.attention.share_tokens(self.shard)
 
     def make_kv(self, num_blocks: int, block_size: int) -> None:
         """Give every layer a cache of `num_blocks` blocks of `block_size` tokens; an earlier one goes."""

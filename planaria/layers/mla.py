@@ -11,6 +11,8 @@ Tensor ranks have some of the heads each, and all of the latent; context ranks t
 
 from __future__ import annotations
 
+import dataclasses
+
 from planaria.kernels.ops import Act, Columns, KVLayer, Operations, Ops, RopeTable, Weight
 from planaria.layers.rope import softmax_factor
 from planaria.layers.weights import TensorPart, WeightLoader
@@ -37,9 +39,7 @@ class LatentAttention:
         m, name = c.mla, f"model.layers.{layer}.self_attn"
         self.rope, self.num_heads = rope, len(shard.heads)
         self.rank, self.width = m.kv_lora_rank, m.width
-        self.context = shard.context
-        if self.context is not None:
-            self.own = Columns.of_queries(self.context, shard, m.width)
+        self.share_tokens(shard)
         self.scale = (m.qk_nope_head_dim + m.qk_rope_head_dim) ** -0.5 * softmax_factor(c.rope)
 
         def order(lead: int, heads: int = 1) -> tuple[int, ...] | None:
@@ -70,8 +70,17 @@ class LatentAttention:
             scaled(shard.heads, m.v_head_dim), c.num_heads * m.v_head_dim, bias=c.output_bias and shard.leads,
         )  # fmt: skip
 
+    def share_tokens(self, shard: Shard) -> None:
+        """With its context group, from the next `make_kv` on."""
+        self.context, self.latents = shard.context, Columns.of_all(shard, self.width)
+        if self.context is not None:
+            self.own = Columns.of_queries(self.context, shard, self.width)
+
     def __call__(self, ops: Operations, x: Act, h: Act) -> Act:
-        ops.mla_store(ops.linear(x, self.latent), self.kv, self.norm, NORM_EPS, self.rope)
+        latent = ops.linear(x, self.latent)
+        if self.context is not None and self.context.shares:
+            latent = ops.gather(latent, dataclasses.replace(self.context, number=0, count=1), self.latents)
+        ops.mla_store(latent, self.kv, self.norm, NORM_EPS, self.rope)
         if self.q_down is not None:
             x = ops.rms_norm(ops.linear(x, self.q_down), self.q_norm, NORM_EPS)
         q = ops.by_head(ops.linear(x, self.q), self.keys, self.num_heads, self.rope)

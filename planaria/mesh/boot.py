@@ -24,14 +24,18 @@ FEW = 4  # messages of experts that are on their way: each is large
 
 
 def axes(rank: int, layout: Layout, *, experts: bool = False, micro_batches: int = 1) -> dict[str, tuple[int, ...]]:
-    """World ranks of the groups that `rank` is in, by axis. "ep", those that share a stage's experts, is a group of its
-    own only where there are several lanes: else these are the tensor ranks. "experts" are the same ranks, where
+    """World ranks of the groups that `rank` is in, by axis. "shares" are the tensor ranks of all prefill context ranks,
+    where there are several. "ep", those that share a stage's experts, is a group of its own only where these have
+    tokens of their own, in lanes or shares: else they are the tensor ranks. "experts" are the same ranks, where
     `experts` are dealt to them whole. Each further micro-batch has such a group of its own, "ep1" and so on, so that
     one can exchange tokens while another does."""
     sharing = layout.group(rank, "dp", "pcp", "tp")
-    spread, travels = sharing if layout.dp > 1 else (rank,), sharing if experts else (rank,)
+    apart = layout.dp > 1 or (experts and layout.pcp > 1)
+    spread, travels = sharing if apart else (rank,), sharing if experts else (rank,)
+    shares = {"shares": layout.group(rank, "pcp", "tp")} if layout.pcp > 1 else {}
     further = {f"ep{i}": spread for i in range(1, micro_batches) if layout.dp > 1}
-    return {"tp": layout.group(rank, "tp"), "pp": layout.group(rank, "pp"), "ep": spread, "experts": travels, **further}
+    first = {"tp": layout.group(rank, "tp"), "pp": layout.group(rank, "pp")}
+    return {**first, **shares, "ep": spread, "experts": travels, **further}
 
 
 def create_segments(
@@ -133,5 +137,5 @@ def open_mesh(
         for made in groups.values():
             made.close()
         raise
-    first = {axis: groups.pop(axis) for axis in ("tp", "pp", "ep", "experts")}
+    first = {axis: groups.pop(axis) for axis in ("tp", "pp", "shares", "ep", "experts") if axis in groups}
     return Mesh(rank, **first, further=tuple(groups.values()))

@@ -14,14 +14,20 @@ class Mesh:
     rank: int = 0
     tp: Comm = field(default_factory=Solo)
     pp: Comm = field(default_factory=Solo)
+    shares: Comm | None = None  # tensor ranks of all prefill context ranks, where there are several
     ep: Comm = field(default_factory=Solo)  # ranks of all lanes that share this stage's experts
     experts: Comm = field(default_factory=Solo)  # the same (also of one lane), for experts that travel beside steps
     further: tuple[Comm, ...] = ()  # groups as ep, one for each micro-batch after the first
 
     @property
+    def cp(self) -> Comm:
+        """Those that compute a stage's part of a step together."""
+        return self.shares or self.tp
+
+    @property
     def samples(self) -> bool:
-        """Does this rank draw the tokens? Tensor rank 0 of the last stage does."""
-        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
+        """Does this rank draw the tokens? The first tensor rank of the first share, in the last stage, does."""
+        return self.cp.rank == 0 and self.pp.rank == self.pp.size - 1
 
     @property
     def reads_tokens(self) -> bool:
@@ -40,4 +46,5 @@ class Mesh:
 
     @property
     def _all(self) -> tuple[Comm, ...]:
-        return self.tp, self.pp, self.ep, self.experts, *self.further
+        groups = (self.tp, self.pp, self.shares, self.ep, self.experts, *self.further)
+        return tuple(comm for comm in groups if comm is not None)

@@ -17,9 +17,10 @@ from planaria.models.config import ModelConfig
 from planaria.models.shard import ContextGroup, Shard
 from planaria.topology.experts import ExpertMap
 from planaria.topology.kv_parts import KVRect
-from planaria.topology.stripes import Stripes
+from planaria.topology.stripes import Context
 
 MLP_BLOCK = 32  # columns; packed weights are cut at multiples of it
+ALONE = Context()
 VOCAB_BLOCK = 16  # rows; what a kernel writes at a time
 
 
@@ -42,21 +43,19 @@ def deal_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[tuple[rang
     return dealt
 
 
-def deal_context(heads: list[tuple[range, range]], size: int, interleave: int) -> list[ContextGroup | None]:
-    """Of each tensor rank its context group of `size` neighbours, None where each has all tokens; heads: see
-    `deal_heads`."""
-    if size == 1:
+def deal_context(heads: list[tuple[range, range]], context: Context) -> list[ContextGroup | None]:
+    """Of each tensor rank its context group of neighbours, None where each has all tokens; heads: see `deal_heads`."""
+    if context.size == 1:
         return [None] * len(heads)
-    found: list[ContextGroup | None] = []
+    found, size = list[ContextGroup | None](), context.dcp
     groups = [heads[first : first + size] for first in range(0, len(heads), size)]
-    spans = [
-        (range(first[0].start, last[0].stop), range(first[1].start, last[1].stop)) for first, *_, last in groups
-    ]  # fmt: skip
+    spans = [tuple(range(group[0][kind].start, group[-1][kind].stop) for kind in (0, 1)) for group in groups]
     most, most_kv = (max(len(span[kind]) for span in spans) for kind in (0, 1))
     for number, (group, (queries, keys)) in enumerate(zip(groups, spans, strict=True)):
         for rank, (_, kv) in enumerate(group):
-            leads, stripes = rank == 0 or group[rank - 1][1] != kv, Stripes(size, rank, interleave)
-            found.append(ContextGroup(stripes, queries, keys, leads, number, len(groups), most, most_kv))
+            leads, stripes = rank == 0 or group[rank - 1][1] != kv, context.stripes(rank)
+            shares = context.pcp > 1
+            found.append(ContextGroup(stripes, queries, keys, leads, number, len(groups), most, most_kv, shares))
     return found
 
 
@@ -68,14 +67,14 @@ def deal_blocks(total: int, block: int, ranks: int) -> list[range]:
 
 
 def deal_tensor(
-    config: ModelConfig, ranks: int, experts: ExpertMap | None = None, lane: int = 0, context: tuple[int, int] = (1, 1)
+    config: ModelConfig, ranks: int, experts: ExpertMap | None = None, lane: int = 0, context: Context = ALONE
 ) -> list[Shard]:  # fmt: skip
     """The shards of `ranks` tensor ranks, all layers each. experts: whole experts on each rank of the expert group, in
-    which those of a lane follow one another; None: each tensor rank has some columns of every expert. context: ranks of
-    a context group, tokens in turn. Raises ConfigError where a rank would be left empty."""
+    which those of a lane follow one another; None: each tensor rank has some columns of every expert. Raises
+    ConfigError where a rank would be left empty."""
     whole, moe = Shard.full(config), config.moe
     if ranks == 1 and experts is None:
-        return [whole]
+        return [replace(whole, context=deal_context([(whole.heads, whole.kv_heads)], context)[0])]
     if config.foreign is not None and config.foreign.tensor_ranks % ranks:
         most, why = config.foreign.tensor_ranks, config.foreign.why_not
         raise ConfigError(
@@ -109,7 +108,7 @@ def deal_tensor(
     vocab = deal_blocks(config.vocab_size, VOCAB_BLOCK, ranks)
     shared = deal_blocks(len(whole.shared_columns), MLP_BLOCK, ranks)
     sliced = deal_blocks(len(whole.expert_columns), MLP_BLOCK, ranks)
-    contexts = deal_context(heads, *context)
+    contexts = deal_context(heads, context)
     return [
         Shard(
             *heads[rank], mlp_columns=columns[rank], vocab=vocab[rank], layers=whole.layers, leads=rank == 0,
@@ -150,9 +149,9 @@ def kv_parts(config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] |
 
 def deal(
     config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] | None = None,
-    experts: ExpertMap | None = None, lane: int = 0, context: tuple[int, int] = (1, 1),
+    experts: ExpertMap | None = None, lane: int = 0, context: Context = ALONE,
 ) -> list[Shard]:  # fmt: skip
-    """The shard of every rank of a lane; rank = stage * tp + tensor rank. experts, context: see `deal_tensor`."""
+    """The shard of every rank of a lane; rank = stage * tp + tensor rank. experts: see `deal_tensor`."""
     if config.foreign is not None and pp > 1:
         rule = f"{config.architecture} is run by Transformers' code, which isn't cut into stages"
         raise ConfigError("--pipeline-parallel-size", pp, rule, "use tensor ranks")

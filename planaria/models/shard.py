@@ -20,6 +20,7 @@ class ContextGroup:
 
     stripes: this rank's tokens. heads, kv_heads: of all of them. leads_keys: no rank before it in the group has its KV
     heads. number, count: of this group, and how many the tensor ranks are. most_heads, most_kv_heads: of the largest.
+    shares: are there others with the same heads, who compute other tokens of a step?
     """
 
     stripes: Stripes
@@ -30,6 +31,7 @@ class ContextGroup:
     count: int = 1
     most_heads: int = 0
     most_kv_heads: int = 0
+    shares: bool = False
 
 
 @dataclass(frozen=True)

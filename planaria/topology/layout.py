@@ -40,6 +40,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         return self.dp * self.pp * self.pcp * self.tp
 
     @property
+    def expert_ranks(self) -> int:
+        """Those that share a stage's experts."""
+        return self.dp * self.pcp * self.tp
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """Degrees in the order of AXES."""
         return self.dp, self.pp, self.pcp, self.tp

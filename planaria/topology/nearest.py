@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from planaria.topology.cluster import Node
 from planaria.topology.layout import Layout
-from planaria.topology.placement import Infeasible, per_node
+from planaria.topology.placement import Infeasible, divisors, per_node
 
 STRATEGY, LOCAL = "--ray-dp-pack-strategy", "--data-parallel-size-local"
 
@@ -69,7 +69,7 @@ def closest(nodes: list[Node], layout: Layout, strategy: str, local: int | None)
     best: tuple[tuple[int, int, int, int], Instead] | None = None
     for how in ((strategy, local), (strategy, None), ("strict", None)):
         for tp in range(1, layout.tp + 1):
-            for pcp in range(1, layout.pcp + 1):
+            for pcp in divisors(layout.pcp, layout.pcp):
                 for pp in range(1, layout.pp + 1):
                     dp = _most(head, others, tp * pcp * pp, layout.dp, *how)
                     key = (dp * tp * pcp * pp, dp, pp, pcp)

@@ -159,7 +159,8 @@ def place_at(bundles: Iterable[Bundle], layout: Layout, indices: Sequence[int]) 
 
 
 def shrink(cluster: Cluster, layout: Layout, *, span: bool = False) -> Layout | None:
-    """The largest layout that fits and exceeds `layout` along no axis: itself, if it fits. None if nothing does.
+    """The largest layout that fits and exceeds `layout` along no axis: itself, if it fits. None if nothing does. Of
+    prefill context ranks a number that divides theirs, so that a block's tokens can be dealt to them.
 
     Among equally large ones: the most lanes, then the most stages (those that stay keep more of their weights).
     """
@@ -168,13 +169,18 @@ def shrink(cluster: Cluster, layout: Layout, *, span: bool = False) -> Layout | 
     for tp in range(1, min(layout.tp, sum(sizes) if span else max(sizes, default=0)) + 1):
         room = sum(sizes) // tp if span else sum(size // tp for size in sizes)
         for dp in range(1, min(layout.dp, room) + 1):
-            for pcp in range(1, min(layout.pcp, room // dp) + 1):
+            for pcp in divisors(layout.pcp, room // dp):
                 pp = min(layout.pp, room // (dp * pcp))
                 found = Layout(pp, dp, pcp, tp)
                 key = (found.size, dp, pp, pcp)
                 if best is None or key > best[0]:
                     best = key, found
     return best[1] if best is not None else None
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Those up to `most`."""
+    return [some for some in range(1, min(number, most) + 1) if number % some == 0]
 
 
 def _kept(nodes: list[Node], layout: Layout, keep: Placement | None) -> dict[int, tuple[str, int]]:

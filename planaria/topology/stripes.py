@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank has keys and values of, where context ranks share them (decode context parallel).
+"""Which tokens of a sequence a rank has keys and values of, where context ranks share them.
 
 Rule: token i is on context rank (i // interleave) mod size. A rank has its tokens one behind the other, so its n-th is
 where the n-th of a whole sequence would be; `position` and `local` go from one count to the other. Both take numbers
@@ -7,7 +7,6 @@ and arrays.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 
@@ -36,6 +35,18 @@ class Stripes(NamedTuple):
         return turn * self.interleave + local % self.interleave
 
 
-def context_size(asked: int, tp: int) -> int:
-    """Context ranks of a layout with so many tensor ranks: as asked for, or what divides both where ranks are gone."""
-    return math.gcd(asked, tp)
+class Context(NamedTuple):
+    """Which ranks share a sequence's tokens: `dcp` neighbouring tensor ranks of each of `pcp` that compute shares of a
+    step. pcp_rank: which of these is meant."""
+
+    dcp: int = 1
+    pcp: int = 1
+    interleave: int = 1
+    pcp_rank: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.pcp * self.dcp
+
+    def stripes(self, dcp_rank: int) -> Stripes:
+        return Stripes(self.size, self.pcp_rank * self.dcp + dcp_rank, self.interleave)

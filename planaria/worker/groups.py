@@ -43,8 +43,8 @@ class Groups:
 
     @property
     def spreads(self) -> bool:
-        """Are experts dealt to the ranks of all lanes?"""
-        return self.layout.dp > 1 and self.whole_experts
+        """Are experts dealt to ranks that have tokens of their own?"""
+        return self.layout.dp * self.layout.pcp > 1 and self.whole_experts
 
     @property
     def _num_micro_batches(self) -> int:

@@ -193,7 +193,7 @@ class RankKV:
         partition = config.parallel.pp_layer_partition
         partition = partition if partition is None or len(partition) == layout.pp else None
         own = kv_parts(config.model, layout.tp, layout.pp, partition)
-        if len(blocks) != len(own[self.rank].layers) or config.parallel.context_size(layout) > 1:
+        if config.parallel.context(layout).size > 1 or len(blocks) != len(own[self.rank].layers):
             return None
         return Recut(config.model, own, self.rank, blocks, identity)
 
@@ -267,7 +267,8 @@ def _on_disk(identity: bytes, size: int, tier: TierConfig) -> Store:
 def identity_of(config: EngineConfig, layout: Layout, rank: int, kernels: str, weights: str) -> bytes:
     """Of all that the bytes of a rank's blocks depend on but their keys. 16 bytes."""
     at, partition = layout.coords(rank), config.parallel.pp_layer_partition
-    return _identity(config, layout, [layout.tp, layout.pp, at.tp, at.pp, partition], kernels, weights)
+    place: list[object] = [layout.tp, layout.pp, at.tp, at.pp, partition, layout.pcp, at.pcp]
+    return _identity(config, layout, place, kernels, weights)
 
 
 def identity_of_part(config: EngineConfig, layout: Layout, part: KVRect, kernels: str, weights: str) -> bytes:
@@ -281,6 +282,6 @@ def _identity(config: EngineConfig, layout: Layout, place: list[object], kernels
     parts = [
         "planaria KV 1", compared(config)["planaria"], weights, model, device.device, device.dtype,
         device.quantization, device.kernels, device.batch_invariant, kernels, platform.machine(),
-        config.cache.block_size, place, parallel.context_size(layout), parallel.cp_kv_cache_interleave_size,
+        config.cache.block_size, place, parallel.context(layout),
     ]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).digest()[:16]

@@ -101,6 +101,7 @@ class Life:
                 if isinstance(command, Join):
                     at = command.layout.coords(boot.rank)
                     lane = {"dp": at.dp} if command.layout.dp > 1 else {}
+                    lane |= {"pcp": at.pcp} if command.layout.pcp > 1 else {}
                     set_title("worker", rank=boot.rank, **lane, tp=at.tp, pp=at.pp, epoch=command.epoch)
                 port.reply(number, self.worker.handle(command))
                 if isinstance(command, Exit):

@@ -16,8 +16,8 @@ import msgspec
 from planaria.checkpoint import Checkpoint
 from planaria.config.experts import expert_map
 from planaria.config.options import EngineConfig
-from planaria.models.deal import deal
-from planaria.models.shard import Shard
+from planaria.models.deal import deal, deal_context, deal_heads
+from planaria.models.shard import ContextGroup, Shard
 from planaria.topology import Layout
 from planaria.topology.experts import Maps, Move, slots_at
 
@@ -33,18 +33,26 @@ Part = tuple[int, Layout]  # of the model: what this rank of this layout has
 
 def part_of(rank: int, layout: Layout) -> Part:
     """What of the model a rank of a layout has besides whole experts."""
-    return rank % (layout.tp * layout.pp), Layout(tp=layout.tp, pp=layout.pp)
+    at = layout.coords(rank)
+    return at.pp * layout.tp + at.tp, Layout(tp=layout.tp, pp=layout.pp)
+
+
+def context_of(config: EngineConfig, rank: int, layout: Layout) -> ContextGroup | None:
+    """With whom a rank of a layout shares the tokens of a sequence."""
+    at, model = layout.coords(rank), config.model
+    heads = deal_heads(model.num_heads, model.num_kv_heads, layout.tp)
+    return deal_context(heads, config.parallel.context(layout, at.pcp))[at.tp]
 
 
 def configured(config: EngineConfig, layout: Layout) -> Maps:
     """Where experts are at the start, by layer; empty: they aren't dealt whole."""
-    placed = expert_map(config.model, config.parallel, layout.dp * layout.tp)
+    placed = expert_map(config.model, config.parallel, layout.expert_ranks)
     return (placed.slots,) * len(config.model.moe_layers) if placed is not None else ()
 
 
 def of_any_lane(config: EngineConfig, layout: Layout, part: Part, *, sent: bool) -> Maps | None:
     """Experts that a rank with this part has in one lane or the other, by layer; none if they will be `sent`."""
-    placed = expert_map(config.model, config.parallel, layout.dp * layout.tp)
+    placed = expert_map(config.model, config.parallel, layout.expert_ranks)
     if placed is None:
         return None
     ranks = range(part[0] % layout.tp, placed.num_ranks, layout.tp) if not sent else ()
@@ -81,8 +89,7 @@ def read_part(
     partition = config.parallel.pp_layer_partition
     if partition is not None and len(partition) != pp:
         partition = None  # of the layout that was asked for, and this is another
-    context = config.parallel.context_size(layout), config.parallel.cp_kv_cache_interleave_size
-    shard = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp), context=context)[rank]
+    shard = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp))[rank]
     nothing = tuple(() for _ in reads) if reads is not None else None
 
     def make(packings: Writing | Mapped | None, heard: Callable[[float], None]) -> Model:

@@ -108,7 +108,7 @@ class Runner:
         sampler = self.sampler if isinstance(self.sampler, Sampler) else None
         if sampler is not None:
             sampler.prepare(samples if taken is None and not chunks else [])
-        logits, vectors, failed = self._run(num_tokens, pooled)
+        logits, vectors, failed = self._run(pooled)
         refused |= failed
         prompt_logprobs = {}
         if logits is not None and sampler is not None:
@@ -144,16 +144,14 @@ class Runner:
         each = {row: [entry] for row, entry in logprobs.items()}
         return LaneResult(samples, tokens, each, prompt_logprobs, {**refused, **errors}, late=late, pooled=vectors)
 
-    def _run(
-        self, num_tokens: int, pooled: list[tuple[Row, int]]
-    ) -> tuple[Array | None, dict[int, bytes], dict[int, str]]:
+    def _run(self, pooled: list[tuple[Row, int]]) -> tuple[Array | None, dict[int, bytes], dict[int, str]]:
         """A forward pass: logits, and of rows that end with a vector those that are there, and errors. pooled: chunks
         of such rows."""
         if not pooled or self.pooling.alone:
-            out = self.stage.run(num_tokens)
+            out = self.stage.run()
             logits, hidden = (None, out) if self.pooling.alone else (out, None)
         else:
-            out = self.stage.run(num_tokens, self.pooling.both)
+            out = self.stage.run(self.pooling.both)
             logits, hidden = out if out is not None else (None, None)
         if hidden is None or not pooled or not self.stage.samples:
             return logits, {}, {}

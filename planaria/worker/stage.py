@@ -4,8 +4,8 @@ Rule: sending waits for nobody, receiving waits until what it needs is there, an
 steps on every rank. So a stage that has its plans runs ahead of the next one by as many steps as the plans allow:
 steps take turns, and a row's token is asked for when the row's turn comes again, not before.
 
-Tokens go from the rank that draws them to the tensor ranks of the first stage: along the pipeline to tensor rank 0,
-from there along the tensor axis. Every rank knows from the plan which rows draw in a step, so tokens go alone. Where
+Tokens go from the rank that draws them to the ranks of the first stage: along the pipeline to the first of them, from
+there to the others. Every rank knows from the plan which rows draw in a step, so tokens go alone. Where
 rows draft, how many tokens one drew and what it drafts goes with them, and to all ranks.
 """
 
@@ -54,10 +54,10 @@ class Stage:
         while self._open:
             self.take_tokens(self._open[-1][0], hear)
 
-    def run(self, num_tokens: int, last: Callable[[], Array] | None = None) -> Array | None:
-        """One forward pass. Logits on the ranks of the last stage (whole on the one that draws), None on others. last:
-        what the last stage does instead."""
-        pp = self.mesh.pp
+    def run(self, last: Callable[[], Array] | None = None) -> Array | None:
+        """One forward pass, of this rank's share of the step. Logits on the ranks of the last stage (whole on the one
+        that draws), None on others. last: what the last stage does instead."""
+        pp, num_tokens = self.mesh.pp, self.batch.deal()
         if pp.rank > 0:
             self._receive_hidden(num_tokens)
         if pp.rank == pp.size - 1:
@@ -71,19 +71,19 @@ class Stage:
             if self._waits:
                 self._open.append((turn, rows))
             return
-        tp, pp = self.mesh.tp, self.mesh.pp
+        cp, pp = self.mesh.cp, self.mesh.pp
         for stage in range(pp.size - 1 if self.width > 1 else min(1, pp.size - 1)):
             pp.send(told, stage)
-        if tp.size > 1 and (pp.size == 1 or self.width > 1):
-            tp.broadcast(told)
+        if cp.size > 1 and (pp.size == 1 or self.width > 1):
+            cp.broadcast(told)
 
     def _receive_tokens(self, count: int) -> Tokens:
-        tp, pp = self.mesh.tp, self.mesh.pp
+        cp, pp = self.mesh.cp, self.mesh.pp
         told = np.empty((count, self.width), np.int32)
-        if pp.rank < pp.size - 1 and tp.rank == 0:
+        if pp.rank < pp.size - 1 and cp.rank == 0:
             pp.receive(told, pp.size - 1)
-        if tp.size > 1:
-            tp.broadcast(told)
+        if cp.size > 1:
+            cp.broadcast(told)
         return told
 
     def _send_hidden(self, hidden: Array) -> None:

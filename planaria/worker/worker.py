@@ -43,7 +43,16 @@ from planaria.worker.groups import Groups
 from planaria.worker.guard import guard
 from planaria.worker.kv import RankKV
 from planaria.worker.null import NullRank
-from planaria.worker.parts import Part, configured, of_any_lane, part_of, read_lacking, read_part, to_read
+from planaria.worker.parts import (
+    Part,
+    configured,
+    context_of,
+    of_any_lane,
+    part_of,
+    read_lacking,
+    read_part,
+    to_read,
+)
 from planaria.worker.weights import RankWeights
 
 if TYPE_CHECKING:
@@ -177,7 +186,7 @@ class Worker:
 
     def _join_ops(self, ops: Ops) -> None:
         exchanges = self.groups.exchanges
-        ops.join(self.mesh.tp, exchanges[0] if exchanges else None)
+        ops.join(self.mesh.tp, exchanges[0] if exchanges else None, self.mesh.cp)
 
     def use_threads(self, threads: int) -> None:
         """Compute with so many from now on. Between two steps, in the thread that carries them out."""
@@ -206,6 +215,8 @@ class Worker:
         part, maps = self.own_part, command.maps or configured(self.config, self.layout)
         if self.part != part:
             self._load_part(part, maps, command.moves)
+        if self.config.model.foreign is None:
+            self.model.share_tokens(context_of(self.config, self.rank, self.layout))
         if maps:
             return self._load_experts(maps, command.moves)
         return Ready(self.rank, self.seconds)
@@ -271,6 +282,7 @@ class Worker:
 
     def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch
+        from planaria.kernels.share import BatchShare
         from planaria.worker.micro_batches import make_forward
         from planaria.worker.pooling import Pooling
         from planaria.worker.runner import Runner
@@ -286,6 +298,7 @@ class Worker:
             scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-scheduler.max_model_len // size) + 1,
             scheduler.max_logit_rows,
         )  # fmt: skip
+        own = batch if self.layout.pcp == 1 else BatchShare(batch, self.layout.coords(self.rank).pcp, self.layout.pcp)
         if self.experts is not None:
             self.experts.count(self.config.parallel.enable_eplb and self.layout.coords(self.rank).tp == 0)
         self.end_micro_batches()
@@ -297,7 +310,7 @@ class Worker:
             guesses = make_speculation(self.config, batch, command.num_blocks, weights, self.mesh)
         reads = guesses is not None and guesses.reads_hidden
         made = make_forward(
-            self.loras or self.ops, self.model.forward_all if reads else self.model.forward, batch, self.mesh,
+            self.loras or self.ops, self.model.forward_all if reads else self.model.forward, own, self.mesh,
             self.groups.exchanges, self.config.parallel, self.take_thread,
             queues=not self.config.device.platform.on_host,
         )  # fmt: skip
@@ -310,11 +323,11 @@ class Worker:
             self.sampler = make_sampler(self.config, self.boot.threads, self.ops)
         else:
             self.sampler = Follower(scheduler.max_num_seqs, model.vocab_size)
-        stage = make_stage(self.config, batch, forward, self.mesh, guesses.width if guesses is not None else 1)
+        stage = make_stage(self.config, own, forward, self.mesh, guesses.width if guesses is not None else 1)
         self.runner = Runner(
             batch, forward, self.sampler, scheduler, size, stage, meets=bool(self.groups.exchanges),
             speculation=guesses, stripes=self.model.shard.stripes,
-            pooling=Pooling((lambda: ops.compile(both, batch)) if model.has_logits else None, model.logit_scale),
+            pooling=Pooling((lambda: ops.compile(both, own)) if model.has_logits else None, model.logit_scale),
             adapters=self.loras and self.loras.of_rows(scheduler.max_num_seqs),
         )  # fmt: skip
         facts = self.kv.take_over(self.config, command.full, self.layout.coords(self.rank).dp, self.model)

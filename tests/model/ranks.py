@@ -30,14 +30,16 @@ def boot_of(config: EngineConfig, rank: int = 0, size: int = 1) -> RankBoot:
 
 
 class Ranks:
-    """`tp` x `pp` workers with `config`. Use as a context: at its end every process is gone."""
+    """`tp` x `pcp` x `pp` workers with `config`. Use as a context: at its end every process is gone."""
 
-    def __init__(self, config: EngineConfig, tp: int, pp: int, *, gloo: bool = False, deadline: float = 60.0) -> None:
-        self.tp, self.pp, self.size = tp, pp, tp * pp
-        layout = Layout(tp=tp, pp=pp)
-        parallel = msgspec.structs.replace(
-            config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, disable_custom_all_reduce=gloo
-        )
+    def __init__(
+        self, config: EngineConfig, tp: int, pp: int, *, pcp: int = 1, gloo: bool = False, deadline: float = 60.0
+    ) -> None:
+        self.tp, self.pp, self.size = tp, pp, tp * pp * pcp
+        layout = Layout(tp=tp, pp=pp, pcp=pcp)
+        self.drawing = layout.drawing[0]  # the rank whose results have tokens
+        config = config.with_layout(layout)
+        parallel = msgspec.structs.replace(config.parallel, disable_custom_all_reduce=gloo)
         config = msgspec.structs.replace(config, parallel=parallel)
         self.procs: list[ForkServerProcess] = []
         self.ends: list[Connection] = []
@@ -72,11 +74,6 @@ class Ranks:
         pid = self.procs[rank].pid
         assert pid is not None
         return pid
-
-    @property
-    def drawing(self) -> int:
-        """The rank whose results have tokens."""
-        return self.size - self.tp
 
     def __enter__(self) -> Ranks:
         return self

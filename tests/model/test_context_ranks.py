@@ -1,5 +1,5 @@
-"""Ranks that share the tokens of a sequence (decode context parallel), as processes, against one rank with all of them,
-on the kernels and on their definition."""
+"""Ranks that share the tokens of a sequence (decode and prefill context parallel), as processes, against one rank with
+all of them, on the kernels and on their definition."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from planaria.kernels.cpu import threads
 from planaria.kernels.ops import Columns
 from planaria.models.deal import deal_context, deal_heads
 from planaria.models.shard import Shard
-from planaria.protocol import Allocate, Facts, Probe, Ready
-from planaria.topology.stripes import Stripes
+from planaria.protocol import Allocate, Facts, Failed, Load, Probe, Ready
+from planaria.topology.stripes import Context, Stripes
 from planaria.types import Request, SamplingParams
+from planaria.worker.parts import configured
 from tests.model.checkpoints import write_checkpoint
 from tests.model.ranks import Ranks
 from tests.model.test_deepseek import SIZES
@@ -94,6 +95,56 @@ def test_ranks_that_share_tokens_give_what_one_gives(
         assert_ranks_give(ranks, config, expected)
 
 
+SHARES = [  # model, tensor ranks, of which share tokens, shares of a step, stages, tokens in turn
+    ("few heads", 1, 1, 2, 2, 1, "native", False),
+    ("latents", 2, 1, 2, 1, 4, "native", False),
+    ("uneven heads", 1, 1, 3, 1, 1, "torch", True),
+    long("few heads", 1, 1, 2, 1, 4, "torch", False),
+    long("few heads", 2, 1, 2, 1, 1, "native", False),
+    long("few heads", 2, 2, 2, 1, 2, "native", False),
+    long("few heads", 2, 2, 2, 1, 2, "torch", False),
+    long("few heads", 2, 2, 2, 1, 2, "native", True),
+    long("latents", 1, 1, 2, 1, 1, "native", False),
+    long("latents", 2, 2, 2, 1, 1, "native", True),
+    long("latents", 2, 1, 2, 1, 1, "torch", False),
+    long("windows", 1, 1, 2, 1, 4, "native", False),
+    long("wide norms", 2, 1, 2, 1, 1, "native", False),
+    long("caps", 1, 1, 2, 1, 1, "native", False),
+    long("sinks", 1, 1, 2, 1, 1, "native", False),
+]
+
+
+@pytest.mark.row("P1")
+@pytest.mark.parametrize("name, tp, dcp, pcp, pp, interleave, kernels, gloo", SHARES)
+def test_ranks_that_share_a_step_give_what_one_gives(
+    folder: Any, name: str, tp: int, dcp: int, pcp: int, pp: int, interleave: int, kernels: str, gloo: bool
+) -> None:
+    """Each computes some tokens of every step, and has some tokens of every sequence."""
+    config = config_of(folder(name), tp, dcp, interleave, kernels=kernels, prefill_context_parallel_size=pcp)
+    expected = alone(config_of(folder(name), 1, 1), requests(config.model.vocab_size))
+    with Ranks(config, tp, pp, pcp=pcp, gloo=gloo) as ranks:
+        start(ranks)
+        assert_ranks_give(ranks, config, expected)
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_experts_are_over_the_ranks_of_all_shares(folder: Any, tp: int) -> None:
+    options = {"prefill_context_parallel_size": 2, "enable_expert_parallel": True}
+    config = config_of(folder("wide norms"), tp, 1, **options)
+    maps = configured(config, config.parallel.layout)
+    expected = alone(config_of(folder("wide norms"), 1, 1), requests(config.model.vocab_size))
+    with Ranks(config, tp, 1, pcp=2) as ranks:
+        held = [0] * ranks.size
+        for command in (Load(maps=maps), Probe(), Allocate(BLOCKS)):
+            for rank, reply in enumerate(ranks.ask(command)):
+                assert not isinstance(reply, Failed), reply
+                if isinstance(reply, Facts):
+                    held[rank] = reply.weight_bytes
+        assert len(maps[0]) == config.model.moe.num_experts
+        assert max(held) < 0.75 * sum(held) / tp  # of one rank's with all experts
+        assert_ranks_give(ranks, config, expected)
+
+
 def test_bfloat16_rounds_what_all_ranks_round(folder: Any) -> None:
     """Queries and keys are handed over as they are."""
     options = {"dtype": "bfloat16"}
@@ -160,7 +211,7 @@ def test_each_column_comes_from_one_rank(heads: int, kv_heads: int, tp: int, siz
     dealt, dim = deal_heads(heads, kv_heads, tp), 16
     for first in range(0, tp, size):
         columns, own = list[int](), list[int]()
-        groups = deal_context(dealt, size, 1)[first : first + size]
+        groups = deal_context(dealt, Context(size))[first : first + size]
         for (queries, keys), group in zip(dealt[first : first + size], groups, strict=True):
             assert group is not None
             part = Columns.of_heads(group, Shard(queries, keys, range(0), range(0), range(0)), dim)

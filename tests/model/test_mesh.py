@@ -425,9 +425,9 @@ def test_hidden_states_stay_on_the_device_where_the_group_takes_them_there() -> 
 
     def work(comm: Comm) -> Any:
         batch = Batch(8, 2, 4, 2)
-        batch.counts[:] = 5, 1, 1, 1
+        batch.counts[:4] = 5, 1, 1, 1
         stage = TorchStage(batch, lambda: values(3, (5, 12)), Mesh(comm.rank, pp=comm), 12)
-        out = stage.run(5)
+        out = stage.run()
         if comm.rank == 1:
             stage.drew(0, [1], np.array([[77]], np.int32))
             assert batch.hidden is None

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from planaria import LLM, SamplingParams, StructuredOutputsParams
+from planaria.errors import PlanariaError
 from tests.model.checkpoints import write_checkpoint, write_talker
 from tests.model.engines import texts
 from tests.model.test_deepseek import SIZES
@@ -26,6 +27,8 @@ from tests.proc.test_recovery import watched_small
 from tests.tiers import representatives
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+SHARES: dict[str, Any] = {"prefill_context_parallel_size": 2}
+LAYOUTS = {"dcp": (TWO, "tp=2 pp=1 dcp=2"), "pcp": (SHARES, "tp=1 pp=1 pcp=2")}
 FEW: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory": "8MiB", "max_num_seqs": 8, "dtype": "float32"}
 PROMPTS = [prompt for prompt, _ in texts(131, [(5, 0), (90, 0), (1, 0), (33, 0), (200, 0), (64, 0)])]
 Answers = list[tuple[list[int], list[float]]]
@@ -51,12 +54,16 @@ def answers(llm: LLM, which: range, on_tokens: Callable[[int, int], None] | None
 
 @pytest.mark.row("P19")
 @pytest.mark.parametrize(
-    ("model", "victim", "interleave"), representatives(product(("small", "latents"), (0, 1), (1, 16)), ("small", 0, 1))
+    ("model", "layout", "victim", "interleave"),
+    representatives(
+        product(("small", "latents"), ("dcp", "pcp"), (0, 1), (1, 16)), ("small", "dcp", 0, 1), ("small", "pcp", 1, 1)
+    ),
 )
-def test_to_the_last_bit(request: pytest.FixtureRequest, model: str, victim: int, interleave: int) -> None:
+def test_to_the_last_bit(request: pytest.FixtureRequest, model: str, layout: str, victim: int, interleave: int) -> None:
     """Alone, beside others, and when a rank is killed meanwhile. Its part of the KV is there for who comes after it."""
     folder, every = str(request.getfixturevalue(model)), range(len(PROMPTS))
-    options = {**FEW, **TWO, "dtype": "bfloat16", "cp_kv_cache_interleave_size": interleave}
+    degrees, named = LAYOUTS[layout]
+    options = {**FEW, **degrees, "dtype": "bfloat16", "cp_kv_cache_interleave_size": interleave}
     with LLM(folder, skip_tokenizer_init=True, **options) as llm:
         together = answers(llm, every)
         assert answers(llm, range(4, 5)) + answers(llm, range(1, 2)) == [together[4], together[1]]
@@ -72,13 +79,14 @@ def test_to_the_last_bit(request: pytest.FixtureRequest, model: str, victim: int
         assert answers(llm, every, harm) == together
         gang = llm._loop.gang
         assert harmed and gang.epoch == 1 and gang.kv.kept
-        assert gang.named(gang.layout) == llm.facts.layout == "tp=2 pp=1 dcp=2"
+        assert gang.named(gang.layout) == llm.facts.layout == named
 
 
-def test_fewer_ranks_and_back(small: Path, missing: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("layout, named", LAYOUTS.values(), ids=LAYOUTS)
+def test_fewer_ranks_and_back(small: Path, missing: Path, layout: dict[str, Any], named: str) -> None:  # noqa: F811
     """Who is alone has all tokens; with the same requests going on."""
     short = "tests.proc.custom.ShortLauncher"
-    two = watched_small(small, distributed_executor_backend=short, **TWO)
+    two = watched_small(small, distributed_executor_backend=short, **layout)
     with two.llm:
         before = two.pids
 
@@ -92,7 +100,7 @@ def test_fewer_ranks_and_back(small: Path, missing: Path) -> None:  # noqa: F811
         try_now(two)
         loop = two.llm._loop
         wait_until("it has its layout again", lambda: loop.check() or len(two.pids) == 2, 120)
-        assert two.run() == two.expected and two.done[-1].layout == "tp=2 pp=1 dcp=2"
+        assert two.run() == two.expected and two.done[-1].layout == named
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +108,8 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_talker(tmp_path_factory.mktemp("talker"))
 
 
-def test_all_that_requests_may_want(talker: Path) -> None:
+@pytest.mark.parametrize("layout, named", LAYOUTS.values(), ids=LAYOUTS)
+def test_all_that_requests_may_want(talker: Path, layout: dict[str, Any], named: str) -> None:
     """A prefix that is there, rows that must give up their blocks, drafts, a form to follow: as with one rank."""
     head = "abc true null " * 12
     form = StructuredOutputsParams(regex="(abc|true|null){20}")
@@ -119,7 +128,7 @@ def test_all_that_requests_may_want(talker: Path) -> None:
             return found, llm.stats
 
     expected, _ = run()
-    found, stats = run(**TWO, kv_cache_memory="96KiB", max_model_len=256)
+    found, stats = run(**layout, kv_cache_memory="96KiB", max_model_len=256)
     assert found == expected
     assert stats.prefix_hits > 0 and stats.preemptions > 0 and stats.drafts.accepted and stats.kv_tokens == 384
 
@@ -145,16 +154,34 @@ def test_half_of_the_latents(latents: Path) -> None:
     assert each(**TWO) == each(tensor_parallel_size=2) / 2
 
 
+def test_a_prompt_that_fits_no_rank(small: Path) -> None:
+    """Two ranks have the KV of it between them, each too little memory for all of it."""
+
+    def of(memory: int, **options: Any) -> Any:
+        return LLM(str(small), skip_tokenizer_init=True, **{**FEW, "kv_cache_memory": memory, **options})
+
+    prompt, params = [(7 + 17 * j * j) % 131 for j in range(400)], SamplingParams(temperature=0, max_tokens=8)
+    with of(8 << 20) as llm:
+        (expected,) = llm.generate([prompt], params)
+        each = llm.facts.kv_bytes // (llm.facts.num_blocks * llm.facts.block_size)
+    with pytest.raises(PlanariaError, match="max-model-len"):
+        of(300 * each).close()
+    with of(300 * each, **SHARES) as llm:
+        assert llm.facts.kv_bytes <= 300 * each
+        (found,) = llm.generate([prompt], params)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 @pytest.mark.row("P1", "P20")
 def test_what_users_are_told(small: Path) -> None:
     asked = ["generate", str(small), *TINY, "--prompt-token-ids", "1,2,3", "--max-tokens", "2", "--json"]
-    result = planaria(*asked, "-tp", "2", "-dcp", "2", "--dcp-kv-cache-interleave-size", "4")
+    result = planaria(*asked, "-tp", "2", "-pcp", "2", "-dcp", "2", "--dcp-kv-cache-interleave-size", "4")
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["layout"] == "tp=2 pp=1 dcp=2"
+    assert json.loads(result.stdout)["layout"] == "tp=2 pp=1 pcp=2 dcp=2"
     assert "--dcp-kv-cache-interleave-size is the old name of --cp-kv-cache-interleave-size" in result.stderr
     for wrong, says in (
         (["-tp", "2", "-dcp", "2", "--cp-kv-cache-interleave-size", "5"], ("-size 5", "16", "context parallel")),
-        (["-pcp", "2"], ("-size 2", "context parallel")),
+        (["-pcp", "2", "--ubatch-size", "3"], ("-size 2", "3 micro-batches", "context parallel")),
     ):
         result = planaria(*asked, *wrong)
         assert result.returncode == 2

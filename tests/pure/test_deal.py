@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planaria.config.options import ParallelConfig
 from planaria.errors import ConfigError
 from planaria.models.config import ModelConfig, RopeConfig
 from planaria.models.deal import MLP_BLOCK, VOCAB_BLOCK, deal, deal_context, deal_heads, deal_layers, deal_tensor
 from planaria.models.memory import num_parameters, rank_memory
-from planaria.topology.stripes import Stripes, context_size
+from planaria.topology.layout import Layout
+from planaria.topology.stripes import Context, Stripes
 
 
 def model(heads: int, kv_heads: int, head_dim: int, hidden: int, mlp: int, vocab: int, layers: int) -> ModelConfig:
@@ -147,7 +149,7 @@ def test_a_context_group_has_the_heads_of_its_ranks(kv_heads: int, per_kv: int, 
     if not ranks:
         return
     heads = deal_heads(kv_heads * per_kv, kv_heads, ranks)
-    groups = deal_context(heads, size, 4)
+    groups = deal_context(heads, Context(size, interleave=4))
     assert size > 1 or groups == [None] * ranks
     for rank, group in enumerate(groups):
         if group is None:
@@ -163,13 +165,15 @@ def test_a_context_group_has_the_heads_of_its_ranks(kv_heads: int, per_kv: int, 
 
 
 def test_fewer_tensor_ranks_share_tokens_where_they_can() -> None:
-    assert [context_size(4, tp) for tp in (8, 6, 4, 3, 2, 1)] == [4, 2, 4, 1, 2, 1]
+    config = ParallelConfig(decode_context_parallel_size=4, prefill_context_parallel_size=2, tensor_parallel_size=8)
+    assert [config.context(Layout(tp=tp)).size for tp in (8, 6, 4, 3, 2, 1)] == [4, 2, 4, 1, 2, 1]
+    assert config.context(Layout(tp=6, pcp=2), 1).stripes(1) == Stripes(4, 3, 1)
 
 
 def test_memory_of_a_rank_that_shares_tokens() -> None:
     limits = {"max_model_len": 64, "step_tokens": 8, "logit_rows": 4}
     plain, shared = (
-        rank_memory(SMOLLM2, deal(SMOLLM2, 2, 1, context=(size, 1))[0], parameter=2.0, element=2, kv=None, **limits)
+        rank_memory(SMOLLM2, deal(SMOLLM2, 2, 1, context=Context(size))[0], parameter=2.0, element=2, kv=None, **limits)
         for size in (1, 2)
     )
     assert shared.kv == 3 * plain.kv // 4 and shared.weights == plain.weights

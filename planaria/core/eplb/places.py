@@ -34,7 +34,7 @@ class Placing(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, config: EngineConfig, layout: Layout, in_force: tuple[ExpertMap, ...]) -> Placing | None:
         """Where whole experts may go in a layout; None: they are sliced, or there are none."""
-        configured = expert_map(config.model, config.parallel, layout.dp * layout.tp)
+        configured = expert_map(config.model, config.parallel, layout.expert_ranks)
         if configured is None:
             return None
         partition = config.parallel.pp_layer_partition

@@ -54,7 +54,7 @@ class LinearOp(Operation):
 class RopeOp(Operation):
     code = 4
     x, ldx, out, ldo, cache, block_bytes, block_size, heads, kv_heads, dim = range(1, 11)
-    cos, sin, half, q_norm, k_norm, eps, slots, positions = range(11, 19)
+    cos, sin, half, q_norm, k_norm, eps, slots, positions, rows = range(11, 20)
 
 
 class AttendOp(Operation):
@@ -75,8 +75,10 @@ class GatedOp(Operation):
 
 
 class TakeOp(Operation):
+    """Rows that are on other ranks are left out."""
+
     code = 7
-    x, ld, out, index = range(1, 5)
+    x, ld, out, index, rows = range(1, 6)
 
 
 class ReduceOp(Operation):
@@ -105,15 +107,16 @@ class ReceiveOp(SendOp):
 
 
 class GatherOp(Operation):
-    """Up to three parts of x to their places in a row of out; bytes. The last two have one size, maybe 0."""
+    """Up to three parts of x to their places in a row of out, which has those of the step; bytes, maybe 0. The last two
+    have one size."""
 
     code = 12
     x, ldx, out, ldo, rows, to1, size1, from2, to2, size2, from3, to3 = range(1, 13)
 
 
 class MergeOp(Operation):
-    """heads: of the group's, from `first` on. part_bytes: from a rank's parts to the next rank's. sinks: a float32 for
-    each of these heads, or 0."""
+    """parts: of all tokens of the step. heads: of the group's, from `first` on. part_bytes: from a rank's parts to the
+    next rank's. sinks: a float32 for each of these heads, or 0."""
 
     code = 13
     parts, ldp, out, ldo, ranks, part_bytes, first, heads, dim, sinks = range(1, 11)
@@ -133,6 +136,7 @@ class MlaStoreOp(Operation):
 
     code = 21
     x, ldx, cache, block_bytes, block_size, rank, rotated, norm, eps, cos, sin, half, slots, positions = range(1, 15)
+    rows = 15
 
 
 class LoraOp(Operation):

@@ -11,8 +11,9 @@ IDLE = 32
 (TAPE, OPS, THREADS, SCRATCH, SCRATCH_BYTES, TICKETS, SPIN, COUNTS, ZEROS, IDLE_SPIN) = range(40, 50)
 CONTROL_WORDS = 64
 
-# Words of Batch.counts: the numbers of rows of each kind, and of sequences. ROWS_ALL: the tokens of all lanes
-ROWS_TOKENS, SEQUENCES, ROWS_SAMPLES, ROWS_ALL = range(4)
+# Words of Batch.counts: the numbers of rows of each kind, and of sequences. ROWS_ALL: the tokens of all lanes;
+# ROWS_STEP, STEP_SAMPLES: of the whole step, where this rank has a share of its tokens, from number FIRST on
+ROWS_TOKENS, SEQUENCES, ROWS_SAMPLES, ROWS_ALL, ROWS_STEP, STEP_SAMPLES, FIRST = range(7)
 TICKET_BYTES = 128  # two counters for each operation, a cache line each
 
 # A rank's port (int64 words): where the memory it shares with other ranks is, and how it waits (collective.py)

@@ -13,13 +13,13 @@ from planaria.kernels.cpu.threads import clear, rows_from, scratch, whole_chunks
 
 
 def op_mla_store(c: int, row: fields.MlaStoreOp, tid: int) -> None:
-    n, slots = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.slots
+    n, slots = get(get(c, layout.COUNTS), row.rows), row.slots
     rank, rotated, size = row.rank, row.rotated, row.block_size
     width = (rank + rotated) * TARGET.item
     key = scratch(c, tid) + layout.BIG
     temp = key + width
-    last = whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid + 1), n)
-    for t in range(whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid), n), last):
+    last = whole_chunks(slots, rows_from(c, row.rows, tid + 1), n)
+    for t in range(whole_chunks(slots, rows_from(c, row.rows, tid), n), last):
         slot = get(slots, t)
         if slot < 0:
             continue

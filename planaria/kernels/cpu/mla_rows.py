@@ -55,6 +55,6 @@ class LatentOps:
         recorder.wants(layout.BIG + kv.width * item + 4 * max(rank, rotated))
         recorder.add(
             MlaStoreOp, x=x, cache=kv.memory, block_bytes=kv.block_bytes, block_size=kv.block_size, rank=rank,
-            rotated=rotated, norm=norm, eps=eps, slots=recorder.batch.slots, positions=recorder.batch.positions,
-            **rope.fields,
+            rotated=rotated, norm=norm, eps=eps, slots=recorder.batch.slots, positions=recorder.positions(x),
+            rows=x.rows, **rope.fields,
         )  # fmt: skip

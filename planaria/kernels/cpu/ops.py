@@ -72,8 +72,8 @@ class CpuOps:
             self._team.close()
             self._team = Team(self._entry, threads)
 
-    def join(self, tp: Comm, lanes: All2All | None = None) -> None:
-        self.tp, self.lanes = tp, lanes
+    def join(self, tp: Comm, lanes: All2All | None = None, cp: Comm | None = None) -> None:
+        self.tp, self.lanes, self.cp = tp, lanes, cp or tp
         if tp.port and cast(NativeComm, tp).lanes > self.threads:
             raise ValueError(f"{cast(NativeComm, tp).lanes} lanes of a shared group for {self.threads} threads")
 
@@ -152,7 +152,7 @@ class CpuOps:
         Its result [rows, columns] is a view of the recording's own buffer: valid until the next run. Rows are the
         step's samples after `take`, else its tokens.
         """
-        recorder = Recorder(batch, self.target, self.tp, lanes or self.lanes, self._most, self._kinds)
+        recorder = Recorder(batch, self.target, self.tp, lanes or self.lanes, self._most, self._kinds, self.cp)
         recorder.own(self._zeros)
         try:
             result = forward(RecordedOps(recorder))

@@ -95,15 +95,18 @@ def op_add_norm(c: int, row: fields.AddNormOp, tid: int) -> None:
 
 
 def op_take(c: int, row: fields.TakeOp, tid: int) -> None:
-    for r in range(rows_from(c, layout.ROWS_SAMPLES, tid), rows_from(c, layout.ROWS_SAMPLES, tid + 1)):
-        source = row.x + get32(row.index, r) * row.ld
-        native.copy(row.out + r * row.ld, source, row.ld)
+    counts = get(c, layout.COUNTS)
+    first, tokens = get(counts, layout.FIRST), get(counts, layout.ROWS_TOKENS)
+    for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
+        t = get32(row.index, r) - first
+        if t >= 0 and t < tokens:
+            native.copy(row.out + r * row.ld, row.x + t * row.ld, row.ld)
 
 
 def op_rope(c: int, row: fields.RopeOp, tid: int) -> None:
-    n, slots = get(get(c, layout.COUNTS), layout.ROWS_TOKENS), row.slots
-    start = whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid), n)
-    end = whole_chunks(slots, rows_from(c, layout.ROWS_TOKENS, tid + 1), n)
+    n, slots = get(get(c, layout.COUNTS), row.rows), row.slots
+    start = whole_chunks(slots, rows_from(c, row.rows, tid), n)
+    end = whole_chunks(slots, rows_from(c, row.rows, tid + 1), n)
     dim, heads, kv_heads, half = row.dim, row.heads, row.kv_heads, row.half
     head = dim * TARGET.item
     temp = scratch(c, tid) + layout.TEMP

@@ -150,7 +150,7 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
         self.recorder.add(
             fields.RopeOp, x=qkv, out=out, cache=kv.memory, block_bytes=kv.block_bytes, block_size=kv.block_size,
             heads=num_heads, kv_heads=num_kv_heads, dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps,
-            slots=self.batch.slots, positions=self.batch.positions, **rope.fields,
+            slots=self.batch.slots, positions=self.recorder.positions(qkv), rows=qkv.rows, **rope.fields,
         )  # fmt: skip
         return out
 
@@ -280,6 +280,8 @@ class RecordedOps(ExpertOps, mla_rows.LatentOps, ContextOps):
     def take(self, x: Act) -> Act:
         if x.rows != layout.ROWS_TOKENS:
             raise ValueError("take: these rows were taken already")
+        if self.batch.step is not self.batch:
+            return self.take_from_all(x)
         out = self.recorder.new(layout.ROWS_SAMPLES, x.columns, x.dtype)
-        self.recorder.add(fields.TakeOp, x=x, ld=x.ld, out=out, index=self.batch.sample_index)
+        self.recorder.add(fields.TakeOp, x=x, ld=x.ld, out=out, index=self.batch.sample_index, rows=layout.ROWS_SAMPLES)
         return out

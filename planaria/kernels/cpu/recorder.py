@@ -60,14 +60,15 @@ Thing = int | float | Buffer | Act | Addressed | npt.NDArray[Any] | None
 class Recorder:
     """One forward pass while it is recorded. tp, lanes: the ranks that have the other parts, and the way to those of
     other lanes. most: threads that the recording must have scratch memory for. kinds: kernels of a packed kind, by its
-    number."""
+    number. cp: tensor ranks of all shares of a step, else the same as tp."""
 
     def __init__(
         self, batch: Batch, target: Target, tp: Comm, lanes: All2All | None, most: int,
-        kinds: Callable[[int], KindKernels],
+        kinds: Callable[[int], KindKernels], cp: Comm,
     ) -> None:  # fmt: skip
         self.batch, self.target, self.tp, self.lanes, self.most, self._kinds = batch, target, tp, lanes, most, kinds
-        self.native_tp = cast(NativeComm, tp) if tp.port else None
+        self.cp, self.step_rows = cp, layout.ROWS_TOKENS if batch.step is batch else layout.ROWS_STEP
+        self.native_tp, self.native_cp = (cast(NativeComm, comm) if comm.port else None for comm in (tp, cp))
         self.tape = Tape()
         self.owners: list[object] = [batch]  # what the tape names by address
         self.external: dict[int, npt.NDArray[Any]] = {}  # memory of buffers that are not the recording's, by address
@@ -120,7 +121,13 @@ class Recorder:
         if kind == layout.ROWS_ALL:
             assert self.lanes is not None
             return self.batch.max_tokens * self.lanes.lanes
+        if kind == layout.ROWS_STEP:
+            return self.batch.step.max_tokens
         return self.batch.max_tokens if kind == layout.ROWS_TOKENS else self.batch.max_samples
+
+    def positions(self, x: Act) -> npt.NDArray[np.int32]:
+        """Of the tokens of these rows."""
+        return (self.batch.step if x.rows == layout.ROWS_STEP else self.batch).positions
 
     def new(self, rows: int, columns: int, dtype: str | None = None) -> Act:
         """An activation; dtype: default the kernels' own."""
@@ -140,7 +147,7 @@ class Recorder:
     def region(self, name: str, rows: int, row_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
         """Memory that all ranks of a native group see, for rows of a kind, and the bytes of one: one and the same
         wherever the recording asks for that name."""
-        assert self.native_tp is not None
+        assert self.native_cp is not None
         ld = up(row_bytes, 64)
         if name not in self.regions:
             self.regions[name] = self.region_bytes, ld
@@ -148,7 +155,7 @@ class Recorder:
         first, had = self.regions[name]
         if had != ld:
             raise ValueError(f"rows of {row_bytes} bytes for {name}, which has rows of {had}")
-        return self.native_tp.window(self.region_bytes)[first:], ld
+        return self.native_cp.window(self.region_bytes)[first:], ld
 
     def expect(self, x: Act, what: str, dtype: str | None = None) -> None:
         """Raises ValueError unless x is of a dtype, default the kernels' own."""
@@ -176,7 +183,7 @@ class Recorder:
         `gather`."""
         if vocab.start % 16:
             raise ValueError(f"logits from token {vocab.start}, which is no multiple of 16")
-        if self.native_tp is None:
+        if self.native_cp is None:
             return self.new(rows, len(vocab), "float32"), self.new(rows, size, "float32")
         # Each rank writes its columns of one array that all see. The reductions of the next step keep it as it is
         # until rank 0, which takes part in them, is done with it.
@@ -187,7 +194,7 @@ class Recorder:
 
     def gather(self, part: Act, whole: Act, vocab: range) -> Act:
         """The whole, once all ranks have written their parts."""
-        if self.native_tp is None:
+        if self.native_cp is None:
 
             def between(own: npt.NDArray[np.float32], every: npt.NDArray[np.float32]) -> None:
                 columns = np.ascontiguousarray(own[:, : part.columns])
@@ -195,8 +202,12 @@ class Recorder:
 
             self.cut(between, part, whole)
         else:
-            self.add(MeetOp, port=self.tp.port)
+            self.meet()
         return whole
+
+    def meet(self) -> None:
+        """Nobody of a native group goes on before all have come."""
+        self.add(MeetOp, port=self.cp.port)
 
     def kernels(self, kind: int) -> npt.NDArray[np.int64] | None:
         """Table of a packed kind's kernels."""

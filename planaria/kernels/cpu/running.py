@@ -40,10 +40,10 @@ def runner(
     outs = [(_view(recorder, memory, act)[:, : act.columns], act.rows == layout.ROWS_SAMPLES) for act in results]
     pieces = _pieces(recorder, words, memory)
     owners = (memory, scratch, tickets, rows, recorder.external, *recorder.owners)
-    counts, native_tp = batch.counts, recorder.native_tp
+    counts, natives = batch.counts, [comm for comm in (recorder.native_tp, recorder.native_cp) if comm is not None]
 
     def run() -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:
-        tokens, sequences, samples, _ = counts.tolist()
+        tokens, sequences, samples = counts[:3].tolist()
         if tokens > batch.max_tokens or sequences > batch.max_seqs or samples > batch.max_samples:
             raise ValueError(
                 f"a step of {tokens} tokens, {sequences} sequences, {samples} samples; this recording takes "
@@ -55,8 +55,8 @@ def runner(
             team().run(part, owners)
             if after is not None:
                 after()
-        if native_tp is not None:
-            native_tp.check()
+        for comm in natives:
+            comm.check()
         found = [out[: samples if taken else tokens] for out, taken in outs]
         return found[0] if isinstance(result, Act) else tuple(found)
 

@@ -24,9 +24,11 @@ def held(stripes: int, length: int) -> int:
 
 
 def op_gather(c: int, row: fields.GatherOp, tid: int) -> None:
+    first = get(get(c, layout.COUNTS), layout.FIRST)
     for r in range(rows_from(c, row.rows, tid), rows_from(c, row.rows, tid + 1)):
-        x, out = row.x + r * row.ldx, row.out + r * row.ldo
-        native.copy(out + row.to1, x, row.size1)
+        x, out = row.x + r * row.ldx, row.out + (first + r) * row.ldo
+        if row.size1:
+            native.copy(out + row.to1, x, row.size1)
         if row.size2:
             native.copy(out + row.to2, x + row.from2, row.size2)
             native.copy(out + row.to3, x + row.from3, row.size2)
@@ -35,10 +37,10 @@ def op_gather(c: int, row: fields.GatherOp, tid: int) -> None:
 def op_merge(c: int, row: fields.MergeOp, tid: int) -> None:
     dim, ranks = row.dim, row.ranks
     size = (dim + layout.PART_STATE) * 4
-    parts = scratch(c, tid) + layout.BIG
+    parts, skip = scratch(c, tid) + layout.BIG, get(get(c, layout.COUNTS), layout.FIRST)
     for t in range(rows_from(c, layout.ROWS_TOKENS, tid), rows_from(c, layout.ROWS_TOKENS, tid + 1)):
         for h in range(row.heads):
-            place = row.parts + t * row.ldp + (row.first + h) * size
+            place = row.parts + (skip + t) * row.ldp + (row.first + h) * size
             for k in range(ranks):
                 bring(place + k * row.part_bytes + size, size)
                 native.copy(parts + k * size, place + k * row.part_bytes, size)

@@ -110,8 +110,8 @@ class GpuOps(TorchOps):
     def places(self, batch: Batch) -> Places:
         return Places(batch, self.device)
 
-    def join(self, tp: Comm, lanes: All2All | None = None) -> None:
-        super().join(tp, lanes)
+    def join(self, tp: Comm, lanes: All2All | None = None, cp: Comm | None = None) -> None:
+        super().join(tp, lanes, cp)
         self._forget()
 
     def close(self) -> None:

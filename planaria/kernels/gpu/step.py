@@ -85,7 +85,7 @@ class DeviceStep(StepTensors):
         self, batch: Batch, places: Places, block_size: int, put: Callable[[Tensor, Tensor, Tensor], None],
         shape: tuple[int, int, int] | None = None,
     ) -> None:  # fmt: skip
-        tokens, sequences, samples, self.all_tokens = (int(n) for n in batch.counts)
+        tokens, sequences, samples, self.all_tokens = (int(n) for n in batch.counts[:4])
         host, self._put_rows = places.fill(), put
         self.device = places.tables.device
         self._hidden, self._arrived = batch.hidden, batch.arrived
@@ -126,6 +126,7 @@ class DeviceStep(StepTensors):
     def _view(self, places: Places, tokens: int, sequences: int, samples: int) -> None:
         here = places.here
         self.tokens, self.positions = here["tokens"][:tokens], here["positions"][:tokens]
+        self.step_positions = self.positions
         self.slots, self.loras = here["slots"][:tokens], here["loras"][:tokens]
         self.starts, self.lengths = here["starts"][: sequences + 1], here["lengths"][:sequences]
         self.sample_index, self.tables = here["sample_index"][:samples], places.tables[:sequences]
