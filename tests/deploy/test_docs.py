@@ -157,7 +157,7 @@ SAID = {  # among other things
         "576 True", "In bamboo forests of China.", "(576,)",
         "dimensions 64: the model wasn't trained for shorter vectors",
     ),
-    "anthropic.md": ("message 20",),
+    "anthropic.md": ("message ",),
     "kv-tier.md": ("--kv-tier", "--kv-offloading-size"),
     "kv-transfer.md": ('"prefill"', '"decode"'),
     "parallel.md": ("[",),
