@@ -183,7 +183,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     store: tuple[str, int] | None = None
     door: int = 0
     experts: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    kv: int = 0  # number of the KV that outlived the rank before it, or its own epoch; 0: none
+    kv: tuple[int, ...] = ()  # numbers of KV that outlived the rank before it, or its own epoch
     digest: str = ""  # of the configuration, joined with the layout in force; `hashes` tell by which field two differ
 
 
@@ -261,14 +261,28 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
     """Say what is there: memory, bytes per KV block."""
 
 
+class KVCut(msgspec.Struct, frozen=True, array_like=True):
+    """KV of another layout that is on this node: its number, and blocks on each of its ranks. `blocks`: of each lane
+    those that count, in the order in which they are to have the numbers 0, 1, ..., int32. `full`: of these numbers
+    those of full blocks, int32."""
+
+    layout: Layout
+    number: int
+    num_blocks: int
+    blocks: tuple[bytes, ...]
+    full: tuple[bytes, ...] = ()
+
+
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
     """Make the KV cache of `num_blocks` blocks, or have the one of this number, if it is there, and warm up. `full`: of
     each lane, blocks that are full and count, int32: a rank that hasn't computed them itself says which don't hold what
-    they are to hold (Ready's fact `damaged`), where it can know."""
+    they are to hold (Ready's fact `damaged`), where it can know. `recut`: it begins with what this has, and says the
+    same of its blocks."""
 
     num_blocks: int
     number: int = 0
     full: tuple[bytes, ...] = ()
+    recut: KVCut | None = None
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):

@@ -63,10 +63,6 @@ class EngineCore:
             ranks = range(number * self.lane_ranks, (number + 1) * self.lane_ranks)
             lane.connector = LaneConnector(lane, [stored[rank] for rank in ranks], self.tier)
 
-    def full_blocks(self) -> list[set[int]]:
-        """Of each lane, blocks that are full and count."""
-        return [holding.full_blocks(lane) for lane in self.lanes]
-
     def cut(self, damaged: Mapping[int, Collection[int]]) -> None:
         """Of what was kept these blocks, by lane, don't hold what they are to hold. Nothing runs."""
         for number, blocks in damaged.items():
@@ -223,13 +219,15 @@ class EngineCore:
 
     def lost(
         self, epoch: int, num_blocks: int | None = None, micro_steps: int | None = None, num_lanes: int | None = None,
-        *, kept: bool = False, indexes: Sequence[LaneIndex | None] = (),
+        *, kept: bool = False, moved: Sequence[Mapping[int, int]] | None = None,
+        indexes: Sequence[LaneIndex | None] = (),
     ) -> list[Delta]:  # fmt: skip
         """The workers' state is gone. Every cursor goes to 0, order is kept, uncommitted steps vanish. num_blocks: that
         the workers have now; requests that can't be held any more are answered. micro_steps: of the stages there are
         now. num_lanes: that there are now; if they are others than before, requests are dealt anew. kept: blocks, lanes
-        and turns are those of before, and hold all that was committed: cursors stay; else indexes: of each lane there
-        is now."""
+        and turns are those of before, and hold all that was committed: cursors stay. moved: of each lane, what is in
+        which block now, where that is another; what isn't in it is gone. indexes: of each lane there is now, for KV
+        that is new or elsewhere."""
         self.epoch = epoch
         unknown: list[LaneIndex | None] = [None] * max(num_lanes or 0, len(self.lanes))
         indexes = [*indexes, *unknown]
@@ -237,12 +235,12 @@ class EngineCore:
         self.planned = self.committed = self.turn = 0
         self.sizes.clear()
         deltas: list[Delta] = []
-        for lane in self.lanes:
+        for number, lane in enumerate(self.lanes):
             before = sum(entry.request.computed for entry in lane.entries.values())
             lane.num_blocks = num_blocks or lane.num_blocks
-            if not kept:
-                lane.index = indexes[self.lanes.index(lane)] or NoIndex(self.config.max_num_seqs)
-            lane.lost(0, self.micro_steps, kept=kept)
+            if not kept or moved is not None:
+                lane.index = indexes[number] or NoIndex(self.config.max_num_seqs)
+            lane.lost(0, self.micro_steps, kept=kept, moved=moved[number] if moved is not None else None)
             self.replayed_tokens += before - sum(entry.request.computed for entry in lane.entries.values())
             for request in [entry.request for entry in lane.entries.values()]:
                 if request.most_tokens > lane.capacity():
@@ -330,6 +328,16 @@ class EngineCore:
             transfers=self.tier.transfers.added(lent(lanes)) if lenders(lanes) or self.cache.transfer else None,
             token_seconds=self.tier.rates.part or 0.0,
         )
+
+
+def full_blocks(core: EngineCore) -> list[set[int]]:
+    """Of each lane, blocks that are full and count."""
+    return [holding.full_blocks(lane) for lane in core.lanes]
+
+
+def counting_blocks(core: EngineCore) -> list[list[int]]:
+    """Of each lane, blocks that count, in the order in which they are to be kept."""
+    return [holding.counting_blocks(lane) for lane in core.lanes]
 
 
 def rescope(core: EngineCore, scope: KeyScope) -> None:

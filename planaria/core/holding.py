@@ -6,16 +6,20 @@ memory is short, first what nobody has claimed goes, then the last who waits giv
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
-from itertools import chain
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
+from planaria.core.kv_cache import BlockPool
 from planaria.core.kv_index import HeldBlocks, name_of_request
 from planaria.core.policy import Key
 from planaria.core.sequence import SequenceState
 
 if TYPE_CHECKING:
     from planaria.core.scheduler import Lane
+
+
+Moved = Mapping[int, int]  # blocks of before, and what they are now
 
 
 def hold_all(lane: Lane) -> None:
@@ -56,6 +60,40 @@ def full_blocks(lane: Lane) -> set[int]:
     running = (entry.blocks[: entry.request.computed // size] for entry in lane.entries.values())
     held = (held.blocks[: held.length // size] for held in lane.held.values())
     return {*lane.pool.key_of, *chain.from_iterable(running), *chain.from_iterable(held)}
+
+
+def counting_blocks(lane: Lane) -> list[int]:
+    """Those that count, in the order in which they are to be kept: of requests, in policy order; of who may come; of
+    prefixes, what was used last."""
+    size, entries = lane.block_size, sorted(lane.entries.values(), key=lambda entry: entry.key)
+    open = (entry.blocks[: -(-entry.request.computed // size)] for entry in entries)
+    held = (held.blocks for held in lane.held.values())
+    return list(dict.fromkeys(chain(chain.from_iterable(open), chain.from_iterable(held), reversed(lane.pool.idle))))
+
+
+def move(lane: Lane, moved: Moved) -> None:
+    """What was in a block is in another now, of a new pool; what has none is gone, and all that comes after it. Nobody
+    has a row."""
+    size = lane.block_size
+    for entry in lane.entries.values():
+        entry.blocks = _moved(entry.blocks, moved)
+        good = len(entry.blocks)
+        entry.remembered = min(entry.remembered, good)
+        entry.request.computed = min(entry.request.computed, good * size)
+    for name, held in lane.held.items():
+        blocks = _moved(held.blocks, moved)
+        lane.held[name] = HeldBlocks(blocks, min(held.length, len(blocks) * size))
+    keys = {moved[block]: key for block, key in lane.pool.key_of.items() if block in moved}
+    used = [*(entry.blocks for entry in lane.entries.values()), *(held.blocks for held in lane.held.values())]
+    lane.pool = BlockPool(lane.num_blocks, caching=lane.caching, index=lane.index)
+    lane.pool.adopt(keys, chain.from_iterable(used))
+    for block, key in keys.items():
+        lane.index.remember(block, key)
+
+
+def _moved(blocks: list[int], moved: Moved) -> list[int]:
+    """Up to the first that isn't anywhere."""
+    return [moved[block] for block in takewhile(moved.__contains__, blocks)]
 
 
 def cut(lane: Lane, damaged: Collection[int]) -> None:

@@ -25,6 +25,7 @@ from collections import deque
 from planaria.config.options import CacheConfig, SchedulerConfig
 from planaria.core import holding
 from planaria.core.connector import LaneConnector
+from planaria.core.holding import Moved
 from planaria.core.kv_cache import BlockKey, BlockPool, KeyScope, chain
 from planaria.core.kv_index import HeldBlocks, LaneIndex, NoIndex
 from planaria.core.loras import LoraSlots
@@ -123,17 +124,18 @@ class Lane:
         held = (entry for entry in self.at_row if entry is not None and entry.open)
         return [entry.request.id for entry in sorted(held, key=lambda e: e.key)]
 
-    def lost(self, step: int, micro_steps: int, *, kept: bool = False) -> None:
+    def lost(self, step: int, micro_steps: int, *, kept: bool = False, moved: Moved | None = None) -> None:
         """The worker's state is gone: every open request waits again, in its old order, with its tokens. kept: but not
-        its KV, which holds what was committed."""
+        its KV, which holds what was committed; moved: see `holding.move`."""
         self.micro_steps = micro_steps
         if self.connector is not None:
             self.connector.close()
             self.connector = None
         if kept:
             holding.hold_all(self)
-        else:
-            self.lender = None
+        if moved is not None:
+            holding.move(self, moved)
+        self.lender = self.lender if kept and moved is None else None
         for entry in self.entries.values():
             if not kept:
                 self.rewind(entry)

@@ -20,6 +20,7 @@ from planaria.protocol import (
     Failed,
     Hello,
     Join,
+    KVCut,
     Load,
     PlaceExperts,
     Probe,
@@ -47,11 +48,13 @@ class Memory(msgspec.Struct, frozen=True):
     sharers: int = 1
     before: int | None = None
     share: float = 1.0
+    returns: int = 0  # bytes of KV that are there while it is asked, and go when this is there
 
     def budget(self, facts: Sequence[Facts], asked: int | None) -> int:
         """Bytes for each rank; asked: by the user. Raises CapacityError."""
         each = self.ranks_at or (1,) * len(facts)
-        available, ranks = min((max(0, f.available_bytes) // n, n) for f, n in zip(facts, each, strict=True))
+        free = [max(0, f.available_bytes + self.returns) for f in facts]
+        available, ranks = min((bytes // n, n) for bytes, n in zip(free, each, strict=True))
         if asked is None:
             chosen = min(int(available * KV_SHARE / self.sharers), KV_CPU_LIMIT) if self.cpu else available
             return max(chosen, self.before) if self.before is not None and self.before <= available else chosen
@@ -121,17 +124,20 @@ class CommittedKV(msgspec.Struct, frozen=True):
 class BringUp:
     """Brings the ranks of `layout` from launched to ready. loading: how many read weights at a time, None: all.
     placing: where whole experts may go. kv: of before; `keeps_kv`: they go on with it; full: see Allocate; `damaged`:
-    of these, by lane. `num_blocks`, `seconds`, `maps` and `travel` are known when `state` is "ready".
+    of these, by lane; recut: what ranks make of it for this layout, which has so many blocks, None: nothing.
+    `num_blocks`, `seconds`, `maps` and `travel` are known when `state` is "ready".
     """
 
     def __init__(
         self, cache: CacheConfig, scheduler: SchedulerConfig, layout: Layout, memory: Memory, *, epoch: int = 0,
         apart: bool = False, loading: int | None = None, placing: Placing | None = None,
         kv: CommittedKV | None = None, full: Callable[[], tuple[bytes, ...]] = tuple,
+        recut: Callable[[int], KVCut] | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.scheduler, self.layout, self.memory = cache, scheduler, layout, memory
         self.epoch, self.apart, self.loading = epoch, apart, loading
         self.kv, self.keeps_kv, self.full = kv or CommittedKV(layout), False, full
+        self.recut = recut
         self.damaged: dict[int, set[int]] = {}
         self.state = "launched"
         self.members: tuple[Hello, ...] = ()
@@ -179,10 +185,10 @@ class BringUp:
                 if self.placing is not None:
                     self._placed = placed(self.placing, self.layout, [dict(hello.experts) for hello in self.members])
                     self.members = tuple(msgspec.structs.replace(hello, experts=()) for hello in self.members)
-                self.state, before = "grouping", (self.kv.layout, self.kv.number)
-                same = all((self.layout, hello.kv) == before for hello in self.members)
-                self.keeps_kv = same and self.kv.num_blocks > 0
-                return Regroup(self.epoch, self.layout, self.members, keeps_kv=self.keeps_kv)
+                self.state, there = "grouping", all(self.kv.number in hello.kv for hello in self.members)
+                self.keeps_kv = there and self.layout == self.kv.layout and self.kv.num_blocks > 0
+                keeps = self.keeps_kv or self.recut is not None
+                return Regroup(self.epoch, self.layout, self.members, keeps_kv=keeps)
             case "grouping":
                 self.state = "loading"
                 world = range(self.layout.size)
@@ -212,7 +218,8 @@ class BringUp:
                 self.kv_bytes = self.num_blocks * max(f.block_bytes for f in facts)
                 self.weight_bytes, self.shared_bytes = weights_of(facts, [member.home for member in self.members])
                 self.state = "allocating"
-                return Allocate(self.num_blocks, self.kv_number, self.full() if self.keeps_kv else ())
+                recut = self.recut(self.num_blocks) if self.recut is not None else None
+                return Allocate(self.num_blocks, self.kv_number, self.full() if self.keeps_kv else (), recut)
             case _:
                 self.state = "ready"
                 return None

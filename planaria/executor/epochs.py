@@ -1,7 +1,7 @@
 """How an epoch ends and the next begins: for a fault, or because another layout is wished for.
 
-`begin_next` is the only place where that happens. Every open request is computed again from its tokens; where the ranks
-can't come up, as often as may be tried, there is no next epoch.
+`begin_next` is the only place where that happens. What of open requests isn't in KV is computed from tokens; where the
+ranks can't come up, as often as may be tried, there is no next epoch.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class Epochs:
         self.formed()
         # the epoch is news, also with no request
         layout = gang.layout
-        lost = core.lost(gang.epoch, gang.num_blocks, layout.pp, layout.dp, kept=gang.kv.kept, indexes=gang.kv.indexes)
+        kv = gang.kv
+        lost = core.lost(
+            gang.epoch, gang.num_blocks, layout.pp, layout.dp, kept=kv.kept, moved=kv.moved, indexes=kv.indexes
+        )
         self.connect(core)
         self.tell(lost, stepped=True)
         seconds["total"] = self.clock() - began

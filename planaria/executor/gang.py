@@ -183,11 +183,11 @@ class Gang:
         link = self.link = self.link_for(self.places, self.epoch)
         self.launcher.run(boots_for(config, self.places, link, Memories(home(), self.kv.origin, self.weights)))
         self.check()  # who ended while there was no link to wake
+        recut = self.kv.recut_for(self.layout, homes := {place.home for place in self.places})
         bring_up = BringUp(
             config.cache, config.scheduler, self.layout, self._memory(), epoch=self.epoch,
-            apart=len({place.home for place in self.places}) > 1,
-            loading=config.parallel.max_parallel_loading_workers, placing=self.placing(self.layout),
-            kv=self.kv.there, full=self.kv.full,
+            apart=len(homes) > 1, loading=config.parallel.max_parallel_loading_workers,
+            placing=self.placing(self.layout), kv=self.kv.there, full=self.kv.full, recut=recut,
         )  # fmt: skip
         command: Command | None = bring_up.start()
         while command is not None:
@@ -216,7 +216,7 @@ class Gang:
         owners = [(place.home, () if cpu else place.devices) for place in self.places]
         ranks_at, sharers = Counter(owners), self.config.device.sharers
         before = self.kv_bytes.get(self.layout, 0) if self.came_up else None
-        return Memory(cpu, tuple(ranks_at[owner] for owner in owners), sharers, before, self.kv_share)
+        return Memory(cpu, tuple(map(ranks_at.__getitem__, owners)), sharers, before, self.kv_share, self.kv.returns)
 
     def placing(self, layout: Layout) -> Placing | None:
         """Where whole experts may go in a layout."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, cast
 
 import msgspec
@@ -19,6 +19,7 @@ from planaria.errors import CapacityError
 from planaria.executor.bring_up import BringUp, CommittedKV
 from planaria.hosts.kv_keys import FIRST, Shape
 from planaria.node import Shared
+from planaria.protocol import KVCut
 from planaria.topology import Layout
 
 SETTLE = 5.0  # seconds in which a dead engine's ranks end
@@ -42,10 +43,23 @@ class NodeMemory(Protocol):
         """All that is in it goes; no rank computes."""
         ...
 
+    def whole(self, number: int, layout: Layout, homes: Collection[str]) -> bool:
+        """Is KV of this number here for each rank of a layout, where all of `homes` are, and room for another?"""
+        ...
+
+    def keep(self, number: int) -> None:
+        """All goes but KV of this number, the index too."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes."""
+        ...
+
 
 class GangKV:
-    """`there`: what there is; `kept`: is it of before this epoch? `indexes`: of each lane, what is in it; `scope`: of
-    its keys."""
+    """`there`: what there is; `kept`: is it of before this epoch? `moved`: by lane, blocks of before and what they are
+    now, where it was cut anew for this epoch's layout. `indexes`: of each lane, what is in it; `scope`: of its keys."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.memory = config, cast("NodeMemory | None", None)
@@ -53,6 +67,9 @@ class GangKV:
         self.indexes: Sequence[LaneIndex | None] = ()
         self.scope = KeyScope()
         self.known: Callable[[], list[set[int]]] | None = None  # of the engine's lanes: blocks that are full and count
+        self.counting: Callable[[], list[list[int]]] | None = None  # all that count, in the order they are to be kept
+        self.moved: list[dict[int, int]] | None = None
+        self.returns = 0  # bytes that are given back when it is cut
         self.damaged: dict[int, set[int]] = {}  # by lane: blocks of `there` that count for nothing
         self.block_bytes = 1  # of a rank's part of a block
         self.stored: dict[int, dict[str, bytes | None]] = {}  # by rank and store: keys of blocks outside of the cache
@@ -95,27 +112,53 @@ class GangKV:
 
     def formed(self, ranks: BringUp) -> None:
         """All ranks have it."""
-        there, kept = CommittedKV(ranks.layout, ranks.kv_number, ranks.num_blocks), ranks.keeps_kv
-        self.there, self.kept = there, kept
-        self.damaged = ranks.damaged if kept else {}
+        there, recut = CommittedKV(ranks.layout, ranks.kv_number, ranks.num_blocks), ranks.recut is not None
+        kept, self.there, self.kept = ranks.keeps_kv, there, ranks.keeps_kv or recut
+        self.moved = self.moved if recut else None
+        self.damaged = ranks.damaged if self.kept else {}
         self.block_bytes = ranks.kv_bytes // max(1, ranks.num_blocks)
         self.stored = ranks.stored if len(ranks.stored) == ranks.layout.size else {}
         self.addresses = [ranks.addresses[rank] for rank in range(ranks.layout.size) if rank in ranks.addresses]
         if kept or self.memory is None:
             return
+        if recut:
+            self.memory.keep(there.number)
         shape = self._shape(there.layout, there.num_blocks)
         digest = self._digest(there.layout)
         self.indexes = kv_index.begin(self.memory.index(shape.size), shape, digest, there.number)
 
     def full(self) -> tuple[bytes, ...]:
         """Of each lane, blocks that are full and count."""
+        return tuple(_packed(sorted(blocks)) for blocks in self._full())
+
+    def _full(self) -> list[set[int]]:
         if not self.config.cache.kv_checksums:
-            return ()
+            return []
         if self.known is not None:
-            full = self.known()
-        else:
-            full = [kv_index.full_blocks(index) for index in self.indexes if index is not None]
-        return tuple(array("i", sorted(blocks)).tobytes() for blocks in full)
+            return self.known()
+        return [kv_index.full_blocks(index) for index in self.indexes if index is not None]
+
+    def recut_for(self, layout: Layout, homes: Collection[str]) -> Callable[[int], KVCut] | None:
+        """What ranks of a layout on these nodes make of what there is, by how many blocks they have. None: nothing,
+        where it is the same layout, not all of it is on this node, or its tokens would be other ranks'."""
+        there, parallel, self.returns = self.there, self.config.parallel, 0
+        if self.memory is None or self.counting is None or not there.num_blocks or parallel.splits_prefill:
+            return None
+        shared = any(parallel.context(each).size > 1 or each.pcp > 1 for each in (layout, there.layout))
+        if layout == there.layout or layout.dp != there.layout.dp or shared or self.config.model.foreign is not None:
+            return None
+        whole = self.memory.whole(there.number, there.layout, homes)
+        self.returns = self.memory.num_bytes if whole else 0
+        return self._recut if whole else None
+
+    def _recut(self, num_blocks: int) -> KVCut:
+        assert self.counting is not None
+        there, counting = self.there, [blocks[:num_blocks] for blocks in self.counting()]
+        self.moved = [{block: at for at, block in enumerate(blocks)} for blocks in counting]
+        full = [_packed(moved[block] for block in blocks & moved.keys())
+                for moved, blocks in zip(self.moved, self._full(), strict=False)]  # fmt: skip
+        packed = tuple(map(_packed, counting))
+        return KVCut(there.layout, there.number, there.num_blocks, packed, tuple(full))
 
     def _digest(self, layout: Layout) -> bytes:
         return (compute_hash(self.config, str(layout)) + self.scope.root().hex()).encode()
@@ -138,3 +181,7 @@ class GangKV:
         self.there, self.indexes = CommittedKV(layout, self.there.number + 1), ()
         if self.memory is not None:
             self.memory.clear()
+
+
+def _packed(blocks: Iterable[int]) -> bytes:
+    return array("i", blocks).tobytes()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from planaria.config.options import EngineConfig
 from planaria.core import transfer
-from planaria.core.engine import EngineCore
+from planaria.core.engine import EngineCore, counting_blocks, full_blocks
 from planaria.errors import EngineDead, PlanariaError, UserError, WorkersLost
 from planaria.executor.backend import Launcher, Link
 from planaria.executor.balancing import Balancing
@@ -116,7 +117,7 @@ class EngineLoop:
         if layout != gang.asked:
             self.core.lost(gang.epoch, gang.num_blocks, layout.pp, kept=kv.kept, indexes=kv.indexes)
         self.epochs.connect(self.core)
-        kv.known = self.core.full_blocks
+        kv.known, kv.counting = partial(full_blocks, self.core), partial(counting_blocks, self.core)
         self.limit_steps()
         gang.seconds["engine"] = self.clock() - began
         self.balancing.formed()

@@ -1,9 +1,10 @@
 """Memory of the node, not of the process that computes in it: what a rank has written stays when it dies.
 
 One memory file for an engine, without a name, handed on by descriptor (see node.Shared): it ends with its owner. First
-come words, one for each rank: which KV is in its part, 0 for none. Then an index, which the engine writes, and the
-parts, each with what a rank keeps of KV that its caches have no room for. They are far apart in the file, and take
-memory where they were written. Who computes in it holds a lock, so that another engine can wait until nobody does.
+come words, one for each part: which KV is in it, 0 for none. Then an index, which the engine writes, and the parts, two
+for each rank: KV of odd and of even numbers, so that what there is can be cut anew for another layout while it counts.
+Beside the first there is what a rank keeps of KV that its caches have no room for. They are far apart in the file, and
+take memory where they were written. Who computes in it holds a lock, so that another engine can wait until nobody does.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import mmap
 import os
 import sys
 import time
+from collections.abc import Collection
 
-from planaria.node import Shared
+from planaria.node import Shared, available_memory, home
+from planaria.topology.layout import Layout
 
 logger = logging.getLogger("planaria.hosts")
 
-RANKS = 1024
+RANKS = 512
+PARTS = 2 * RANKS
 INDEX = 1 << 20  # where it begins
-PART = 1 << 40  # bytes of addresses, for each rank
+PART = 1 << 40  # bytes of addresses, for each part
 SUMS = 1 << 30  # bytes at the end of a part, for checksums
 KEPT = 1 << 39  # bytes of a part before what is kept beside caches
 ALIGN = 2 << 20
@@ -60,6 +64,10 @@ def give_back(fd: int, start: int, end: int) -> None:
         raise OSError(ctypes.get_errno(), "memory of the node can't be given back")
 
 
+def _part(rank: int, number: int) -> int:
+    return rank + number % 2 * RANKS
+
+
 class KVPart:
     """Where one rank's caches are, one after the other."""
 
@@ -78,12 +86,12 @@ class KVMemory:
 
     def __init__(self, fd: int, origin: Shared) -> None:
         self._fd, self.origin = fd, origin
-        self._words = memoryview(mmap.mmap(fd, RANKS * 8)).cast("q")
+        self._words = memoryview(mmap.mmap(fd, PARTS * 8)).cast("q")
 
     @classmethod
     def make(cls) -> KVMemory | None:
         """None where the system has no such files."""
-        fd = make_file("planaria-kv", PART * (RANKS + 1))
+        fd = make_file("planaria-kv", PART * (PARTS + 1))
         return cls(fd, Shared.of(fd)) if fd is not None else None
 
     @classmethod
@@ -100,21 +108,34 @@ class KVMemory:
     def fileno(self) -> int:
         return self._fd
 
-    def holds(self, rank: int) -> int:
-        """The number of the KV that is in its part; 0: none that counts."""
-        return self._words[rank]
+    def numbers(self, rank: int) -> tuple[int, ...]:
+        """Of the KV that is in its parts and counts."""
+        return tuple(filter(None, (self._words[rank], self._words[rank + RANKS])))
 
     def made(self, rank: int, number: int) -> None:
         """Its part has room for KV of this number, and nothing else in it."""
-        self._words[rank] = number
+        self._words[_part(rank, number)] = number
 
-    def part(self, rank: int, size: int, count: int) -> KVPart:
-        """Room for so many caches of `size` bytes together. Raises OSError."""
-        return KVPart(mmap.mmap(self._fd, size + count * ALIGN, offset=PART * (rank + 1)))
+    def whole(self, number: int, layout: Layout, homes: Collection[str]) -> bool:
+        """Has each rank of a layout its part of this KV here, where all of `homes` are, and is there room for another
+        as large?"""
+        here = all(each == home() for each in homes)
+        held = all(number in self.numbers(rank) for rank in range(layout.size))
+        return here and held and available_memory() > self.num_bytes
 
-    def sums(self, rank: int, num_blocks: int) -> memoryview:
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that it takes."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def part(self, rank: int, number: int, size: int, count: int) -> KVPart:
+        """Room for so many caches of `size` bytes together, of this KV. Raises OSError."""
+        return KVPart(mmap.mmap(self._fd, size + count * ALIGN, offset=PART * (_part(rank, number) + 1)))
+
+    def sums(self, rank: int, number: int, num_blocks: int) -> memoryview:
         """A number for each block of its part; zeros, where nothing has been written since the part was cleared."""
-        return memoryview(mmap.mmap(self._fd, 8 * num_blocks, offset=PART * (rank + 2) - SUMS)).cast("q")
+        start = PART * (_part(rank, number) + 2) - SUMS
+        return memoryview(mmap.mmap(self._fd, 8 * num_blocks, offset=start)).cast("q")
 
     def kept(self, rank: int, size: int) -> mmap.mmap:
         """Memory for what its rank keeps beside its caches; with zeros, where nobody has written."""
@@ -142,13 +163,23 @@ class KVMemory:
 
     def clear(self) -> None:
         """Give the index and all parts back. Nobody computes in them."""
-        for rank in range(RANKS):
-            self._words[rank] = 0
-        give_back(self._fd, INDEX, PART * (RANKS + 1))
+        for part in range(PARTS):
+            self._words[part] = 0
+        give_back(self._fd, INDEX, PART * (PARTS + 1))
 
-    def clear_part(self, rank: int) -> None:
-        """All but what it keeps beside its caches."""
-        self._words[rank], start = 0, PART * (rank + 1)
+    def keep(self, number: int) -> None:
+        """Give the index back, and all parts but those of this KV."""
+        for part in range(PARTS):
+            if self._words[part] not in (0, number):
+                self._clear(part)
+        give_back(self._fd, INDEX, PART)
+
+    def clear_part(self, rank: int, number: int) -> None:
+        """That KV of this number has, or will have; all but what it keeps beside its caches."""
+        self._clear(_part(rank, number))
+
+    def _clear(self, part: int) -> None:
+        self._words[part], start = 0, PART * (part + 1)
         give_back(self._fd, start, start + KEPT)
         give_back(self._fd, start + PART - SUMS, start + PART)
 

@@ -53,6 +53,10 @@ class SlotKV:
     def blocks(self) -> list[npt.NDArray[np.uint8]]:
         return [_rows(cache, self.block_size) for cache in (self.keys, self.values)]
 
+    def by_head(self) -> list[npt.NDArray[np.uint8]]:
+        """[blocks, tokens, heads, bytes]."""
+        return [rows.reshape(len(rows), self.block_size, self.keys.shape[1], -1) for rows in self.blocks()]
+
 
 @dataclass
 class SlotLatents:
@@ -63,6 +67,9 @@ class SlotLatents:
 
     def blocks(self) -> list[npt.NDArray[np.uint8]]:
         return [_rows(self.rows, self.block_size)]
+
+    def by_head(self) -> list[npt.NDArray[np.uint8]]:
+        return [rows.reshape(len(rows), 1, 1, -1) for rows in self.blocks()]
 
 
 def _rows(cache: Tensor, block_size: int) -> npt.NDArray[np.uint8]:

@@ -84,10 +84,18 @@ class Attention:
         return into(ops, x, self.output, h, self.after)
 
     def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:
-        self.kv = ops.kv_layer(num_blocks, block_size, self.num_kv_heads, self.head_dim)
+        self.kv = self.cache(ops, num_blocks, block_size, self.num_kv_heads)
 
     def kv_block_bytes(self, ops: Ops, block_size: int) -> int:
-        return ops.kv_block_bytes(block_size, self.num_kv_heads, self.head_dim)
+        return self.cache_bytes(ops, block_size, self.num_kv_heads)
+
+    def cache(self, ops: Ops, num_blocks: int, block_size: int, heads: int) -> KVLayer:
+        """Of a rank with so many heads of keys."""
+        return ops.kv_layer(num_blocks, block_size, heads, self.head_dim)
+
+    def cache_bytes(self, ops: Ops, block_size: int, heads: int) -> int:
+        """Of one block of it."""
+        return ops.kv_block_bytes(block_size, heads, self.head_dim)
 
 
 class DecoderLayer:

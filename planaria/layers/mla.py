@@ -93,7 +93,15 @@ class LatentAttention:
         return ops.linear(ops.by_head(latents, self.values, self.num_heads), self.output, h, reduce=True)
 
     def make_kv(self, ops: Ops, num_blocks: int, block_size: int) -> None:
-        self.kv = ops.mla_layer(num_blocks, block_size, self.width)
+        self.kv = self.cache(ops, num_blocks, block_size)
 
     def kv_block_bytes(self, ops: Ops, block_size: int) -> int:
+        return self.cache_bytes(ops, block_size)
+
+    def cache(self, ops: Ops, num_blocks: int, block_size: int, heads: int = 1) -> KVLayer:
+        """Of any rank."""
+        return ops.mla_layer(num_blocks, block_size, self.width)
+
+    def cache_bytes(self, ops: Ops, block_size: int, heads: int = 1) -> int:
+        """Of one block of it."""
         return ops.mla_block_bytes(block_size, self.width)

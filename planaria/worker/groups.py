@@ -57,7 +57,7 @@ class Groups:
         config = self.boot.config
         return config.device.platform.on_host and not config.parallel.disable_custom_all_reduce
 
-    def bring(self, command: Join, held: tuple[tuple[int, tuple[int, ...]], ...], kv: int) -> Hello:
+    def bring(self, command: Join, held: tuple[tuple[int, tuple[int, ...]], ...], kv: tuple[int, ...]) -> Hello:
         """Have left the groups of before; say what this rank brings to the new ones. held, kv: see Hello."""
         config, place, rank, layout = self.boot.config, self.boot.place, self.boot.rank, self.layout
         self._opening = Opening()

@@ -11,7 +11,7 @@ import math
 import mmap
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ from planaria.errors import CapacityError, ConfigError
 from planaria.executor.boot import RankBoot
 from planaria.hosts.memory import KVMemory
 from planaria.node import ProcessGone
-from planaria.protocol import KVNews, KVWork, StepPlan
+from planaria.protocol import Allocate, KVNews, KVWork, StepPlan
 from planaria.topology.layout import Layout
 from planaria.worker.connector import RankConnector, Unconnected
+from planaria.worker.kv_layout import CACHES, full_of, recut
 from planaria.worker.kv_shared import SharedKV
 from planaria.worker.kv_sums import BlockSums
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from planaria.worker.runner import Runner
 
 FEWEST = 16  # blocks that a folder must have room for
-CACHES = 2  # of a layer, at most: keys and values
 
 logger = logging.getLogger("planaria.worker")
 
@@ -77,9 +77,9 @@ class RankKV:
                 logger.warning("KV will not outlive rank %d: %s", boot.rank, e)
 
     @property
-    def number(self) -> int:
-        """Of the KV in this rank's part."""
-        return self.memory.holds(self.rank) if self.memory is not None else 0
+    def numbers(self) -> tuple[int, ...]:
+        """Of the KV in this rank's parts."""
+        return self.memory.numbers(self.rank) if self.memory is not None else ()
 
     def forget(self, model: Any) -> None:
         """It counts for nothing, and its memory is given back."""
@@ -88,19 +88,27 @@ class RankKV:
         if model is not None:
             model.drop_kv()
         if self.memory is not None:
-            self.memory.clear_part(self.rank)
+            for number in range(2):
+                self.memory.clear_part(self.rank, number)
 
-    def take_over(self, config: EngineConfig, full: Sequence[bytes], lane: int, model: Any) -> dict[str, Any]:
-        """After `make`. full: see Allocate. Facts: `damaged`, of what another process has written."""
+    def take_over(self, boot: RankBoot, layout: Layout, command: Allocate, model: Any, ops: Ops) -> dict[str, Any]:
+        """After `make`. Facts: `damaged`, of what another process has written, or a rank of another layout."""
         self.sums = None
-        if self.memory is None or not config.cache.kv_checksums:
+        if self.memory is None:
+            return {}
+        config, lane, cut = boot.config, layout.coords(boot.rank).dp, command.recut
+        damaged = recut(config, layout, boot.rank, model, ops, self.memory, cut, self.threads) if cut else set()
+        if not config.cache.kv_checksums:
             return {}
         blocks, rows = model.kv_blocks(config.cache.block_size), config.scheduler.max_num_seqs
-        table = np.frombuffer(self.memory.sums(self.rank, len(blocks[0])), np.int64)
+        table = np.frombuffer(self.memory.sums(self.rank, command.number, len(blocks[0])), np.int64)
         self.sums = BlockSums(blocks, table, rows, config.cache.block_size)
-        if self.own or len(full) <= lane:
+        if cut:
+            self.sums.note(block for block in full_of(cut, lane) if block not in damaged)
+            return {"damaged": sorted(damaged)}
+        if self.own or len(command.full) <= lane:
             return {}
-        return {"damaged": self.sums.wrong(np.frombuffer(full[lane], np.int32).tolist(), self.threads)}
+        return {"damaged": self.sums.wrong(np.frombuffer(command.full[lane], np.int32).tolist(), self.threads)}
 
     def unmap(self) -> None:
         """There is no model any more that computes in it."""
@@ -113,8 +121,10 @@ class RankKV:
             return
         try:
             if self.memory is not None:
+                if number not in self.memory.numbers(self.rank):
+                    self.memory.clear_part(self.rank, number)
                 size = num_blocks * model.kv_block_bytes(block_size)
-                ops.kv_part = self.memory.part(self.rank, size, CACHES * len(model.layers))
+                ops.kv_part = self.memory.part(self.rank, number, size, CACHES * len(model.layers))
             model.make_kv(num_blocks, block_size)
         except (RuntimeError, MemoryError) as e:
             raise CapacityError(f"no memory for {num_blocks} KV blocks of {block_size} tokens: {e}") from None

@@ -48,16 +48,16 @@ class OtherKV:
                 raise Lost("layout")
             self.keys = shape.keys_of(self.memory.index(shape.size), 0)
             sizes = [shape.num_blocks * cache.shape[1] for cache in blocks]
-            part = self.memory.part(rank, sum(sizes), len(sizes))
+            part = self.memory.part(rank, lease.number, sum(sizes), len(sizes))
             self.blocks = [np.frombuffer(part.take(size), np.uint8).reshape(shape.num_blocks, -1) for size in sizes]
-            self.sums = np.frombuffer(self.memory.sums(rank, shape.num_blocks), np.int64)
+            self.sums = np.frombuffer(self.memory.sums(rank, lease.number, shape.num_blocks), np.int64)
         finally:
             self.memory.close()  # what is mapped stays
 
     @property
     def there(self) -> bool:
         """Is it still the same KV?"""
-        return bool(self.numbers[0] == self.number == self.memory.holds(self.rank))
+        return bool(self.numbers[0] == self.number and self.number in self.memory.numbers(self.rank))
 
 
 class Copying:

@@ -69,6 +69,12 @@ def to_read(maps: Maps, moves: Sequence[Move], own: int, size: int) -> Maps | No
     ) or None  # fmt: skip
 
 
+def partition_of(config: EngineConfig, layout: Layout) -> tuple[int, ...] | None:
+    """Of layers; None: dealt evenly, for it is of the layout that was asked for, and this is another."""
+    partition = config.parallel.pp_layer_partition
+    return partition if partition is not None and len(partition) == layout.pp else None
+
+
 def read_part(
     config: EngineConfig, ops: Ops, part: Part, reads: Maps | None, progress: Callable[[str, float], None],
     weights: RankWeights,
@@ -85,10 +91,7 @@ def read_part(
         return model
     if rank == 0 and (line := unpacked_line(checkpoint, config.device.quantization, config.device.dtype)):
         logger.warning(line)
-    tp, pp = layout.tp, layout.pp
-    partition = config.parallel.pp_layer_partition
-    if partition is not None and len(partition) != pp:
-        partition = None  # of the layout that was asked for, and this is another
+    tp, pp, partition = layout.tp, layout.pp, partition_of(config, layout)
     shard = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp))[rank]
     nothing = tuple(() for _ in reads) if reads is not None else None
 

@@ -165,7 +165,7 @@ class Worker:
         """Leave the groups of before; say what this rank brings to those of the new epoch."""
         self._leave_groups()
         self.groups.layout = command.layout
-        return self.groups.bring(command, held(self), self.kv.number)
+        return self.groups.bring(command, held(self), self.kv.numbers)
 
     def _regroup(self, command: Regroup) -> Reply:
         since = time.perf_counter()
@@ -330,7 +330,7 @@ class Worker:
             pooling=Pooling((lambda: ops.compile(both, own)) if model.has_logits else None, model.logit_scale),
             adapters=self.loras and self.loras.of_rows(scheduler.max_num_seqs),
         )  # fmt: skip
-        facts = self.kv.take_over(self.config, command.full, self.layout.coords(self.rank).dp, self.model)
+        facts = self.kv.take_over(self.boot, self.layout, command, self.model, self.ops)
         facts |= self.kv.connect(self.config, self.layout, self.model, self.ops)
         self.weights.tidy()
         self._timed("kv", since)

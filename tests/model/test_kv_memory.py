@@ -4,6 +4,7 @@ themselves is not gone.
 
 from __future__ import annotations
 
+import functools
 import signal
 import weakref
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 
 from planaria.hosts.memory import KVMemory
 from planaria.layers.decoder import Model
+from planaria.topology import Layout
+from planaria.wire import ResizeEngine
 from planaria.worker.kv import RankKV
 from planaria.worker.runner import Runner
 from tests.model.checkpoints import write_checkpoint
-from tests.model.engines import Engine, texts
+from tests.model.engines import Engine, ask_for, texts
 
 MIB = 1 << 20
 ONE: dict[str, Any] = {
@@ -71,7 +74,7 @@ def one_mistake(engine: Engine) -> tuple[int, int]:
 
 @pytest.fixture
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankKV, "number", 0)
+    monkeypatch.setattr(RankKV, "numbers", ())
 
 
 def test_what_was_committed_is_not_computed_again(model: str) -> None:
@@ -95,7 +98,9 @@ def test_what_a_dying_rank_has_scribbled_over_is_computed_again(model: str, chec
         entry = core.lanes[0].entries["r0"]
         block = engine.loop.gang.kv.block_bytes // 4  # of one of four layers
         at = entry.blocks[1] * block
-        cache = memory.part(0, engine.loop.gang.kv_bytes[engine.loop.gang.layout], 8).take(1 << 19)
+        cache = memory.part(
+            0, engine.loop.gang.kv.there.number, engine.loop.gang.kv_bytes[engine.loop.gang.layout], 8
+        ).take(1 << 19)
         for i in range(at, at + block, 2):
             cache[i] ^= 0x40
         engine.kill(0, signal.SIGKILL)
@@ -137,3 +142,40 @@ def test_no_memory_for_a_moment_is_not_the_end(model: str, monkeypatch: pytest.M
         before, after = one_mistake(engine)
         assert engine.loop.dead is None and engine.loop.gang.epoch == 3
     assert after == before and not node.shortages
+
+
+LAYOUTS = [(1, 1), (1, 2), (2, 2), (2, 1)]  # tensor ranks, stages
+
+
+@pytest.mark.parametrize("kernels", ["native", pytest.param("torch", marks=pytest.mark.long)])
+def test_kv_is_cut_anew_for_each_layout(model: str, kernels: str) -> None:
+    """What was committed is copied, and the same tokens follow."""
+    asked = texts(100, [(90, 40), (40, 40), (33, 40)])
+    with Engine(model, tensor_parallel_size=2, kernels=kernels) as engine:
+        expected = engine.run(asked)
+        core, kv = engine.loop.core, engine.loop.gang.kv
+        assert core is not None
+        for tp, pp in LAYOUTS:
+            wish = ResizeEngine("", tp, pp)
+            assert engine.run(asked, 60, functools.partial(ask_for, engine.loop, wish)) == expected
+            assert engine.resized[-1].error == "" and engine.loop.gang.layout == Layout(tp=tp, pp=pp)
+            assert kv.kept and kv.moved is not None and len(kv.moved[0]) > 3 * 40 // 16
+        assert core.replayed_tokens == 0
+
+
+def test_a_rank_that_scribbles_costs_what_it_scribbled_on_when_kv_is_cut_anew(model: str) -> None:
+    asked = texts(100, [(70, 20), (40, 20)])
+    with Engine(model, tensor_parallel_size=2) as engine:
+        expected, loop = engine.run(asked), engine.loop
+        core, memory = loop.core, loop.gang.kv.memory
+
+        def scribble() -> None:
+            assert core is not None and isinstance(memory, KVMemory)
+            block, size = core.lanes[0].entries["r0"].blocks[1], loop.gang.kv.block_bytes // 4
+            cache = memory.part(1, loop.gang.kv.there.number, loop.gang.kv_bytes[loop.gang.layout], 8)
+            cache.take(loop.gang.num_blocks * size)[block * size] ^= 0x40
+            ask_for(loop, ResizeEngine("", 1, 1))
+
+        assert engine.run(asked, 8, scribble) == expected
+        assert core is not None and 70 - 16 <= core.replayed_tokens <= 70 + 20
+        assert [len(blocks) for blocks in loop.gang.kv.damaged.values()] == [1]

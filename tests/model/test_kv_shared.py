@@ -27,7 +27,7 @@ class Owner:
 
     def __init__(self, memory: KVMemory, num_blocks: int = 8) -> None:
         self.memory, shape = memory, Shape(1, num_blocks, 16, 4, 8)
-        part = memory.part(0, num_blocks * sum(BYTES), len(BYTES))
+        part = memory.part(0, NUMBER, num_blocks * sum(BYTES), len(BYTES))
         self.blocks = [
             np.frombuffer(part.take(num_blocks * size), np.uint8).reshape(num_blocks, size) for size in BYTES
         ]
@@ -38,7 +38,7 @@ class Owner:
         (self.index,) = begin(memory.index(shape.size), shape, DIGEST.encode() + b"weights", NUMBER)
         for block, key in enumerate(KEYS):
             self.index.remember(block, key)
-        self.sums = BlockSums(self.blocks, np.frombuffer(memory.sums(0, num_blocks), np.int64), 4, 16)
+        self.sums = BlockSums(self.blocks, np.frombuffer(memory.sums(0, NUMBER, num_blocks), np.int64), 4, 16)
         self.sums.note(range(num_blocks))
 
 

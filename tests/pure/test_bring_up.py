@@ -75,7 +75,7 @@ def test_weights_that_ranks_of_a_node_share_count_once() -> None:
 def test_kv_that_all_ranks_have_is_kept(held: list[int], there: CommittedKV, keeps: bool) -> None:
     found = BringUp(CacheConfig(block_size=16), SCHEDULER, Layout(tp=2), Memory(cpu=True), kv=there)
     found.start()
-    command = found.on_done([hello(rank, kv=number) for rank, number in enumerate(held)])
+    command = found.on_done([hello(rank, kv=(number,)) for rank, number in enumerate(held)])
     assert isinstance(command, Regroup) and command.keeps_kv is keeps
     while command is not None and not isinstance(command, Allocate):
         command = found.on_done(answers(command, 2))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.config.options import CacheConfig, SchedulerConfig
-from planaria.core.engine import CLAIM, EngineCore
+from planaria.core.engine import CLAIM, EngineCore, full_blocks
 from planaria.core.kv_cache import KeyScope, chain
 from planaria.core.kv_index import BufferIndex, Shape, begin, found
 from planaria.protocol import StepPlan, StepResult
@@ -383,7 +383,7 @@ def test_what_has_suffered_is_computed_again_and_what_comes_after_it(engine: boo
         run.step()
     lane = run.core.lanes[0]
     a, old = lane.entries["a"].blocks, lane.pool.block_of[chain([0] * 4, 4, [], lane.scope.root())[0]]
-    assert {*a[:3], old} <= run.core.full_blocks()[0] and a[-1] not in run.core.full_blocks()[0]
+    assert {*a[:3], old} <= full_blocks(run.core)[0] and a[-1] not in full_blocks(run.core)[0]
     for block in (a[1], old):
         run.workers[0].cells[block] = [7] * 4
     if engine:

@@ -100,6 +100,10 @@ class SimLauncher(PoolLauncher):
     def spares(self) -> list[Any]:
         return self.pool.spares
 
+    def nodes(self) -> set[int]:
+        """That ranks are on."""
+        return {process.device.node for process in self.ranks.values()}
+
     @property
     def is_closing(self) -> bool:
         return self._closing

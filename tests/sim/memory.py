@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from planaria.core.kv_index import BufferIndex, begin, found
 from planaria.hosts.kv_keys import Shape
 from planaria.hosts.memory import KVMemory
-from planaria.protocol import Allocate, StepPlan
+from planaria.models import deal as kv_parts
+from planaria.protocol import Allocate, KVCut, StepPlan
 from planaria.topology import Layout
+from planaria.topology import kv_parts as pieces_of
 
 if TYPE_CHECKING:
     from tests.sim.process import Process, SimWorker
@@ -60,15 +62,21 @@ def spoil(worker: SimWorker, committed: int) -> None:
             worker.cells[block][offset] = GARBAGE
 
 
+def _cells(part: pieces_of.KVRect) -> set[tuple[int, int]]:
+    """Layers and heads."""
+    return {(layer, head) for layer in part.layers for head in part.heads}
+
+
 class SimMemory:
     """See NodeMemory. `clear` is the engine's; a rank sees the memory of its own node."""
 
     origin = None
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, nodes: Callable[[], set[int]]) -> None:
+        self.nodes = nodes  # that ranks are on now
         self.chance = random.Random(f"scribbling of {seed}")
         self.scribbled = 0
-        self.parts: dict[tuple[int, int], tuple[int, int, Layout, SimWorker]] = {}  # by node and rank
+        self.parts: dict[tuple[int, int, int], tuple[int, int, Layout, SimWorker]] = {}  # by node, rank and bank
         self._finished: dict[tuple[int, int], int] = {}  # by epoch and rank: its last step
         self._index = bytearray()
 
@@ -84,9 +92,20 @@ class SimMemory:
     def settle(self, timeout: float) -> bool:
         return True
 
-    def holds(self, process: Process) -> int:
-        found = self.parts.get((process.device.node, process.rank))
-        return found[0] if found is not None else 0
+    def numbers(self, process: Process) -> tuple[int, ...]:
+        own = process.device.node, process.rank
+        return tuple(found[0] for place, found in self.parts.items() if place[:2] == own)
+
+    num_bytes = 0
+
+    def whole(self, number: int, layout: Layout, homes: Collection[str]) -> bool:
+        """All is on one simulated node; `homes` are the same for all of them."""
+        found = [self.parts.get((node, rank, number % 2)) for node in self.nodes() for rank in range(layout.size)]
+        return len(self.nodes()) == 1 and all(part is not None and part[0] == number for part in found)
+
+    def keep(self, number: int) -> None:
+        self.parts = {place: part for place, part in self.parts.items() if part[0] == number}
+        self._index = bytearray()
 
     def node_left(self, node: int) -> None:
         for place in [place for place in self.parts if place[0] == node]:
@@ -101,8 +120,11 @@ class SimMemory:
 
     def allocate(self, process: Process, command: Allocate, worker: SimWorker) -> list[int]:
         """Give it the cells that are there, and keep those it has from now on. Returns blocks that it finds damaged."""
-        place = process.device.node, process.rank
+        place = process.device.node, process.rank, command.number % 2
         found, damaged = self.parts.get(place), []
+        if command.recut is not None:
+            self.parts.pop(place, None)
+            found, damaged = None, self._cut(process, command.recut, worker)
         if found is not None and found[0] == command.number:
             _, epoch, layout, before = found
             worker.cells, worker.sums = before.cells, before.sums
@@ -111,6 +133,27 @@ class SimMemory:
                 full = array("i", command.full[process.layout.coords(process.rank).dp])
                 damaged = [block for block in full if worker.sums.get(block) != worker.sum(block)]
         self.parts[place] = command.number, process.epoch, process.layout, worker
+        return damaged
+
+    def _cut(self, process: Process, cut: KVCut, worker: SimWorker) -> list[int]:
+        """Give it what ranks of another layout had. Cells of the wrong ones, or that differ, are anything."""
+        model, (lane, *_) = process.sim.scenario.config.model, process.layout.coords(process.rank)
+        before, after = (kv_parts.kv_parts(model, each.tp, each.pp) for each in (cut.layout, process.layout))
+        own, size = after[process.rank % len(after)], len(before)
+        found = pieces_of.pieces(own, before)
+        right = _cells(own) == {cell for piece in found for cell in _cells(piece.part) & _cells(before[piece.rank])}
+        sources = [self.parts[process.device.node, lane * size + p.rank, cut.number % 2] for p in found]
+        for _, epoch, layout, source in sources:
+            spoil(source, self._everywhere(epoch, layout))
+        damaged = []
+        full = array("i", cut.full[lane]) if cut.full else array("i")
+        for new, old in enumerate(array("i", cut.blocks[lane])):
+            columns = zip(*(source.cells[old] for *_, source in sources), strict=True)
+            worker.cells[new] = [cells[0] if right and len({*cells}) == 1 else GARBAGE for cells in columns]
+            if new in full:
+                worker.sums[new] = worker.sum(new)
+                if any(source.sums.get(old) != source.sum(old) for *_, source in sources):
+                    damaged.append(new)
         return damaged
 
     def scribble(self, process: Process) -> None:

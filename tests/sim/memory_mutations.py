@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,8 @@ from planaria.executor.bring_up import BringUp
 from planaria.executor.kv import GangKV
 from planaria.executor.reply_ledger import ReplyLedger, Ticket
 from planaria.protocol import Command, Hello, Reply, StepPlan
+from planaria.topology import kv_parts
+from planaria.topology.kv_parts import KVPiece, KVRect
 from planaria.types import Request
 
 
@@ -42,7 +44,7 @@ def ask_one_rank() -> Iterator[None]:
     def first(self: BringUp, replies: list[Reply]) -> Command | None:
         command = on_done(self, replies)
         if self.state == "grouping" and isinstance(hello := replies[0], Hello):
-            self.keeps_kv = (self.layout, hello.kv) == (self.kv.layout, self.kv.number) and self.kv.num_blocks > 0
+            self.keeps_kv = self.layout == self.kv.layout and self.kv.number in hello.kv and self.kv.num_blocks > 0
         return command
 
     with patch.object(BringUp, "on_done", first):
@@ -140,4 +142,27 @@ def write_down_what_is_planned() -> Iterator[None]:
         self.lengths[row] = request.num_tokens
 
     with patch.object(BufferIndex, "enter", whole):
+        yield
+
+
+@contextmanager
+def take_the_first_heads() -> Iterator[None]:
+    """When KV is cut anew, whichever a rank has now: those of rank 0."""
+    pieces = kv_parts.pieces
+
+    def first(wanted: KVRect, held: Sequence[KVRect]) -> list[KVPiece]:
+        return [piece._replace(rank=0) for piece in pieces(wanted, held)]
+
+    with patch.object(kv_parts, "pieces", first):
+        yield
+
+
+@contextmanager
+def keep_old_numbers_of_blocks() -> Iterator[None]:
+    """Rows go on with the blocks that they had in the other layout."""
+
+    def same(blocks: list[int], moved: Mapping[int, int]) -> list[int]:
+        return blocks[: len([block for block in blocks if block in moved])]
+
+    with patch.object(holding, "_moved", same):
         yield

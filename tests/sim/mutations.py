@@ -66,7 +66,9 @@ from tests.sim.memory_mutations import (
     commit_what_one_rank_has,
     count_what_is_planned,
     keep_blocks_of_who_has_ended,
+    keep_old_numbers_of_blocks,
     let_go_of_blocks_that_count,
+    take_the_first_heads,
     whatever_the_layout,
     write_down_what_is_planned,
 )
@@ -363,6 +365,8 @@ MUTATIONS = [
     Mutation("adopt the token in flight", adopt_the_token_in_flight, WRONG_TOKENS, soon=1150),
     Mutation("believe what a dead rank has left", believe_what_a_dead_rank_has_left, WRONG_TOKENS, soon=600),
     Mutation("check what has a key", check_what_has_a_key, WRONG_TOKENS, soon=900),
+    Mutation("take the first heads of another layout", take_the_first_heads, WRONG_TOKENS, soon=230),
+    Mutation("keep numbers of blocks in another layout", keep_old_numbers_of_blocks, WRONG_TOKENS, soon=106),
     Mutation("write down what is planned", write_down_what_is_planned, WRONG_TOKENS, soon=640),
     Mutation("keep blocks of who has ended", keep_blocks_of_who_has_ended, frozenset({"leaks", "ends"})),
     Mutation("read no checksum", read_no_checksum, TIER, soon=100),

@@ -326,7 +326,7 @@ class Process:
                 self.layout = command.layout
                 has = self.part == self._own or self._is_prepared
                 return Hello(self.rank, self.pid, "sim", "sim", "127.0.0.1", experts=self.experts.held() if has else (),
-                             kv=self.sim.memory.holds(self))  # fmt: skip
+                             kv=self.sim.memory.numbers(self))  # fmt: skip
             case Regroup():
                 self.experts.enter()
             case Load():
@@ -346,6 +346,7 @@ class Process:
                 self.worker = self.sim.new_worker(self, command.num_blocks)
                 damaged = self.sim.memory.allocate(self, command, self.worker)
                 self.sim.counts["blocks found scribbled over"] += len(damaged)
+                self.sim.counts["KV cut anew"] += command.recut is not None and self.rank == 0
                 facts: dict[str, Any] = {"damaged": damaged}
                 if self.sim.disk is not None:
                     self.tier = SimTier(self, self.sim.disk)

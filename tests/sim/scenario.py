@@ -108,7 +108,20 @@ def draw(seed: int, *, keyed: bool = True) -> Scenario:
     )  # fmt: skip
     if chance.random() < 0.15:
         scenario.poisons = draw_poisons(chance, asked)
-    return with_vectors(with_tier(scenario))
+    return with_vectors(with_tier(with_layouts(scenario)))
+
+
+def with_layouts(scenario: Scenario) -> Scenario:
+    """Some have one node, and another layout is asked for while requests run."""
+    if scenario.seed % 16 != 10 or scenario.config.model.moe is not None:
+        return scenario
+    chance, scenario.nodes = random.Random(f"layouts of {scenario.seed}"), [sum(scenario.nodes)]
+    began = [when for when, message in scenario.messages if isinstance(message, Submit)]
+    for i, when in enumerate(chance.sample(began, min(len(began), 3))):
+        tp, pp, _ = chance.choice(LAYOUTS)
+        scenario.messages.append((when + chance.uniform(0.05, 0.5), ResizeEngine(f"again{i}", tp, pp)))
+    scenario.messages.sort(key=lambda each: each[0])
+    return scenario
 
 
 def with_vectors(scenario: Scenario) -> Scenario:

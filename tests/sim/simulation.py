@@ -96,7 +96,7 @@ class Simulation:
         self.links: list[SimLink] = []
         self.loop = EngineLoop(config, self.launcher, self._link_for, self._hear, self.world.clock, SimSystem(self))
         self.loop.on_loss = self._rouse
-        self.memory = self.loop.gang.kv.memory = SimMemory(scenario.seed)
+        self.memory = self.loop.gang.kv.memory = SimMemory(scenario.seed, self.launcher.nodes)
         self.reports = 0  # not answered
         self.dead: Dead | None = None
         self.woken = self.began = False

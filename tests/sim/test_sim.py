@@ -89,7 +89,7 @@ def test_no_fault_loses_repeats_or_changes_anything(seeds: int) -> None:
         "ranks lost", "several lanes", "pauses", "steps with an empty lane", "steps with a held lane",
         "steps with a lane that only reads", "steps prepared", "steps prepared aside", "steps committed",
         "rearrangements", "experts moved", "departures", "lost between prepare and commit", "lost in a commit",
-        "KV kept", "KV adopted", "blocks found scribbled over",
+        "KV kept", "KV adopted", "KV cut anew", "blocks found scribbled over",
         "blocks saved", "blocks brought back", "blocks found damaged", "loads given up", "disk: slow",
         "fleets of two kinds", "prompts handed over", "blocks from another engine",
         "adapters put", "LoadLora", "UnloadLora",

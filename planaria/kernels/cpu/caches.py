@@ -17,7 +17,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class PagedKV:
-    """[blocks][keys, values][kv head][block_size / 16][a chunk of 16 tokens].
+    """[blocks][kv head][keys, values][block_size / 16][a chunk of 16 tokens].
 
     A chunk of keys is a panel whose columns are tokens: [dim / pair][16][pair]; of values, dim / 16 panels whose K
     runs over tokens: [dim / 16][16 / pair][16][pair].
@@ -31,6 +31,9 @@ class PagedKV:
 
     def blocks(self) -> list[npt.NDArray[np.uint8]]:
         return [_rows(self.memory, self.block_bytes)]
+
+    def by_head(self) -> list[npt.NDArray[np.uint8]]:
+        return [rows.reshape(len(rows), 1, self.num_kv_heads, -1) for rows in self.blocks()]
 
     def check(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         """Raises ValueError for an attention of other heads."""
@@ -54,6 +57,9 @@ class PagedLatents:
 
     def blocks(self) -> list[npt.NDArray[np.uint8]]:
         return [_rows(self.memory, self.block_bytes)]
+
+    def by_head(self) -> list[npt.NDArray[np.uint8]]:
+        return [rows.reshape(len(rows), 1, 1, -1) for rows in self.blocks()]
 
 
 def _rows(memory: Region, size: int) -> npt.NDArray[np.uint8]:
