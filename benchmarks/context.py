@@ -1,10 +1,11 @@
-"""What it gives and costs that tensor ranks share the tokens of a sequence's KV (docs/adr/0041-context-ranks.md).
+"""What it gives and costs that ranks share the tokens of a sequence's KV (docs/adr/0041-context-ranks.md), and those of
+a step (docs/adr/0053-shares-of-a-step.md).
 
-    python -m benchmarks.context [--rounds 5] [--markdown docs/performance.md]
+    python -m benchmarks.context [--rounds 5] [--only "first token"] [--markdown docs/performance.md]
 
-SmolLM2 in bfloat16 on two ranks of one thread, with and without `-dcp 2`, both loaded, in turn. Ratios are of the same
-round. Room: tokens that fit into the same memory of a rank, and bytes of a token of a model with DeepSeek-V2-Lite's
-latents.
+SmolLM2 in bfloat16 on two ranks of one thread: `-tp 2`, `-tp 2 -dcp 2`, `-pcp 2`, all loaded, in turn. Ratios to the
+first are of the same round. Even: CPU seconds of the rank that computes least, in those of the one that computes most.
+Room: tokens that fit into the same memory of a rank, and bytes of a token of a model with DeepSeek-V2-Lite's latents.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import machine, report
 from planaria import LLM, SamplingParams
 
 OUT = Path(__file__).resolve().parent / "out"
 TWO = {"tensor_parallel_size": 2, "threads": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": TWO, "tp2 dcp2": {**TWO, "decode_context_parallel_size": 2}}
+SHARES: dict[str, Any] = {"prefill_context_parallel_size": 2, "threads": 1}
+LAYOUTS["pcp2"] = SHARES
+FIRST = "first token of 4,096, ms"
 SHAPES = {
     "one stream after 128 tokens, tok/s": (1, 128, 128),
     "one stream after 3,000 tokens, tok/s": (1, 3000, 96),
     "16 at once, tok/s": (16, 128, 64),
     "first token of 1,024, ms": (1, 1024, 1),
+    FIRST: (1, 4096, 1),
 }
-SLICE = {"one stream after 128 tokens, tok/s": 0.85}
+GOALS = {("tp2 dcp2", "one stream after 128 tokens, tok/s"): ">= 0.85", ("pcp2", FIRST): "<= 1.1"}
 LATENTS = {
     "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 27, "vocab_size": 102400,
     "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 10944, "kv_lora_rank": 512,
@@ -55,6 +62,12 @@ def turn(llm: LLM, rows: int, prompt: int, count: int, seed: int) -> float:
     return rows * (count - 1) / (times[-1] - times[0])
 
 
+def seconds(llm: LLM) -> list[float]:
+    """Of the processor, that each rank has had."""
+    times = [psutil.Process(member.pid).cpu_times() for member in llm._loop.gang.members]
+    return [each.user + each.system for each in times]
+
+
 def latent_bytes(size: int) -> int:
     """Of a token, on each of two ranks, in bfloat16."""
     from planaria.models import model_config
@@ -70,6 +83,7 @@ def latent_bytes(size: int) -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     samples: dict[str, dict[str, list[float]]] = {shape: {name: [] for name in LAYOUTS} for shape in SHAPES}
+    even: dict[str, dict[str, list[float]]] = {shape: {name: [] for name in LAYOUTS} for shape in SHAPES}
     found: dict[str, Any] = {
         "cpu": machine.cpu_name(),
         "when": time.strftime("%Y-%m-%d %H:%M"),
@@ -77,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     common: dict[str, Any] = {
         "dtype": "bfloat16",
-        "max_model_len": 4096,
+        "max_model_len": 4160,
         "kv_cache_memory": "256MiB",
         "enable_prefix_caching": False,
     }
@@ -86,44 +100,66 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["room"] = {name: llm.facts.num_blocks * llm.facts.block_size for name, llm in llms.items()}
         for number in range(options.rounds + 1):
             for shape, sizes in SHAPES.items():
+                if options.only not in shape:
+                    continue
                 for name, llm in list(llms.items())[:: 1 if number % 2 else -1]:
+                    before = seconds(llm)
                     value = turn(llm, *sizes, seed=number)
                     if number:  # the first is for warming up
                         samples[shape][name].append(value)
+                        had = [after - of for after, of in zip(seconds(llm), before, strict=True)]
+                        even[shape][name].append(min(had) / max(had))
     finally:
         for llm in llms.values():
             llm.close()
-    return {**found, "samples": samples, "latents": {name: latent_bytes(i + 1) for i, name in enumerate(LAYOUTS)}}
+    latents = {name: latent_bytes(size) for name, size in (("tp2", 1), ("tp2 dcp2", 2))}
+    return {**found, "samples": samples, "even": even, "latents": latents}
 
 
 def page(found: dict[str, Any]) -> str:
-    plain, shared = LAYOUTS
+    plain, shared, _ = LAYOUTS
     room, latents = found["room"], found["latents"]
     rows = [
-        f"| tokens that fit into 256 MiB of a rank | {room[plain]:,} | {room[shared]:,} | "
-        f"{room[shared] / room[plain]:.2f} | >= 1.3 |",
-        f"| bytes of a token of DeepSeek-V2-Lite's latents on a rank | {latents[plain]:,} | {latents[shared]:,} | "
-        f"{latents[shared] / latents[plain]:.2f} | 0.50 |",
+        f"| tokens that fit into 256 MiB of a rank | {name} | {room[plain]:,} | {room[name]:,} | "
+        f"{room[name] / room[plain]:.2f} | {'>= 1.3' if name == shared else ''} | |"
+        for name in LAYOUTS if name != plain
+    ]  # fmt: skip
+    rows.append(
+        f"| bytes of a token of DeepSeek-V2-Lite's latents on a rank | {shared} | {latents[plain]:,} | "
+        f"{latents[shared]:,} | {latents[shared] / latents[plain]:.2f} | 0.50 | |"
+    )
+    rows += [
+        line(found, shape, name) for shape in SHAPES for name in LAYOUTS if name != plain and found["even"][shape][name]
     ]
-    for shape, values in found["samples"].items():
-        ratios = sorted(b / a for a, b in zip(values[plain], values[shared], strict=True))
-        medians = [f"{statistics.median(values[name]):,.1f}" for name in LAYOUTS]
-        goal = f">= {SLICE[shape]}" if shape in SLICE else ""
-        rows.append(
-            f"| {shape} | {medians[0]} | {medians[1]} | {statistics.median(ratios):.2f} "
-            f"({ratios[0]:.2f}-{ratios[-1]:.2f}) | {goal} |"
-        )
     head = (
         f"{found['when']}, {found['cpu']}, {os.cpu_count()} cores, load {found['load'][0]:.1f}; medians, and ratios of"
     )
     return "\n".join(
-        [f"{head} the same round.", "", f"| | {plain} | {shared} | ratio | goal |", "|---|--:|--:|--:|--:|", *rows]
+        [
+            f"{head} the same round.",
+            "",
+            f"| | layout | {plain} | it | ratio | goal | even |",
+            "|---|---|--:|--:|--:|--:|--:|",
+            *rows,
+        ]
+    )
+
+
+def line(found: dict[str, Any], shape: str, name: str) -> str:
+    """Of the table: a layout beside the first."""
+    values, even = found["samples"][shape], statistics.median(found["even"][shape][name])
+    ratios = sorted(b / a for a, b in zip(values["tp2"], values[name], strict=True))
+    before, after = (f"{statistics.median(values[each]):,.1f}" for each in ("tp2", name))
+    return (
+        f"| {shape} | {name} | {before} | {after} | {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) "
+        f"| {GOALS.get((name, shape), '')} | {even:.2f} |"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--only", default="", help="shapes with this in their names")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
