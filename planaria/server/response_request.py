@@ -79,6 +79,10 @@ def _tools(body: ResponsesRequest) -> Tools | None:
                     "tool_choice.type", f"must be 'function' or 'allowed_tools': there are no tools of the server's "
                     f"own, got {said(kind)}", "unsupported_content",
                 )  # fmt: skip
+    try:
+        msgspec.msgpack.encode(given)  # as it is kept
+    except OverflowError:
+        raise RequestError("tools: parameters have a number of more than 64 bits", param="tools") from None
     return check_tools(given, choice, body.parallel_tool_calls)
 
 

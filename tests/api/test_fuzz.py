@@ -17,9 +17,9 @@ schemathesis.checks.load_all_checks()
 ACCEPTS_ALL = schemathesis.checks.CHECKS.get_one("positive_data_acceptance")
 POSITIVE, NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 EXAMPLES = {
-    "/v1/completions": 120, "/v1/chat/completions": 80, "/v1/responses": 30,
+    "/v1/completions": 60, "/v1/chat/completions": 50, "/v1/responses": 20,
     "/v1/messages": 15, "/v1/messages/count_tokens": 6,
-    "/tokenize": 30, "/detokenize": 30,
+    "/tokenize": 15, "/detokenize": 15,
 }  # fmt: skip
 # Values of the fields that no document can say enough about; with others nearly every valid request is refused.
 KNOWN = {
