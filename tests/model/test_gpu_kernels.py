@@ -85,3 +85,20 @@ def test_the_last_way_takes_everything() -> None:
     way = way_for(Need("cpu", torch.bfloat16, 4, 2, 64, 16, cap=3.0))
     assert (way.name, way.attend) == ("plain torch", None)
     assert way.refused == ("torch varlen: it does not do a soft cap", "Triton: it does not run on the cpu")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        ("attention", {"paged", "merge"}), ("packed", {"product", "unpack"}), ("norms", {"norm"}),
+        ("ropes", {"rope_store"}), ("gates", {"gated"}), ("drawing", {"tops", "masses", "weights", "pick"}),
+    ],
+)  # fmt: skip
+def test_triton_makes_device_code_of_them(case: str, kernels: set[str]) -> None:
+    """For an H100 or H200; no device is needed."""
+    done = subprocess.run(
+        [sys.executable, "-O", "-m", "tests.model.gpu_compiled", "sm_90", case],
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert {each.split(":")[0] for each in done.stdout.split()} == kernels, done.stderr[-4000:]
