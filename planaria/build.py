@@ -39,7 +39,7 @@ def build_loop(config: EngineConfig, emit: Emit, *, again: bool = False, given: 
     gang, given = loop.gang, given or Memories()
     gang.weights = given.weights
     if gang.launcher.replaces:
-        gang.kv.memory = KVMemory.make() if given.kv is None else KVMemory.of(given.kv)
+        gang.kv.memory = KVMemory.make(config.parallel.layout.size) if given.kv is None else KVMemory.of(given.kv)
         if given.weights is None and (weights := WeightsMemory.make()) is not None:
             gang.owns, gang.weights = weights, weights.origin
     return loop
@@ -121,7 +121,7 @@ def run_agent(config: EngineConfig) -> int:
         if not theirs.device.platform.on_host:
             return Memories()
         if index not in kept:
-            kept[index] = KVMemory.make()
+            kept[index] = KVMemory.make(theirs.parallel.layout.size)
         kv = kept[index]
         return Memories(home(), kv.origin if kv is not None else None, weights.origin if weights is not None else None)
 

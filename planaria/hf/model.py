@@ -122,4 +122,4 @@ def read(
     for what in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, told[what])):
             raise ModelError(f"{checkpoint.path}: {what.replace('_keys', '')} tensors: {', '.join(names[:5])}")
-    return TransformersModel(config, net.eval().to(ops.device), config.foreign, shard, ops, ranks)
+    return TransformersModel(config, net.train(False).to(ops.device), config.foreign, shard, ops, ranks)

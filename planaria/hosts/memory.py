@@ -89,8 +89,11 @@ class KVMemory:
         self._words = memoryview(mmap.mmap(fd, PARTS * 8)).cast("q")
 
     @classmethod
-    def make(cls) -> KVMemory | None:
-        """None where the system has no such files."""
+    def make(cls, ranks: int = 1) -> KVMemory | None:
+        """None where the system has no such files, or of so many ranks."""
+        if ranks > RANKS:
+            logger.warning("KV doesn't outlive processes: %d ranks, and its memory has parts for %d", ranks, RANKS)
+            return None
         fd = make_file("planaria-kv", PART * (PARTS + 1))
         return cls(fd, Shared.of(fd)) if fd is not None else None
 

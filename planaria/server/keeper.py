@@ -131,7 +131,7 @@ class EngineKeeper:
         self.handle = self.engine.connection = handle = self.make(self.config, self.engine.hear)
         handle.again, handle.shared_in = self.engine.facts is not None, self.shared_in or self.names
         if handle.shares_memory and self.memory is None and self.config.device.platform.on_host:
-            self.memory = KVMemory.make()
+            self.memory = KVMemory.make(self.config.parallel.layout.size)
         handle.memory, handle.weights = self.memory, self.weights
         return handle
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from planaria.hosts.memory import KVMemory
+from planaria.hosts.memory import RANKS, KVMemory
 from planaria.layers.decoder import Model
 from planaria.topology import Layout
 from planaria.wire import ResizeEngine
@@ -179,3 +179,8 @@ def test_a_rank_that_scribbles_costs_what_it_scribbled_on_when_kv_is_cut_anew(mo
         assert engine.run(asked, 8, scribble) == expected
         assert core is not None and 70 - 16 <= core.replayed_tokens <= 70 + 20
         assert [len(blocks) for blocks in loop.gang.kv.damaged.values()] == [1]
+
+
+def test_more_ranks_than_it_has_parts_for_have_none() -> None:
+    assert KVMemory.make(RANKS) is not None
+    assert KVMemory.make(RANKS + 1) is None
