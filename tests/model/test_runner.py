@@ -24,7 +24,7 @@ class FakeModel:
 
     def __call__(self) -> npt.NDArray[np.float32]:
         b = self.batch
-        tokens, sequences, samples, _ = b.counts.tolist()
+        tokens, sequences, samples, *_ = b.counts.tolist()
         self.cells[b.slots[:tokens]] = b.tokens[:tokens]
         logits = np.zeros((samples, VOCAB), np.float32)
         sequence_of = np.searchsorted(b.seq_start[: sequences + 1], b.sample_index[:samples], side="right") - 1

@@ -262,7 +262,7 @@ class Late(Stage):
         self.samples, self._waits = False, True
         self.messages: list[list[list[int]]] = []
 
-    def run(self, num_tokens: int) -> None:
+    def run(self, last: Any = None) -> None:
         return None
 
     def _receive_tokens(self, count: int) -> Any:

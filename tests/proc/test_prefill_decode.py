@@ -69,9 +69,10 @@ def test_prompts_are_computed_by_one_kind_and_go_on_in_the_other(
         metric(server, "planaria:kv_transfer_blocks_total"),
         metric(server, "planaria:kv_transfer_lent_total"),
     )
-    assert ask_all(server.url, str(small), ASKED) == expected
-    assert metric(server, "planaria:kv_transfer_lent_total") - lent >= 6
-    assert metric(server, "planaria:kv_transfer_blocks_total") - before > 30
+    assert ask_all(server.url, str(small), ASKED[6:7]) == expected[6:7]
+    assert metric(server, "planaria:kv_transfer_lent_total") - lent == 1
+    assert metric(server, "planaria:kv_transfer_blocks_total") - before > 10
+    assert ask_all(server.url, str(small), ASKED) == expected  # wherever first tokens are sooner
     assert metric(server, "planaria:kv_transfer_failed_total") == 0
     nothing_is_left(server)
     rows = {row["engine"]: row for row in httpx2.get(server.url + "/admin/processes").json()["processes"]}
@@ -222,7 +223,7 @@ def test_grammars_and_drafts_go_on_where_they_were() -> None:
         expected = answers(plain)
     with Server(*options, "--prefill-engines", "1", "--decode-engines", "1", "--speculative-config", drafts) as apart:
         assert answers(apart) == expected
-        assert metric(apart, "planaria:kv_transfer_blocks_total") > 20
+        assert metric(apart, "planaria:kv_transfer_blocks_total") > 0  # which of them is as measured times say
         assert metric(apart, "planaria:kv_transfer_failed_total") == 0
 
 
@@ -230,6 +231,6 @@ def test_tensor_ranks_and_several_api_processes_hand_over_too(small: Path, expec
     words = ("--prefill-engines", "1", "--decode-engines", "1", "-tp", "2", "--api-server-count", "2", "--threads", "1")
     with Server(str(small), *OPTIONS, *words) as server:
         assert ask_all(server.url, str(small), ASKED) == expected
-        assert metric(server, "planaria:kv_transfer_blocks_total") > 30
+        assert metric(server, "planaria:kv_transfer_blocks_total") > 0
         assert ask_all(server.url, str(small), ASKED, at=30, harm=lambda: kill("prefill")(server)) == expected
         nothing_is_left(server)
