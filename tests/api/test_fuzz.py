@@ -106,6 +106,8 @@ def test_answers_are_as_documented(document, method, path, mode):
                 case.body = {name: value for name, value in case.body.items() if name in PLAIN}
             if sum(statuses.values()) % 4 == 1:  # and some of those must be, whatever was drawn
                 case.body |= {name: value for name, value in GOOD.items() if name in case.body}
+                if path == "/tokenize":  # takes one of the two, which no document can say
+                    case.body = {"prompt": GOOD["prompt"]}
             if not case.body.get("stream"):
                 case.body.pop("stream_options", None)
         response = case.call(timeout=20)
