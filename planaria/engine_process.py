@@ -61,9 +61,12 @@ def main() -> int:
     return serve(config, port, told, again=bool(again), given=memories, **name)
 
 
+Told = tuple[EngineConfig, Keys, str, str, Memories]
+
+
 class RemoteEngine:
     """An engine on another node, in whatever process was made for it there: it hears its configuration, who may come,
-    the host at which it is to listen and the level of its log, and says the address."""
+    the host at which it is to listen, the level of its log and what memory it may have, and says the address."""
 
     def __init__(self, made: Callable[[Any], None], say: Callable[[str], None]) -> None:
         self.say, self.told = say, threading.Event()
@@ -81,7 +84,7 @@ class RemoteEngine:
             self.port.wake()
 
     def hear(self, message: bytes) -> None:
-        self.config, keys, host, level = msgspec.msgpack.decode(message, type=tuple[EngineConfig, Keys, str, str])
+        self.config, keys, host, level, self.memories = msgspec.msgpack.decode(message, type=Told)
         setup_logging(level)
         self.port = Port(f"tcp://{bracketed(host)}:*", keys, self.config.parallel.heartbeat_timeout)
 
@@ -91,7 +94,7 @@ class RemoteEngine:
         self.say(self.port.address)
         parallel = self.config.parallel
         at: dict[str, Any] = {"dp": parallel.data_parallel_index, "local": parallel.data_parallel_rank_local}
-        return serve(self.config, self.port, self.told, **at)
+        return serve(self.config, self.port, self.told, given=self.memories, **at)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from planaria.env import environment
 from planaria.errors import CapacityError, PlanariaError
 from planaria.executor.link.keys import Keys
 from planaria.logs import current_level
-from planaria.node import home
+from planaria.node import Memories, home
 from planaria.server.far_engine import FarEngine, listed
 from planaria.wire import FromEngine, Leaving, Report
 
@@ -36,6 +36,8 @@ SETTINGS = ("PLANARIA_RAY_FRACTION", "PLANARIA_RAY_WAIT")  # of the engine's own
 class RayEngine(FarEngine):
     """In the group that `hosts` has for it."""
 
+    shares_memory = True  # where it comes up on this machine
+
     def __init__(self, hosts: RayHosts | LaneHosts, config: EngineConfig, hear: Callable[[FromEngine], None]) -> None:
         super().__init__(config, hear)
         self.hosts = hosts
@@ -47,7 +49,8 @@ class RayEngine(FarEngine):
         child = await asyncio.to_thread(self._begin)
         self.pid, self.local = child.place.pid, child.place.home == home()
         keys = Keys.generate(1)
-        child.tell(msgspec.msgpack.encode((self._config(), listed(keys), child.place.address, current_level())))
+        told = self._config(), listed(keys), child.place.address, current_level(), self._memories(child)
+        child.tell(msgspec.msgpack.encode(told))
         try:
             async with asyncio.timeout(COME_UP):
                 while not child.said:
@@ -86,6 +89,13 @@ class RayEngine(FarEngine):
                 return child
             if not hosts.stranded(self.index):
                 raise CapacityError(f"engine {self.index}: {child.ended}")
+
+    def _memories(self, child: RayChild) -> Memories:
+        """Of its machine: the server's own, or the reaper's there."""
+        if not self.local:
+            return self.hosts.memories(child)
+        kv, weights = (memory.origin if memory is not None else None for memory in (self.memory, self.weights))
+        return Memories(home(), kv, weights)
 
     def _config(self) -> EngineConfig:
         """As its process has it."""

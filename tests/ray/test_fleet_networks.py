@@ -23,7 +23,7 @@ import pytest
 from tests.faults.streams import enter_network, within
 from tests.proc.networks import Networks, several_networks
 from tests.proc.servers import PATIENT, TINY, Server, alive, needs_smollm2, planaria, wait_until
-from tests.proc.test_engine_death import HASH, STREAMS, Outcome
+from tests.proc.test_engine_death import HASH, REAL, STREAMS, Outcome
 from tests.proc.test_engine_death import run as run_streams
 from tests.ray.clusters import RayNodes
 from tests.ray.test_networks import tokens
@@ -105,6 +105,43 @@ def test_a_pipeline_across_two_networks(networks: Networks, nodes: RayNodes, sma
     assert tokens(run.stdout) == expected
     first = json.loads(run.stdout.splitlines()[0])
     assert first["executor"] == "ray" and first["link"] == "ray-graph+shm+tcp"
+
+
+ON_RAY = {
+    "rank": ("-pp", "2", "--distributed-executor-backend", "ray"),
+    "engine": ("-dp", "2", "--data-parallel-backend", "ray"),
+}
+
+
+def memory_files(pid: int) -> set[tuple[str, str]]:
+    """Names and inodes of those for KV and weights that a process has mapped."""
+    fields = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    names = ("/memfd:planaria-kv", "/memfd:planaria-weights")
+    return {(each[5].split()[0], each[4]) for each in fields if len(each) > 5 and each[5].startswith(names)}
+
+
+@pytest.mark.parametrize("role", ON_RAY)
+def test_kv_outlives_who_computes_in_it_on_another_machine(networks: Networks, nodes: RayNodes, role: str) -> None:
+    """Its owner there is the reaper: whoever comes next goes on with it, and maps the weights."""
+    env = nodes.env | {"RAY_ADDRESS": nodes.address}
+    words = [*REAL, "--heartbeat-timeout", "5", *ON_RAY[role]]
+    with Server("smollm2", *words, env=env, prefix=networks.prefixes[0]) as server:
+        deployment = Deployment(server, networks)
+        deployment.all_ready(len(deployment.engines))
+        expected = deployment.run()
+        engine = deployment.engines[-1]
+        far = engine["ranks"][-1]
+        before = memory_files(far)
+        assert far in nodes.pids(1) and len(before) == 2
+        killed = far if role == "rank" else engine["pid"]
+        assert deployment.run(lambda: os.kill(killed, signal.SIGKILL)) == expected
+        wait_until("another", lambda: deployment.engines[-1]["ranks"][-1:] not in ([], [far]), PATIENCE)
+        deployment.all_ready(len(deployment.engines))
+        assert memory_files(deployment.engines[-1]["ranks"][-1]) == before
+        fault = deployment.get("/health")["last_fault"]
+        assert fault["recovered"]
+        if role == "rank":  # what an engine had the other one goes on with
+            assert fault["requests"] > 0 and fault["replayed_tokens"] == 0
 
 
 @pytest.fixture(scope="module")

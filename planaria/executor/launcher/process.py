@@ -50,7 +50,20 @@ class PoolLauncher:
     def run(self, boots: Sequence[RankBoot]) -> None:
         """Tell each rank what it is; those that ended already are known to have."""
         for boot in boots:
-            self.pool.ranks[boot.rank].tell(boot.encode())
+            self.pool.ranks[boot.rank].tell(self.fitting(boot).encode())
+
+    def fitting(self, boot: RankBoot) -> RankBoot:
+        """As it is told where its place is."""
+        return boot
+
+    def _reserve(self, boot: RankBoot) -> Callable[[Place], bytes]:
+        """What a process in reserve begins with, by where it is."""
+
+        def told(place: Place) -> bytes:
+            place = msgspec.structs.replace(place, rank=SPARE, bundle=boot.place.bundle)
+            return self.fitting(msgspec.structs.replace(boot, place=place)).encode()
+
+        return told
 
     @property
     def leaving(self) -> Sequence[int]:
@@ -60,13 +73,13 @@ class PoolLauncher:
         self.pool.give_up(ranks)
 
     def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
-        return self.pool.prepare(layout, boot_for(boot))
+        return self.pool.prepare(layout, self._reserve(boot))
 
     def room_for(self, layout: Layout) -> bool:
         return self.pool.room_for(layout)
 
     def stand_by(self, boot: RankBoot) -> None:
-        self.pool.stand_by(boot_for(boot))
+        self.pool.stand_by(self._reserve(boot))
 
     def spare_pids(self) -> list[int]:
         """Of this node."""
@@ -111,10 +124,3 @@ class ProcessLauncher(PoolLauncher):
     ) -> None:  # fmt: skip
         host = LocalHost(room=len(ranks) + spares, address=address, forks={module: imports})
         super().__init__(host, module, Layout(tp=len(ranks)), address, spares=spares)
-
-
-def boot_for(boot: RankBoot) -> Callable[[Place], bytes]:
-    """What a process in reserve begins with, by where it is."""
-    return lambda place: msgspec.structs.replace(
-        boot, place=msgspec.structs.replace(place, rank=SPARE, bundle=boot.place.bundle)
-    ).encode()

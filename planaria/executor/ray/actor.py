@@ -215,16 +215,31 @@ def end_processes(processes: list[tuple[int, int]]) -> list[bool]:
 
 class NodeReaper:
     """On a node that isn't the driver's, outside of the ranks: ends them by pid, also when they are stopped, also when
-    the raylet is gone; then it stays for a while only."""
+    the raylet is gone; then it stays for a while only. It owns what memory outlives them there (docs/adr/0050)."""
 
     def __init__(self) -> None:
         self._heard, self._parent = time.monotonic(), os.getppid()
+        self._kv: dict[int, Any] = {}  # by engine
+        self._weights: Any = None  # of all
         threading.Thread(target=self._look, name="planaria-reaper", daemon=True).start()
 
     def end(self, processes: list[tuple[int, int]]) -> list[bool]:
         """See `end_processes`; of none: a sign of life."""
         self._heard = time.monotonic()
         return end_processes(processes)
+
+    def memories(self, engine: int, ranks: int) -> bytes:
+        """Encoded Memories: for KV of that engine, which has so many ranks, and for weights; the same each time."""
+        from planaria.hosts.memory import KVMemory
+        from planaria.hosts.weights import WeightsMemory
+        from planaria.node import Memories, home
+
+        if engine not in self._kv:
+            self._kv[engine] = KVMemory.make(ranks)
+        self._weights = self._weights or WeightsMemory.make()
+        kv, weights = self._kv[engine], self._weights
+        found = Memories(home(), kv.origin if kv is not None else None, weights.origin if weights is not None else None)
+        return msgspec.msgpack.encode(found)
 
     def _look(self) -> None:
         while os.getppid() == self._parent or time.monotonic() - self._heard < REAPER_ALONE:

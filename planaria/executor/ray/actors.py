@@ -24,6 +24,7 @@ from planaria.executor.ray.actor import NodeReaper, Whereabouts, remote_class, r
 from planaria.executor.ray.child import Order, RayChild
 from planaria.executor.ray.cluster import HINT, Connection, bounded
 from planaria.hosts.host import Child, News, Place, Slot
+from planaria.node import Memories
 from planaria.topology.platforms import MASKED
 
 logger = logging.getLogger("planaria.ray")
@@ -31,6 +32,7 @@ logger = logging.getLogger("planaria.ray")
 LOOK = 1.0  # seconds between looks at nodes where one is to come up
 KILL_TIMEOUT = 2.0  # seconds a killed process gets to be gone
 FAR_TIMEOUT = 4.0  # seconds an agent gets to say so
+COMES = 20.0  # seconds it gets to come up
 ANSWERS = 20.0  # seconds for Ray itself, beside what one gets to come up
 JOIN = 3.0
 NSIGHT = {"t": "cuda,cudnn,cublas", "o": "'worker_process_%p'", "cuda-graph-trace": "node"}
@@ -52,6 +54,7 @@ class Actors:
         self._offer = env.offered(environment())
         self._asked: dict[str, frozenset[str]] = {}  # node -> variables that it has set itself
         self._reapers: dict[str, Any] = {}  # home -> NodeReaper
+        self._memories: dict[tuple[str, int], Memories] = {}  # of reapers, by home and engine
         self._unconfirmed: dict[str, list[tuple[int, int]]] = {}  # home -> processes that may still be there
         self._shown: set[str] = set()
 
@@ -119,6 +122,7 @@ class Actors:
         child.found(msgspec.msgpack.decode(ask(child.actor.where.remote(self.resource, names)), type=Whereabouts))
         self._end_older(child)
         self._send_reaper(child)
+        self._find_memories(child)
 
     def place(self, child: RayChild) -> Place:
         at = child.at
@@ -174,6 +178,25 @@ class Actors:
                 name = f"planaria-{self.instance}-reaper-{at.ray_node[:8]}"
                 self._reapers[at.home] = kind.options(name=name, **_on(at.ray_node)).remote()
 
+    def _find_memories(self, child: RayChild) -> None:
+        """That it may have of its machine's reaper. Without them it has its own. Raises OSError: it was told to end."""
+        at, order = child.at, child.ordered
+        assert at is not None and order is not None
+        reaper = self._reapers.get(at.home)
+        if child.here or order.shares is None or reaper is None or (at.home, order.shares[0]) in self._memories:
+            return
+        try:
+            told = self._answer(child, order.nodes, time.monotonic() + COMES, reaper.memories.remote(*order.shares))
+            self._memories[at.home, order.shares[0]] = msgspec.msgpack.decode(told, type=Memories)
+        except Exception as e:  # whatever Ray raises
+            if child.killed:
+                raise
+            logger.warning("on %s KV and weights don't outlive their processes: %s", at.node, e)
+
+    def memories(self, home: str, engine: int = 0) -> Memories:
+        """Of an engine on another machine, where its ranks have come up."""
+        return self._memories.get((home, engine), Memories())
+
     def _end_older(self, child: RayChild) -> None:
         """What may be left on this machine of those before. Raises OSError."""
         at = child.at
@@ -199,7 +222,8 @@ class Actors:
             reaper = self._reapers.get(at.home)
             gone = reaper is not None and all(self._ask(reaper, [(at.pid, at.born)]))
             if not gone:
-                self._reapers.pop(at.home, None)  # another is sent with the next one there
+                self._reapers.pop(at.home, None)  # another is sent with the next one there, with memory of its own
+                self._memories = {key: each for key, each in self._memories.items() if key[0] != at.home}
         if child.actor is not None and self.connection.alive:
             bounded("kill an actor", functools.partial(self.connection.ray.kill, child.actor))
         if child.here and not child.has_gone(KILL_TIMEOUT):

@@ -26,6 +26,7 @@ from planaria.executor.ray.cluster import HINT, Connection, bounded, connect
 from planaria.executor.ray.given import GivenGroups
 from planaria.executor.ray.groups import on_nodes
 from planaria.hosts.host import News
+from planaria.node import Memories
 from planaria.topology import Cluster, Device, Infeasible, Layout, Node
 from planaria.topology.packing import Packing, pack
 from planaria.topology.table import CameUp, differences, rows, said, short
@@ -251,8 +252,14 @@ class RayHosts:
         assert self.packing is not None
         node = self.seat(engine).node
         nodes = node, *self.packing.engines[engine].nodes
-        order = Order(None, nodes, _options(self.seat(engine), self.groups[engine]), variables, engine=True)
+        options, on_host = _options(self.seat(engine), self.groups[engine]), self.config.device.platform.on_host
+        shares = (engine, self.config.parallel.layout.size) if on_host else None
+        order = Order(None, nodes, options, variables, engine=True, shares=shares)
         return self.actors.spawn((node, engine), entry, lambda: order, limit, news)
+
+    def memories(self, child: RayChild) -> Memories:
+        """Of an engine's machine, which is not this one."""
+        return self.actors.memories(child.place.home, child.slot[1])
 
     # -- is it as planned
 

@@ -23,6 +23,7 @@ from planaria.executor.ray.cluster import Connection, connect
 from planaria.executor.ray.names import actor_name, spare_name
 from planaria.hosts.host import Child, News, Program, Slot
 from planaria.topology import Cluster
+from planaria.topology.platforms import PLATFORMS
 
 logger = logging.getLogger("planaria.ray")
 
@@ -121,7 +122,8 @@ class RayHost:
             {"num_gpus": fraction} if resource == "GPU" else {"num_cpus": fraction} if resource == "CPU"
             else {"resources": {resource: fraction}}
         )  # fmt: skip
-        return Order(name, (slot[0],), {**wants, "scheduling_strategy": strategy})
+        shares = (0, self.parallel.layout.size) if PLATFORMS[self.device].on_host else None
+        return Order(name, (slot[0],), {**wants, "scheduling_strategy": strategy}, shares=shares)
 
     def await_starts(self, children: Iterable[Child], timeout: float) -> None:
         """Each has its own limit."""

@@ -23,6 +23,7 @@ from planaria.executor.ray.child import RayChild
 from planaria.executor.ray.cluster import HINT
 from planaria.executor.ray.fleet import LOOK, NO_PLACE, RayHosts
 from planaria.hosts.host import News
+from planaria.node import Memories
 from planaria.topology import Infeasible, LaneGroup
 from planaria.topology.table import CameUp
 
@@ -111,6 +112,10 @@ class LaneHosts:
     def spawn(self, engine: int, entry: str, variables: Mapping[str, str], limit: float, news: News) -> RayChild:
         """See RayHosts."""
         return self.places.spawn(self._there[0], entry, variables, limit, news)
+
+    def memories(self, child: RayChild) -> Memories:
+        """See RayHosts."""
+        return self.places.memories(child)
 
     def share(self, engine: int) -> int:
         """Engines on its node."""

@@ -15,7 +15,7 @@ import msgspec
 from planaria.config.options import ParallelConfig
 from planaria.env import RaySettings
 from planaria.errors import CapacityError
-from planaria.executor.boot import RankBoot
+from planaria.executor.boot import SPARE, RankBoot
 from planaria.executor.launcher.process import PoolLauncher
 from planaria.executor.patience import FIRST, Patience
 from planaria.executor.ray.cluster import HINT
@@ -23,6 +23,7 @@ from planaria.executor.ray.host import RayHost
 from planaria.hosts.host import Place, Program
 from planaria.hosts.local import LocalHost
 from planaria.hosts.pool import Pool
+from planaria.node import home
 from planaria.topology import Infeasible, LaneGroup, Layout, Placement
 from planaria.wire import Placed
 
@@ -112,13 +113,14 @@ class RayLauncher(PoolLauncher):
     def actors(self) -> list[object]:
         return [getattr(child, "actor", None) for _, child in sorted(self.pool.ranks.items())]
 
-    def run(self, boots: Sequence[RankBoot]) -> None:
-        super().run([self._fitting(boot) for boot in boots])
-
-    def _fitting(self, boot: RankBoot) -> RankBoot:
-        """Without Ray there is no compiled graph."""
+    def fitting(self, boot: RankBoot) -> RankBoot:
+        """On other machines memory that outlives it is the reaper's there. Without Ray there is no compiled graph."""
         if not self.fallen_back:
-            return boot
+            if boot.place.home == home():
+                return boot
+            memories = self.ray.actors.memories(boot.place.home)
+            kv = memories.kv if boot.rank != SPARE else None  # it is a rank's
+            return msgspec.structs.replace(boot, memories=msgspec.structs.replace(memories, kv=kv))
         parallel = msgspec.structs.replace(boot.config.parallel, ray_link="queue")
         return msgspec.structs.replace(boot, config=msgspec.structs.replace(boot.config, parallel=parallel))
 
@@ -174,10 +176,6 @@ class RayLauncher(PoolLauncher):
         self.host = LocalHost(devices=devices, room=len(here), address=self.address, elastic=False)
         self.pool = Pool(self.host, Program(self.entry.partition(":")[0]), self.pool.clock, self.pool.news)
         return super().replace((), layout)
-
-    def prepare(self, layout: Layout, boot: RankBoot) -> Layout | None:
-        """See Launcher."""
-        return super().prepare(layout, self._fitting(boot))
 
     def room_for(self, layout: Layout) -> bool:
         """See Launcher. A cluster may have to grow first, or turn out to be too small: the change itself finds out."""
