@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -29,7 +30,10 @@ MEMORY = 2 << 30  # bytes of addresses it may have
 KEPT = 256  # verdicts that are kept
 KEPT_BYTES = 16 << 20  # of their grammars
 
+ENDING = 1.0  # seconds that it may take to end
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # what it makes of a grammar ends it otherwise
 TOO_MUCH = f"takes more than {CPU:g} s of a processor, or too much memory, to compile"
+NO_ANSWER = "the process that compiles grammars gave no answer; send the request again"
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -61,6 +65,7 @@ class GrammarCheck:
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Verdict] = OrderedDict()
         self._kept_bytes = 0
+        self._closed = False
 
     def spelled(self, params: SamplingParams, place: str = "structured_outputs") -> SamplingParams:
         """`params` with the grammar of its structured outputs in their place. Blocks, a second at most where the
@@ -87,6 +92,8 @@ class GrammarCheck:
                 self._kept.move_to_end(line)
                 return kept
             verdict = self._ask(line)
+            if verdict is None:
+                raise RequestError(NO_ANSWER, status=503, code="overloaded")
             self._keep(line, verdict)
             return verdict
 
@@ -97,14 +104,23 @@ class GrammarCheck:
             old, of = self._kept.popitem(last=False)
             self._kept_bytes -= len(old) + len(of.grammar)
 
-    def _ask(self, line: bytes) -> Verdict:
-        process = self._process or self._start()
-        answer = self._exchange(process, line, PATIENCE)
-        if answer is None:
-            logger.warning("a grammar was refused: it %s", TOO_MUCH)
+    def _ask(self, line: bytes) -> Verdict | None:
+        """None: nobody can tell, as the machine has no time, or the process was ended from outside twice."""
+        for _ in range(2):
+            process = self._process or self._start()
+            answer = self._exchange(process, line, PATIENCE)
+            if answer is not None:
+                return msgspec.json.decode(answer, type=Verdict)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING)  # its output has ended before it has
+            late = process.poll() is None
             self._end()
-            return Verdict(error=TOO_MUCH)
-        return msgspec.json.decode(answer, type=Verdict)
+            if not late and process.returncode not in FROM_OUTSIDE:
+                logger.warning("a grammar was refused: it %s", TOO_MUCH)
+                return Verdict(error=TOO_MUCH)
+            if late or self._closed:
+                break
+        return None
 
     def _start(self) -> subprocess.Popen[bytes]:
         vocabulary = msgspec.json.encode(self._vocabulary())
@@ -153,7 +169,7 @@ class GrammarCheck:
 
     def close(self) -> None:
         """End the process, whatever it compiles. Idempotent."""
-        process = self._process
+        self._closed, process = True, self._process
         if process is not None:
             process.kill()  # who waits for its answer holds the lock
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
@@ -21,6 +22,7 @@ from llguidance import LLMatcher
 from benchmarks.schemas import FEATURES, drawn
 from planaria import LLM, SamplingParams, StructuredOutputsParams
 from planaria.errors import RequestError
+from planaria.structured import check as check_module
 from planaria.structured import constraint
 from planaria.structured.check import GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
@@ -279,6 +281,31 @@ def test_drafts_change_nothing(llm: LLM) -> None:
         found = drafting.generate([prompt] * 6, asked)
         assert [o.outputs[0].token_ids for o in found] == expected
         assert drafting.stats.drafts is not None and sum(drafting.stats.drafts.accepted) > 0
+
+
+def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one compiles them; who gets no answer at all is told to come again, and nothing is kept against him."""
+    size = checkpoints.write_tokenizer(tmp_path)
+    text = (tmp_path / "tokenizer.json").read_text()
+    check = GrammarCheck(lambda: Vocabulary(text, size, size - 1))
+    first, second, third = (StructuredOutputsParams(choice=(word,)) for word in "abc")
+    assert check.grammar(first, "structured_outputs")
+    before = check._process
+    assert before is not None
+    before.kill()
+    before.wait()
+    assert check.grammar(second, "structured_outputs") and check._process is not before
+    assert check._process is not None
+    os.kill(check._process.pid, signal.SIGSTOP)
+    os.waitpid(check._process.pid, os.WUNTRACED)
+    monkeypatch.setattr(check_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(check_module, "ENDING", 0.05)
+    with pytest.raises(RequestError, match="send the request again") as error:
+        check.grammar(third, "structured_outputs")
+    assert error.value.status == 503
+    monkeypatch.undo()
+    assert check.grammar(third, "structured_outputs")
+    check.close()
 
 
 def test_the_door_closes_at_once(tmp_path: Path) -> None:
