@@ -78,7 +78,11 @@ class GrammarCheck:
     def grammar(self, given: StructuredOutputsParams, place: str) -> str:
         """Raises RequestError."""
         source = form_of(given, place)
-        verdict = self.verdict(source)
+        try:
+            verdict = self.verdict(source)
+        except UnicodeEncodeError as e:  # of `LLM`: no request's body has half a character
+            own = place_of(given, place)
+            raise RequestError(f"{own} is no text: {e}", param=field_of(place), code="invalid_value") from None
         if verdict.error:
             where = ".".join([place_of(given, place), *([verdict.place] if verdict.place else [])])
             raise RequestError(f"{where}: {verdict.error}", param=field_of(place), code="invalid_value")

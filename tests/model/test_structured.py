@@ -145,6 +145,7 @@ def test_what_nothing_can_follow_is_an_error_of_its_row(llm: LLM) -> None:
         ({"json": {"type": "strin"}}, "Invalid type: strin"),
         ({"json": {"$ref": "http://example.com"}}, "example.com"),
         ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": "a\ud800"}, r"structured_outputs\.regex is no text"),
         ({"grammar": "root ::= nothing"}, "nothing"),
         ({"json": {"type": "integer", "multipleOf": 9999991}}, "takes more than 1 s"),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "Unsatisfiable"),
