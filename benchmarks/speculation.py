@@ -103,9 +103,9 @@ def main() -> int:
     given = parser.parse_args()
     if given.isa:
         from planaria.kernels.cpu import ops
+        from planaria.kernels.cpu.target import Target
 
-        choose = ops.target_for
-        ops.target_for = lambda dtype, isa: choose(dtype, given.isa)
+        vars(ops)["target_for"] = lambda dtype, isa: Target(dtype, given.isa)
     usual = GOAL if given.quantization == "none" else PACKED_GOAL
     options: dict[str, Any] = {"dtype": given.dtype, "quantization": given.quantization, "max_model_len": 2048}
     for said in given.option:
