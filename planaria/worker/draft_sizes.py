@@ -34,9 +34,11 @@ class StepTimes:
     def saw(self, tokens: int, seconds: float) -> None:
         if tokens > MOST_TOKENS:
             return
-        before = self._seen.get(tokens)
         # one slow step, when something else had the processor, counts as no more than twice the usual
-        self._seen[tokens] = seconds if before is None else MEMORY * before + (1 - MEMORY) * min(seconds, 2 * before)
+        if before := self._seen.get(tokens):
+            self._seen[tokens] = MEMORY * before + (1 - MEMORY) * min(seconds, 2 * before)
+        else:
+            self._seen[tokens] = min(seconds, 2 * (self.expected(tokens) or seconds))
         self._table = []
 
     def expected(self, tokens: int) -> float:
@@ -79,7 +81,8 @@ class DraftSizes:
         self._idle.pop(row, None)
 
     def checked(self, row: int, drafted: int, right: int) -> None:
-        """Of so many drafts so many were right; those after the first wrong one tell nothing."""
+        """Of so many drafts so many were right; those after the first wrong one tell nothing. Also of one that was only
+        guessed."""
         if not drafted:
             return
         good, counted = self._right[row]

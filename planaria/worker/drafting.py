@@ -24,7 +24,8 @@ KEPT = 1 << 17  # tokens of outputs that have ended, at most
 
 class Drafter(Protocol):
     """Rows by number. Derive `--sd-worker-cls` from this: it is made with the engine's configuration, on each rank that
-    draws tokens, and is used in the thread that carries out steps."""
+    draws tokens, and is used in the thread that carries out steps. One with a `looks_up` that is true is also asked for
+    drafts that no step checks, to learn what they are worth."""
 
     def enter(self, row: int, tokens: Sequence[int], num_prompt: int) -> None:
         """A request (re)enters `row`, whoever was there before, with this history."""
@@ -87,6 +88,8 @@ class _History:
 
 class _Rows:
     """Histories of rows; what is guessed from them is for derived classes."""
+
+    looks_up = True  # a draft takes microseconds: also one that no step checks
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self.config = config

@@ -62,7 +62,8 @@ class RankKV:
     def enter(self, boot: RankBoot) -> None:
         """For another epoch."""
         self.disconnect()
-        self.rank, self.threads, self.address = boot.rank, boot.threads, boot.place.address
+        self.rank, self.address = boot.rank, boot.place.address
+        self.threads = max(boot.threads, boot.place.cores)  # to look at what is there, while nobody computes
         shared = boot.memories.kv
         if self.memory is not None and self.memory.origin == shared:
             return

@@ -28,6 +28,7 @@ from planaria.worker.sampler import Sampler
 Rows = npt.NDArray[np.int64]
 Told = npt.NDArray[np.int32]  # [rows, HEAD + most]: tokens that a row drew, the last of them, how many drafts, drafts
 HEAD = 3
+GUESSES = 4  # rows without drafts, in a step, of which one is looked up
 Drawn = list[list[int]]
 
 
@@ -41,6 +42,8 @@ class Speculation:
         self.counts: npt.NDArray[np.int32] = np.zeros(rows, np.int32)  # of drafts
         self.drafts: npt.NDArray[np.int32] = np.zeros((rows, most), np.int32)
         self._since = self._drafting = 0.0  # when a step began; seconds that the last drafts took
+        self._guesses: dict[int, int] = {}  # of rows without drafts: what one would have been
+        self._turn = 0  # of rows whose next token is guessed
 
     @property
     def width(self) -> int:
@@ -49,6 +52,7 @@ class Speculation:
 
     def enter(self, row: int, fresh: Fresh) -> None:
         self.counts[row] = 0
+        self._guesses.pop(row, None)
         if self.drafter is not None:
             self.drafter.enter(row, fresh.tokens, fresh.num_prompt)
             self.sizes.enter(row)
@@ -121,11 +125,16 @@ class Speculation:
             if tokens:  # else it has ended with an error
                 self.drafter.extend(row, tokens)
                 sizes.checked(row, count, len(tokens) - 1)
+                if (guess := self._guesses.pop(row, None)) is not None:
+                    sizes.checked(row, 1, int(tokens[0] == guess))
                 going.append(row)
         since = time.perf_counter()
         dealt = sizes.dealt(going, self.most, self._limit - len(rows))
-        found = self.drafter.draft(dealt) if dealt or isinstance(self.drafter, SharedDrafter) else {}
+        guessed = self._guessed([row for row in going if row not in dealt])
+        wanted = dealt | dict.fromkeys(guessed, 1)
+        found = self.drafter.draft(wanted) if wanted or isinstance(self.drafter, SharedDrafter) else {}
         drafts = {row: self._known(found.get(row, ())[:most]) for row, most in dealt.items()}
+        self._guesses |= {row: found[row][0] for row in guessed if found.get(row)}
         self._drafting = time.perf_counter() - since
         told: Told = np.zeros((len(rows), self.width), np.int32)
         for i, (row, tokens) in enumerate(zip(rows, drawn, strict=True)):
@@ -159,6 +168,14 @@ class Speculation:
             return made
 
         return logits
+
+    def _guessed(self, rows: Sequence[int]) -> list[int]:
+        """Of rows without drafts those, in turn, of which a draft is looked up all the same: whether it would have been
+        right tells what drafts are worth now, and costs no place in a step."""
+        if not getattr(self.drafter, "looks_up", False) or not rows:
+            return []
+        self._turn += GUESSES
+        return [rows[(self._turn + i) % len(rows)] for i in range(min(GUESSES, len(rows)))]
 
     def _known(self, drafts: Sequence[int]) -> Sequence[int]:
         """Up to the first that is no token: kernels look up whatever is asked for."""

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from planaria.protocol import Fresh, Row
 from planaria.worker.draft_model import DraftHead
 from planaria.worker.runner import Runner
 from planaria.worker.sampler import Follower
-from planaria.worker.speculation import Speculation
+from planaria.worker.speculation import GUESSES, Speculation
 from planaria.worker.stage import Stage
 from tests.model import checkpoints
 from tests.model.drafters import BOOK
@@ -252,6 +253,47 @@ def test_what_is_no_token_is_not_looked_up(told: tuple[str, list[Any]]) -> None:
         drafts = llm.stats.drafts
         assert drafts is not None and 0 < drafts.drafted <= drafts.checks
         assert llm.collective_rpc(lambda worker: worker.draft._weights is None) == [True]
+
+
+class Guesser:
+    """A drafter that is right, and writes down what it was asked for."""
+
+    looks_up = True
+
+    def __init__(self) -> None:
+        self.asked: list[dict[int, int]] = []
+
+    def enter(self, *given: Any) -> None:
+        pass
+
+    extend = leave = enter
+
+    def draft(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        self.asked.append(dict(wanted))
+        return {row: [7] * most for row, most in wanted.items()}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("looks_up", "drawn", "drafts"), [(True, 7, True), (True, 8, False), (False, 7, False)])
+def test_what_drafts_are_worth_is_learned_while_there_are_none(looks_up: bool, drawn: int, drafts: bool) -> None:
+    """Rows whose drafts were wrong get none, and get some again as soon as they would have been right."""
+    guesser = Guesser()
+    guesser.looks_up = looks_up
+    speculation = Speculation(8, 2, 100, Batch(32, 8, 8, 32), guesser)
+    times = speculation.sizes.times
+    for tokens in range(1, 30):
+        times.saw(tokens, 1 + 0.2 * tokens)
+    for row in range(6):
+        speculation.enter(row, Fresh(array("i", [1, 2]), 2, PLAIN, 0))
+        for _ in range(20):
+            speculation.sizes.checked(row, 1, 0)
+    rows = list(range(6))
+    for _ in range(24):
+        told = speculation.go_on(rows, [[drawn] for _ in rows], [0] * 6, alone=False)
+        assert drafts or sum(guesser.asked[-1].values() if guesser.asked else ()) <= GUESSES
+    assert {count > 0 for count in told[:, 2].tolist()} == {drafts}
 
 
 class Late(Stage):
