@@ -63,7 +63,6 @@ class RankKV:
         """For another epoch."""
         self.disconnect()
         self.rank, self.address = boot.rank, boot.place.address
-        self.threads = max(boot.threads, boot.place.cores)  # to look at what is there, while nobody computes
         shared = boot.memories.kv
         if self.memory is not None and self.memory.origin == shared:
             return
@@ -98,7 +97,7 @@ class RankKV:
         if self.memory is None:
             return {}
         config, lane, cut = boot.config, layout.coords(boot.rank).dp, command.recut
-        damaged = recut(config, layout, boot.rank, model, ops, self.memory, cut, self.threads) if cut else set()
+        damaged = recut(config, layout, boot.rank, model, ops, self.memory, cut) if cut else set()
         if not config.cache.kv_checksums:
             return {}
         blocks, rows = model.kv_blocks(config.cache.block_size), config.scheduler.max_num_seqs
@@ -109,7 +108,7 @@ class RankKV:
             return {"damaged": sorted(damaged)}
         if self.own or len(command.full) <= lane:
             return {}
-        return {"damaged": self.sums.wrong(np.frombuffer(command.full[lane], np.int32).tolist(), self.threads)}
+        return {"damaged": self.sums.wrong(np.frombuffer(command.full[lane], np.int32).tolist())}
 
     def unmap(self) -> None:
         """There is no model any more that computes in it."""

@@ -40,14 +40,14 @@ class OldPart:
             ops.kv_part = None
         self.table = np.frombuffer(memory.sums(rank, cut.number, cut.num_blocks), np.int64)
 
-    def wrong(self, blocks: Sequence[int], block_size: int, threads: int) -> list[int]:
+    def wrong(self, blocks: Sequence[int], block_size: int) -> list[int]:
         every = [rows for cache in self.caches for rows in cache.blocks()]
-        return BlockSums(every, self.table, 1, block_size).wrong(blocks, threads)
+        return BlockSums(every, self.table, 1, block_size).wrong(blocks)
 
 
 def recut(
-    config: EngineConfig, layout: Layout, rank: int, model: Any, ops: Ops, memory: KVMemory, cut: KVCut, threads: int
-) -> set[int]:  # fmt: skip
+    config: EngineConfig, layout: Layout, rank: int, model: Any, ops: Ops, memory: KVMemory, cut: KVCut
+) -> set[int]:
     """Copy what counts into this rank's caches. Blocks that don't hold what they are to hold, by their new numbers."""
     before, after = (_parts(config, each) for each in (cut.layout, layout))
     (lane, *_), size = layout.coords(rank), config.cache.block_size
@@ -63,7 +63,7 @@ def recut(
             ours = model.layers[own.layers.index(layer)].attention.kv
             for there, here in zip(theirs.by_head(), ours.by_head(), strict=True):
                 _copy(old.tolist(), there, _among(piece.heads, held.heads), here, _among(piece.heads, own.heads))
-    wrong = {block for part in parts.values() for block in part.wrong(full.tolist(), size, threads)}
+    wrong = {block for part in parts.values() for block in part.wrong(full.tolist(), size)}
     return {new for new, block in enumerate(old.tolist()) if block in wrong}
 
 

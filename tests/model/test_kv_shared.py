@@ -83,7 +83,7 @@ def test_blocks_come_whole(owner: Owner, rank: SharedKV, monkeypatch: pytest.Mon
     for mine, its in zip(rank.blocks, owner.blocks, strict=True):
         assert (mine[[0, 3, 1]] == its[[6, 2, 4]]).all() and not mine[[2, 4]].any()
     if rank.sums is not None:
-        assert not rank.sums.wrong([0, 3, 1], 1)
+        assert not rank.sums.wrong([0, 3, 1])
 
 
 def test_what_is_dropped_is_not_written(owner: Owner, rank: SharedKV) -> None:

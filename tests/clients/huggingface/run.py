@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from huggingface_hub import AsyncInferenceClient, InferenceClient
-from steps import KEY, MODEL, URL, client, needs, step
+from steps import KEY, MODEL, URL, client, step
 
 client("huggingface_hub")
 api = InferenceClient(base_url=URL, api_key=KEY)
@@ -47,9 +47,3 @@ async def asyncio() -> None:
     async with AsyncInferenceClient(base_url=URL, api_key=KEY) as there:
         stream = await there.chat_completion(ASK, model=MODEL, max_tokens=24, temperature=0, stream=True)
         assert "Paris" in "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
-
-
-@step
-def embeddings() -> None:
-    needs("/v1/embeddings")
-    assert len(InferenceClient(base_url=URL, api_key=KEY).feature_extraction("one", model=MODEL)) >= 1
