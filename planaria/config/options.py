@@ -401,7 +401,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         str | dict[str, Any] | None,
         option(
             "Exchange KV blocks with other servers, behind somebody else's router: as JSON, with vLLM's names; "
-            "connectors: tcp, directory.",
+            "connectors: tcp, NixlConnector, directory.",
             hashed=False,
             metavar="JSON",
         ),
@@ -549,8 +549,8 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """Of KV blocks between servers. serves: others fetch here what was computed for them; asks: it fetches from others.
     host, port: where others reach the first rank of the first engine, each other rank at a port more; peers: whom it
     may ask, `HOST:PORT`, besides those that have the deployment's secret; buffer: bytes of each rank for blocks that
-    others are to fetch; lease: seconds that they are held; folder: of the connector directory. No port: between engines
-    of one server, whose ranks say where they are."""
+    others are to fetch; lease: seconds that they are held; folder: of the connector directory; backends: of NIXL, by
+    which bytes go. No port: between engines of one server, whose ranks say where they are."""
 
     connector: str
     serves: bool
@@ -562,6 +562,7 @@ class TransferConfig(msgspec.Struct, frozen=True):
     buffer: int = 0
     lease: float = 0.0
     folder: TierConfig | None = None
+    backends: tuple[str, ...] = ()
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

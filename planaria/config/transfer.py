@@ -3,6 +3,7 @@ defaults are vLLM's."""
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 from typing import Any
@@ -17,14 +18,18 @@ from planaria.config.sizes import parse_bytes
 from planaria.errors import ConfigError
 
 FLAG = "--kv-transfer-config"
-CONNECTORS = ("tcp", "directory")
+NIXL = "NixlConnector"
+CONNECTORS = ("tcp", NIXL, "directory")
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
-EXTRA = {"tcp": ("peers", "lease_seconds"), "directory": ("path", "size")}
+EXTRA = {
+    "tcp": ("peers", "lease_seconds"),
+    NIXL: ("peers", "lease_seconds", "backends"),
+    "directory": ("path", "size"),
+}
 # Others' names, and what is there in their place.
 INSTEAD = {
     "shared": "is for engines of one server: --prefill-engines and --decode-engines",
     "OffloadingConnector": "is --kv-offloading-size here",
-    "NixlConnector": 'is not here; "tcp" does the same over a network',
     "LMCacheConnectorV1": 'is not here; "directory" does the same with a folder that servers share',
     "SharedStorageConnector": 'is "directory" here, with its "path"',
     "ExampleConnector": 'is "directory" here, with its "path"',
@@ -87,6 +92,7 @@ def transfer_config(options: EngineOptions, parallel: ParallelConfig) -> Transfe
     transfer = TransferConfig(
         name, serves, asks, made, config.kv_ip, config.kv_port, _peers(extra.get("peers", [])),
         int(config.kv_buffer_size), _lease(extra.get("lease_seconds", LEASE)),
+        backends=_backends(extra.get("backends", ["UCX"])) if name == NIXL else (),
     )  # fmt: skip
     deployment_secret(parallel, transfer.host, (FLAG, config.kv_ip))
     return transfer
@@ -158,6 +164,16 @@ def _peers(given: Any) -> tuple[str, ...]:
                 raise ValueError
         except ValueError:
             raise ConfigError(flag, peer, "is no address in digits with a port", "10.0.0.1:14579") from None
+    return tuple(given)
+
+
+def _backends(given: Any) -> tuple[str, ...]:
+    """NIXL's, whose package must be here."""
+    flag = f"{FLAG} kv_connector_extra_config.backends"
+    if not isinstance(given, list) or not 0 < len(given) <= 16 or not all(isinstance(name, str) for name in given):
+        raise ConfigError(flag, given, "must be a list of names of NIXL's back ends", '["UCX"]')
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError(f"{FLAG} kv_connector", NIXL, "needs the package nixl", "pip install nixl, or use tcp")
     return tuple(given)
 
 

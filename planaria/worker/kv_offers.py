@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import zmq
@@ -24,6 +24,9 @@ import zmq
 from planaria.executor.link.keys import HEARTBEAT, Keys, guard
 from planaria.executor.link.tcp_socket import End, bracketed
 from planaria.worker.kv_store import KEY, head_of
+
+if TYPE_CHECKING:
+    from planaria.worker.kv_nixl import NixlPlaces
 
 logger = logging.getLogger("planaria.worker")
 
@@ -34,6 +37,8 @@ MOST_PEERS = 256
 WAIT = 0.5  # seconds that an AskBlocks waits for a block to be there
 UNSENT = 16  # blocks on their way to a peer
 RETRY = 0.01  # seconds, where it takes none
+READS = 5.0  # seconds after an AskBlocks in which its blocks may be read where they are
+TICK = 0.001  # seconds between what NIXL does for that
 LOOK = 1.0  # seconds between looks for leases that are over
 STAGED = 128 << 20  # bytes that wait to be sealed
 HEADER = 1 << 15  # bytes of a message to who holds blocks, at most
@@ -61,21 +66,37 @@ class EndLease(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
 
 class SentBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Before a payload. why: in a word, why there is none, and none after it of this AskBlocks."""
+    """Before a payload, or where that is: at an address in the memory of a NIXL agent, known by its metadata. why: in a
+    word, why there is none, and none after it of this AskBlocks."""
 
     number: int
     index: int
     head: bytes = b""
     why: str = ""
+    address: int = 0
+    agent: bytes = b""
+
+
+class Copy(NamedTuple):
+    """Of a block, `size` bytes. payload: empty where it is at an address of an agent's."""
+
+    head: bytes
+    size: int
+    payload: bytearray
+    address: int = 0
 
 
 class Offered:
-    """What there is. most: bytes; lease: seconds since the last block of it was put here. Any thread."""
+    """What there is. most: bytes; lease: seconds since the last block of it was put here; places: where others read it
+    by themselves. Any thread."""
 
-    def __init__(self, identity: bytes, most: int, lease: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.identity, self.most, self.lease, self.clock = identity, most, lease, clock
+    def __init__(
+        self, identity: bytes, most: int, lease: float, clock: Callable[[], float] = time.monotonic,
+        places: NixlPlaces | None = None,
+    ) -> None:  # fmt: skip
+        self.identity, self.most, self.lease, self.clock, self.places = identity, most, lease, clock, places
         self._lock = threading.Lock()
-        self._blocks: dict[bytes, tuple[bytes, bytearray]] = {}  # head and payload, by key
+        self._blocks: dict[bytes, Copy] = {}  # by key
         self._holders: Counter[bytes] = Counter()  # leases of each key
         self._leases: dict[str, tuple[float, set[bytes]]] = {}  # deadlines and keys, the oldest first
         self._ended = Counter[str]()  # takers of a lease that need no more
@@ -98,7 +119,11 @@ class Offered:
             if key not in self._blocks:
                 if self._bytes + len(payload) > self.most:
                     return False
-                self._blocks[key] = head, payload
+                address = self.places.put(payload) if self.places is not None else 0
+                if address is None:
+                    return False
+                kept = payload if self.places is None else bytearray()
+                self._blocks[key] = Copy(head, len(payload), kept, address)
                 self._bytes += len(payload)
             self._hold(lease, key)
         return True
@@ -108,7 +133,7 @@ class Offered:
         self._holders[key] += key not in keys
         self._leases[lease] = self.clock() + self.lease, keys | {key} if key not in keys else keys
 
-    def get(self, lease: str, key: bytes) -> tuple[bytes, bytearray] | None:
+    def get(self, lease: str, key: bytes) -> Copy | None:
         """Only what is held for this lease."""
         with self._lock:
             until, keys = self._leases.get(lease, (0.0, ()))
@@ -128,7 +153,10 @@ class Offered:
                 self._holders[key] -= 1
                 if not self._holders[key]:
                     del self._holders[key]
-                    self._bytes -= len(self._blocks.pop(key)[1])
+                    copy = self._blocks.pop(key)
+                    self._bytes -= copy.size
+                    if self.places is not None:
+                        self.places.drop(copy.address)
 
     def expire(self) -> int:
         """End leases whose time is over. Returns how many."""
@@ -163,6 +191,7 @@ class OfferServer:
         self._copies: queue.SimpleQueue[tuple[str, bytes, bytearray]] = queue.SimpleQueue()
         self._staged = 0
         self._asks: dict[bytes, deque[tuple[AskBlocks, float]]] = {}  # of each peer, and until when they wait
+        self._reads = 0.0  # until when others may read by themselves
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="planaria-kv-offers", daemon=True)
         self._thread.start()
@@ -199,7 +228,7 @@ class OfferServer:
     # -- its thread
 
     def _run(self) -> None:
-        looked = 0.0
+        looked, places = 0.0, self.offered.places
         while not self._closed:
             try:
                 if (now := self.offered.clock()) - looked >= LOOK:
@@ -207,7 +236,11 @@ class OfferServer:
                     looked = now
                 busy = self._seal() | self._hear()
                 late = self._answer()
-                if not busy:
+                if places is not None and now < self._reads:
+                    places.agent.progress()
+                    if not busy:
+                        self._end.wait(TICK)
+                elif not busy:
                     self._end.wait(RETRY if late else LOOK if len(self.offered) else None)
             except Exception:  # of one message: others go on
                 logger.exception("KV blocks for other servers")
@@ -232,6 +265,7 @@ class OfferServer:
         if isinstance(said, EndLease):
             self.offered.done(said.lease, said.takers)
         elif isinstance(said, AskBlocks) and len(self._asks) < MOST_PEERS:
+            self._reads = self.offered.clock() + READS
             asks = self._asks.setdefault(route, deque())
             if len(asks) < MOST_ASKS:
                 asks.append((said, self.offered.clock() + WAIT))
@@ -263,9 +297,11 @@ class OfferServer:
             return False
         else:
             why = "" if found is not None else "gone"
-        head, payload = found if found is not None and not why else (b"", b"")
-        part = self._encode(SentBlock(ask.number, ask.first, head, why))
-        self._end.socket.send_multipart([route, part, payload], zmq.NOBLOCK, copy=False)
+        part, payload = SentBlock(ask.number, ask.first, why=why), bytearray()
+        if found is not None and not why:
+            agent = self.offered.places.agent.metadata if self.offered.places is not None else b""
+            part, payload = SentBlock(ask.number, ask.first, found.head, why, found.address, agent), found.payload
+        self._end.socket.send_multipart([route, self._encode(part), payload], zmq.NOBLOCK, copy=False)
         asks.popleft()
         if len(ask.keys) > 1 and not why:
             rest = msgspec.structs.replace(ask, first=ask.first + 1, keys=ask.keys[1:])

@@ -23,6 +23,7 @@ from planaria.executor.link.keys import HEARTBEAT, Keys, introduce
 from planaria.executor.link.tcp_socket import End, bracketed
 from planaria.protocol import KVLoad, KVNews, KVWork, StoreNews
 from planaria.types import KVOffer
+from planaria.worker.kv_nixl import NixlAgent, NixlError, NixlPlaces, check
 from planaria.worker.kv_offers import (
     MOST_ASKS,
     MOST_KEYS,
@@ -49,21 +50,23 @@ Loaded = Callable[[KVLoad, int, str, float], None]
 
 
 class Peer:
-    """A rank of another server, that is asked for blocks; source: which one. bring(source, load, index, payload) puts
-    one where it belongs, unless the load was dropped: False; ended(load, count, why, seconds)."""
+    """A rank of another server, that is asked for blocks; source: which one; backends: of NIXL, that may read them.
+    bring(source, load, index, payload) puts one where it belongs, unless the load was dropped: False;
+    ended(load, count, why, seconds)."""
 
     def __init__(
-        self, address: str, keys: Keys, source: PartSource,
+        self, address: str, keys: Keys, source: PartSource, backends: tuple[str, ...],
         bring: Callable[[PartSource, KVLoad, int, memoryview], bool], ended: Loaded,
     ) -> None:  # fmt: skip
         self.address, self.keys, self.source, self.identity, self.size = (
             address, keys, source, source.identity, source.size,
         )  # fmt: skip
-        self.bring, self.ended = partial(bring, source), ended
+        self.bring, self.ended, self.backends = partial(bring, source), ended, backends
         self._loads: queue.SimpleQueue[KVLoad | None] = queue.SimpleQueue()
         self._decode = msgspec.msgpack.Decoder(SentBlock).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._end: End | None = None
+        self._agent: NixlAgent | None = None
         self._paused = 0.0
         threading.Thread(target=self._run, name="planaria-kv-peer", daemon=True).start()
 
@@ -101,6 +104,9 @@ class Peer:
         if self._end is not None:
             self._end.close()
             self._end = None
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
 
     def _connected(self) -> End:
         if self._end is None:
@@ -155,6 +161,14 @@ class Peer:
         if part.why:
             return part.why[:32]
         payload = frames[1].buffer if len(frames) == 2 else memoryview(b"")
+        if part.agent and self.backends:
+            try:
+                if self._agent is None:
+                    self._agent = NixlAgent(self.backends, self.size, 1)
+                payload = self._agent.read(part.agent, part.address, self.size)
+            except NixlError as e:
+                logger.warning("KV blocks from %s: %s", self.address, e)
+                return "error"
         if len(payload) != self.size or not is_whole(part.head, self.identity, load.keys[index], payload):
             return "damaged"
         return "" if self.bring(load, index, payload) else "dropped"
@@ -190,6 +204,7 @@ class KVPeers:
         self, config: TransferConfig, secret: bytes, place: int, rank: int, identity: bytes, blocks: Blocks, size: int,
         recut: Recut | None, loaded: Callable[[list[int]], None] | None, news: threading.Condition,
     ) -> None:  # fmt: skip
+        self.name, self.backends = config.connector, config.backends
         self.rank, self.blocks, self.size, self.recut = rank, blocks, size, recut
         self._same = PartSource(rank, identity, size)
         self.loaded = loaded or (lambda blocks: None)
@@ -204,12 +219,22 @@ class KVPeers:
         self._said: StoreNews | None = None
         self.server: OfferServer | None = None
         self.why = ""
-        if config.serves:
-            offered = Offered(identity, config.buffer, config.lease)
+        if config.asks and self.backends:
             try:
+                check(self.backends)
+            except NixlError as e:
+                self.why = f"rank {rank} has no NIXL: {e}"
+                logger.warning("nothing is fetched from other servers: %s", self.why)
+        if config.serves:
+            try:
+                places = NixlPlaces(NixlAgent(self.backends, size, config.buffer // size)) if self.backends else None
+                offered = Offered(identity, config.buffer, config.lease, places=places)
                 self.server = OfferServer(offered, self._keys, config.host, config.port + place)
             except zmq.ZMQError as e:
                 self.why = f"rank {rank} can't listen on {config.host} port {config.port + place}: {e.strerror}"
+            except NixlError as e:
+                self.why = f"rank {rank} has no NIXL: {e}"
+            if self.server is None:
                 logger.warning("nothing is offered to other servers: %s", self.why)
 
     def begin(self, work: KVWork) -> None:
@@ -242,7 +267,7 @@ class KVPeers:
         place = f"tcp://{offer.at[source.rank] if source.rank < len(offer.at) else where}", source
         peer = self._peers.pop(place, None)
         if peer is None:
-            peer = Peer(*place[:1], self._keys, source, self._bring, self._ended)
+            peer = Peer(place[0], self._keys, source, self.backends, self._bring, self._ended)
             while len(self._peers) >= OPEN:
                 self._peers.popitem(last=False)[1].close()
         self._peers[place] = peer
@@ -280,7 +305,7 @@ class KVPeers:
                 return None
             figures = self._figures(told=True)
             self._said = msgspec.structs.replace(figures, saved=0, loaded=0, errors={})
-            news = KVNews(tuple(self._loaded), stores={"tcp": figures}, failed=self._failed)
+            news = KVNews(tuple(self._loaded), stores={self.name: figures}, failed=self._failed)
             self._loaded, self._failed, self._blocks_loaded = [], {}, 0
             self._errors.clear()
             return news
@@ -300,3 +325,5 @@ class KVPeers:
             peer.close()
         if self.server is not None:
             self.server.close()
+            if self.server.offered.places is not None:
+                self.server.offered.places.agent.close()

@@ -4,8 +4,12 @@ of another kind, is slow or says nothing can do to who asks it.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,12 +21,13 @@ from planaria.config.options import TransferConfig
 from planaria.executor.link.keys import Keys, guard, introduce
 from planaria.protocol import KVLoad, KVNews, KVWork
 from planaria.types import KVOffer
-from planaria.worker import kv_peers
+from planaria.worker import kv_nixl, kv_peers
 from planaria.worker.kv_offers import PURPOSE, AskBlocks, EndLease, Offered, SentBlock
 from planaria.worker.kv_peers import KVPeers
 from planaria.worker.kv_store import head_of
 from tests.proc.servers import wait_until
 
+FAKES = Path(__file__).parents[1] / "fakes"
 SIZE = 4096
 SECRET = b"s" * 32
 ME = b"i" * 16
@@ -34,8 +39,11 @@ def payload(number: int) -> bytearray:
 
 
 def peers(*, serves: bool = False, port: int = 0, secret: bytes = SECRET, identity: bytes = ME, **more: Any) -> KVPeers:
-    config = TransferConfig("tcp", serves, not serves, "e", "127.0.0.1", port, buffer=more.get("buffer", 1 << 20),
-                            lease=more.get("lease", 30.0))  # fmt: skip
+    backends = tuple(more.get("backends", ()))
+    config = TransferConfig(
+        "NixlConnector" if backends else "tcp", serves, not serves, "e", "127.0.0.1", port,
+        buffer=more.get("buffer", 1 << 20), lease=more.get("lease", 30.0), backends=backends,
+    )  # fmt: skip
     blocks = [np.zeros((40, SIZE // 2), np.uint8), np.zeros((40, SIZE // 2), np.uint8)]
     return KVPeers(config, secret, 0, 0, identity, blocks, SIZE, None, None, threading.Condition())
 
@@ -298,3 +306,104 @@ def test_a_peer_that_takes_nothing_holds_up_nobody(both: tuple[KVPeers, KVPeers]
         for _ in range(200):
             hostile.send(msgspec.msgpack.encode(AskBlocks(1, 0, "a", ME, KEYS[:8])))
         assert fetched(other, 1, offer(port, 8), KEYS[:8]) == (8, "")
+
+
+# -- by NIXL
+
+
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package, if it is installed, else what stands for it."""
+    with contextlib.ExitStack() as undo:
+        if importlib.util.find_spec("nixl") is None:
+            monkeypatch.syspath_prepend(str(FAKES))
+            undo.callback(lambda: [sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "nixl"])
+        yield
+
+
+@pytest.fixture
+def fake_nixl(monkeypatch: pytest.MonkeyPatch, nixl: None) -> None:
+    if importlib.util.find_spec("nixl.logging") is not None:
+        pytest.skip("NIXL itself does as it likes")
+
+
+@pytest.fixture
+def by_nixl(port: int, nixl: None) -> Iterator[tuple[KVPeers, KVPeers]]:
+    one, other = peers(serves=True, port=port, backends=["UCX"], buffer=8 * SIZE), peers(backends=["UCX"])
+    assert not one.why
+    yield one, other
+    for each in (one, other):
+        each.close()
+
+
+def test_nixl_reads_what_is_offered(by_nixl: tuple[KVPeers, KVPeers], port: int) -> None:
+    one, other = by_nixl
+    for turn in range(3):  # in places that others had
+        numbers = range(8 * turn, 8 * turn + 8)
+        for i in numbers:
+            fill(one, i, i)
+        one.begin(KVWork(offers=tuple((f"{turn}", KEYS[i], i) for i in numbers)))
+        assert one.server is not None
+        wait_until("copies are taken", lambda: one.server is not None and len(one.server.offered) == 8)
+        one.begin(KVWork(offers=(("more", KEYS[39], 39),)))
+        keys = KEYS[8 * turn : 8 * turn + 8]
+        assert fetched(other, turn, offer(port, 8, f"{turn}"), keys) == (8, "")
+        assert all(holds(other, i, number) for i, number in enumerate(numbers))
+        wait_until("nothing is held", lambda: one.server is not None and len(one.server.offered) == 0)
+    news = one.finished(waits=False)
+    assert news is not None and news.stores["NixlConnector"].saved == 24
+    assert news.stores["NixlConnector"].errors == {"full": 3}
+
+
+def test_a_place_that_was_given_to_another_block_is_not_used(by_nixl: tuple[KVPeers, KVPeers], port: int) -> None:
+    one, other = by_nixl
+    assert one.server is not None and one.server.offered.places is not None
+    offered = one.server.offered
+    for i in range(2):
+        fill(one, i, i)
+    one.begin(KVWork(offers=(("a", KEYS[0], 0), ("a", KEYS[1], 1))))
+    wait_until("copies are taken", lambda: len(offered) == 2)
+    places = one.server.offered.places
+    places.agent.place(1)[:] = payload(77)
+    assert fetched(other, 1, offer(port, 2), KEYS[:2]) == (1, "damaged")
+
+
+def test_without_nixl_who_can_read_blocks_gets_none(by_nixl: tuple[KVPeers, KVPeers], port: int) -> None:
+    one, plain = by_nixl[0], peers()
+    fill(one, 0, 0)
+    one.begin(KVWork(offers=(("a", KEYS[0], 0),)))
+    assert fetched(plain, 1, offer(port, 1), KEYS[:1]) == (0, "damaged")
+    plain.close()
+
+
+def test_with_nixl_blocks_of_a_server_without_it_come(both: tuple[KVPeers, KVPeers], port: int, nixl: None) -> None:
+    one, other = both[0], peers(backends=["UCX"])
+    fill(one, 0, 0)
+    one.begin(KVWork(offers=(("a", KEYS[0], 0),)))
+    assert fetched(other, 1, offer(port, 1), KEYS[:1]) == (1, "")
+    other.close()
+
+
+@pytest.mark.parametrize("how", ["stuck", "error"])
+def test_a_read_that_never_ends_or_fails_is_computed(
+    by_nixl: tuple[KVPeers, KVPeers], port: int, monkeypatch: pytest.MonkeyPatch, fake_nixl: None, how: str
+) -> None:
+    one, other = by_nixl
+    monkeypatch.setenv("FAKE_NIXL", how)
+    monkeypatch.setattr(kv_nixl, "PATIENCE", 0.05)
+    fill(one, 0, 0)
+    one.begin(KVWork(offers=(("a", KEYS[0], 0),)))
+    assert fetched(other, 1, offer(port, 1), KEYS[:1]) == (0, "error")
+    assert one.server is not None
+    offered = one.server.offered
+    wait_until("nothing is held", lambda: len(offered) == 0)
+    monkeypatch.delenv("FAKE_NIXL")
+    one.begin(KVWork(offers=(("b", KEYS[0], 0),)))
+    assert fetched(other, 2, offer(port, 1, "b"), KEYS[:1]) == (0, "silent")  # it isn't asked for a while
+
+
+def test_a_back_end_that_nixl_has_not_is_named(port: int, nixl: None) -> None:
+    one = peers(serves=True, port=port, backends=["FAX"])
+    news = one.finished(waits=False)
+    assert news is not None and "no back end FAX" in news.stores["NixlConnector"].why
+    one.close()

@@ -590,13 +590,14 @@ def test_weights_are_known_by_their_bytes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 PRODUCER: dict[str, Any] = {"kv_connector": "tcp", "kv_role": "kv_producer"}
+NIXL = PRODUCER | {"kv_connector": "NixlConnector"}
 
 
 @pytest.mark.parametrize(
     ("said", "why"),
     [
         ("{", "can't be read"), ({"kv_role": "kv_both"}, "kv_connector"), (PRODUCER | {"kv_sort": 1}, "kv_sort"),
-        (PRODUCER | {"kv_connector": "fax"}, "unknown; use one of tcp, directory"),
+        (PRODUCER | {"kv_connector": "fax"}, "unknown; use one of tcp, NixlConnector, directory"),
         (PRODUCER | {"kv_connector": "OffloadingConnector"}, "--kv-offloading-size"),
         (PRODUCER | {"kv_role": "both"}, "kv_producer, kv_consumer, kv_both"),
         (PRODUCER | {"kv_rank": 2, "kv_parallel_size": 2}, "no place among"),
@@ -607,6 +608,9 @@ PRODUCER: dict[str, Any] = {"kv_connector": "tcp", "kv_role": "kv_producer"}
         (PRODUCER | {"kv_connector_extra_config": {"path": "x"}}, "it has peers, lease_seconds"),
         (PRODUCER | {"kv_connector_extra_config": {"peers": ["example.org:1"]}}, "in digits"),
         (PRODUCER | {"kv_connector_extra_config": {"lease_seconds": -1}}, "more than 0"),
+        (NIXL | {"kv_connector_extra_config": {"backends": []}}, "must be a list of names"),
+        (NIXL | {"kv_connector_extra_config": {"size": 1}}, "it has peers, lease_seconds, backends"),
+        (NIXL, "pip install nixl, or use tcp"),
         ({"kv_connector": "directory"}, "must name the folder"),
     ],
 )  # fmt: skip
@@ -615,6 +619,7 @@ def test_what_a_transfer_can_not_be_is_refused_at_the_door(
 ) -> None:
     for name in ("PLANARIA_SECRET", "PLANARIA_SECRET_FILE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=re.escape(why)):
         resolve(EngineOptions(model=model, kv_transfer_config=said, distributed_executor_backend="uni"))
 

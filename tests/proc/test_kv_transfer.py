@@ -18,18 +18,21 @@ from tests.proc.proxy import NOBODY, Proxy
 from tests.proc.servers import Server, wait_until
 from tests.proc.sockets import free_port
 
+FAKES = Path(__file__).parents[1] / "fakes"
 PROMPT = [(7 + 131 * i) % 100 for i in range(600)]
 BLOCKS = 37  # full ones of it that may be used again
 Ends = tuple[Server, Server, Proxy]
 
 
 def serve(model: Path, port: int, role: str, *, connector: str = "tcp", tp: int = 1, **more: Any) -> Server:
+    """With what stands for others' packages, where they aren't installed."""
     config = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": more}
     config |= {"kv_port": port} if port else {}
     return Server(
         str(model), "--served-model-name", "m", "--skip-tokenizer-init", "--dtype", "float32", "--threads", "1",
         "-tp", str(tp), "--max-model-len", "1024", "--kv-cache-memory", "16MiB",
         "--kv-transfer-config", json.dumps(config),
+        env={"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(FAKES)])},
     )  # fmt: skip
 
 
@@ -66,10 +69,10 @@ def metric(server: Server, name: str, **labels: str) -> float:
     return sum(float(line.split()[-1]) for line in found)
 
 
-def held(server: Server) -> float:
+def held(server: Server, store: str = "tcp") -> float:
     """Blocks for other servers. Figures are told with steps, so one is made."""
     ask(server.url, [1, 2, 3], max_tokens=1)
-    return metric(server, "tier_blocks", store="tcp")
+    return metric(server, "tier_blocks", store=store)
 
 
 def mixed(seed: int) -> list[int]:
@@ -214,6 +217,20 @@ def test_heads_go_where_another_layout_has_them(small: Path) -> None:
             answer = ask(goes_on.url, mixed(seed), kv_transfer_params=answer["kv_transfer_params"])
             assert tokens(answer) == tokens(expected) and cached(answer) == BLOCKS * 16
             wait_until("nothing is held", lambda server=computes: held(server) == 0)
+
+
+def test_nixl_brings_heads_to_another_layout(small: Path) -> None:
+    port = free_port()
+    ports = (port, port + 50 if port < 65000 else port - 50)
+    with (
+        serve(small, ports[0], "kv_producer", connector="NixlConnector", tp=2, backends=["UCX"]) as two,
+        serve(small, ports[1], "kv_consumer", connector="NixlConnector") as one,
+    ):
+        expected = ask(one.url, mixed(70), cache_salt="alone")
+        params = ask(two.url, mixed(70), max_tokens=1, kv_transfer_params=NOBODY)["kv_transfer_params"]
+        answer = ask(one.url, mixed(70), kv_transfer_params=params)
+        assert tokens(answer) == tokens(expected) and cached(answer) == BLOCKS * 16
+        wait_until("nothing is held", lambda: held(two, "NixlConnector") == 0)
 
 
 @pytest.mark.long
