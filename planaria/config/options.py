@@ -401,7 +401,7 @@ class EngineOptions(ParallelOptions, frozen=True, kw_only=True):
         str | dict[str, Any] | None,
         option(
             "Exchange KV blocks with other servers, behind somebody else's router: as JSON, with vLLM's names; "
-            "connectors: tcp, NixlConnector, directory.",
+            "connectors: tcp, NixlConnector, directory, LMCacheConnectorV1.",
             hashed=False,
             metavar="JSON",
         ),
@@ -550,7 +550,8 @@ class TransferConfig(msgspec.Struct, frozen=True):
     host, port: where others reach the first rank of the first engine, each other rank at a port more; peers: whom it
     may ask, `HOST:PORT`, besides those that have the deployment's secret; buffer: bytes of each rank for blocks that
     others are to fetch; lease: seconds that they are held; folder: of the connector directory; backends: of NIXL, by
-    which bytes go. No port: between engines of one server, whose ranks say where they are."""
+    which bytes go; remote_url: of LMCache's store. No port: between engines of one server, whose ranks say where they
+    are."""
 
     connector: str
     serves: bool
@@ -563,6 +564,12 @@ class TransferConfig(msgspec.Struct, frozen=True):
     lease: float = 0.0
     folder: TierConfig | None = None
     backends: tuple[str, ...] = ()
+    remote_url: str = ""
+
+    @property
+    def by_store(self) -> bool:
+        """Blocks go through a store that servers share, and not from one to another."""
+        return self.folder is not None or bool(self.remote_url)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -580,7 +587,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def keeps_blocks(self) -> bool:
         """Are there stores of blocks outside of the cache?"""
-        return self.kv_tier is not None or bool(self.kv_offloading)
+        return self.kv_tier is not None or bool(self.kv_offloading or (self.transfer and self.transfer.remote_url))
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+import re
 from typing import Any
 from uuid import uuid4
 
@@ -19,18 +20,19 @@ from planaria.errors import ConfigError
 
 FLAG = "--kv-transfer-config"
 NIXL = "NixlConnector"
-CONNECTORS = ("tcp", NIXL, "directory")
+LMCACHE = "LMCacheConnectorV1"
+CONNECTORS = ("tcp", NIXL, "directory", LMCACHE)
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 EXTRA = {
     "tcp": ("peers", "lease_seconds"),
     NIXL: ("peers", "lease_seconds", "backends"),
     "directory": ("path", "size"),
+    LMCACHE: ("remote_url",),
 }
 # Others' names, and what is there in their place.
 INSTEAD = {
     "shared": "is for engines of one server: --prefill-engines and --decode-engines",
     "OffloadingConnector": "is --kv-offloading-size here",
-    "LMCacheConnectorV1": 'is not here; "directory" does the same with a folder that servers share',
     "SharedStorageConnector": 'is "directory" here, with its "path"',
     "ExampleConnector": 'is "directory" here, with its "path"',
     "P2pNcclConnector": 'is for GPUs; "tcp" does the same over a network',
@@ -88,6 +90,8 @@ def transfer_config(options: EngineOptions, parallel: ParallelConfig) -> Transfe
     serves, asks = role != "kv_consumer", role != "kv_producer"
     if name == "directory":
         return TransferConfig(name, serves, asks, made, folder=_folder(extra, options))
+    if name == LMCACHE:
+        return TransferConfig(name, serves, asks, made, remote_url=_remote_url(extra.get("remote_url")))
     _check_network(config, parallel)
     transfer = TransferConfig(
         name, serves, asks, made, config.kv_ip, config.kv_port, _peers(extra.get("peers", [])),
@@ -172,9 +176,23 @@ def _backends(given: Any) -> tuple[str, ...]:
     flag = f"{FLAG} kv_connector_extra_config.backends"
     if not isinstance(given, list) or not 0 < len(given) <= 16 or not all(isinstance(name, str) for name in given):
         raise ConfigError(flag, given, "must be a list of names of NIXL's back ends", '["UCX"]')
-    if importlib.util.find_spec("nixl") is None:
-        raise ConfigError(f"{FLAG} kv_connector", NIXL, "needs the package nixl", "pip install nixl, or use tcp")
+    _package(NIXL, "nixl", "tcp")
     return tuple(given)
+
+
+def _package(connector: str, name: str, other: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        fix = f"pip install {name}, or use {other}"
+        raise ConfigError(f"{FLAG} kv_connector", connector, f"needs the package {name}", fix)
+
+
+def _remote_url(given: Any) -> str:
+    """LMCache's, whose package must be here."""
+    if not isinstance(given, str) or not re.fullmatch(r"[a-z0-9+-]+://[^\s]{0,2000}", given):
+        flag = f"{FLAG} kv_connector_extra_config.remote_url"
+        raise ConfigError(flag, given, "must be the URL of a store that LMCache knows", '"redis://10.0.0.1:6379"')
+    _package(LMCACHE, "lmcache", "directory")
+    return given
 
 
 def _lease(given: Any) -> float:

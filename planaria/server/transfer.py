@@ -44,7 +44,7 @@ class Transfers:
         self._check(params, body, prompts)
         assert self.config is not None
         if params.do_remote_decode:
-            keeps = {"persist": True} if self.config.folder is not None else {"offers": True}
+            keeps = {"persist": True} if self.config.by_store else {"offers": True}
             return [msgspec.structs.replace(submits[0], **keeps), *submits[1:]]  # the prompt is the same
         offer = self._offer(params)
         return [msgspec.structs.replace(submit, lease=offer) for submit in submits]
@@ -68,7 +68,7 @@ class Transfers:
         """None: nobody may be contacted."""
         assert self.config is not None
         blocks = tuple(range(len(params.remote_block_ids or ())))
-        if self.config.folder is not None:
+        if self.config.by_store:
             return KVOffer(params.remote_request_id or "", blocks, "", 0)
         host, port = params.remote_host, params.remote_port
         if not blocks or host is None or port is None or params.remote_request_id is None:

@@ -12,7 +12,7 @@ import mmap
 import platform
 import threading
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -141,7 +141,8 @@ class RankKV:
         if config.lends_memory and self.memory is not None:
             blocks, digest = model.kv_blocks(config.cache.block_size), compute_hash(config, str(layout))
             self.shared = SharedKV(self.rank, blocks, digest, self.sums)
-        network = config.cache.transfer if config.cache.transfer and not config.cache.transfer.folder else None
+        transfer = config.cache.transfer
+        network = transfer if transfer is not None and not transfer.by_store else None
         if not config.cache.keeps_blocks and network is None:
             return {"stored": {}} if self.shared is not None else {}
         from planaria.worker.kv_tier import RATE, KVStores, StoreThreads
@@ -163,7 +164,7 @@ class RankKV:
         def opened(name: str, make: Callable[[bytes], Store], rate: float) -> StoreThreads | Unconnected:
             try:
                 return StoreThreads(name, make(identity()), blocks, loaded, news=news, rate=rate)
-            except (OSError, ValueError, ConfigError) as e:
+            except (ImportError, OSError, ValueError, ConfigError) as e:
                 logger.warning("rank %d keeps no KV blocks in the store %s: %s", self.rank, name, e)
                 return Unconnected(name, f"rank {self.rank} keeps no KV blocks there; its log says why")
 
@@ -173,8 +174,12 @@ class RankKV:
             stores.append(opened("memory", lambda identity: self._in_memory(identity, size, share), math.inf))
         if config.cache.kv_tier is not None:
             tier = config.cache.kv_tier
-            name = "directory" if config.cache.transfer and config.cache.transfer.folder else "disk"
+            name = "directory" if transfer is not None and transfer.folder is not None else "disk"
             stores.append(opened(name, lambda identity: _on_disk(identity, size, tier), RATE))
+        if transfer is not None and transfer.remote_url:
+            from planaria.worker.kv_lmcache import LMCacheStore
+
+            stores.append(opened(transfer.connector, partial(LMCacheStore, transfer.remote_url, size=size), RATE))
         self.connector = KVStores(stores, news) if stores else None
         stored: dict[str, bytes | None] = dict(self.connector.stored()) if self.connector is not None else {}
         if network is not None:

@@ -287,7 +287,7 @@ class KVStores:
                 parts.of.setdefault(at % len(self.stores), []).append(i)
             for at, places in parts.of.items():
                 keys, blocks = zip(*((load.keys[i], load.blocks[i]) for i in places), strict=True)
-                loads[at].append(KVLoad(load.number, keys, blocks))
+                loads[at].append(KVLoad(load.number, keys, blocks, load.lease))
         for store, part in zip(self.stores, loads, strict=True):
             store.begin(KVWork(work.dropped, tuple(part), work.saves))
 

@@ -4,12 +4,8 @@ of another kind, is slow or says nothing can do to who asks it.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,9 +21,9 @@ from planaria.worker import kv_nixl, kv_peers
 from planaria.worker.kv_offers import PURPOSE, AskBlocks, EndLease, Offered, SentBlock
 from planaria.worker.kv_peers import KVPeers
 from planaria.worker.kv_store import head_of
+from tests.fakes import stand_in
 from tests.proc.servers import wait_until
 
-FAKES = Path(__file__).parents[1] / "fakes"
 SIZE = 4096
 SECRET = b"s" * 32
 ME = b"i" * 16
@@ -312,23 +308,14 @@ def test_a_peer_that_takes_nothing_holds_up_nobody(both: tuple[KVPeers, KVPeers]
 
 
 @pytest.fixture
-def nixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package, if it is installed, else what stands for it."""
-    with contextlib.ExitStack() as undo:
-        if importlib.util.find_spec("nixl") is None:
-            monkeypatch.syspath_prepend(str(FAKES))
-            undo.callback(lambda: [sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "nixl"])
-        yield
+def nixl() -> Iterator[bool]:
+    """Does something stand for the package? Not where it is installed."""
+    with stand_in("nixl") as stands:
+        yield stands
 
 
 @pytest.fixture
-def fake_nixl(monkeypatch: pytest.MonkeyPatch, nixl: None) -> None:
-    if importlib.util.find_spec("nixl.logging") is not None:
-        pytest.skip("NIXL itself does as it likes")
-
-
-@pytest.fixture
-def by_nixl(port: int, nixl: None) -> Iterator[tuple[KVPeers, KVPeers]]:
+def by_nixl(port: int, nixl: bool) -> Iterator[tuple[KVPeers, KVPeers]]:
     one, other = peers(serves=True, port=port, backends=["UCX"], buffer=8 * SIZE), peers(backends=["UCX"])
     assert not one.why
     yield one, other
@@ -376,7 +363,7 @@ def test_without_nixl_who_can_read_blocks_gets_none(by_nixl: tuple[KVPeers, KVPe
     plain.close()
 
 
-def test_with_nixl_blocks_of_a_server_without_it_come(both: tuple[KVPeers, KVPeers], port: int, nixl: None) -> None:
+def test_with_nixl_blocks_of_a_server_without_it_come(both: tuple[KVPeers, KVPeers], port: int, nixl: bool) -> None:
     one, other = both[0], peers(backends=["UCX"])
     fill(one, 0, 0)
     one.begin(KVWork(offers=(("a", KEYS[0], 0),)))
@@ -386,8 +373,10 @@ def test_with_nixl_blocks_of_a_server_without_it_come(both: tuple[KVPeers, KVPee
 
 @pytest.mark.parametrize("how", ["stuck", "error"])
 def test_a_read_that_never_ends_or_fails_is_computed(
-    by_nixl: tuple[KVPeers, KVPeers], port: int, monkeypatch: pytest.MonkeyPatch, fake_nixl: None, how: str
+    by_nixl: tuple[KVPeers, KVPeers], port: int, monkeypatch: pytest.MonkeyPatch, nixl: bool, how: str
 ) -> None:
+    if not nixl:
+        pytest.skip("NIXL itself does as it likes")
     one, other = by_nixl
     monkeypatch.setenv("FAKE_NIXL", how)
     monkeypatch.setattr(kv_nixl, "PATIENCE", 0.05)
@@ -402,7 +391,7 @@ def test_a_read_that_never_ends_or_fails_is_computed(
     assert fetched(other, 2, offer(port, 1, "b"), KEYS[:1]) == (0, "silent")  # it isn't asked for a while
 
 
-def test_a_back_end_that_nixl_has_not_is_named(port: int, nixl: None) -> None:
+def test_a_back_end_that_nixl_has_not_is_named(port: int, nixl: bool) -> None:
     one = peers(serves=True, port=port, backends=["FAX"])
     news = one.finished(waits=False)
     assert news is not None and "no back end FAX" in news.stores["NixlConnector"].why

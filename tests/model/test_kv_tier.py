@@ -396,14 +396,15 @@ def test_only_folders_that_changed_are_read(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_block_that_another_server_is_about_to_write_is_waited_for_a_moment(tmp_path: Path) -> None:
-    mine, yours = store(tmp_path / "kv"), store(tmp_path / "kv")
-    tier = StoreThreads("directory", mine, [np.zeros((8, SIZE), np.uint8)])
+    mine, yours, news = store(tmp_path / "kv"), store(tmp_path / "kv"), threading.Condition()
+    tier = StoreThreads("directory", mine, [np.zeros((8, SIZE), np.uint8)], news=news)
+    rank = KVStores([tier], news)
     threading.Timer(0.1, yours.write, [KEYS[1], payload(1)]).start()
-    tier.begin(KVWork(loads=(KVLoad(1, (KEYS[1],), (5,), KVOffer("", (0,), "", 0)),)))
+    rank.begin(KVWork(loads=(KVLoad(1, (KEYS[1],), (5,), KVOffer("", (0,), "", 0)),)))
     assert [load[:2] for load in news_of(tier).loaded] == [(1, 1)]
-    tier.begin(KVWork(loads=(KVLoad(2, (KEYS[2],), (6,), KVOffer("", (0,), "", 0)),)))
+    rank.begin(KVWork(loads=(KVLoad(2, (KEYS[2],), (6,), KVOffer("", (0,), "", 0)),)))
     assert [load[:2] for load in news_of(tier).loaded] == [(2, 0)]
-    tier.close(last=True)
+    rank.close(last=True)
 
 
 def test_a_slow_disk_writes_into_no_block_of_another(slow: tuple[StoreThreads, Slow]) -> None:
@@ -597,7 +598,7 @@ NIXL = PRODUCER | {"kv_connector": "NixlConnector"}
     ("said", "why"),
     [
         ("{", "can't be read"), ({"kv_role": "kv_both"}, "kv_connector"), (PRODUCER | {"kv_sort": 1}, "kv_sort"),
-        (PRODUCER | {"kv_connector": "fax"}, "unknown; use one of tcp, NixlConnector, directory"),
+        (PRODUCER | {"kv_connector": "fax"}, "unknown; use one of tcp, NixlConnector, directory, LMCacheConnectorV1"),
         (PRODUCER | {"kv_connector": "OffloadingConnector"}, "--kv-offloading-size"),
         (PRODUCER | {"kv_role": "both"}, "kv_producer, kv_consumer, kv_both"),
         (PRODUCER | {"kv_rank": 2, "kv_parallel_size": 2}, "no place among"),
@@ -611,6 +612,11 @@ NIXL = PRODUCER | {"kv_connector": "NixlConnector"}
         (NIXL | {"kv_connector_extra_config": {"backends": []}}, "must be a list of names"),
         (NIXL | {"kv_connector_extra_config": {"size": 1}}, "it has peers, lease_seconds, backends"),
         (NIXL, "pip install nixl, or use tcp"),
+        ({"kv_connector": "LMCacheConnectorV1"}, "must be the URL of a store"),
+        (
+            {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": {"remote_url": "redis://h:1"}},
+            "pip install lmcache, or use directory",
+        ),
         ({"kv_connector": "directory"}, "must name the folder"),
     ],
 )  # fmt: skip

@@ -14,11 +14,11 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.fakes import FOLDER
 from tests.proc.proxy import NOBODY, Proxy
 from tests.proc.servers import Server, wait_until
 from tests.proc.sockets import free_port
 
-FAKES = Path(__file__).parents[1] / "fakes"
 PROMPT = [(7 + 131 * i) % 100 for i in range(600)]
 BLOCKS = 37  # full ones of it that may be used again
 Ends = tuple[Server, Server, Proxy]
@@ -32,7 +32,7 @@ def serve(model: Path, port: int, role: str, *, connector: str = "tcp", tp: int 
         str(model), "--served-model-name", "m", "--skip-tokenizer-init", "--dtype", "float32", "--threads", "1",
         "-tp", str(tp), "--max-model-len", "1024", "--kv-cache-memory", "16MiB",
         "--kv-transfer-config", json.dumps(config),
-        env={"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(FAKES)])},
+        env={"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(FOLDER)])},
     )  # fmt: skip
 
 
@@ -204,6 +204,16 @@ def test_a_directory_is_a_common_store(small: Path, tmp_path: Path) -> None:
         assert tokens(answer) == expected[2] and cached(answer) == 0
         health = lambda: httpx2.get(one.url + "/health").json()["engines"][0]["kv_tier"]["directory"]  # noqa: E731
         wait_until("it is said", lambda: ask(one.url, [1, 2, 3]) and health().startswith("nothing can be written"))
+
+
+def test_a_store_of_lmcaches_is_a_common_one(small: Path, tmp_path: Path) -> None:
+    url, name = f"fs://here:1{tmp_path}/kv", "LMCacheConnectorV1"
+    both = [serve(small, 0, "kv_both", connector=name, remote_url=url) for _ in range(2)]
+    with both[0] as one, both[1] as other, Proxy(one.url, other.url) as proxy:
+        for seed in (50, 51):
+            expected = tokens(ask(other.url, mixed(seed), cache_salt="alone"))
+            answer = ask(proxy.url, mixed(seed))
+            assert tokens(answer) == expected and cached(answer) == BLOCKS * 16
 
 
 def test_heads_go_where_another_layout_has_them(small: Path) -> None:
