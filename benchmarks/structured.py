@@ -5,7 +5,7 @@
     python -m benchmarks.structured first [--rounds 30]                     the first token, of a usual schema
     python -m benchmarks.structured valid [--answers 20]                    answers that end by themselves, by feature
     python -m benchmarks.structured fuzz [--count 100000]                   grammars of all kinds, while others stream
-    python -m benchmarks.structured door [--count 100000]                   such grammars, checked without a pause
+    python -m benchmarks.structured door [--count 100000]                   such grammars at the door: what each costs
     python -m benchmarks.structured beside [--model smollm2] [--rounds 8]   others' gaps, beside such grammars
 
 Each prints a table and writes benchmarks/out/structured_NAME.json.
@@ -16,6 +16,8 @@ Each prints a table and writes benchmarks/out/structured_NAME.json.
 - first: seconds from the call to the first token of a schema that is new each time, and of none; the median.
 - valid, fuzz: a random model of two layers, which says anything that isn't forbidden. Answers that end by themselves
   are held against `jsonschema`. fuzz keeps four rows of others streaming, all of whose tokens come.
+- door: by verdict, how many grammars, and how long each was waited for; those that were there before are told by
+  themselves, as they may be kept.
 - beside: gaps of the tokens of four rows, while eight others have short answers one after the other: free, or each held
   to another one of fuzz's grammars, while more are being checked without a pause; in turns, the 99th of 100.
 """
@@ -26,6 +28,8 @@ import argparse
 import contextlib
 import itertools
 import json
+import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -45,7 +49,7 @@ from planaria import LLM, SamplingParams
 from planaria.checkpoint import resolve_checkpoint
 from planaria.errors import RequestError
 from planaria.server.tokenise import load_tokenizer
-from planaria.structured.check import GrammarCheck, Vocabulary
+from planaria.structured.check import TOO_MUCH, GrammarCheck, Vocabulary
 from planaria.structured.constraint import Constraint, Constraints
 from planaria.structured.spec import form_of
 from planaria.structured.vocabulary import make_vocabulary
@@ -203,6 +207,7 @@ def valid(options: argparse.Namespace) -> dict[str, Any]:
 def fuzz(options: argparse.Namespace) -> dict[str, Any]:
     """Every grammar to the door, and to the engine those that it lets in, with 24 tokens each."""
     counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
     with _talker() as llm:
         quiet = SamplingParams(max_tokens=60, ignore_eos=True)
 
@@ -222,25 +227,59 @@ def fuzz(options: argparse.Namespace) -> dict[str, Any]:
                 counts["refused, for what they take"] += "takes more than" in str(e)
             if len(let_in) == 32 or number == options.first + options.count - 1:
                 for output in held(let_in):
-                    counts[f"let in, ended by: {output.outputs[0].finish_reason}"] += 1
+                    answer = output.outputs[0]
+                    counts[f"let in, ended by: {answer.finish_reason}"] += 1
+                    if answer.finish_reason == "error":
+                        reasons[re.sub(r"\d+", "N", str(answer.error))[:120]] += 1
                 let_in = []
             if number % 5000 == 4999:
                 print(f"{number + 1}: {dict(counts)}, {time.monotonic() - began:.0f} s", flush=True)
         deaths = llm._loop.gang.epoch
     _show("Grammars", ["", ""], [[name, str(count)] for name, count in sorted(counts.items())])
+    _show("Errors of those let in", ["", ""], [[name, str(count)] for name, count in reasons.most_common()])
     print(f"ranks that died: {deaths}")
-    return {"counts": counts, "seconds": time.monotonic() - began, "deaths": deaths}
+    return {"counts": counts, "errors": reasons, "seconds": time.monotonic() - began, "deaths": deaths}
 
 
-def door(options: argparse.Namespace) -> None:
+def door(options: argparse.Namespace) -> dict[str, Any]:
     """Check such grammars as an API process does, one after the other, until they are all checked or this is killed."""
     tokenizer = load_tokenizer(resolve_checkpoint(options.model))
     vocabulary = Vocabulary(tokenizer.backend.to_str(), tokenizer.vocab_size, tokenizer.eos_ids[0])
     check = GrammarCheck(lambda: vocabulary)
-    for number in range(options.count):
-        with contextlib.suppress(RequestError):
-            check.grammar(form(**drawn(-1 - number)), "structured_outputs")
+    spent: dict[str, list[float]] = {}
+    said: set[int] = set()
+    check.grammar(form(choice=["warm"]), "structured_outputs")
+    began = time.monotonic()
+    for number in range(options.first, options.first + options.count):
+        given = drawn(-1 - number)
+        since = time.monotonic()
+        try:
+            check.grammar(form(**given), "structured_outputs")
+            verdict = "let in"
+        except RequestError as e:
+            verdict = "refused, for what it takes" if TOO_MUCH in e.message else "refused"
+            verdict = "no answer (503)" if e.status == 503 else verdict
+        took = time.monotonic() - since
+        content = hash(json.dumps(given))
+        verdict += ", seen before" if content in said else ""
+        said.add(content)
+        spent.setdefault(verdict, []).append(took)
+    seconds = time.monotonic() - began
     check.close()
+    found = {}
+    for verdict, times in sorted(spent.items()):
+        found[verdict] = {
+            "count": len(times), "median": 1e3 * statistics.median(times), "mean": 1e3 * statistics.mean(times),
+            "p99": 1e3 * sorted(times)[int(0.99 * len(times))], "longest": 1e3 * max(times),
+        }  # fmt: skip
+    columns = ["count", "median", "mean", "p99", "longest"]
+    rows = [[verdict, str(costs["count"]), *(f"{costs[column]:.2f}" for column in columns[1:])]
+            for verdict, costs in found.items()]  # fmt: skip
+    _show("Verdicts, and ms for each", ["", *columns], rows)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = used.ru_utime + used.ru_stime
+    print(f"{options.count} in {seconds:.1f} s; processes that compile took {cpu:.1f} s of a processor")
+    return {"verdicts": found, "seconds": seconds, "cpu": cpu}
 
 
 def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:

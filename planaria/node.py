@@ -135,3 +135,10 @@ def readable(fd: int, seconds: float = 0.0) -> bool:
     waiting = select.poll()
     waiting.register(fd, select.POLLIN)
     return bool(waiting.poll(max(0, int(seconds * 1000))))
+
+
+def writable(fd: int, seconds: float) -> bool:
+    """Is there room for more, or has the other end gone? Waits for so long at most."""
+    waiting = select.poll()
+    waiting.register(fd, select.POLLOUT)
+    return bool(waiting.poll(max(0, int(seconds * 1000))))

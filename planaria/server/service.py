@@ -234,7 +234,10 @@ class Service:
 
     async def constrained(self, params: SamplingParams, place: str, gone: Receive) -> SamplingParams:
         """`params` with the grammar of their structured outputs, which are in the request's field `place`. Raises
-        RequestError."""
+        RequestError. One that was compiled lately waits for no other."""
+        known = await self.in_thread(lambda: self.grammars.known(params, place), gone)
+        if known is not None:
+            return known
         if self._checking >= MAX_CHECKING:
             raise RequestError(
                 f"{self._checking} grammars are waiting to be compiled", param=place, code="overloaded", status=503

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from planaria.errors import RequestError
-from planaria.node import readable
+from planaria.node import readable, writable
 from planaria.structured.spec import OutputForm, field_of, form_of, place_of
 from planaria.types import SamplingParams, StructuredOutputsParams
 
@@ -33,6 +34,10 @@ KEPT_BYTES = 16 << 20  # of their grammars
 ENDING = 1.0  # seconds that it may take to end
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # what it makes of a grammar ends it otherwise
 TOO_MUCH = f"takes more than {CPU:g} s of a processor, or too much memory, to compile"
+NOT_UP = (
+    "structured outputs can't be used here: the process that checks grammars did not come up; is llguidance installed, "
+    "and has the model a tokenizer of bytes?"
+)
 NO_ANSWER = "the process that compiles grammars gave no answer; send the request again"
 
 
@@ -62,7 +67,8 @@ class GrammarCheck:
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of who compiles
+        self._keeping = threading.Lock()
         self._kept: OrderedDict[bytes, Verdict] = OrderedDict()
         self._kept_bytes = 0
         self._closed = False
@@ -75,80 +81,93 @@ class GrammarCheck:
             return params
         return msgspec.structs.replace(params, structured_outputs=None, grammar=self.grammar(given, place))
 
+    def known(self, params: SamplingParams, place: str) -> SamplingParams | None:
+        """What `spelled` gives, if it need not wait for anything to be compiled. Raises RequestError."""
+        given = params.structured_outputs
+        if given is None:
+            return params
+        verdict = self._found(_line(given, place))
+        if verdict is None:
+            return None
+        return msgspec.structs.replace(params, structured_outputs=None, grammar=_grammar(verdict, given, place))
+
     def grammar(self, given: StructuredOutputsParams, place: str) -> str:
         """Raises RequestError."""
-        source = form_of(given, place)
-        try:
-            verdict = self.verdict(source)
-        except UnicodeEncodeError as e:  # of `LLM`: no request's body has half a character
-            own = place_of(given, place)
-            raise RequestError(f"{own} is no text: {e}", param=field_of(place), code="invalid_value") from None
-        if verdict.error:
-            where = ".".join([place_of(given, place), *([verdict.place] if verdict.place else [])])
-            raise RequestError(f"{where}: {verdict.error}", param=field_of(place), code="invalid_value")
-        return verdict.grammar
+        return _grammar(self._verdict(_line(given, place)), given, place)
 
-    def verdict(self, source: OutputForm) -> Verdict:
-        line = msgspec.json.encode(Asked(source))
+    def _verdict(self, line: bytes) -> Verdict:
         with self._lock:
+            verdict = self._found(line)
+            if verdict is None:
+                verdict = self._ask(line)
+                if verdict is None:
+                    raise RequestError(NO_ANSWER, status=503, code="overloaded")
+                self._keep(line, verdict)
+            return verdict
+
+    def _found(self, line: bytes) -> Verdict | None:
+        with self._keeping:
             kept = self._kept.get(line)
             if kept is not None:
                 self._kept.move_to_end(line)
-                return kept
-            verdict = self._ask(line)
-            if verdict is None:
-                raise RequestError(NO_ANSWER, status=503, code="overloaded")
-            self._keep(line, verdict)
-            return verdict
+            return kept
 
     def _keep(self, line: bytes, verdict: Verdict) -> None:
-        self._kept[line] = verdict
-        self._kept_bytes += len(line) + len(verdict.grammar)
-        while len(self._kept) > KEPT or self._kept_bytes > KEPT_BYTES:
-            old, of = self._kept.popitem(last=False)
-            self._kept_bytes -= len(old) + len(of.grammar)
+        with self._keeping:
+            self._kept[line] = verdict
+            self._kept_bytes += len(line) + len(verdict.grammar)
+            while len(self._kept) > KEPT or self._kept_bytes > KEPT_BYTES:
+                old, of = self._kept.popitem(last=False)
+                self._kept_bytes -= len(old) + len(of.grammar)
 
     def _ask(self, line: bytes) -> Verdict | None:
         """None: nobody can tell, as the machine has no time, or the process was ended from outside twice."""
         for _ in range(2):
-            process = self._process or self._start()
-            answer = self._exchange(process, line, PATIENCE)
+            if self._closed:
+                break
+            up = self._process is not None or self._start()
+            answer = self._exchange(line, PATIENCE) if up else None
             if answer is not None:
                 return msgspec.json.decode(answer, type=Verdict)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(ENDING)  # its output has ended before it has
-            late = process.poll() is None
-            self._end()
-            if not late and process.returncode not in FROM_OUTSIDE:
-                logger.warning("a grammar was refused: it %s", TOO_MUCH)
-                return Verdict(error=TOO_MUCH)
-            if late or self._closed:
+            status = self._end()
+            if status is None:
                 break
+            if status not in FROM_OUTSIDE:
+                if not up:
+                    raise RequestError(NOT_UP, code="unsupported_parameter")
+                logger.warning("a grammar was refused: it %s", TOO_MUCH)
+                threading.Thread(target=self._start_again, name="grammar-start", daemon=True).start()
+                return Verdict(error=TOO_MUCH)
         return None
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> bool:
+        """Is it up?"""
         vocabulary = msgspec.json.encode(self._vocabulary())
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "planaria.structured.check_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, bufsize=0,
         )  # fmt: skip
-        if self._exchange(process, vocabulary, START) is None:
-            self._end()
-            raise RequestError(
-                "structured outputs can't be used here: the process that checks grammars did not come up; is "
-                "llguidance installed, and has the model a tokenizer of bytes?", code="unsupported_parameter",
-            )  # fmt: skip
-        return process
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        return self._exchange(vocabulary, START) is not None
 
-    @staticmethod
-    def _exchange(process: subprocess.Popen[bytes], line: bytes, patience: float) -> bytes | None:
+    def _start_again(self) -> None:
+        """After a grammar that ended it, so that the next one need not wait for that."""
+        with self._lock, contextlib.suppress(RequestError):
+            if self._process is None and not self._closed and not self._start():
+                self._end()
+
+    def _exchange(self, line: bytes, patience: float) -> bytes | None:
         """The answer to a line; None: none came."""
-        assert process.stdin is not None and process.stdout is not None
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
         deadline, answer = time.monotonic() + patience, bytearray()
         try:
             left = memoryview(line + b"\n")
             while left:
-                left = left[process.stdin.write(left) :]
+                if not writable(process.stdin.fileno(), max(0.0, deadline - time.monotonic())):
+                    return None
+                left = left[process.stdin.write(left) or 0 :]
         except OSError:
             return None
         while not answer.endswith(b"\n"):
@@ -160,16 +179,21 @@ class GrammarCheck:
             answer += part
         return bytes(answer)
 
-    def _end(self) -> None:
+    def _end(self) -> int | None:
+        """The status with which it ended; None: it was still there."""
         process, self._process = self._process, None
         if process is None:
-            return
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING)  # its output ends before it does
+        status = process.poll()
         process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
                 if stream is not None:
                     stream.close()
+        return status
 
     def close(self) -> None:
         """End the process, whatever it compiles. Idempotent."""
@@ -178,3 +202,20 @@ class GrammarCheck:
             process.kill()  # who waits for its answer holds the lock
         with self._lock:
             self._end()
+
+
+def _line(given: StructuredOutputsParams, place: str) -> bytes:
+    """As the process is asked. Raises RequestError."""
+    try:
+        return msgspec.json.encode(Asked(form_of(given, place)))
+    except UnicodeEncodeError as e:  # of `LLM`: no request's body has half a character
+        own = place_of(given, place)
+        raise RequestError(f"{own} is no text: {e}", param=field_of(place), code="invalid_value") from None
+
+
+def _grammar(verdict: Verdict, given: StructuredOutputsParams, place: str) -> str:
+    """Raises RequestError."""
+    if verdict.error:
+        where = ".".join([place_of(given, place), *([verdict.place] if verdict.place else [])])
+        raise RequestError(f"{where}: {verdict.error}", param=field_of(place), code="invalid_value")
+    return verdict.grammar

@@ -26,6 +26,14 @@ NICE = 5  # a quarter of a core's time where others want it all: ranks of the sa
 NESTED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects of schemas
 LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
+# By what the library's text begins with, where that doesn't say what is wrong.
+IN_OUR_WORDS = {
+    "NoExtensionBias": "a $ref leads back to itself with nothing in between, which says nothing of a value; refer to "
+        "it from within properties, items or anyOf, or take it away",
+    "circular references with sibling keys": "a $ref to a schema that this one is a part of can't have further "
+        "keywords beside it, nor beside an allOf, anyOf or oneOf that it is in; put them into the schema it refers to",
+    "schema too large": "its combinations of allOf, anyOf, oneOf and $ref are too many once they are multiplied out",
+}  # fmt: skip
 
 
 class Compiler:
@@ -43,8 +51,17 @@ class Compiler:
             return Verdict(error=f"can't be read: {_line(str(e) or type(e).__name__)}")
         error = self.error(grammar)
         if error and source.kind == "json":
-            return Verdict(error=error, place=self.place(source.body))
+            return Verdict(error=error, place=".".join(self.place(source.body)))
+        if error and source.kind == "tags":
+            return self.in_tags(source.body) or Verdict(error=error)
         return Verdict(grammar="" if error else grammar, error=error)
+
+    def in_tags(self, tags: list[list[Any]]) -> Verdict | None:
+        """Which of their schemas is wrong, if one is by itself."""
+        for i, (_, _, schema, _) in enumerate(tags):
+            if error := self.error(of_schema(schema)):
+                return Verdict(error=error, place=".".join(["structures", str(i), "schema", *self.place(schema)]))
+        return None
 
     def grammar(self, source: OutputForm) -> str:
         """As the library takes it."""
@@ -53,7 +70,7 @@ class Compiler:
 
         match source.kind:
             case "json":
-                return json.dumps({"grammars": [{"json_schema": source.body}]}, ensure_ascii=False)
+                return of_schema(source.body)
             case "regex":
                 return str(LLMatcher.grammar_from_regex(source.body))
             case "choice":
@@ -94,7 +111,7 @@ class Compiler:
                 return "" if any(mask) else "allows no output"
         return _line(matcher.get_error())
 
-    def place(self, schema: Any) -> str:
+    def place(self, schema: Any) -> list[str]:
         """The way to the smallest part of a schema that can't be compiled by itself."""
         end = time.perf_counter() + LOOKING
         way: list[str] = []
@@ -104,12 +121,17 @@ class Compiler:
             found = False
             for path, part in _parts(schema):
                 if time.perf_counter() > end:
-                    return ".".join(way)
+                    return way
                 whole = {**part, **{name: value for name, value in root.items() if path[0] not in root}}
-                if self.error(json.dumps({"grammars": [{"json_schema": whole}]})):
+                if self.error(of_schema(whole)):
                     way, schema, found = way + path, part, True
                     break
-        return ".".join(way)
+        return way
+
+
+def of_schema(schema: dict[str, Any]) -> str:
+    """The grammar of JSON that follows it."""
+    return json.dumps({"grammars": [{"json_schema": schema}]}, ensure_ascii=False)
 
 
 def _parts(schema: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
@@ -128,6 +150,7 @@ def _parts(schema: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
 def _line(text: str) -> str:
     """An error's text, without the grammar that the library may show in it."""
     text = " ".join(text.replace("<non-verbose/>", "").split())
+    text = next((said for begin, said in IN_OUR_WORDS.items() if text.startswith(begin)), text)
     return text if len(text) <= 500 else text[:499] + "…"
 
 

@@ -5,6 +5,7 @@ A refusal names the place: the path within the parameter.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -100,8 +101,9 @@ def _checked(schema: Any, params: StructuredOutputsParams, place: str) -> dict[s
         schema = {}
     if not isinstance(schema, dict):
         raise _refusal(place, f"must be a JSON Schema, an object; it is {_kind(schema)}")
-    if (deep := _too_deep(schema)) is not None:
-        raise _refusal(".".join([place, *deep[:8], "…"]), f"is deeper than {MAX_DEPTH} levels")
+    if (found := _fault(schema)) is not None:
+        way, what = found
+        raise _refusal(".".join([place, *way[:8], *(["…"] if len(way) > 8 else [])]), what)
     try:
         size = len(msgspec.json.encode(schema))
     except (TypeError, ValueError, OverflowError) as e:
@@ -134,18 +136,35 @@ def _closed(schema: Any) -> Any:
     return found
 
 
-def _too_deep(value: Any) -> list[str] | None:
-    """The way to something at a level beyond the last. Not recursive."""
-    left: list[tuple[Any, list[str]]] = [(value, [])]
+def _fault(schema: dict[str, Any]) -> tuple[list[str], str] | None:
+    """The way to a part that can't be in a schema, and what is wrong with it. Not recursive; objects of Python may hold
+    themselves, and others any number of times."""
+    left: list[tuple[Any, int, Any]] = [(schema, 0, None)]  # a part, its level, and its place as `_way` has it
+    seen = 0
     while left:
-        node, path = left.pop()
-        if len(path) > MAX_DEPTH:
-            return path
-        if isinstance(node, dict):
-            left += [(below, [*path, str(name)[:40]]) for name, below in node.items() if isinstance(below, dict | list)]
-        elif isinstance(node, list):
-            left += [(below, [*path, str(i)]) for i, below in enumerate(node) if isinstance(below, dict | list)]
+        node, depth, at = left.pop()
+        seen += 1
+        if isinstance(node, float) and not math.isfinite(node):
+            return _way(at), f"is {node}, and JSON has no such number"
+        if not isinstance(node, dict | list | tuple):
+            continue
+        if depth > MAX_DEPTH:
+            return _way(at), f"is deeper than {MAX_DEPTH} levels"
+        if seen + len(node) > MAX_GRAMMAR:
+            return _way(at), f"has more than {MAX_GRAMMAR} values in all"
+        left += [(below, depth + 1, (name, at)) for name, below in (
+            node.items() if isinstance(node, dict) else enumerate(node))
+            if isinstance(below, dict | list | tuple | float)]  # fmt: skip
     return None
+
+
+def _way(at: Any) -> list[str]:
+    """at: a name and, of what that is in, the same; None: the whole."""
+    names: list[str] = []
+    while at is not None:
+        name, at = at
+        names.append(str(name)[:40])
+    return names[::-1]
 
 
 def _nesting(text: str) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import openai
 import pytest
+
+from planaria.structured.check import GrammarCheck
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
 WRONG = {"type": "object", "properties": {"a": {"items": {"uniqueItems": True}}}}
@@ -58,17 +61,28 @@ async def test_a_refusal_names_the_place(server):
     assert not server.engine.submitted
 
 
-async def test_one_that_takes_too_much_is_refused_and_others_go_on(server):
-    """While it is being tried somebody else is answered; afterwards grammars are taken again."""
-    client = server.client()
+async def test_one_that_takes_too_much_is_refused_and_others_go_on(server, monkeypatch):
+    """While it is being tried somebody else is answered, also with a grammar that was there before; afterwards grammars
+    are taken again."""
+    client, known = server.client(), {"guided_choice": ["known"]}
+    await client.completions.create(model="smollm2", prompt="Hi", max_tokens=2, extra_body=known)
+    tried, ask = threading.Event(), GrammarCheck._ask
+
+    def told(self, line):
+        tried.set()
+        return ask(self, line)
+
+    monkeypatch.setattr(GrammarCheck, "_ask", told)
     hostile = asyncio.ensure_future(
         client.completions.create(
             model="smollm2", prompt="Hi", extra_body={"guided_json": {"type": "integer", "multipleOf": 9999991}}
         )
     )
+    await asyncio.to_thread(tried.wait, 60)
     await client.completions.create(model="smollm2", prompt="Hi", max_tokens=2)
+    await client.completions.create(model="smollm2", prompt="Hi", max_tokens=2, extra_body=known)
     assert not hostile.done()
     with pytest.raises(openai.BadRequestError, match=r"takes more than 1 s"):
         await hostile
     await client.completions.create(model="smollm2", prompt="Hi", max_tokens=2, extra_body={"guided_choice": ["a"]})
-    assert len(server.engine.submitted) == 2
+    assert len(server.engine.submitted) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -138,12 +139,24 @@ def test_what_nothing_can_follow_is_an_error_of_its_row(llm: LLM) -> None:
     assert (first.finish_reason, second.text, second.finish_reason) == ("error", "axc", "stop")
 
 
+ITSELF: dict[str, Any] = {}
+ITSELF["items"] = ITSELF
+TWICE: list[Any] = functools.reduce(lambda inner, _: [inner, inner], range(60), [])
+WRONG = {"begin": "<g=", "schema": {"properties": {"a": {"uniqueItems": True}}}, "end": ">"}
+BAD_TAG = {"structures": [*TAG["structures"], WRONG], "triggers": ["<"]}
+
+
 @pytest.mark.parametrize(
     ("form", "says"),
     [
         ({"json": {"properties": {"a": {"items": {"uniqueItems": True}}}}}, r"json\.properties\.a\.items.*uniqueItems"),
         ({"json": {"type": "strin"}}, "Invalid type: strin"),
         ({"json": {"$ref": "http://example.com"}}, "example.com"),
+        ({"json": {"$defs": {"n": {"$ref": "#/$defs/n"}}, "$ref": "#/$defs/n"}}, r"json\.\$defs\.n: a \$ref leads"),
+        ({"json": {"properties": {"a": {"enum": [1, (2, float("nan"))]}}}}, r"json\.properties\.a\.enum\.1\.1 is nan"),
+        ({"json": ITSELF}, r"json\.items\.items\..* is deeper than 64 levels"),
+        ({"json": {"enum": TWICE}}, r"json\.enum\.1\..* has more than 131072 values"),
+        ({"structural_tag": BAD_TAG}, r"structural_tag\.structures\.1\.schema\.properties\.a: Unimpl.*uniqueItems"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": "a\ud800"}, r"structured_outputs\.regex is no text"),
         ({"grammar": "root ::= nothing"}, "nothing"),
@@ -289,7 +302,8 @@ def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     size = checkpoints.write_tokenizer(tmp_path)
     text = (tmp_path / "tokenizer.json").read_text()
     check = GrammarCheck(lambda: Vocabulary(text, size, size - 1))
-    first, second, third = (StructuredOutputsParams(choice=(word,)) for word in "abc")
+    first, second = (StructuredOutputsParams(choice=(word,)) for word in "ab")
+    third = StructuredOutputsParams(json={"const": 1, "title": "more than a pipe has room for" * 4000})
     assert check.grammar(first, "structured_outputs")
     before = check._process
     assert before is not None
@@ -306,6 +320,58 @@ def test_who_compiles_grammars_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     assert error.value.status == 503
     monkeypatch.undo()
     assert check.grammar(third, "structured_outputs")
+    check.close()
+
+
+def test_who_compiles_grammars_is_killed_while_it_starts(tmp_path: Path) -> None:
+    """Once: there is another; again: come again. One that ends by itself can't be had here."""
+    size = checkpoints.write_tokenizer(tmp_path)
+    text = (tmp_path / "tokenizer.json").read_text()
+    given, kills = [Vocabulary(text, size, size - 1)], 2
+
+    class Killed(GrammarCheck):
+        def _exchange(self, line: bytes, patience: float) -> bytes | None:
+            nonlocal kills
+            if kills and patience == check_module.START:
+                kills -= 1
+                assert self._process is not None
+                self._process.kill()
+            return super()._exchange(line, patience)
+
+    check = Killed(lambda: given[0])
+    form = StructuredOutputsParams(choice=("a",))
+    with pytest.raises(RequestError, match="send the request again") as error:
+        check.grammar(form, "structured_outputs")
+    assert error.value.status == 503
+    kills = 1
+    assert check.grammar(form, "structured_outputs") and not kills
+    check.close()
+    given[0] = Vocabulary("no tokenizer", size, size - 1)
+    check = GrammarCheck(lambda: given[0])
+    with pytest.raises(RequestError, match="did not come up") as error:
+        check.grammar(form, "structured_outputs")
+    assert error.value.status == 400
+    check.close()
+
+
+def test_after_one_that_takes_too_much_another_starts_by_itself(tmp_path: Path) -> None:
+    """Who comes next need not wait for that."""
+    size = checkpoints.write_tokenizer(tmp_path)
+    text = (tmp_path / "tokenizer.json").read_text()
+    up = threading.Semaphore(0)
+
+    class Told(GrammarCheck):
+        def _start(self) -> bool:
+            found = super()._start()
+            up.release()
+            return found
+
+    check = Told(lambda: Vocabulary(text, size, size - 1))
+    with pytest.raises(RequestError, match="takes more than 1 s"):
+        check.grammar(StructuredOutputsParams(json={"type": "integer", "multipleOf": 9999991}), "structured_outputs")
+    assert up.acquire(timeout=60) and up.acquire(timeout=60)
+    assert check.grammar(StructuredOutputsParams(choice=("a",)), "structured_outputs")
+    assert not up.acquire(blocking=False)
     check.close()
 
 
