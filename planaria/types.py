@@ -332,6 +332,11 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
 
+    def span(self, first: int, end: int) -> list[int]:
+        """Of the history, without a copy of the rest."""
+        known = len(self.prompt)
+        return self.prompt[first:end] + self.output[max(first - known, 0) : max(end - known, 0)]
+
     @property
     def most_tokens(self) -> int:
         """That it can come to."""
@@ -344,7 +349,7 @@ class Request:
         )
 
 
-class Delta(msgspec.Struct, array_like=True):
+class Delta(msgspec.Struct, array_like=True, gc=False):  # it is in no circle
     """What one step added to one request: `tokens` start at output index `index`. The last one carries `finish`."""
 
     request_id: str

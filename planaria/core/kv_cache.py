@@ -166,8 +166,11 @@ def block_key(parent: BlockKey, tokens: Sequence[int]) -> BlockKey:
     return blake2b(array("q", tokens).tobytes(), digest_size=KEY, key=parent).digest()
 
 
-def chain(tokens: Sequence[int], block_size: int, known: list[BlockKey], root: BlockKey) -> list[BlockKey]:
-    """Keys of all full blocks of `tokens`, continuing `known` (the keys of the first blocks), which is extended."""
-    for i in range(len(known), len(tokens) // block_size):
-        known.append(block_key(known[-1] if known else root, tokens[i * block_size : (i + 1) * block_size]))
+def chain(
+    tokens: Sequence[int], block_size: int, known: list[BlockKey], root: BlockKey, first: int = 0
+) -> list[BlockKey]:
+    """Keys of all full blocks of a history, continuing `known` (the keys of the first blocks), which is extended.
+    tokens: its own from position `first` on, where `known` ends or before."""
+    for at in range(len(known) * block_size - first, len(tokens) - block_size + 1, block_size):
+        known.append(block_key(known[-1] if known else root, tokens[at : at + block_size]))
     return known

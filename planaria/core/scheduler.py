@@ -269,12 +269,12 @@ class Lane:
             at = self.at_row[row]
             if at is not None and at.prompt_logprobs is not None:
                 at.prompt_logprobs.extend(part)
-        deltas: list[Delta] = []
-        for row, token in zip(result.rows, result.tokens, strict=True):
-            at = self.at_row[row]
-            if at is None or not at.open:
-                continue
-            deltas.append(self.token(at, token, result.logprobs.get(row)))
+        at_row, logprobs = self.at_row, result.logprobs
+        deltas = [
+            self.token(at, token, logprobs.get(row) if logprobs else None)
+            for row, token in zip(result.rows, result.tokens, strict=True)
+            if (at := at_row[row]) is not None and at.open
+        ]
         deltas += pooled(self, result.pooled)
         if result.drafted:
             self.drafts = self.drafts.checked(result.drafted, result.more)
@@ -288,22 +288,22 @@ class Lane:
 
     def token(self, entry: SequenceState, token: int, logprobs: list[TokenLogprobs] | None) -> Delta:
         request = entry.request
-        output = request.output
-        before = len(request.prompt) + len(output)
+        output, count = request.output, len(request.output)
+        before = len(request.prompt) + count
         if entry.row is not None:
             if before // self.block_size > entry.remembered:
                 self.computed_to(entry, before)
             else:
                 request.computed = self.index.lengths[entry.row] = before
-        delta = Delta(request.id, len(output), [token], logprobs=logprobs)
-        if not output:
+        delta = Delta(request.id, count, [token], logprobs=logprobs)
+        if not count:
             delta.num_cached, delta.queued = entry.num_cached, entry.queued
             delta.prompt_logprobs = entry.prompt_logprobs
         output.append(token)
-        if token in entry.stops and (len(output) > request.params.min_tokens or request.params.grammar):
+        if token in entry.stops and (count >= request.params.min_tokens or request.params.grammar):
             delta.stop_reason = token
             return self.finish(entry, delta, FinishReason.STOP)
-        if len(output) >= request.max_tokens:
+        if count + 1 >= request.max_tokens:
             return self.finish(entry, delta, FinishReason.LENGTH)
         if request.lends:
             delta.lease = leave_with(self, entry)
@@ -319,8 +319,8 @@ class Lane:
         if not self.caching or full <= entry.remembered:
             return
         if full > len(entry.keys):
-            history = (request.prompt + request.output)[: full * self.block_size]
-            chain(history, self.block_size, entry.keys, self.scope.root(request.salt, request.adapter))
+            first, root = len(entry.keys) * self.block_size, self.scope.root(request.salt, request.adapter)
+            chain(request.span(first, full * self.block_size), self.block_size, entry.keys, root, first)
         for index in range(entry.remembered, full):
             key = entry.keys[index]
             self.pool.remember(entry.blocks[index], key)

@@ -135,8 +135,9 @@ class Runner:
         if prompt_parts or pooled:
             logits = logits[lines]
         tokens, logprobs, errors = sampler.sample(logits, samples)
-        self.last[samples] = tokens
-        self.stage.drew(turn, samples, np.array(tokens, np.int32).reshape(-1, 1))
+        drawn_tokens = np.array(tokens, np.int32)
+        self.last[samples if chunks else rows] = drawn_tokens
+        self.stage.drew(turn, samples, drawn_tokens[:, None])
         if errors:
             kept = [i for i, row in enumerate(samples) if row not in errors]
             samples, tokens = [samples[i] for i in kept], [tokens[i] for i in kept]

@@ -161,6 +161,7 @@ class Sampler:
         self._loading: threading.Thread | None = None
         self._copies: Any = np.empty((0, vocab_size), np.float32)
         self._drawing: set[int] = set()  # rows that are not greedy
+        self._special: set[int] = set()  # rows with more to them than a draw: edits, constraints, log-probabilities
         # By row, in the form the kernels read.
         self._scales = np.zeros(max_rows, np.float32)  # log2(e) / temperature, 0 for greedy
         self._top_k = np.zeros(max_rows, np.int64)
@@ -205,6 +206,8 @@ class Sampler:
                 raise ValueError("this sampler follows no grammars")
             output = fresh.tokens[fresh.num_prompt :]
             state.constraint = self.constraints.enter(params.grammar, fresh.eos_ids, output, goes_on=params.ignore_eos)
+        special = state.edits or state.constraint is not None or params.logprobs is not None
+        (self._special.add if special else self._special.discard)(row)
         self._scales[row] = 0.0 if params.greedy else sampling.LOG2E / params.temperature
         (self._drawing.discard if params.greedy else self._drawing.add)(row)
         self._top_k[row] = max(params.top_k, 0)
@@ -225,6 +228,7 @@ class Sampler:
         """Forget `row`; it may be empty."""
         self._rows.pop(row, None)
         self._drawing.discard(row)
+        self._special.discard(row)
 
     def history(self, row: int) -> Sequence[int]:
         """Prompt and output so far. Not to be changed."""
@@ -242,9 +246,10 @@ class Sampler:
         if not rows:
             return [], {}, {}
         states = [self._rows[row] for row in rows]
-        wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
-        edited = [i for i, state in enumerate(states) if state.edits]
-        bound = [(i, state.constraint) for i, state in enumerate(states) if state.constraint is not None]
+        special = [i for i, row in enumerate(rows) if row in self._special] if self._special else []
+        wanted = [i for i in special if states[i].params.logprobs is not None]
+        edited = [i for i in special if states[i].edits]
+        bound = [(i, constraint) for i in special if (constraint := states[i].constraint) is not None]
         raw = logits if wanted and not edited and not bound and len(wanted) == len(rows) else None
         if wanted and raw is None:
             raw = self._copy(logits, wanted)
@@ -260,12 +265,12 @@ class Sampler:
             for i, count, entry in zip(wanted, counts, entries, strict=True):
                 if i not in failed:
                     logprobs[rows[i]] = TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top[:count])
-        positions = self._positions
-        for row, state, token in zip(rows, states, tokens, strict=True):
+        self._positions[np.array(rows)] += 1
+        for state, token in zip(states, tokens, strict=True):
             state.history.append(token)
-            positions[row] += 1
-            if state.seen is not None:
-                state.seen.add(token)
+        for i in edited:
+            if (seen := states[i].seen) is not None:
+                seen.add(tokens[i])
         return tokens, logprobs, {rows[i]: message for i, message in failed.items()}
 
     def prompt_logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:

@@ -71,7 +71,7 @@ class TorchSampler(Sampler):
             drawer.draw(logits)
         drawer.rows, drawer.drawn = None, False
         tokens, flags = drawer.read(len(rows))
-        return tokens, {i: _SAID[flag] for i, flag in enumerate(flags) if flag} if any(flags) else {}
+        return tokens, {i: _SAID[flag] for i, flag in flags.items()}
 
     @torch.inference_mode()
     def _logprobs(self, logits: Any, targets: Sequence[int], k: int) -> list[TokenLogprobs]:

@@ -6,9 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from planaria.kernels.gpu.graphs import MOST_ROWS, OFTEN, StepGraphs, StepShape, shape_of
+from planaria.kernels.gpu.step import Places, lay_out
 from planaria.kernels.ops import Batch
 
 ONE = StepShape(1, 1, 512)
@@ -122,3 +125,25 @@ def test_other_steps_have_no_shape() -> None:
     batch = batch_of([1, 1])
     batch.counts[2] = 1  # a row that draws nothing
     assert shape_of(batch, 4096) is None
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_rows_of_nobody_store_nothing_and_see_nothing(each: int) -> None:
+    """Whatever a larger step left where the recording reads."""
+    batch = batch_of([each] * 8)
+    places = Places(batch, torch.device("cpu"))
+    for name in ("tokens", "positions", "slots", "loras"):
+        getattr(batch, name)[:] = 7
+    assert list(lay_out(batch, places, 16, 8, each)) == list(range(8 * each))
+    counts = [each] * 4 + [1]
+    smaller = batch_of(counts)
+    smaller.slots[:], smaller.tokens[:] = np.arange(600), 5
+    lines = lay_out(smaller, places, 16, 8, each)
+    assert list(lines) == list(range(4 * each + 1)), "a sequence's tokens begin at its own"
+    nobody = np.delete(np.arange(8 * each), lines)
+    assert set(places.host["slots"][nobody]) == {-1} and set(places.host["loras"][nobody]) == {-1}
+    assert list(places.host["slots"][lines]) == list(range(4 * each + 1))
+    assert not places.host["tokens"][nobody].any() and not places.host["lengths"][5:8].any()
+    assert list(places.host["starts"][:9]) == list(range(0, 8 * each + 1, each))
+    assert list(places.host["lengths"][:5]) == [9] * 4 + [9 - 1 + each], "the last of its own token sees 9 keys"
+    assert torch.equal(places.here["slots"], torch.from_numpy(places.host["slots"])), "copied"

@@ -99,7 +99,8 @@ class Drawer:
         last = order.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))
         return logits.gather(-1, last)[:, 0], last[:, 0].contiguous()
 
-    def read(self, lines: int) -> tuple[list[int], list[int]]:
-        """Tokens and flags (see `pick`): the one wait of a step."""
-        tokens, flags = self._out[:, :lines].tolist()
-        return tokens, flags
+    def read(self, lines: int) -> tuple[list[int], dict[int, int]]:
+        """Tokens, and flags of lines that have one (see `pick`): the one wait of a step."""
+        tokens, flags = self._out[:, :lines].cpu().numpy()
+        found: list[int] = tokens.tolist()
+        return found, {int(i): int(flags[i]) for i in np.flatnonzero(flags)}

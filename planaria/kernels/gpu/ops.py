@@ -23,7 +23,7 @@ from planaria.kernels.gpu.attention import Need, Way, by_triton, way_for
 from planaria.kernels.gpu.draw import Drawer
 from planaria.kernels.gpu.graphs import CudaRecorder, StepGraphs, StepRecorder, StepShape, shape_of
 from planaria.kernels.gpu.packed import DevicePacked, pack
-from planaria.kernels.gpu.step import DeviceStep, Places
+from planaria.kernels.gpu.step import DeviceStep, Places, lay_out
 from planaria.kernels.ops import Array, Batch, Quantized, Slots
 from planaria.kernels.reference import SlotExperts, SlotKV, SlotLatents, StepTensors, TorchOps
 from planaria.kernels.reference_linear import Linear, LowRank
@@ -139,7 +139,8 @@ class GpuOps(TorchOps):
             own = copy.copy(self)
             own._owed = None
             nobody = Batch(1, 1, 1, 1)
-            own._step = DeviceStep(nobody, spare, self._block_size, fused.put, shape[:3])
+            lay_out(nobody, spare, self._block_size, shape.rows, shape.each)
+            own._step = DeviceStep.recorded(spare, fused.put, shape[:3])
             own.drawer = self.drawer.spare() if self.drawer is not None else None
             own._record(forward, shape)  # compiles what isn't yet, and stores nothing
             own.drawer = self.drawer
@@ -160,12 +161,11 @@ class GpuOps(TorchOps):
             found = graphs.find(shape)
             if found is None:
                 return run()
-            filled = DeviceStep(batch, places, self._block_size, fused.put, shape[:3])
+            lines, tokens = lay_out(batch, places, self._block_size, shape.rows, shape.each), int(batch.counts[0])
             play, out = found
             play()
             if draws and drawer is not None:
                 drawer.drawn = True
-            lines, tokens = filled.lines, int(batch.counts[0])
             if len(lines) == tokens and shape.each == 1:
                 return out[:tokens]
             return out[torch.from_numpy(lines).to(self.device)]

@@ -61,6 +61,12 @@ class Places:
         if self._copied is not None:
             self._copied.record()
 
+    def take_tables(self, batch: Batch, longest: int, block_size: int) -> int:
+        """Blocks of the batch's sequences, the longest of which has so many tokens. Returns the most of one."""
+        sequences, width = int(batch.counts[1]), min(self.tables.shape[1], -(-longest // block_size))
+        self.host_tables[:sequences, :width] = batch.block_table[batch.seq_row[:sequences], :width]
+        return width
+
     def fill(self) -> dict[str, Any]:
         if self._copied is not None:
             self._copied.synchronize()
@@ -77,14 +83,40 @@ def _one_each(places: Places, rows: int, each: int, longest: int) -> QueryTiles:
     return QueryTiles(*own, 1 << (each - 1).bit_length(), longest)
 
 
+def lay_out(batch: Batch, places: Places, block_size: int, rows: int, each: int) -> Any:
+    """Put what the batch holds where a recording of so many rows, with so many tokens each, reads it: each sequence's
+    tokens at the beginning of its own. Returns the recording's tokens that are the batch's."""
+    host, sequences = places.fill(), int(batch.counts[1])
+    starts, lengths = batch.seq_start[: sequences + 1], batch.seq_len[:sequences]
+    used, total = int(starts[-1]), rows * each
+    if each == 1 and used == sequences:
+        lines: Any = batch.counting[:used]
+        reach = lengths
+        for name in ("tokens", "positions", "slots", "loras"):
+            host[name][:used] = getattr(batch, name)[:used]
+            host[name][used:total] = 0 if name in ("tokens", "positions") else -1
+    else:
+        counts = np.diff(starts)
+        lines = np.arange(used) + np.repeat(np.arange(sequences) * each - starts[:-1], counts)
+        for name in ("tokens", "positions", "slots", "loras"):
+            host[name][:total] = 0 if name in ("tokens", "positions") else -1
+            host[name][lines] = getattr(batch, name)[:used]
+        reach = lengths - counts + each
+    host["starts"][: rows + 1] = np.arange(0, total + 1, each)
+    host["tile_sequences"][:rows], host["tile_firsts"][:rows] = np.arange(rows), host["starts"][:rows]
+    host["lengths"][:sequences], host["lengths"][sequences:rows] = reach, 0
+    host["sample_index"][:total] = np.arange(total)
+    places.copy(sequences, places.take_tables(batch, int(lengths.max(initial=1)), block_size))
+    return lines
+
+
 class DeviceStep(StepTensors):
-    """See Rule. block_size: tokens of a block here. shape: sequences, tokens of each, and most keys of one, of what is
-    recorded; None: as the batch has them. put: stores rows [T, ...] in a cache at slots, but for those below 0."""
+    """See Rule. block_size: tokens of a block here. put: stores rows [T, ...] in a cache at slots, but for those below
+    0."""
 
     def __init__(
-        self, batch: Batch, places: Places, block_size: int, put: Callable[[Tensor, Tensor, Tensor], None],
-        shape: tuple[int, int, int] | None = None,
-    ) -> None:  # fmt: skip
+        self, batch: Batch, places: Places, block_size: int, put: Callable[[Tensor, Tensor, Tensor], None]
+    ) -> None:
         tokens, sequences, samples, self.all_tokens = (int(n) for n in batch.counts[:4])
         host, self._put_rows = places.fill(), put
         self.device = places.tables.device
@@ -94,28 +126,21 @@ class DeviceStep(StepTensors):
         self._tables = places.host_tables[:sequences]
         self._groups, self._masks = {}, {}
         self.longest = int(self._lengths.max(initial=1))
-        width = min(places.tables.shape[1], -(-self.longest // block_size))
-        self._tables[:, :width] = batch.block_table[batch.seq_row[:sequences], :width]
-        self.lines: Any = None  # of a recording's tokens, those that are the batch's
-        if shape is None:
-            for name in ("tokens", "positions", "slots", "loras"):
-                host[name][:tokens] = getattr(batch, name)[:tokens]
-            host["starts"][: sequences + 1], host["lengths"][:sequences] = self._starts, self._lengths
-            host["sample_index"][:samples] = batch.sample_index[:samples]
-        else:
-            self.longest = shape[2]
-            tokens, sequences, samples = self._spread(batch, host, *shape[:2])
-            self.most, self.tiles = shape[1], [_one_each(places, *shape)]
-        if shape is None:
-            counts = np.diff(host["starts"][: sequences + 1])
-            self.most = int(counts.max(initial=1))
-            self.tiles = self._tiles(places, counts)
-        places.copy(len(self._tables), width)
+        width = places.take_tables(batch, self.longest, block_size)
+        for name in ("tokens", "positions", "slots", "loras"):
+            host[name][:tokens] = getattr(batch, name)[:tokens]
+        host["starts"][: sequences + 1], host["lengths"][:sequences] = self._starts, self._lengths
+        host["sample_index"][:samples] = batch.sample_index[:samples]
+        counts = np.diff(self._starts)
+        self.most = int(counts.max(initial=1))
+        self.tiles = self._tiles(places, counts)
+        places.copy(sequences, width)
         self._view(places, tokens, sequences, samples)
 
     @classmethod
     def recorded(cls, places: Places, put: Callable[[Tensor, Tensor, Tensor], None], shape: Any) -> DeviceStep:
-        """For a recording: what steps of this shape will find there."""
+        """For a recording: what steps of this shape (sequences, tokens of each, most keys of one) will find there, once
+        they are laid out."""
         (rows, each, longest), new = shape, cls.__new__(cls)
         new.device, new._put_rows, new.longest, new.most = places.tables.device, put, longest, each
         new._hidden = new._arrived = new._here = None
@@ -130,20 +155,6 @@ class DeviceStep(StepTensors):
         self.slots, self.loras = here["slots"][:tokens], here["loras"][:tokens]
         self.starts, self.lengths = here["starts"][: sequences + 1], here["lengths"][:sequences]
         self.sample_index, self.tables = here["sample_index"][:samples], places.tables[:sequences]
-
-    def _spread(self, batch: Batch, host: dict[str, Any], rows: int, each: int) -> tuple[int, int, int]:
-        """Its tokens, each sequence's at the beginning of its own `each`."""
-        counts, total = np.diff(self._starts), rows * each
-        self.lines = np.arange(self._starts[-1]) + np.repeat(np.arange(len(counts)) * each - self._starts[:-1], counts)
-        for name, nothing in (("tokens", 0), ("positions", 0), ("slots", -1), ("loras", -1)):
-            host[name][:total] = nothing
-            host[name][self.lines] = getattr(batch, name)[: len(self.lines)]
-        host["starts"][: rows + 1] = np.arange(rows + 1) * each
-        host["tile_sequences"][:rows], host["tile_firsts"][:rows] = np.arange(rows), host["starts"][:rows]
-        host["lengths"][:rows] = 0
-        host["lengths"][: len(counts)] = self._lengths - counts + each
-        host["sample_index"][:total] = np.arange(total)
-        return total, rows, total
 
     def _tiles(self, places: Places, counts: Any) -> list[QueryTiles]:
         """Of those with few tokens, and of the others. counts: tokens of each sequence."""
