@@ -151,6 +151,8 @@ def run(case: Case, model: str, load: Load, rounds: int, ranks: int = 2) -> dict
     """Samples of each round."""
     found: list[dict[str, Any]] = []
     options = ["--max-model-len", str(load.max_length), "--kv-cache-memory", str(load.kv_bytes), *case.options]
+    if ranks == 1:
+        options += ["--distributed-executor-backend", "mp"]  # a rank that is a process by itself
     with Server(model, "-tp", str(ranks), *options) as server:
         asyncio.run(streams(server, load.prompts(0), 8))  # the first steps of a process are slower
         for number in range(1, rounds + 1):

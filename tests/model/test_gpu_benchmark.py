@@ -1,0 +1,54 @@
+"""What `benchmarks.gpu` does on a machine with a device, here without one: a model of a small layout, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+
+SMALL = gpu.LLAMA_7B | {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 1200, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def test_the_parts_of_a_step_of_the_host() -> None:
+    found = gpu.host(rows=8, steps=20, vocab=100)
+    assert found["rows"] == 8 and found["all"][0] >= max(found[part][0] for part in ("plan", "worker", "commit")) > 0
+    (table,) = [each for each in gpu.tables({"host": found}, "a device") if each.rows]
+    assert [row[0].rsplit(": ")[-1] for row in table.rows] == ["all", "plan", "worker", "commit"]
+
+
+def test_what_failed_is_in_the_page() -> None:
+    ours = {"first": 2.0, "rates": {"1": 90.0, "32": 10.0}, "recorded": 2, "said": ["attention (decode): Triton"]}
+    found = {
+        "smollm2": {"planaria": ours, "vllm": {"rates": {"32": 20.0}}, "limit": 100.0},
+        "7b": {"planaria": ours, "vllm": {"error": "Traceback\nno memory"}, "limit": 100.0},
+        "recovery": {"error": "no such process\n"},
+    }
+    rows = {name: value for name, _, value in gpu.tables(found, "a device")[0].rows}
+    assert rows["smollm2: 1 streams, tokens/s"] == "90, 90% of the limit"
+    assert rows["smollm2: 32 streams, tokens/s"] == "10, 0.50 x vLLM"
+    assert rows["7b: vLLM"] == "failed: no memory" and rows["7b: 32 streams, tokens/s"] == "10"
+    assert rows["7b: shapes of steps that were recorded"] == "2; attention (decode): Triton"
+    assert rows["a rank killed: until all streams go on, s"] == "failed: no such process"
+
+
+@pytest.mark.long
+def test_a_random_model_is_served_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "TOKENS", 24)
+    model = str(gpu.random_llama(tmp_path, SMALL))
+    for options in ({}, {"quantization": "q4_1"}):
+        found = gpu.engine("planaria", model, {"device": "cpu", "dtype": "bfloat16", **options}, (1, 4))
+        assert found.get("rates", {}).keys() == {"1", "4"}, found
+        assert min(found["rates"].values()) > 0 and found["first"] > 0 and (found["recorded"], found["said"]) == (0, [])
+
+
+def test_a_random_model_has_the_layout_that_is_asked_for(tmp_path: Path) -> None:
+    from planaria.checkpoint import resolve_checkpoint
+
+    checkpoint = resolve_checkpoint(str(gpu.random_llama(tmp_path, SMALL)))
+    assert checkpoint.config["vocab_size"] == 1200
+    assert sum(1 for _ in tmp_path.glob("*.safetensors")) == 3
