@@ -8,9 +8,10 @@ costs a step. No clock and no randomness of its own: who runs steps tells the ti
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 
 FIRST_GUESS = 0.15  # of a step of one token: what another costs, before it was seen
 MEMORY = 0.9  # of an average: the weight of what was before
@@ -21,7 +22,6 @@ LEAST = 0.05  # chance of a draft that is thought of
 GAIN = 1.15  # in tokens a second, that drafts must be expected to bring
 HOPELESS = 0.7  # of the best rate: beyond it nothing better is looked for
 MOST_TOKENS = 1 << 10
-AHEAD = 128  # tokens beyond the number asked for, that a table is made for
 
 
 class StepTimes:
@@ -29,7 +29,8 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._seen: dict[int, float] = {}
-        self._table: list[float] = []
+        self._tokens: list[int] = []  # that were seen, in order
+        self._seconds: list[float] | None = []  # of them, never less for more tokens; None: to be made
 
     def saw(self, tokens: int, seconds: float) -> None:
         if tokens > MOST_TOKENS:
@@ -39,29 +40,26 @@ class StepTimes:
             self._seen[tokens] = MEMORY * before + (1 - MEMORY) * min(seconds, 2 * before)
         else:
             self._seen[tokens] = min(seconds, 2 * (self.expected(tokens) or seconds))
-        self._table = []
+            insort(self._tokens, tokens)
+        self._seconds = None
 
     def expected(self, tokens: int) -> float:
-        """Never less for more tokens; 0.0: nothing was seen."""
-        if tokens >= len(self._table):
-            self._table = self._made(tokens + AHEAD)
-        return self._table[tokens]
-
-    def _made(self, most: int) -> list[float]:
-        """By number of tokens: lines between those that were seen, and beyond them what a token cost so far."""
-        if not self._seen:
-            return [0.0] * (most + 1)
-        known = sorted(self._seen.items())
-        (first, start), (last, end) = known[0], known[-1]
+        """Never less for more tokens; 0.0: nothing was seen. On a line between those that were seen, and beyond them
+        what a token cost so far."""
+        known = self._tokens
+        if not known:
+            return 0.0
+        if self._seconds is None:
+            self._seconds = list(accumulate((self._seen[n] for n in known), max))
+        seconds, first, last = self._seconds, known[0], known[-1]
+        if first < tokens < last:
+            i = bisect_right(known, tokens)
+            left, low = known[i - 1], seconds[i - 1]
+            return low + (seconds[i] - low) * (tokens - left) / (known[i] - left)
+        start, end = seconds[0], seconds[-1]
         one = start / (1 + FIRST_GUESS * (first - 1))
-        slope = max(0.0, end - start) / (last - first) if last > first else FIRST_GUESS * one
-        table = [max(one, start - slope * (first - n)) for n in range(first)]
-        for (left, low), (right, high) in pairwise(known):
-            table += [low + (high - low) * (n - left) / (right - left) for n in range(left, right)]
-        table += [end + slope * (n - last) for n in range(last, max(last, most) + 1)]
-        for n in range(1, len(table)):
-            table[n] = max(table[n], table[n - 1])
-        return table
+        slope = (end - start) / (last - first) if last > first else FIRST_GUESS * one
+        return end + slope * (tokens - last) if tokens >= last else max(one, start - slope * (first - tokens))
 
 
 class DraftSizes:
