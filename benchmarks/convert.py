@@ -22,6 +22,7 @@ MAX_LENGTH = 8192
 
 def write_folder(checkpoint: Checkpoint, folder: Path) -> None:
     """config.json, generation_config.json, the tokenizer's files and model.safetensors, all weights bf16."""
+    import numpy as np
     import torch
     from safetensors.torch import save_file
 
@@ -29,7 +30,7 @@ def write_folder(checkpoint: Checkpoint, folder: Path) -> None:
 
     with WeightSource(checkpoint) as source:
         tensors = {
-            name: source.get(name, dequantise=True).to(torch.bfloat16).contiguous().clone()  # type: ignore[union-attr]
+            name: torch.from_numpy(np.array(source.get(name, dequantise=True))).to(torch.bfloat16)
             for name in source.names()
         }
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right, insort
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 FIRST_GUESS = 0.15  # of a step of one token: what another costs, before it was seen
@@ -103,6 +102,8 @@ class DraftSizes:
         tokens, best, best_rate = float(len(rows)), 0, 0.0
         if time := self.times.expected(len(rows)):
             best_rate = GAIN * len(rows) / time
+            if self._reach(chances.values(), most) <= best_rate * self.times.expected(len(rows) + 1):
+                heap.clear()  # however many they got
         while heap and len(taken) < room:
             gain, row, number = heapq.heappop(heap)
             taken.append(row)
@@ -115,11 +116,18 @@ class DraftSizes:
                 best, best_rate = len(taken), rate
             elif rate < HOPELESS * best_rate:
                 break
-        sizes = Counter(taken[:best])
+        sizes: dict[int, int] = {}
+        for row in taken[:best]:
+            sizes[row] = sizes.get(row, 0) + 1
         for row in rows:
-            if sizes[row]:
-                continue
-            self._idle[row] += 1
-            if self._idle[row] % LOOK_AGAIN == 0 and sizes.total() < room:
-                sizes[row] = 1
-        return +sizes
+            if row not in sizes:
+                self._idle[row] += 1
+                if self._idle[row] % LOOK_AGAIN == 0 and sum(sizes.values()) < room:
+                    sizes[row] = 1
+        return sizes
+
+    @staticmethod
+    def _reach(chances: Collection[float], most: int) -> float:
+        """Tokens that a step of rows with these chances can be expected to bring at the most."""
+        more = (most if chance >= 1 else min(most, chance / (1 - chance)) for chance in chances if chance >= LEAST)
+        return len(chances) + sum(more)

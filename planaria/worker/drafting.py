@@ -121,6 +121,8 @@ class PromptLookup(_Rows):
     they were there (https://github.com/apoorvumang/prompt-lookup-decoding)."""
 
     def _drafts(self, ids: Ids, most: int) -> Sequence[int]:
+        if self.config.prompt_lookup_min > 1 and not ((ids[:-2] == ids[-2:-1]) & (ids[1:-1] == ids[-1])).any():
+            return []  # most steps, and most of what they cost
         places, length = matches(ids[:-1], ids, self.config.prompt_lookup_max)
         if length < self.config.prompt_lookup_min:
             return []

@@ -683,7 +683,7 @@ print("numba" in sys.modules)
 
     def start() -> tuple[str, dict[Path, int]]:
         done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, stdout=subprocess.PIPE, text=True)
-        return done.stdout.strip(), {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+        return done.stdout.strip(), {path: path.stat().st_ino for path in tmp_path.iterdir()}
 
     compiled, files = start()
     assert (compiled, len(files)) == ("True", 1)

@@ -133,15 +133,20 @@ def test_a_model_drafts(told: tuple[str, list[Any]], tmp_path: Path) -> None:
             assert answers(llm) == plain
             drafts = llm.stats.drafts
             assert drafts is not None and drafts.drafted > 0
-            greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-            llm.generate([PROMPTS[2]], greedy, use_tqdm=False)
-            after = llm.stats.drafts
-            assert after is not None
-            right = after.accepted[0] - drafts.accepted[0], after.checks - drafts.checks
-            assert model != folder or 0 < right[0] == right[1], right
+            assert model != folder or all_are_right(llm)
     with pytest.raises(ConfigError, match="has 67 tokens, and the model that is served 131"):
         other = checkpoints.write_checkpoint(tmp_path / "small", "llama", vocab_size=67)
         LLM(folder, speculative_config={"model": str(other)}, **OPTIONS)
+
+
+def all_are_right(llm: LLM) -> bool:
+    """Of a greedy request, where the model drafts for itself: of each step that checks some, the first."""
+    before = llm.stats.drafts
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    llm.generate([PROMPTS[2]], greedy, use_tqdm=False)
+    after = llm.stats.drafts
+    assert before is not None and after is not None
+    return 0 < after.accepted[0] - before.accepted[0] == after.checks - before.checks
 
 
 LONG = pytest.mark.long
@@ -172,7 +177,7 @@ def test_models_and_heads_draft_over_ranks(
         assert tokens(answers(llm)) == tokens(plain)
         drafted = llm.stats.drafts
         assert drafted is not None and drafted.drafted > 0
-        assert head or sum(drafted.accepted) > 10, drafted
+        assert head or all_are_right(llm)
         if tp > 1:
             harmed: list[int] = []
 
