@@ -88,22 +88,13 @@ def _interleave(options: EngineOptions) -> int:
 
 def _context(config: ParallelConfig) -> None:
     """The rules of context parallel. Raises ConfigError."""
-    size, tp, prefill = (
-        config.decode_context_parallel_size, config.tensor_parallel_size, config.prefill_context_parallel_size
-    )  # fmt: skip
+    size, tp = config.decode_context_parallel_size, config.tensor_parallel_size
     if tp % size:
         raise ConfigError(
             "--decode-context-parallel-size", size,
             f"context parallel deals a sequence's tokens to tensor ranks, and {size} doesn't divide "
             f"--tensor-parallel-size {tp}", f"use a divisor of {tp}",
         )  # fmt: skip
-    for option, degree in (("--decode-context-parallel-size", size), ("--prefill-context-parallel-size", prefill)):
-        if degree > 1 and config.num_micro_batches > 1:
-            raise ConfigError(
-                option, degree,
-                f"context parallel: {config.num_micro_batches} micro-batches would write to the one place where "
-                "context ranks exchange parts", "leave --enable-dbo and --ubatch-size out",
-            )  # fmt: skip
 
 
 def _shares(config: ParallelConfig, options: EngineOptions, device: str) -> None:

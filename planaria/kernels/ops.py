@@ -69,12 +69,14 @@ class Batch:
     loras        int32 [max_tokens]        slot of each token's adapter, -1: it has none
     adapted      has any of them one?
     step         of all tokens: itself, unless it is a `BatchShare`
+    place        number of a micro-batch among those of a step, counted from 1; 0: of whole steps
     """
 
     def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, max_samples: int) -> None:
         self.max_tokens, self.max_seqs, self.max_samples = max_tokens, max_seqs, max_samples
         self.prefill = self.adapted = False
         self.step: Batch = self
+        self.place = 0
         self.counts: npt.NDArray[np.int64] = np.zeros(8, np.int64)
         self.tokens: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)
         self.positions: npt.NDArray[np.int32] = np.zeros(max_tokens, np.int32)

@@ -468,7 +468,8 @@ class TorchOps(Products, SharedTokens):
         if self.tp.size == 1 or vocab is None:
             return out
         assert size is not None
-        return torch.as_tensor(self.tp.gather_columns(self._shared(out), vocab, size))
+        whole = torch.as_tensor(self.tp.gather_columns(self._shared(out), vocab, size))
+        return whole.clone() if self.tp.port else whole  # the next one may be another micro-batch's, in the same memory
 
     def compile(
         self, forward: Callable[[Any], Tensor | tuple[Tensor, ...]], batch: Batch, lanes: All2All | None = None

@@ -33,7 +33,7 @@ def axes(rank: int, layout: Layout, *, experts: bool = False, micro_batches: int
     apart = layout.dp > 1 or (experts and layout.pcp > 1)
     spread, travels = sharing if apart else (rank,), sharing if experts else (rank,)
     shares = {"shares": layout.group(rank, "pcp", "tp")} if layout.pcp > 1 else {}
-    further = {f"ep{i}": spread for i in range(1, micro_batches) if layout.dp > 1}
+    further = {f"ep{i}": spread for i in range(1, micro_batches) if apart}
     first = {"tp": layout.group(rank, "tp"), "pp": layout.group(rank, "pp")}
     return {**first, **shares, "ep": spread, "experts": travels, **further}
 

@@ -68,6 +68,9 @@ class NativeComm(Comm, Protocol):
     def window(self, size: int) -> npt.NDArray[np.uint8]:
         """Memory of `size` bytes or more that all ranks see. All call it together."""
 
+    def place(self, name: str, size: int) -> npt.NDArray[np.uint8]:
+        """The same, of what has this name alone."""
+
     def meet(self) -> None:
         """Wait for all ranks."""
 

@@ -2,7 +2,9 @@
 
 Rule: all lanes split a step or none does. They tell each other, once a step, how many tokens each has and whether that
 is above its threshold; one that is above makes all split, since what is exchanged is everybody's. Part i of n has the
-tokens from T * i // n of each lane, so that everyone knows all counts. What a token computes does not depend on it.
+tokens from T * i // n of each lane, so that everyone knows all counts. Where a lane's tokens are dealt to several ranks
+it has as many as these parts of all shares are together, the next ones of the step. What a token computes does not
+depend on it.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from planaria.config.options import ParallelConfig
 from planaria.kernels.ops import Act, Array, Batch, Operations
+from planaria.kernels.share import BatchShare
 from planaria.mesh.all2all.plain import room
 from planaria.mesh.mesh import Mesh
 from planaria.worker.turns import InTurns, Rotation
@@ -55,6 +59,32 @@ def cut(part: Batch, whole: Batch, first: int, last: int) -> None:
         part.make_hidden(whole.hidden.shape[1])[:tokens] = whole.hidden[first:last]
 
 
+def blank(whole: Batch, count: int, place: int) -> Batch:
+    """For the micro-batch at this place, of so many."""
+    most, step = -(-whole.max_tokens // count), whole.step
+    tokens = most * whole.size if isinstance(whole, BatchShare) else most
+    made = Batch(tokens, min(step.max_seqs, tokens), 0, min(step.max_samples, tokens))
+    made.block_table = step.block_table
+    if isinstance(whole, BatchShare):
+        made = BatchShare(made, whole.rank, whole.size)
+    made.place = place + 1
+    return made
+
+
+def cut_share(part: BatchShare, whole: BatchShare, bounds: Callable[[int], tuple[int, int]]) -> None:
+    """As `cut`, of a step whose tokens are dealt. bounds: of a share of so many tokens, those of this part."""
+    begins = whole.bounds()
+    spans = [bounds(end - begin) for begin, end in pairwise(begins)]
+    sizes = [last - first for first, last in spans]
+    start = sum(first for first, _ in spans)
+    cut(part.step, whole.step, start, start + sum(sizes))
+    first, last = spans[whole.rank]
+    before = sum(sizes[: whole.rank])
+    part.take(before, before + last - first)
+    if whole.hidden is not None:  # the stage before has them part by part
+        part.make_hidden(whole.hidden.shape[1])[: last - first] = whole.hidden[first:last]
+
+
 class MicroBatch:
     """One of `turns.count` micro-batches: a batch and a recorded forward pass of its own."""
 
@@ -63,16 +93,19 @@ class MicroBatch:
         place: int,
     ) -> None:  # fmt: skip
         self.place, self.exchange = place, InTurns(exchange, turns, place)
-        self.batch = whole
-        if turns.count > 1:
-            most = -(-whole.max_tokens // turns.count)
-            self.batch = Batch(most, min(whole.max_seqs, most), 0, min(whole.max_samples, most))
-            self.batch.block_table = whole.block_table
+        self.batch = whole if turns.count == 1 else blank(whole, turns.count, place)
         self.forward = ops.compile(forward, self.batch, self.exchange)
         self.result: Array | None = None
 
+    def fill(self, whole: Batch, of: int) -> None:
+        """With this part's tokens of a step."""
+        if isinstance(whole, BatchShare) and isinstance(self.batch, BatchShare):
+            cut_share(self.batch, whole, lambda tokens: self.bounds(tokens, of))
+        else:
+            cut(self.batch, whole, *self.bounds(int(whole.counts[0]), of))
+
     def bounds(self, tokens: int, of: int) -> tuple[int, int]:
-        """Of a lane's tokens, those of this part."""
+        """Of the tokens of a lane, or of a share of them, those of this part."""
         return tokens * self.place // of, tokens * (self.place + 1) // of
 
 
@@ -95,22 +128,23 @@ class MicroBatches:
         self._joined: Array | None = None
 
     def __call__(self) -> Array:
-        tokens = int(self.batch.counts[0])
-        told = self.whole.exchange.tell(2 * tokens + self.splits(tokens, self.batch.prefill))
+        step = self.batch.step
+        splits = self.splits(int(step.counts[0]), step.prefill)
+        told = self.whole.exchange.tell(2 * int(self.batch.counts[0]) + splits)
         counts = [number // 2 for number in told]
         if any(number % 2 for number in told):
-            return self._in_parts(tokens, counts)
+            return self._in_parts(counts)
         self.whole.exchange.counts = counts
         self.once.take(0)
         out = self.whole.forward()
         self.once.hand_on(0)
         return out
 
-    def _in_parts(self, tokens: int, counts: Sequence[int]) -> Array:
+    def _in_parts(self, counts: Sequence[int]) -> Array:
         self.turns.begin()
         count = self.turns.count
         for part in self.parts:
-            cut(part.batch, self.batch, *part.bounds(tokens, count))
+            part.fill(self.batch, count)
             spans = (part.bounds(number, count) for number in counts)
             part.exchange.counts = [last - first for first, last in spans]
         others = [self._begin(part) for part in self.parts[1:]]
@@ -134,7 +168,7 @@ class MicroBatches:
             own = self.streams.of(part.place) if self.streams is not None else nullcontext()
             with own:
                 self.turns.take(part.place)
-                part.result = self._kept(part.forward())
+                part.result = part.forward()
                 self.turns.hand_on(part.place)
         except BaseException as e:
             self._failed(e)
@@ -142,17 +176,6 @@ class MicroBatches:
     def _failed(self, error: BaseException) -> None:
         if self.turns.fail(error):
             self.mesh.abort(f"rank {self.mesh.rank} failed in a micro-batch: {error}")  # ends what others wait for
-
-    def _kept(self, result: Array) -> Array:
-        """A result that no other micro-batch writes over: tensor ranks may write theirs to the same shared memory."""
-        tp = self.mesh.tp
-        if tp.size == 1:
-            return result
-        kept = room(result, result.shape)
-        kept[...] = result
-        if tp.port:
-            tp.meet()  # type: ignore[attr-defined]  # a NativeComm
-        return kept
 
     def _join(self) -> Array:
         """The results one after the other."""

@@ -20,16 +20,19 @@ from hypothesis import strategies as st
 from benchmarks.micro_batch_trace import COMPUTE, traced
 from planaria.config.experts import expert_map
 from planaria.config.options import ParallelConfig
+from planaria.kernels.cpu.layout import ROWS_TOKENS
 from planaria.kernels.cpu.ops import CpuOps
+from planaria.kernels.cpu.recorder import Recorder
 from planaria.kernels.ops import Batch
 from planaria.kernels.reference import TorchOps
+from planaria.kernels.share import BatchShare
 from planaria.layers.build import build
 from planaria.mesh.all2all import make
 from planaria.mesh.comm import Array, CollectiveAborted, Comm, Solo
 from planaria.mesh.mesh import Mesh
 from planaria.models import model_config
 from planaria.models.deal import deal
-from planaria.worker.micro_batches import MicroBatches, cut
+from planaria.worker.micro_batches import MicroBatches, blank, cut, cut_share
 from planaria.worker.streams import Streams
 from planaria.worker.turns import Rotation, TurnsOver
 from tests.model.checkpoints import DictSource, config_of, write_checkpoint
@@ -378,21 +381,95 @@ def test_a_turn_that_will_not_come() -> None:
 Sequences = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30), st.booleans()), max_size=12)
 
 
-@given(Sequences, st.integers(1, 5))
-def test_parts_are_the_step(sequences: list[tuple[int, int, bool]], count: int) -> None:
-    """Every token is in one part, at its position, after what its sequence has computed; drawn where it was drawn."""
-    whole = Batch(400, 12, 8, 400)
-    at, drawn = 0, []
-    for i, (start, size, samples) in enumerate(sequences):
+def test_each_exchanges_with_its_context_ranks_in_places_of_its_own() -> None:
+    """Which all ranks find, and another recording of the same micro-batch."""
+    group = Group("shared", 2)
+
+    def work(comm: Comm) -> list[int]:
+        ops, whole = CpuOps("float32", 1, tp=comm), Batch(64, 4, 8, 64)
+        batches, seen = [whole, whole, blank(whole, 2, 0), blank(whole, 2, 1)], []
+        for number, batch in enumerate(batches):
+            recorder = Recorder(batch, ops.target, comm, None, 1, lambda kind: None, comm)  # type: ignore[arg-type, return-value]
+            for name, size in (("columns", 256), ("parts", 512)):
+                memory, ld = recorder.region(name, ROWS_TOKENS, size)
+                assert ld == size
+                memory[: batch.max_tokens * ld] = 16 * number + 2 * (name == "parts") + comm.rank
+                comm.meet()  # type: ignore[attr-defined]
+        for batch in batches:
+            recorder = Recorder(batch, ops.target, comm, None, 1, lambda kind: None, comm)  # type: ignore[arg-type, return-value]
+            seen += [
+                int(found)
+                for name, size in (("columns", 256), ("parts", 512))
+                for found in np.unique(recorder.region(name, ROWS_TOKENS, size)[0][: batch.max_tokens * size] // 2)
+            ]
+        ops.close()
+        return seen
+
+    assert group.run(work) == [[8, 9, 8, 9, 16, 17, 24, 25]] * 2
+    group.close()
+
+
+@given(Sequences, st.integers(1, 5), st.integers(2, 3))
+def test_parts_of_shares_are_the_step(sequences: list[tuple[int, int, bool]], count: int, size: int) -> None:
+    """Each is the next tokens of the step, dealt to the shares in order, and as many of each as everybody can reckon; a
+    share has as many as without parts, with what the stage before made of them."""
+    step, drawn = Batch(400, 12, 8, 400), filled_with(sequences)
+    fill(step, sequences)
+    wholes = [BatchShare(step, rank, size) for rank in range(size)]
+    sizes = [whole.deal() for whole in wholes]
+    for rank, whole in enumerate(wholes):
+        whole.make_hidden(16)[:, 0] = 1000 * rank + np.arange(whole.max_tokens)
+    found, samples = list[int](), list[int]()
+    hidden = [list[float]() for _ in range(size)]
+    for place in range(count):
+
+        def bounds(tokens: int, place: int = place) -> tuple[int, int]:
+            return tokens * place // count, tokens * (place + 1) // count
+
+        first = len(found)
+        for rank, whole in enumerate(wholes):
+            part = blank(whole, count, place)
+            assert isinstance(part, BatchShare) and part.place == place + 1
+            cut_share(part, whole, bounds)
+            own, (begin, end) = int(part.counts[0]), bounds(sizes[rank])
+            assert own == end - begin <= part.max_tokens and part.counts[4] == part.step.counts[0]
+            assert part.counts[6] == len(found) - first
+            found += part.tokens[:own].tolist()
+            assert part.hidden is not None
+            hidden[rank] += part.hidden[:own, 0].tolist()
+            if rank == 0:
+                samples += [at + first for at in part.sample_index[: part.counts[2]].tolist()]
+    assert found == step.tokens[: step.counts[0]].tolist() and samples == drawn
+    assert hidden == [[1000 * rank + i for i in range(own)] for rank, own in enumerate(sizes)]
+
+
+def filled_with(sequences: list[tuple[int, int, bool]]) -> list[int]:
+    """Tokens that are drawn after."""
+    ends = np.cumsum([size for _, size, _ in sequences])
+    return [int(end) - 1 for end, (_, _, samples) in zip(ends, sequences, strict=True) if samples]
+
+
+def fill(whole: Batch, sequences: list[tuple[int, int, bool]]) -> None:
+    """With a step. Sequences: tokens that are there, new ones, is one drawn after them?"""
+    at = 0
+    for i, (start, size, _) in enumerate(sequences):
         whole.tokens[at : at + size] = np.arange(size) + 100 * i
         whole.positions[at : at + size] = np.arange(start, start + size)
         whole.slots[at : at + size] = np.arange(size) + 1000 * i
         whole.seq_start[i : i + 2] = at, at + size
         whole.seq_len[i], whole.seq_row[i] = start + size, 11 - i
         at += size
-        drawn += [at - 1] if samples else []
+    drawn = filled_with(sequences)
     whole.sample_index[: len(drawn)] = drawn
     whole.counts[:3] = at, len(sequences), len(drawn)
+
+
+@given(Sequences, st.integers(1, 5))
+def test_parts_are_the_step(sequences: list[tuple[int, int, bool]], count: int) -> None:
+    """Every token is in one part, at its position, after what its sequence has computed; drawn where it was drawn."""
+    whole, drawn = Batch(400, 12, 8, 400), filled_with(sequences)
+    fill(whole, sequences)
+    at = int(whole.counts[0])
     whole.make_hidden(16)[:, 0] = np.arange(400)
     seen: dict[int, int] = {}
     found_tokens, found_drawn, first = [], [], 0

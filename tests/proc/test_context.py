@@ -181,7 +181,7 @@ def test_what_users_are_told(small: Path) -> None:
     assert "--dcp-kv-cache-interleave-size is the old name of --cp-kv-cache-interleave-size" in result.stderr
     for wrong, says in (
         (["-tp", "2", "-dcp", "2", "--cp-kv-cache-interleave-size", "5"], ("-size 5", "16", "context parallel")),
-        (["-pcp", "2", "--ubatch-size", "3"], ("-size 2", "3 micro-batches", "context parallel")),
+        (["-tp", "3", "-dcp", "2"], ("-size 2", "--tensor-parallel-size 3", "context parallel")),
     ):
         result = planaria(*asked, *wrong)
         assert result.returncode == 2

@@ -113,6 +113,34 @@ def test_other_layouts_and_exchanges(folder: Path, expected: list[list[int]], op
         assert "enable_eplb" not in options or engine.loop.balancing.stats.bytes_moved > 0
 
 
+SHARED: list[Any] = [
+    {"data_parallel_size": 1, "prefill_context_parallel_size": 2},
+    {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    {"tensor_parallel_size": 2, "data_parallel_size": 1, "prefill_context_parallel_size": 2,
+     "decode_context_parallel_size": 2, "ubatch_size": 3, "enable_dbo": False},
+    {"data_parallel_size": 1, "prefill_context_parallel_size": 2, "pipeline_parallel_size": 2},
+    {"prefill_context_parallel_size": 2, "kernels": "torch", "disable_custom_all_reduce": True},
+    {"data_parallel_size": 1, "prefill_context_parallel_size": 3, "ubatch_size": 4, "enable_dbo": False},
+]  # fmt: skip
+
+
+@pytest.mark.row("P19", "P20")
+@pytest.mark.parametrize(
+    "options", [*SHARED[:2], *(pytest.param(each, marks=pytest.mark.long) for each in SHARED[2:])], ids=str
+)
+def test_context_ranks(folder: Path, expected: list[list[int]], options: dict[str, Any]) -> None:
+    """Who shares the tokens of a sequence, or of a step: each micro-batch is of all of them, and a part of it dies."""
+    with Engine(str(folder), **{**SPLIT, "enable_dbo": True, **options}) as engine:
+        for harm in (None, lambda: ask(engine, "die", 1, 1)):
+            ask(engine, "look_on")
+            assert engine.run(ASKED, 20, harm) == expected
+        assert [recovery.ranks for recovery in engine.recoveries] == [[1]]
+        ask(engine, "look_on")
+        assert engine.run(ASKED) == expected
+        for places, _ in ask(engine, "done"):
+            assert in_turn(places, options.get("ubatch_size", 2))
+
+
 @pytest.mark.long
 def test_lanes_come_and_go(engine: Engine, expected: list[list[int]]) -> None:
     """With one lane nothing is exchanged, and nothing is split."""

@@ -72,8 +72,7 @@ class Recorder:
         self.tape = Tape()
         self.owners: list[object] = [batch]  # what the tape names by address
         self.external: dict[int, npt.NDArray[Any]] = {}  # memory of buffers that are not the recording's, by address
-        self.regions: dict[str, tuple[int, int]] = {}  # of memory that all ranks see: where it begins, bytes of a row
-        self.region_bytes = 0
+        self.regions: dict[str, int] = {}  # of memory that all ranks see: bytes of a row
         self.scratch = layout.BIG  # bytes, of a thread
         self.open = True
 
@@ -146,16 +145,13 @@ class Recorder:
 
     def region(self, name: str, rows: int, row_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
         """Memory that all ranks of a native group see, for rows of a kind, and the bytes of one: one and the same
-        wherever the recording asks for that name."""
+        wherever the recording asks for that name, and another for each micro-batch."""
         assert self.native_cp is not None
         ld = up(row_bytes, 64)
-        if name not in self.regions:
-            self.regions[name] = self.region_bytes, ld
-            self.region_bytes += self.rows(rows) * ld
-        first, had = self.regions[name]
+        had = self.regions.setdefault(name, ld)
         if had != ld:
             raise ValueError(f"rows of {row_bytes} bytes for {name}, which has rows of {had}")
-        return self.native_cp.window(self.region_bytes)[first:], ld
+        return self.native_cp.place(f"{name}, {self.batch.place}", self.rows(rows) * ld), ld
 
     def expect(self, x: Act, what: str, dtype: str | None = None) -> None:
         """Raises ValueError unless x is of a dtype, default the kernels' own."""

@@ -80,6 +80,7 @@ class SharedComm:
             port[word] = value
         self._failed = port[layout.PORT_FAILED : layout.PORT_FAILED + 1]
         self._window: tuple[int, npt.NDArray[np.uint8]] | None = None
+        self._places: dict[str, tuple[int, int]] = {}  # of the window: where it begins, bytes
         self._reason = ""
         # what one operation called from Python needs: a tape of one row
         self._team = Team(entry, 1)
@@ -118,6 +119,14 @@ class SharedComm:
             self.meet()
             self._window = size, self._array(mmap.mmap(self._fd, size, offset=self._end))
         return self._window[1]
+
+    def place(self, name: str, size: int) -> npt.NDArray[np.uint8]:
+        """Of the window what has this name, and nothing else. All call it together."""
+        start, had = self._places.get(name, (0, -1))
+        if had < size:
+            start = max((first + length for first, length in self._places.values()), default=0)
+            self._places[name] = start, size
+        return self.window(start + size)[start : start + size]
 
     def check(self) -> None:
         """Raise CollectiveAborted if an operation on this group, from here or from a recording, was given up."""
