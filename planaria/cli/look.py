@@ -16,7 +16,16 @@ from rich.table import Table
 
 from planaria.wire import EngineFacts, Phase, StartUpNews
 
-console = Console(stderr=True, highlight=False)
+
+class _Words(Console):
+    """What is said to people ends nothing: who reads it may be gone, or the disk full that it goes to."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*objects, **how)
+
+
+console = _Words(stderr=True, highlight=False)
 logger = logging.getLogger("planaria.cli")
 
 

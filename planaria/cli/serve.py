@@ -236,5 +236,8 @@ def announce_ready(line: str, fleet: Fleet, started: float) -> None:
         kinds = f"{parallel.prefill_engines} + {parallel.decode_engines} engines: prompts of {threshold} tokens or more"
         prefill = f"{kinds} by the first kind (then as measured, see /health)" if parallel.splits_prefill else ""
         console.print(summary(facts, {"total": ready}, defaults, address, prefill), soft_wrap=True)
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except OSError as e:
+        logger.warning("standard output can't be written to: %s", e.strerror)

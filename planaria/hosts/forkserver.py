@@ -9,6 +9,7 @@ Forked with the pidfd; ForkEnded, whenever one has.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -75,8 +76,11 @@ def _send(port: socket.socket, message: Fork | Forked | ForkEnded, fds: Sequence
 
 
 def _receive(port: socket.socket) -> tuple[Fork | Forked | ForkEnded, list[int]] | None:
-    """None when the other has ended."""
-    data, fds, _, _ = socket.recv_fds(port, LONGEST, MOST)
+    """None when the other has ended. Where there is no room for all descriptors here, none come."""
+    data, fds, flags, _ = socket.recv_fds(port, LONGEST, MOST)
+    if flags & socket.MSG_CTRUNC:
+        while fds:
+            os.close(fds.pop())
     return (_decode(data), fds) if data else None
 
 
@@ -99,10 +103,14 @@ class ForkServer:
         self._codes: dict[int, int] = {}
         self._answer = Future[tuple[int, int]]()  # to the last fork
         self._process: subprocess.Popen[bytes] | ForkedServer
-        self._process, self.port = before or _started(modules)
+        life, ours = os.pipe()
+        self._life, self._hold = os.fdopen(life, "rb", buffering=0), os.fdopen(ours, "wb", buffering=0)
+        try:
+            self._process, self.port = before or _started(modules)
+        except BaseException:
+            self._let_go()
+            raise
         self.port.setblocking(False)
-        self._life, ours = os.pipe()
-        self._hold = os.fdopen(ours, "wb", buffering=0)  # the end of it is the end of all forks
 
     def fits(self, modules: Sequence[str]) -> bool:
         """Would another server have imported the same, and is this one well?"""
@@ -118,7 +126,9 @@ class ForkServer:
         server."""
         self._fails = True  # until it is known that it doesn't
         self._answer = answer = Future[tuple[int, int]]()
-        _send(self.port, Fork(os.getpid(), module, tuple(args), os.getcwd(), env), (self._life, *fds))
+        if self._hold.closed:
+            raise ConnectionError("its server has been closed")
+        _send(self.port, Fork(os.getpid(), module, tuple(args), os.getcwd(), env), (self._life.fileno(), *fds))
         limit = ANSWER if self._imported else IMPORTS
         try:
             return answer.result(limit)
@@ -139,6 +149,9 @@ class ForkServer:
             case ForkEnded(pid, code), _:
                 self._codes[pid] = code
             case Forked(pid, why), fds:
+                if not why and not fds:  # it could not be watched: nobody has it
+                    os.kill(pid, signal.SIGKILL)
+                    why = os.strerror(errno.EMFILE)
                 self._imported, self._fails = True, bool(why)
                 if not self._answer.set_running_or_notify_cancel():  # nobody waits for that fork any more
                     for fd in fds:
@@ -164,7 +177,12 @@ class ForkServer:
         """With all that it forked. Any thread; idempotent."""
         self._process.kill()
         self._process.wait()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The end of this is the end of all forks."""
         self._hold.close()
+        self._life.close()
 
 
 def _started(modules: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -269,6 +287,9 @@ def _serve(port: socket.socket) -> str:
                 return ""
             asked, fds = heard
             assert isinstance(asked, Fork)
+            if not fds:
+                _send(port, Forked(0, os.strerror(errno.EMFILE)))
+                continue
             try:
                 pid = os.fork()
             except OSError as e:
@@ -283,11 +304,21 @@ def _serve(port: socket.socket) -> str:
                 _become(asked, fds)
                 return asked.module
             if pid > 0:
-                exit_fd = os.pidfd_open(pid)
-                _send(port, Forked(pid), (exit_fd,))
-                os.close(exit_fd)
+                _told(port, pid)
             for given in fds:
                 os.close(given)
+
+
+def _told(port: socket.socket, pid: int) -> None:
+    """It is watched by who asked for it, or it is not there."""
+    try:
+        exit_fd = os.pidfd_open(pid)
+    except OSError as e:
+        os.kill(pid, signal.SIGKILL)
+        _send(port, Forked(0, str(e)))
+        return
+    _send(port, Forked(pid), (exit_fd,))
+    os.close(exit_fd)
 
 
 def _reap(port: socket.socket) -> None:

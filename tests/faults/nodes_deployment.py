@@ -21,17 +21,21 @@ class NodesDeployment(Deployment):
     the first node to come back, so both are started again for each cell."""
 
     lasting = False
-    names = ("engine", "rank0")  # a layout of one rank may go on
+    names: tuple[str, ...] = ("engine", "rank0")  # a layout of one rank may go on
     end_limit = 15.0  # ranks that can't be reached end when their node has heard nothing for the heartbeat's limit
 
     def __init__(self, name: str, model: Path, *, real: bool = True) -> None:
         super().__init__(name, model, real=real)
         self._stack = contextlib.ExitStack()
-        self.networks: Networks = self._stack.enter_context(two_networks())
+        self.networks = self.connect()
         self.space = self.networks.spaces[0]
         self.outside["link"] = self.harm_link
         self._agent: subprocess.Popen[bytes] | None = None
         self.is_cut = False
+
+    def connect(self) -> Networks:
+        """Raises as `ip`."""
+        return self._stack.enter_context(two_networks())
 
     def harm_link(self, fault: str) -> None:
         if fault == "cut":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ import psutil
 
 from tests.faults.deployment import ROOT, Deployment
 from tests.faults.harm import SLOW_FACTOR, SLOW_SECONDS
-from tests.faults.orders import FOLDER
+from tests.faults.orders import FOLDER, Orders
 from tests.proc.servers import Server
 from tests.ray.clusters import several_nodes
 
@@ -90,6 +91,15 @@ class RayDeployment(Deployment):
             if node is not self._cluster.head_node and id(node) not in alive:
                 self._cluster.remove_node(node, allow_graceful=False)
                 self._cluster.add_node(num_cpus=1, resources={"planaria_slot": 1}, include_dashboard=False)
+
+    def end(self) -> None:
+        """The cluster's processes know orders by the folder that there was when it began."""
+        known = self.folder
+        super().end()
+        if self._cluster is not None:
+            shutil.rmtree(self.folder)
+            known.mkdir(exist_ok=True)
+            self.folder, self.orders = known, Orders(known)
 
     def close(self) -> None:
         super().close()

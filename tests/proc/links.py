@@ -37,8 +37,8 @@ def make(kind: str, num_ranks: int, **options: Any) -> Any:
     return JoinedLink([(make("shm", len(near), **options), near), (make("tcp", len(far), **options), far)])
 
 
-def start_rank(rank: int, address: Address) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-m", "tests.proc.link_rank"], stdin=subprocess.PIPE)
+def start_rank(rank: int, address: Address, prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([*prefix, sys.executable, "-m", "tests.proc.link_rank"], stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(msgspec.msgpack.encode((rank, address)))
     process.stdin.close()

@@ -49,9 +49,13 @@ class Networks:
                 self._plug(space, "elsewhere", f"away{i}", f"10.94.0.{i}/24")
                 ip("-n", space, "route", "add", "default", "via", "10.94.0.254", "dev", "elsewhere")
             ip("-n", space, "link", "set", "lo", "up")
-            folder = Path("/etc/netns", space)  # without an answer to names, each look for one would take seconds
-            folder.mkdir(parents=True)
-            (folder / "resolv.conf").write_text("")
+            self.without_names(space)
+
+    def without_names(self, space: str) -> None:
+        """Without an answer to names, each look for one would take seconds."""
+        folder = Path("/etc/netns", space)
+        folder.mkdir(parents=True)
+        (folder / "resolv.conf").write_text("")
 
     def _plug(self, space: str, end: str, port: str, address: str) -> None:
         ip("link", "add", end, "netns", space, "type", "veth", "peer", port, "netns", self.switch)

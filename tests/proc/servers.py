@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 import os
 import queue
 import re
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 import httpcore2
@@ -158,6 +160,14 @@ def titled(pid: int, role: str) -> list[int]:
             if title is not None and title[0] == role:
                 found.append((child.create_time(), child.pid))
     return [child for _, child in sorted(found)]
+
+
+def limit_for(pid: int, room: int) -> int:
+    """The limit of open files under which a process can open so many more: it is one of their numbers."""
+    folder = Path(f"/proc/{pid}/fd")
+    used = {int(name) for name in os.listdir(folder) if os.path.lexists(folder / name)}  # but for that of this look
+    free = (number for number in itertools.count() if number not in used)
+    return next(itertools.islice(free, room, None))
 
 
 def alive(pid: int) -> bool:

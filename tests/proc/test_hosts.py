@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from planaria.hosts import forkserver, local
 from planaria.hosts.host import Program
 from planaria.hosts.local import HERE, LocalChild, LocalHost
 from planaria.node import process_state
-from tests.proc.servers import PATIENCE, alive, wait_until
+from tests.proc.servers import PATIENCE, alive, limit_for, wait_until
 
 BIG = [bytes([number]) * (1 << 20) for number in range(3)]  # each more than a pipe takes
 
@@ -241,6 +243,51 @@ def test_while_a_server_is_waited_for_others_are_seen_to(forking: LocalHost, mon
     waits.join()
     assert server_of(found[0]) == server
     end(one, *found)
+
+
+@pytest.mark.parametrize("room", range(8))
+def test_a_server_without_descriptors_says_so(forking: LocalHost, room: int, caplog: pytest.LogCaptureFixture) -> None:
+    """However many it has room for: what can't be forked begins by itself."""
+    one = forked(forking, "deaf")
+    server = server_of(one)
+    end(one)  # so that its server has nothing more to do
+    have = server.rlimit(psutil.RLIMIT_NOFILE)
+    server.rlimit(psutil.RLIMIT_NOFILE, (limit_for(server.pid, room), have[1]))
+    other = forked(forking, "deaf")
+    fits = psutil.Process(other.place.pid).ppid() == server.pid
+    assert fits == (room >= 6), "five that come with it, and its own"
+    assert fits or "Too many open files" in caplog.text
+    server.rlimit(psutil.RLIMIT_NOFILE, have)
+    end(other)
+    wait_until("nothing that was forked is left", lambda: not server.children())
+
+
+@pytest.mark.parametrize("room", range(4, 8))
+def test_who_has_no_descriptor_left_for_a_fork_has_none_and_waits_for_none(forking: LocalHost, room: int) -> None:
+    """Two pipes take four."""
+    one = forked(forking, "deaf")
+    server, (soft, hard) = server_of(one), resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit_for(os.getpid(), room), hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files") if room < 5 else contextlib.nullcontext():
+            end(forked(forking, "deaf"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == before
+    wait_until("what nobody has is gone", lambda: server.children() == [psutil.Process(one.place.pid)])
+    other = forked(forking, "deaf")
+    end(one, other)
+
+
+def test_a_server_that_is_closed_keeps_no_descriptor() -> None:
+    end(start("1"))
+    before = len(os.listdir("/proc/self/fd"))
+    host = LocalHost(devices=(), forks=FORKS)
+    one = forked(host, "deaf")
+    host.close()
+    assert not host.await_ends([one], PATIENCE)
+    wait_until("all are closed", lambda: len(os.listdir("/proc/self/fd")) == before)
 
 
 def test_imports_that_fail_are_not_tried_again_for_each_process(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from planaria.executor.launcher.process import PoolLauncher
 from planaria.hosts.host import News, Place, Program, Slot
 from planaria.hosts.pool import TRY_AGAIN, Pool
 from planaria.topology import Cluster, Infeasible, Layout, Node
@@ -173,3 +174,30 @@ def test_less_than_was_asked_for_may_be_on_several_nodes_too() -> None:
     (spare,) = one.pool.spares
     spare.said = "ready"
     assert spare.slot == ("1", 0) and one.pool.prepare(Layout(tp=3), lambda place: b"") == Layout(tp=2)
+
+
+def test_what_can_not_be_started_is_tried_again_after_a_pause_that_grows() -> None:
+    """Else the tries that there are would be over before what is lacking could come back."""
+    host, now, pauses = FakeHost(4), 0.0, []
+
+    def pause(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        pauses.append(seconds)
+
+    launcher = PoolLauncher(host, "rank", Layout(tp=2), clock=lambda: now, pause=pause)  # type: ignore[arg-type]
+    launcher.start()
+    host.fails = 4
+    for _ in range(4):
+        with pytest.raises(OSError, match="no process"):
+            launcher.replace([1], Layout(tp=2))
+    launcher.replace([1], Layout(tp=2))
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+    launcher.replace([0], Layout(tp=2))
+    assert len(pauses) == 4, "none is owed any more"
+    host.fails = 1
+    with pytest.raises(OSError, match="no process"):
+        launcher.replace([1], Layout(tp=2))
+    now += 10
+    launcher.replace([1], Layout(tp=2))
+    assert len(pauses) == 4, "so long has passed anyway"

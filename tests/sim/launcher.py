@@ -88,7 +88,8 @@ class SimLauncher(PoolLauncher):
     def __init__(self, sim: Simulation, nodes: Sequence[int], layout: Layout, num_spares: int) -> None:
         self.sim, self.world = sim, sim.world
         host: Any = SimHost(sim, nodes)
-        super().__init__(host, "", layout, spares=num_spares, clock=sim.world.clock)
+        world = sim.world
+        super().__init__(host, "", layout, spares=num_spares, clock=world.clock, pause=world.pass_by)
         self.pool.tries.longest = self.pool.longest = LONGEST_TRY
         self.devices, self.all = self.host.devices, self.host.all
 

@@ -14,18 +14,19 @@ import msgspec
 from planaria.executor.boot import SPARE, RankBoot
 from planaria.hosts.host import Child, Host, Place, Program
 from planaria.hosts.local import LocalHost
-from planaria.hosts.pool import Pool
+from planaria.hosts.pool import BackOff, Pool
 from planaria.node import home
 from planaria.topology import Layout
 
 logger = logging.getLogger("planaria.engine")
 
 SETTLE = 0.5  # seconds between a process's end, as others notice it, and its code
+SHORTEST, LONGEST = 0.5, 8.0  # seconds between tries, where no process can be started
 
 
 class PoolLauncher:
     """See Launcher. layout: that `start` has; address: by which others reach this node; clock: seconds, monotonic;
-    others as Pool's."""
+    pause: lets so many pass; others as Pool's."""
 
     name = "mp"
     link, uses_ray, replaces = "queue", False, True
@@ -33,9 +34,10 @@ class PoolLauncher:
 
     def __init__(
         self, host: Host, module: str, layout: Layout, address: str = "127.0.0.1", *, spares: int = 0,
-        clock: Callable[[], float] = time.monotonic, **how: Any,
+        clock: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep, **how: Any,
     ) -> None:  # fmt: skip
-        self.host, self.layout, self.address = host, layout, address
+        self.host, self.layout, self.address, self.clock, self.pause = host, layout, address, clock, pause
+        self.starts = BackOff(LONGEST, SHORTEST)
         self.on_exit: Callable[[], None] = lambda: None
         self.pool = Pool(host, Program(module), clock, self._news, spares=spares, **how)
         self._closing = False
@@ -44,7 +46,16 @@ class PoolLauncher:
         return self.replace((), self.layout)
 
     def replace(self, ranks: Sequence[int], layout: Layout) -> list[Place]:
-        self.pool.replace(ranks, layout)
+        """See Launcher. What could not be started is tried again after a pause: what was lacking may be there then, and
+        all tries would be over in no time."""
+        if (early := self.starts.at - self.clock()) > 0:
+            self.pause(early)
+        try:
+            self.pool.replace(ranks, layout)
+        except OSError:
+            self.starts.failed(self.clock())
+            raise
+        self.starts.worked()
         return [msgspec.structs.replace(child.place, rank=rank) for rank, child in sorted(self.pool.ranks.items())]
 
     def run(self, boots: Sequence[RankBoot]) -> None:
