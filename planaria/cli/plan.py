@@ -15,6 +15,7 @@ import typer
 
 from planaria.cli.look import write_json
 from planaria.cli.options import engine_options
+from planaria.config.data_parallel import may_slice
 from planaria.config.experts import expert_map
 from planaria.config.machine import Machine, accelerator_ids, look, served, usable_cores, usable_platform
 from planaria.config.options import EngineOptions, ParallelConfig
@@ -53,10 +54,11 @@ class Demand(msgspec.Struct, frozen=True):
         )
         experts = expert_map(self.model, parallel, parallel.expert_parallel_size)
         context, partition = parallel.context(layout), parallel.pp_layer_partition
+        slices = parallel.lanes * layout.pcp if parallel.slices_experts else 1
         groups = [  # of tensor ranks and stages, which have tokens of their own
             [
                 rank_memory(self.model, shard, **self.quantities).shared_by(self.sharers)
-                for shard in deal(self.model, layout.tp, layout.pp, partition, experts, group, context)
+                for shard in deal(self.model, layout.tp, layout.pp, partition, experts, group, context, slices)
             ]
             for group in range(parallel.lanes * layout.pcp)
         ]
@@ -251,7 +253,7 @@ def _from_ray(options: EngineOptions, machine: Machine, device: str) -> PlanCase
 
 def _on_ray(options: EngineOptions) -> EngineOptions:
     """Lanes of one engine are not engines that Ray starts unless that is asked for, only its ranks are."""
-    if options.enable_expert_parallel and options.data_parallel_size > 1:
+    if (options.enable_expert_parallel and options.data_parallel_size > 1) or _slices(options):
         return msgspec.structs.replace(options, distributed_executor_backend="ray")
     return msgspec.structs.replace(options, data_parallel_backend="ray", distributed_executor_backend="ray")
 
@@ -264,8 +266,18 @@ def _strategy(options: EngineOptions) -> str | None:
 
 
 def _parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[ParallelConfig, tuple[str, ...]]:
-    parallel, notes = resolve_parallel(options, machine, device)
+    parallel, notes = resolve_parallel(options, machine, device, slices=_slices(options))
     return parallel, _warnings(notes)
+
+
+def _slices(options: EngineOptions) -> bool:
+    """Have data-parallel ranks slices of experts, where a model is named?"""
+    if not options.model or not may_slice(options):
+        return False
+    from planaria.checkpoint.resolve import Hub, shape_of
+    from planaria.config.resolve import has_slices
+
+    return has_slices(shape_of(options.model, Hub(options.revision, options.download_dir)), options.model_impl)
 
 
 def _warnings(notes: Sequence[tuple[int, str]]) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ def engines(config: EngineConfig) -> tuple[Make, Hosts | None]:
     from planaria.executor.ray.lane_hosts import LaneHosts
     from planaria.server.ray_engine import RayEngine
 
-    hosts = (LaneHosts if config.parallel.enable_expert_parallel else RayHosts)(config, ray_settings(), _show)
+    hosts = (LaneHosts if config.parallel.shares_experts else RayHosts)(config, ray_settings(), _show)
     return functools.partial(RayEngine, hosts), hosts
 
 

@@ -23,14 +23,21 @@ _FOR_NODES = "is for a node whose engines have their server on another"
 RPC_PORT = 29550  # where nodes meet that were given an address only
 
 
-def data_parallel_fields(options: EngineOptions) -> dict[str, Any]:
-    """Fields of ParallelConfig, of options that `on_nodes` has seen. Raises ConfigError."""
+def may_slice(options: EngineOptions, *, programs: bool = False) -> bool:
+    """Would data-parallel ranks have a slice of each expert, if the model has experts? Not where they have whole ones,
+    are engines of two kinds, or of servers behind an outside balancer. programs: are these ranks the user's?"""
+    several, outside = options.data_parallel_size > 1 or programs, any(_outside(options)) and not options.headless
+    return several and not (options.enable_expert_parallel or options.prefill_engines or outside)
+
+
+def data_parallel_fields(options: EngineOptions, lanes: bool) -> dict[str, Any]:
+    """Fields of ParallelConfig, of options that `on_nodes` has seen. lanes: are these ranks lanes of one engine, whose
+    ranks are dealt to the nodes? Raises ConfigError."""
     size, local, backend = options.data_parallel_size, options.data_parallel_size_local, options.data_parallel_backend
     external, hybrid = _outside(options)
     _balancing(options, external, hybrid)
     strategy = _strategy(options)
     nodes = None
-    lanes = options.enable_expert_parallel  # of one engine, whose ranks are dealt to the nodes
     if size > 1 and options.nnodes > 1:
         _one_server(options, external, hybrid)
     if size > 1 and options.nnodes > 1 and lanes:
@@ -58,11 +65,12 @@ def _outside(options: EngineOptions) -> tuple[bool, bool]:
     return external, hybrid
 
 
-def on_nodes(options: EngineOptions) -> EngineOptions:
+def on_nodes(options: EngineOptions, lanes: bool) -> EngineOptions:
     """The same said with --nnodes, --node-rank, --master-addr and --master-port where engines over nodes are asked for
     in vLLM's words: --data-parallel-address and --data-parallel-rpc-port for where nodes meet, fewer local engines
-    than there are, and on nodes without a server --headless with --data-parallel-start-rank. Raises ConfigError."""
-    _numbers(options)
+    than there are, and on nodes without a server --headless with --data-parallel-start-rank. lanes: see
+    `data_parallel_fields`. Raises ConfigError."""
+    _numbers(options, lanes)
     if of_pods(options):
         return _pods(options)
     _meeting_place(options)
@@ -181,19 +189,19 @@ def _one_server(options: EngineOptions, external: bool, hybrid: bool) -> None:
 def _lanes_of_a_node(size: int, local: int | None, nnodes: int) -> None:
     """Raises ConfigError where so many on each node are not those there are."""
     if local is not None and local * nnodes != size:
-        rule = f"{_SIZE} {size} are lanes of one engine (--enable-expert-parallel), dealt evenly to {nnodes} nodes"
+        rule = f"{_SIZE} {size} are lanes of one engine, which share its experts, dealt evenly to {nnodes} nodes"
         fix = "leave it out" if size % nnodes else f"leave it out, or give {size // nnodes}"
         raise ConfigError(_LOCAL, local, rule, fix)
 
 
-def _numbers(options: EngineOptions) -> None:
+def _numbers(options: EngineOptions, lanes: bool) -> None:
     size, local = options.data_parallel_size, options.data_parallel_size_local
     if local is not None and not 0 <= local <= size:
         raise ConfigError(_LOCAL, local, f"must be 0 to {_SIZE} ({size})", "give the engines of one node")
     for option, rank in ((_RANK, options.data_parallel_rank), (_START, options.data_parallel_start_rank)):
         if rank is not None and not 0 <= rank < size:
             raise ConfigError(option, rank, f"must be 0 to {size - 1} with {_SIZE} {size}", "count engines from 0")
-    if size > 1 and options.distributed_executor_backend == "external_launcher" and not options.enable_expert_parallel:
+    if size > 1 and options.distributed_executor_backend == "external_launcher" and not lanes:
         raise ConfigError(
             _SIZE, size, "the outer launcher starts ranks of one engine", "start it once for each share of the prompts"
         )

@@ -91,11 +91,11 @@ def resolve_experts(
         raise ConfigError(_EPLB, True, f"{rule}: {why}", "leave one of the two out")
     notes: list[Note] = []
     apart = config.data_parallel_size * config.lanes * config.prefill_context_parallel_size > 1
-    exchanged = config.enable_expert_parallel and apart
+    exchanged = config.shares_experts and apart
     if options.all2all_backend is not None and not exchanged:
-        why = f"tokens are exchanged with {_EP} and --data-parallel-size above 1"
+        why = "tokens are exchanged with --data-parallel-size above 1, by a model with experts"
         notes.append((logging.WARNING, f"{_ALL2ALL} {options.all2all_backend} changes nothing: {why}"))
-    if config.num_micro_batches > 1 and config.enable_expert_parallel and not exchanged:
+    if config.num_micro_batches > 1 and config.shares_experts and not exchanged:
         option = _DBO if config.enable_dbo else f"{_UBATCH} {config.ubatch_size}"
         why = "tokens are exchanged between several data-parallel ranks, and there is one"
         notes.append((logging.WARNING, f"{option} changes nothing: {why}"))
@@ -112,6 +112,13 @@ def resolve_experts(
     if shapes is not None and config.data_parallel_size > 1:  # engines; lanes are no longer counted there
         line = f"{config.data_parallel_size} engines have all experts each; {_EP} deals them to the ranks of all"
         notes.append((logging.WARNING, line))
+    if config.slices_experts:
+        ranks = config.layout.expert_ranks
+        line = f"each of {ranks} ranks has a slice of every expert; {_EP} deals them whole"
+        notes.append((logging.INFO, line))
+        if EXCHANGES[config.all2all_backend].library:
+            rule = f"brings tokens to the ranks that have their experts, and each of {ranks} has a slice of every one"
+            raise ConfigError(_ALL2ALL, config.all2all_backend, rule, f"add {_EP}, or use {DEFAULT}")
     if config.enable_expert_parallel:  # there may be more lanes later
         check_library(config.all2all_backend, device, libraries)
     if shapes is not None and exchanged:
@@ -144,9 +151,9 @@ def _needs(config: ParallelConfig, shapes: ExpertShapes | None) -> None:
     elif redundant:
         option, rule = f"{_EPLB_CONFIG} num_redundant_experts", "nothing decides which experts to repeat"
         raise ConfigError(option, redundant, f"{rule} without {_EPLB}", f"add {_EPLB}, or leave it out")
-    if config.num_micro_batches > 1 and not config.enable_expert_parallel:
+    if config.num_micro_batches > 1 and not config.shares_experts:
         option, value = (_DBO, True) if config.enable_dbo else (_UBATCH, config.ubatch_size)
-        why = "the model is dense" if shapes is None else f"there is no {_EP}"
+        why = "the model is dense" if shapes is None else f"there is no {_EP}, and no --data-parallel-size above 1"
         raise ConfigError(option, value, f"there is no exchange of tokens to hide: {why}", "leave it out")
 
 

@@ -681,6 +681,7 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
     engine_nodes: Annotated[EngineNodes | None, UNHASHED] = None  # of several engines on nodes without Ray
     ray_dp_pack_strategy: str = "strict"  # see planaria.topology.packing
     lanes: Annotated[int, UNHASHED] = 1  # of an engine: its data-parallel ranks, which share the model's experts
+    slices_experts: bool = False  # these have a slice of each expert, where there is no expert parallel
     api_process_rank: Annotated[int, UNHASHED] = 0  # which of these server processes this is; -1: it is an engine's
     eplb_config: EPLBConfig = EPLBConfig()  # type: ignore[assignment]
     all2all_backend: str = DEFAULT
@@ -692,10 +693,20 @@ class ParallelConfig(ParallelOptions, frozen=True, kw_only=True):
         return ranks if self.enable_expert_parallel else 1
 
     @property
+    def shares_experts(self) -> bool:
+        """Are data-parallel ranks lanes of one engine, also where there is one? Experts are dealt to their ranks, whole
+        or in slices."""
+        return self.enable_expert_parallel or self.slices_experts
+
+    def slices(self, layout: Layout) -> int:
+        """Of each expert, besides those of the tensor ranks of a lane: what these have is cut into so many."""
+        return layout.dp * layout.pcp if self.slices_experts else 1
+
+    @property
     def use_sequence_parallel_moe(self) -> bool:
         """Are tokens dealt to tensor ranks before experts, so that none is exchanged twice? pplx does it by itself."""
         lanes = self.data_parallel_size * self.lanes * self.prefill_context_parallel_size
-        spread = self.enable_expert_parallel and self.tensor_parallel_size > 1 and lanes > 1
+        spread = self.shares_experts and self.tensor_parallel_size > 1 and lanes > 1
         return spread and EXCHANGES[self.all2all_backend].deals
 
     @property

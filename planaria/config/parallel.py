@@ -31,15 +31,19 @@ _LAYERS_FIX = "write the layers of each stage: 10,20"
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
-def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> tuple[ParallelConfig, list[Note]]:
-    """device: a platform's name. Raises ConfigError."""
+def resolve_parallel(
+    options: EngineOptions, machine: Machine, device: str, *, slices: bool = False
+) -> tuple[ParallelConfig, list[Note]]:
+    """device: a platform's name. slices: are there experts of which data-parallel ranks have slices (`may_slice`)?
+    Raises ConfigError."""
     check(options)
-    options, machine = _programs(options, machine)
-    options = on_nodes(options)
+    shares = options.enable_expert_parallel or slices
+    options, machine = _programs(options, machine, shares)
+    options = on_nodes(options, shares)
     _numbers(options)
-    engines = data_parallel_fields(options)
+    engines = data_parallel_fields(options, shares)
     nodes = engines["engine_nodes"]
-    backend = _backend(options, machine, options.nnodes if nodes is None else nodes.per_engine)
+    backend = _backend(options, machine, options.nnodes if nodes is None else nodes.per_engine, shares)
     config = ParallelConfig(**{
         **picked(ParallelConfig, options),
         # whether it fits the model is looked at when the model is known (`planaria.models.deal`)
@@ -49,6 +53,7 @@ def resolve_parallel(options: EngineOptions, machine: Machine, device: str) -> t
         "placement_group_local_ranks": _list(_LOCAL_RANKS, options.placement_group_local_ranks, _LOCAL_RANKS_FIX),
         "outer": machine.outer,
         "cp_kv_cache_interleave_size": _interleave(options),
+        "slices_experts": slices,
         **engines,
         **expert_fields(options),
     })  # fmt: skip
@@ -112,7 +117,7 @@ def _shares(config: ParallelConfig, options: EngineOptions, device: str) -> None
 def _with_lanes(config: ParallelConfig) -> ParallelConfig:
     """Experts that are spread over data-parallel ranks make these the lanes of one engine."""
     size = config.data_parallel_size
-    if not config.enable_expert_parallel or size == 1:
+    if not config.shares_experts or size == 1:
         return config
     local = config.data_parallel_size_local if config.data_parallel_backend == "ray" else 1
     return msgspec.structs.replace(config, lanes=size, data_parallel_size=1, data_parallel_size_local=local)
@@ -199,12 +204,13 @@ def _class_path(option: str, given: str, default: str) -> None:
         raise ConfigError(option, repr(given), "is not the path of a class", "write package.module.Class")
 
 
-def _backend(options: EngineOptions, machine: Machine, nodes: int) -> str:
-    """The executor back end as asked, else the first rule that matches. nodes: of an engine."""
+def _backend(options: EngineOptions, machine: Machine, nodes: int, shares: bool) -> str:
+    """The executor back end as asked, else the first rule that matches. nodes: of an engine. shares: are data-parallel
+    ranks its lanes?"""
     prefill = options.prefill_context_parallel_size
     world = options.tensor_parallel_size * options.pipeline_parallel_size * prefill
-    if options.enable_expert_parallel:
-        world *= options.data_parallel_size  # lanes of one engine
+    if shares:
+        world *= options.data_parallel_size
     asked = options.distributed_executor_backend
     on_ray = options.data_parallel_backend == "ray"
     if asked is not None:
@@ -212,7 +218,7 @@ def _backend(options: EngineOptions, machine: Machine, nodes: int) -> str:
             ways = f"{', '.join(BACKENDS)}, or package.module.LauncherClass"
             raise ConfigError(_BACKEND, asked, "is unknown", f"choose one of {ways}")
         if asked == "uni" and world > 1:
-            lanes = f" -dp {options.data_parallel_size}" if options.enable_expert_parallel else ""
+            lanes = f" -dp {options.data_parallel_size}" if shares else ""
             lanes = f" -pcp {prefill}" * (prefill > 1) + lanes
             rule = f"runs one rank, and -tp {options.tensor_parallel_size} -pp {options.pipeline_parallel_size}{lanes} "
             raise ConfigError(_BACKEND, "uni", rule + f"are {world}", "use mp or ray")
@@ -338,7 +344,7 @@ def _outer(config: ParallelConfig, outer: OuterLauncher | None) -> None:
         raise ConfigError(_BACKEND, "external_launcher", rule, start)
 
 
-def _programs(options: EngineOptions, machine: Machine) -> tuple[EngineOptions, Machine]:
+def _programs(options: EngineOptions, machine: Machine, shares: bool) -> tuple[EngineOptions, Machine]:
     """Where data-parallel ranks are programs of the user's, and nothing was said of data parallel: ranks of one engine
     whose experts they share. Raises ConfigError."""
     replica = machine.data_parallel
@@ -351,10 +357,9 @@ def _programs(options: EngineOptions, machine: Machine) -> tuple[EngineOptions, 
             )
     if replica.size == 1:
         return options, machine
-    if not options.enable_expert_parallel:
+    if not shares:
         raise ConfigError(
-            "$PLANARIA_DP_SIZE", replica.size,
-            "without --enable-expert-parallel, as of a dense model, replicas have nothing to tell each other",
+            "$PLANARIA_DP_SIZE", replica.size, "replicas of a dense model have nothing to tell each other",
             "unset it and give each process its share of the prompts",
         )  # fmt: skip
     ranks = options.tensor_parallel_size * options.pipeline_parallel_size

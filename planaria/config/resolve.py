@@ -12,6 +12,7 @@ from planaria.checkpoint import Checkpoint, resolve_checkpoint
 from planaria.checkpoint.foreign import model_of
 from planaria.checkpoint.generation import generation_config, sampling_defaults
 from planaria.checkpoint.resolve import Hub, template_of, with_tokenizer
+from planaria.config.data_parallel import may_slice
 from planaria.config.declared import check, picked
 from planaria.config.experts import expert_map, expert_shapes, resolve_experts
 from planaria.config.kinds import of_two_kinds
@@ -214,11 +215,23 @@ def _model(
     options: EngineOptions, checkpoint: Checkpoint, parallel: ParallelConfig
 ) -> tuple[Checkpoint, ModelConfig, PoolingConfig]:  # fmt: skip
     """The model as it is used. Raises ConfigError, ModelError."""
-    if overrides := json_option("--hf-overrides", options.hf_overrides, dict[str, Any]):
-        checkpoint = msgspec.structs.replace(checkpoint, config={**checkpoint.config, **overrides})
     model = model_of(checkpoint, options.model_impl)
-    splits = parallel.num_micro_batches > 1 or parallel.enable_expert_parallel
+    splits = parallel.num_micro_batches > 1 or parallel.shares_experts
     return checkpoint, *resolve_pooling(options, checkpoint, model, splits=splits)
+
+
+def _checkpoint(options: EngineOptions) -> Checkpoint:
+    """The model's. Raises ConfigError, ModelError."""
+    found = resolve_checkpoint(options.model, Hub(options.revision, options.download_dir))
+    if overrides := json_option("--hf-overrides", options.hf_overrides, dict[str, Any]):
+        return msgspec.structs.replace(found, config={**found.config, **overrides})
+    return found
+
+
+def has_slices(checkpoint: Checkpoint, model_impl: str) -> bool:
+    """Are there experts to have slices of? Raises ConfigError, ModelError."""
+    model = model_of(checkpoint, model_impl)
+    return model.moe is not None and model.foreign is None
 
 
 def of_foreign(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> EngineOptions:
@@ -262,7 +275,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if options.gpu_memory_utilization is not None and PLATFORMS[device_name].on_host:
         logger.warning("--gpu-memory-utilization has no effect without a GPU: --kv-cache-memory says what KV takes")
     machine = look(options.distributed_executor_backend)
-    parallel, notes = resolve_parallel(options, machine, device_name)
+    checkpoint = _checkpoint(options) if may_slice(options, programs=machine.data_parallel is not None) else None
+    slices = checkpoint is not None and has_slices(checkpoint, options.model_impl)
+    parallel, notes = resolve_parallel(options, machine, device_name, slices=slices)
     backend = parallel.distributed_executor_backend
     if backend != "uni" and (why := no_processes()):
         raise ConfigError("--distributed-executor-backend", backend, why, "use uni, which is one rank in this process")
@@ -278,8 +293,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
     given = options.kv_cache_memory
     memory = None if given is None else parse_bytes(given, "--kv-cache-memory")
 
+    checkpoint = checkpoint or _checkpoint(options)
     hub = Hub(options.revision, options.download_dir)
-    checkpoint = resolve_checkpoint(options.model, hub)
     if options.tokenizer is not None:
         checkpoint = with_tokenizer(checkpoint, options.tokenizer, hub._replace(revision=options.tokenizer_revision))
     if options.chat_template is not None:
@@ -302,7 +317,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
             f"use at most {model.max_position}",
         )  # fmt: skip
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    deal(model, tp, pp, parallel.pp_layer_partition, expert_map(model, parallel, parallel.expert_parallel_size))
+    experts = expert_map(model, parallel, parallel.expert_parallel_size)
+    deal(model, tp, pp, parallel.pp_layer_partition, experts, slices=parallel.slices(parallel.layout))
     device = device_config(
         options, device_name, model.dtype, packed=checkpoint.packed, ranks=ranks_here(parallel)
     )  # fmt: skip

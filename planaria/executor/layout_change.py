@@ -190,7 +190,7 @@ def why_not(config: EngineConfig, layout: Layout, backend: str, replaces: bool) 
         return f"{layout} needs {layout.size} processes: start with --distributed-executor-backend mp"
     try:
         experts = expert_map(config.model, config.parallel, layout.expert_ranks)
-        deal(config.model, layout.tp, layout.pp, experts=experts)
+        deal(config.model, layout.tp, layout.pp, experts=experts, slices=config.parallel.slices(layout))
     except ConfigError as e:
         return str(e)
     return ""

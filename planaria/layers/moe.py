@@ -1,8 +1,8 @@
 """Experts in place of an MLP: a router, this rank's experts, and those that all tokens share.
 
 Rule: every tensor rank has all tokens of its lane and routes them alike; it computes what its slots hold, or its
-columns of every expert, and the sum into the residual is over the ranks. Where experts are spread over lanes, tokens
-go to all of them and come back. A rank reads no other expert's weights.
+columns of every expert, and the sum into the residual is over the ranks. Where experts, or their columns, are spread
+over lanes, tokens go to all of them and come back. A rank reads no other expert's weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MoE:
         assert c.moe is not None and shard.experts is not None
         self.rule, moe, block = c.moe, c.moe, f"model.layers.{layer}.{c.moe.block}"
         size = moe.intermediate_size
-        self.kind, self.leads = c.activation, shard.leads or len(shard.expert_columns) == size
+        self.kind, self.leads = c.activation, shard.expert_columns.start == 0
         self.router: Weight = load.plain(f"{block}.{moe.router}", moe.num_experts, c.hidden_size, bias=moe.biases)
         bias = f"{block}.gate.e_score_correction_bias"
         self.correction = load.vector(bias, moe.num_experts) if moe.correction_bias else None
@@ -34,10 +34,10 @@ class MoE:
         self.slots = Slots(shard.experts.slots, moe.num_experts, shard.slots, 1 + shard.experts.num_redundant)
         self.experts: Weight = None
         self.held: dict[int, Expert] = {}  # by expert: what is in this rank's memory
-        self.travels = shard.reads is not None  # experts are dealt whole, and may go to other ranks
+        self.travels = shard.reads is not None  # they are not of what ranks of all lanes have alike
         self._sizes = block, c.hidden_size, size, shard.expert_columns
         self.read(load, shard.held_experts if shard.reads is None else shard.reads[self.number])
-        if shard.reads is None:
+        if shard.reads is None or (shard.apart and self.held):
             self.experts = load.group([self.held[expert] for expert in shard.held_experts])
         self.shared = MLP(
             load, f"{block}.{moe.shared_name}", c.hidden_size, moe.shared_intermediate_size, shard.shared_columns,

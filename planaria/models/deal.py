@@ -67,13 +67,14 @@ def deal_blocks(total: int, block: int, ranks: int) -> list[range]:
 
 
 def deal_tensor(
-    config: ModelConfig, ranks: int, experts: ExpertMap | None = None, lane: int = 0, context: Context = ALONE
+    config: ModelConfig, ranks: int, experts: ExpertMap | None = None, lane: int = 0, context: Context = ALONE,
+    slices: int = 1,
 ) -> list[Shard]:  # fmt: skip
     """The shards of `ranks` tensor ranks, all layers each. experts: whole experts on each rank of the expert group, in
-    which those of a lane follow one another; None: each tensor rank has some columns of every expert. Raises
-    ConfigError where a rank would be left empty."""
+    which those of a lane follow one another; None: each tensor rank has some columns of every expert, of `slices` lanes
+    each of its own. Raises ConfigError where a rank would be left empty."""
     whole, moe = Shard.full(config), config.moe
-    if ranks == 1 and experts is None:
+    if ranks == 1 and experts is None and slices == 1:
         return [replace(whole, context=deal_context([(whole.heads, whole.kv_heads)], context)[0])]
     if config.foreign is not None and config.foreign.tensor_ranks % ranks:
         most, why = config.foreign.tensor_ranks, config.foreign.why_not
@@ -88,7 +89,15 @@ def deal_tensor(
     if not all(config.is_moe(layer) for layer in range(config.num_layers)):
         limits[f"blocks of {MLP_BLOCK} MLP columns"] = -(-config.intermediate_size // MLP_BLOCK)
     if moe and experts is None:
-        limits[f"blocks of {MLP_BLOCK} columns of an expert"] = -(-moe.intermediate_size // MLP_BLOCK)
+        blocks = -(-moe.intermediate_size // MLP_BLOCK)
+        limits[f"blocks of {MLP_BLOCK} columns of an expert"] = blocks
+        if slices > 1 and ranks * slices > blocks:
+            raise ConfigError(
+                "--data-parallel-size", slices,
+                f"without --enable-expert-parallel each of -tp {ranks} x -dp {slices} ranks has a slice of every "
+                f"expert, and its {moe.intermediate_size} columns are {blocks} blocks of {MLP_BLOCK}",
+                f"use at most {blocks} ranks, or --enable-expert-parallel",
+            )  # fmt: skip
     if moe and moe.shared_intermediate_size:
         limits[f"blocks of {MLP_BLOCK} shared columns"] = -(-moe.shared_intermediate_size // MLP_BLOCK)
     for what, most in limits.items():
@@ -107,14 +116,14 @@ def deal_tensor(
     columns = deal_blocks(config.intermediate_size, MLP_BLOCK, ranks)
     vocab = deal_blocks(config.vocab_size, VOCAB_BLOCK, ranks)
     shared = deal_blocks(len(whole.shared_columns), MLP_BLOCK, ranks)
-    sliced = deal_blocks(len(whole.expert_columns), MLP_BLOCK, ranks)
+    sliced = deal_blocks(len(whole.expert_columns), MLP_BLOCK, ranks * slices)[lane * ranks : (lane + 1) * ranks]
     contexts = deal_context(heads, context)
     return [
         Shard(
             *heads[rank], mlp_columns=columns[rank], vocab=vocab[rank], layers=whole.layers, leads=rank == 0,
             shared_columns=shared[rank], experts=experts or whole.experts,
             slots=experts.span(lane * ranks + rank) if experts else whole.slots,
-            expert_columns=whole.expert_columns if experts else sliced[rank], context=contexts[rank],
+            expert_columns=whole.expert_columns if experts else sliced[rank], apart=slices > 1, context=contexts[rank],
         )
         for rank in range(ranks)
     ]  # fmt: skip
@@ -149,14 +158,14 @@ def kv_parts(config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] |
 
 def deal(
     config: ModelConfig, tp: int, pp: int, partition: tuple[int, ...] | None = None,
-    experts: ExpertMap | None = None, lane: int = 0, context: Context = ALONE,
+    experts: ExpertMap | None = None, lane: int = 0, context: Context = ALONE, slices: int = 1,
 ) -> list[Shard]:  # fmt: skip
-    """The shard of every rank of a lane; rank = stage * tp + tensor rank. experts: see `deal_tensor`."""
+    """The shard of every rank of a lane; rank = stage * tp + tensor rank. experts, slices: see `deal_tensor`."""
     if config.foreign is not None and pp > 1:
         rule = f"{config.architecture} is run by Transformers' code, which isn't cut into stages"
         raise ConfigError("--pipeline-parallel-size", pp, rule, "use tensor ranks")
     return [
         replace(shard, layers=layers)
         for layers in deal_layers(config.num_layers, pp, partition)
-        for shard in deal_tensor(config, tp, experts, lane, context)
+        for shard in deal_tensor(config, tp, experts, lane, context, slices)
     ]

@@ -43,8 +43,9 @@ class Shard:
     products that are summed over ranks. experts: where the experts of each layer are, over all ranks of the expert
     group (None: a model without); slots: this rank's; reads: of each layer with experts of the whole model those that
     are read from the checkpoint, to be placed by who knows where the others come from (None: those of its slots, which
-    are placed there); expert_columns: of each expert, shared_columns: of the experts that all tokens share. context:
-    who has the other tokens' keys and values, where this rank hasn't those of all; weights are the same either way.
+    are placed there); expert_columns: of each expert; apart: in other lanes it is other columns, where all else is the
+    same, and what is read is placed there; shared_columns: of the experts that all tokens share. context: who has the
+    other tokens' keys and values, where this rank hasn't those of all; weights are the same either way.
     """
 
     heads: range
@@ -57,6 +58,7 @@ class Shard:
     slots: range = range(0)
     reads: tuple[tuple[int, ...], ...] | None = None
     expert_columns: range = range(0)
+    apart: bool = False
     shared_columns: range = range(0)
     context: ContextGroup | None = None
 

@@ -49,7 +49,7 @@ class Resizer:
     def __init__(self, fleet: Fleet, available: Callable[[], int] = available_memory) -> None:
         self.fleet, self.available = fleet, available
         parallel = fleet.config.parallel
-        self.resizes = Resizes(parallel.replicas[0], "lane" if parallel.enable_expert_parallel else "engine")
+        self.resizes = Resizes(parallel.replicas[0], "lane" if parallel.shares_experts else "engine")
         self._task: asyncio.Task[None] | None = None
         self._cancelled = self._resizing_engines = False
 
@@ -74,7 +74,7 @@ class Resizer:
             raise Refused("the engines' layout is being changed; ask again after it", busy=True)
         if fleet.replacing:
             raise Refused(f"engine {min(fleet.replacing)} was told to end and is being replaced; ask again", busy=True)
-        if parallel.enable_expert_parallel:
+        if parallel.shares_experts:
             return await self._resize_lanes(id, size)
         kinds = self._kinds(size, prefill)
         alive = [index for index, keeper in fleet.members.items() if keeper.engine.dead is None]

@@ -42,9 +42,14 @@ class Groups:
         return self.boot.config.model.moe is not None and self.boot.config.parallel.enable_expert_parallel
 
     @property
+    def shared_experts(self) -> bool:
+        """Are they dealt to ranks of all lanes, whole or in slices?"""
+        return self.boot.config.model.moe is not None and self.boot.config.parallel.shares_experts
+
+    @property
     def spreads(self) -> bool:
         """Are experts dealt to ranks that have tokens of their own?"""
-        return self.layout.dp * self.layout.pcp > 1 and self.whole_experts
+        return self.layout.dp * self.layout.pcp > 1 and self.shared_experts
 
     @property
     def _num_micro_batches(self) -> int:
@@ -63,7 +68,7 @@ class Groups:
         self._opening = Opening()
         self._door = Door(place.address) if command.apart else None
         self._segments = create_segments(
-            rank, layout, experts=self.whole_experts, micro_batches=self._num_micro_batches
+            rank, layout, experts=self.shared_experts, micro_batches=self._num_micro_batches
         )
         store = None
         if rank == 0 and layout.size > 1 and (command.apart or not self._shares_memory):
@@ -88,7 +93,7 @@ class Groups:
             boot.rank, command.layout, command.epoch, command.members, fast=self._shares_memory,
             shared=lambda: shared_memory(config), lanes=boot.lanes, crowded=boot.crowded,
             on_devices=not config.device.platform.on_host, deadline=command.deadline, opening=self._opening,
-            experts=self.whole_experts, micro_batches=self._num_micro_batches,
+            experts=self.shared_experts, micro_batches=self._num_micro_batches,
         )  # fmt: skip
         self._opening.check()
         self.exchanges = self._make_exchanges()

@@ -1,7 +1,8 @@
 """Which part of the model a rank has, which experts on top of it, and reading both from the checkpoint.
 
 Rule: a part is the same in every lane; whole experts are not of it. So a rank that changes its lane keeps its part, and
-only experts come and go. Torch is imported by what reads.
+only experts come and go. Where lanes have slices of experts a rank's part has its own, and only the others' rest is the
+same. Torch is imported by what reads.
 """
 
 from __future__ import annotations
@@ -31,8 +32,13 @@ logger = logging.getLogger("planaria.worker")
 Part = tuple[int, Layout]  # of the model: what this rank of this layout has
 
 
-def part_of(rank: int, layout: Layout) -> Part:
+def part_of(config: EngineConfig, rank: int, layout: Layout) -> Part:
     """What of the model a rank of a layout has besides whole experts."""
+    return (rank, layout) if config.parallel.slices(layout) > 1 else common_part(rank, layout)
+
+
+def common_part(rank: int, layout: Layout) -> Part:
+    """What of it ranks of all lanes have in common that have the same place in theirs."""
     at = layout.coords(rank)
     return at.pp * layout.tp + at.tp, Layout(tp=layout.tp, pp=layout.pp)
 
@@ -84,15 +90,20 @@ def read_part(
     from planaria.loader import WeightSource
     from planaria.loader.forms import unpacked_line
 
-    rank, layout = part
+    rank, layout = common_part(*part)
     checkpoint = msgspec.convert(config.checkpoint, Checkpoint)
     if config.model.foreign is not None:
-        model: Model = _read_foreign(config, checkpoint, ops, part)
+        model: Model = _read_foreign(config, checkpoint, ops, (rank, layout))
         return model
     if rank == 0 and (line := unpacked_line(checkpoint, config.device.quantization, config.device.dtype)):
         logger.warning(line)
     tp, pp, partition = layout.tp, layout.pp, partition_of(config, layout)
-    shard = deal(config.model, tp, pp, partition, expert_map(config.model, config.parallel, tp))[rank]
+    at, slices = part[1].coords(part[0]), config.parallel.slices(part[1])
+    lane = at.dp * part[1].pcp + at.pcp if slices > 1 else 0
+    experts = expert_map(config.model, config.parallel, tp)
+    shard = deal(config.model, tp, pp, partition, experts, lane, slices=slices)[rank]
+    if slices > 1:
+        reads = (shard.held_experts,) * len(config.model.moe_layers)
     nothing = tuple(() for _ in reads) if reads is not None else None
 
     def make(packings: Writing | Mapped | None, heard: Callable[[float], None]) -> Model:
@@ -105,7 +116,7 @@ def read_part(
         )  # fmt: skip
 
     what = f"with layers {partition}, {'all' if reads is None else 'no'} experts"
-    return weights.make(part, what, make, ops, lambda fraction: progress("weights", fraction))
+    return weights.make((rank, layout), what, make, ops, lambda fraction: progress("weights", fraction))
 
 
 def _read_foreign(config: EngineConfig, checkpoint: Checkpoint, ops: Any, part: Part) -> Any:

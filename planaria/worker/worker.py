@@ -45,6 +45,7 @@ from planaria.worker.kv import RankKV
 from planaria.worker.null import NullRank
 from planaria.worker.parts import (
     Part,
+    common_part,
     configured,
     context_of,
     of_any_lane,
@@ -146,9 +147,11 @@ class Worker:
         self.groups.abort(reason)
 
     def prepare(self) -> None:
-        """As a spare: load every part that a rank of this layout may have."""
+        """As a spare: load every part that a rank of this layout may have, but where that would be all experts."""
         self.take_thread()
-        for part in dict.fromkeys(part_of(rank, self.layout) for rank in range(self.layout.size)):
+        if self.config.parallel.slices(self.layout) > 1:
+            return
+        for part in dict.fromkeys(part_of(self.config, rank, self.layout) for rank in range(self.layout.size)):
             ops = make_ops(self.config, self.boot.threads)
             reads = of_any_lane(self.config, self.layout, part, sent=self.boot.experts_sent)
             self.prepared[part] = ops, read_part(self.config, ops, part, reads, self.progress, self.weights)
@@ -156,7 +159,7 @@ class Worker:
     @property
     def own_part(self) -> Part:
         """That this rank has in the present layout; `part` is what is loaded."""
-        return part_of(self.rank, self.layout)
+        return part_of(self.config, self.rank, self.layout)
 
     def _timed(self, part: str, since: float) -> None:
         self.seconds[part] = time.perf_counter() - since
@@ -234,7 +237,7 @@ class Worker:
             reads = to_read(maps, moves, self.mesh.experts.rank, self.mesh.experts.size)
             self.model = read_part(self.config, self.ops, part, reads, self.progress, self.weights)
         self.prepared.clear()
-        self.weights.name(part, self.layout.size)
+        self.weights.name(common_part(*part), self.layout.size)
         self._join_ops(self.ops)
         if maps:
             self.experts = _experts_of(self.ops, self.model, self.take_thread)
@@ -278,7 +281,7 @@ class Worker:
             block, weights = block + draft.model.kv_block_bytes(size), weights + draft.model.weight_bytes
         assert self.part is not None
         available = available_bytes(self.config) - (self.loras.num_bytes if self.loras is not None else 0)
-        return Facts(self.rank, block, available, weights, *self.weights.shared(self.part))
+        return Facts(self.rank, block, available, weights, *self.weights.shared(common_part(*self.part)))
 
     def _allocate(self, command: Allocate) -> Reply:
         from planaria.kernels.ops import Batch

@@ -162,3 +162,36 @@ def test_experts_that_travel_are_a_rank_s_own(config_for: Any, memory: WeightsMe
         assert all(weight.data.flags.writeable for pair in block.held.values() for weight in pair)
         ops.release(block.held[5][0])  # as when it goes to another rank: its memory is zeroed
         ops.close()
+
+
+def test_slices_of_experts_are_a_rank_s_own(
+    tmp_path: Path, memory: WeightsMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is there once for all lanes; each reads its slices, of every expert, and reads them once."""
+    folder = write_checkpoint(tmp_path / "model", "qwen2_moe", **{**EXPERTS, "moe_intermediate_size": 64})
+    config = resolve(
+        EngineOptions(
+            model=str(folder), device="cpu", dtype="float32", max_model_len=64, threads=1, quantization="none",
+            data_parallel_size=2,
+        )
+    )  # fmt: skip
+    get, names = WeightSource.get, list[str]()
+
+    def counted(self: WeightSource, name: str, **how: Any) -> Any:
+        names.append(name)
+        return get(self, name, **how)
+
+    monkeypatch.setattr(WeightSource, "get", counted)
+    sizes = list[int]()
+    for rank in range(2):
+        names.clear()
+        model, ops = read(config, memory, None, (rank, Layout(dp=2)))
+        assert shared(model) and all(sorted(block.held) == list(range(8)) for block in model.blocks)
+        assert len(names) == len(set(names))
+        assert sum(".experts." in name for name in names) == 2 * 8 * 3
+        assert any(".experts." not in name for name in names) == (rank == 0)
+        pairs = [pair for block in model.blocks for pair in block.held.values()]
+        assert all(weight.data.flags.writeable for pair in pairs for weight in pair)
+        sizes.append(sum(ops.memory(weight).nbytes for pair in pairs for weight in pair))
+        ops.close()
+    assert sizes == [2 * 8 * 3 * 64 * 64 * 4 // 2] * 2

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.config.options import ParallelConfig
 from planaria.errors import ConfigError
-from planaria.models.config import ModelConfig, RopeConfig
+from planaria.models.config import ModelConfig, MoEConfig, RopeConfig
 from planaria.models.deal import MLP_BLOCK, VOCAB_BLOCK, deal, deal_context, deal_heads, deal_layers, deal_tensor
 from planaria.models.memory import num_parameters, rank_memory
 from planaria.topology.layout import Layout
@@ -123,6 +126,29 @@ def test_ranks_are_ordered_tensor_first() -> None:
     assert [s.layers for s in shards] == [range(15), range(15), range(15, 30), range(15, 30)]
     assert shards[0].heads == shards[2].heads != shards[1].heads == shards[3].heads
     assert [(s.first(), s.last(SMOLLM2)) for s in shards] == [(True, False)] * 2 + [(False, True)] * 2
+
+
+MIXTURE = msgspec.structs.replace(SMOLLM2, moe=MoEConfig(num_experts=4, top_k=2, intermediate_size=224))
+
+
+@pytest.mark.parametrize("tp, slices", [(1, 2), (2, 2), (1, 7), (2, 3), (3, 2)])
+def test_lanes_have_slices_of_experts(tp: int, slices: int) -> None:
+    """Of each expert every column is on one rank of all, and the rest of a rank's part is that of its like."""
+    lanes = [deal(MIXTURE, tp, 1, lane=lane, slices=slices) for lane in range(slices)]
+    columns = [shard.expert_columns for shards in lanes for shard in shards]
+    assert [column for each in columns for column in each] == list(range(224)) and all(columns)
+    sizes = [-(-len(each) // MLP_BLOCK) for each in columns]
+    assert max(sizes) - min(sizes) <= 1
+    for shards in lanes:
+        for shard, like in zip(shards, lanes[0], strict=True):
+            assert shard.apart and shard.held_experts == (0, 1, 2, 3)
+            assert dataclasses.replace(shard, expert_columns=like.expert_columns) == like
+
+
+def test_more_lanes_than_slices() -> None:
+    for tp, slices in ((1, 8), (2, 4)):
+        with pytest.raises(ConfigError, match=rf"-size {slices}: .*-tp {tp} x -dp {slices} .* 224 columns are 7 block"):
+            deal(MIXTURE, tp, 1, slices=slices)
 
 
 def test_too_many_ranks_are_refused() -> None:

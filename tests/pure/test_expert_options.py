@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from planaria.config.all2all import BACKENDS, LIBRARIES, ExpertShapes
+from planaria.config.data_parallel import may_slice
 from planaria.config.experts import eplb_config, not_yet, resolve_experts
 from planaria.config.machine import Machine
 from planaria.config.options import EngineOptions, EPLBConfig, ParallelConfig
@@ -34,20 +35,46 @@ def everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resolved(
-    shapes: ExpertShapes | None = SMALL, device: str = "cpu", libraries: tuple[str, ...] | None = (), **given: Any
-) -> tuple[ParallelConfig, list[str]]:
+    shapes: ExpertShapes | None = SMALL, device: str = "cpu", libraries: tuple[str, ...] | None = (),
+    slices: bool = False, **given: Any,
+) -> tuple[ParallelConfig, list[str]]:  # fmt: skip
     options = EngineOptions(model="m", **given)
-    config, _ = resolve_parallel(options, LAPTOP, "cpu")
+    config, _ = resolve_parallel(options, LAPTOP, "cpu", slices=slices)
     config, notes = resolve_experts(config, options, device, shapes, libraries)
-    assert all(level == logging.WARNING for level, _ in notes)
-    return config, [line for _, line in notes]
+    return config, [line for level, line in notes if level == logging.WARNING]
 
 
 def test_engines_that_share_no_experts_are_told_of() -> None:
+    """Those behind an outside balancer, and those of two kinds."""
     assert resolved(**DP2)[1] == [
         "2 engines have all experts each; --enable-expert-parallel deals them to the ranks of all"
     ]
-    assert resolved(**DP2, **EP)[1] == resolved(None, **DP2)[1] == []
+    assert resolved(**DP2, **EP)[1] == resolved(None, **DP2)[1] == resolved(**DP2, slices=True)[1] == []
+
+
+@pytest.mark.row("P6")
+def test_data_parallel_ranks_have_slices_of_experts() -> None:
+    config, _ = resolved(slices=True, **DP2, **TP2, pipeline_parallel_size=2)
+    assert (config.lanes, config.data_parallel_size, config.world_size) == (2, 1, 8)
+    assert config.slices(config.layout) == 2 and config.shares_experts and config.use_sequence_parallel_moe
+    assert config.expert_parallel_size == 1, "none is whole"
+    assert resolved(slices=True, **DP2, enable_dbo=True)[0].num_micro_batches == 2
+    for backend in ("pplx", DEEPEP_LL):
+        with pytest.raises(ConfigError, match=f"--all2all-backend {backend}: .* each of 2 has a slice of every one"):
+            resolved(slices=True, **DP2, all2all_backend=backend, libraries=EVERY_LIBRARY, device="cuda")
+    assert not resolved(slices=True, **DP2, all2all_backend="naive")[1]
+    dense = resolved(None, **DP2)[0]
+    assert (dense.lanes, dense.data_parallel_size, dense.slices(dense.layout)) == (1, 2, 1)
+
+
+def test_when_there_would_be_slices() -> None:
+    for given, wanted in (
+        (DP2, True), ({}, False), ({**DP2, **EP}, False), ({**DP2, "data_parallel_rank": 1}, False),
+        ({**DP2, "data_parallel_hybrid_lb": True}, False), ({**DP2, "prefill_engines": 1, "decode_engines": 1}, False),
+        ({**DP2, "headless": True, "data_parallel_start_rank": 1, "data_parallel_size_local": 1}, True),
+    ):  # fmt: skip
+        assert may_slice(EngineOptions(model="m", **given)) == wanted, given
+    assert may_slice(EngineOptions(model="m"), programs=True)
 
 
 def test_the_defaults_change_nothing() -> None:
@@ -283,7 +310,7 @@ def test_lanes_of_processes_that_an_outer_launcher_starts() -> None:
     alone = Machine(cores=2, data_parallel=own)
     tp2, ray = {"tensor_parallel_size": 2}, {"distributed_executor_backend": "ray"}
     for given, why in (
-        ({**EP, **tp2}, "2 ranks was asked for.*-dp 2"), ({**EP, **ray}, "backend ray was"), ({}, "as of a dense"),
+        ({**EP, **tp2}, "2 ranks was asked for.*-dp 2"), ({**EP, **ray}, "backend ray was"), ({}, "of a dense"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"\$PLANARIA_DP_SIZE 2: .*{why}"):
             resolve_parallel(EngineOptions(model="m", **given), alone, "cpu")

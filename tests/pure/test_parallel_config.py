@@ -225,7 +225,7 @@ REFUSED: list[tuple[str, Machine, str, dict[str, Any], str, str]] = [
      "leave it"),
     ("replica's rank", replica(2, rank=2), "cpu", {}, "$PLANARIA_DP_RANK 2", "count from 0"),
     ("replica's local rank", replica(2, rank_local=2), "cpu", {}, "$PLANARIA_DP_RANK_LOCAL 2", "count from 0"),
-    ("dense replicas", replica(2), "cpu", {}, "$PLANARIA_DP_SIZE 2: without --enable-expert", "unset it"),
+    ("dense replicas", replica(2), "cpu", {}, "$PLANARIA_DP_SIZE 2: replicas of a dense model", "unset it"),
 ]  # fmt: skip
 
 
