@@ -18,6 +18,7 @@ from planaria.server.journal import Journal
 from planaria.server.loras import load_modules
 from planaria.server.root_serve import folder_of_names
 from planaria.server.serve import Lifecycle, serve
+from planaria.server.service import Service
 from planaria.server.taking_over import TakingOver
 from planaria.server.tokenise import load_tokenizer
 
@@ -64,7 +65,7 @@ async def serve_in_place(
                 bar.close()
                 announce_ready(line, fleet, started)
 
-            def begun(life: Lifecycle) -> None:
+            def begun(life: Lifecycle[Service]) -> None:
                 other.begin(life)
                 succession.open(life)
 

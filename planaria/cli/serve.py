@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from planaria.server.handing_over import HandingOver
     from planaria.server.keeper import Make
     from planaria.server.serve import Lifecycle
+    from planaria.server.service import Service
 
 logger = logging.getLogger("planaria.server")
 
@@ -205,7 +206,7 @@ class Succession:
         self.fleet, self.settings, self.busy = fleet, settings, busy
         self._handing: HandingOver | None = None
 
-    def open(self, life: Lifecycle) -> None:
+    def open(self, life: Lifecycle[Service]) -> None:
         from planaria.server.handing_over import HandingOver
 
         self._handing = HandingOver(self.fleet, life, self.busy, tls=self.settings.ssl_certfile is not None)

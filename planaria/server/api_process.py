@@ -39,6 +39,7 @@ from planaria.server.root_messages import (
     Unable,
 )
 from planaria.server.serve import Lifecycle, serve
+from planaria.server.service import Service
 from planaria.server.tokenise import load_tokenizer
 
 
@@ -82,7 +83,7 @@ class ApiServer:
         self.app, app.state.service.neighbours = app, self.neighbours
         app.user_middleware.append(Middleware(Forward, root=self.root))  # the innermost: behind the gate
 
-    def _begun(self, life: Lifecycle) -> None:
+    def _begun(self, life: Lifecycle[Service]) -> None:
         life.server.listen(self.neighbours.listen())
 
     async def _listen(self) -> None:

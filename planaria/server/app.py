@@ -86,7 +86,7 @@ def create_app(client: Dispatcher, tokenizer: Tokenizer | None, config: ServerCo
     _routes(app)
     app.add_exception_handler(RequestError, _on_refused)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
-    app.add_middleware(Gate, service=service, config=config)
+    app.add_middleware(Gate, service=service)
     if config.cors_origins:
         from starlette.middleware.cors import CORSMiddleware
 

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planaria.errors import RequestError
-from planaria.server.config import ServerConfig
+from planaria.server.admission import Admission
 from planaria.server.failure import ANTHROPIC, failure
 from planaria.server.idempotency import HEADER, Idempotency
-from planaria.server.service import Service
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -102,10 +101,10 @@ class ApiKeys:
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, service: Service, config: ServerConfig) -> None:
-        self.app, self.service, self.config = app, service, config
-        self.keys = ApiKeys(config.api_keys)
-        self.admin = ApiKeys([config.admin_key] if config.admin_key else [])
+    def __init__(self, app: ASGIApp, service: Admission) -> None:
+        self.app, self.service, self.config = app, service, service.config
+        self.keys = ApiKeys(self.config.api_keys)
+        self.admin = ApiKeys([self.config.admin_key] if self.config.admin_key else [])
         self.once = Idempotency(app, service)
         self.bodies = 0  # bytes of requests that are read or being answered
 
@@ -153,7 +152,7 @@ class Gate:
             self.bodies -= info.held
             if not info.logged:
                 # Who asks again and again whether the model is loaded fills no log.
-                quiet = open_path or info.status < 400 or (info.status == 503 and self.service.client.facts is None)
+                quiet = open_path or info.status < 400 or (info.status == 503 and self.service.coming)
                 info.log(level=logging.DEBUG if quiet else logging.INFO)
             if traces is not None and info.span is not None:
                 traces.end(info)

@@ -43,6 +43,7 @@ from planaria.server.replace_messages import (
 from planaria.server.response_store import Entry
 from planaria.server.root_messages import Kill, LetGo, Serving, State, Stop, ToRoot, Wants
 from planaria.server.serve import Lifecycle
+from planaria.server.service import Service
 
 logger = logging.getLogger("planaria.server")
 
@@ -57,7 +58,7 @@ class HandingOver:
     event loop."""
 
     def __init__(
-        self, fleet: Fleet, life: Lifecycle, busy: Callable[[], str] = lambda: "", *, tls: bool = False
+        self, fleet: Fleet, life: Lifecycle[Service], busy: Callable[[], str] = lambda: "", *, tls: bool = False
     ) -> None:
         self.fleet, self.life, self.busy, self.tls = fleet, life, busy, tls
         self.state = "serves"  # then "asked", "gives", "given" and "replaced", or back

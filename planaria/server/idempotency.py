@@ -17,9 +17,9 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from planaria.server.admission import Admission, client_left
 from planaria.server.config import ServerConfig
 from planaria.server.failure import failure, last_event
-from planaria.server.service import Service, client_left
 
 HEADER = b"idempotency-key"
 MAX_KEY = 255  # bytes
@@ -156,7 +156,7 @@ class Recording:
 class Idempotency:
     """Answers by who sent the key (`owner_of`) and by the key."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Admission) -> None:
         self.app, self.service = app, service
         self.known: dict[str, dict[bytes, Recording]] = {}
         self.sizes: Counter[str] = Counter()

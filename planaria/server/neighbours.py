@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from planaria.server.admission import client_left
 from planaria.server.failure import failure, last_event
-from planaria.server.service import client_left
 
 KEEPER = 0  # rank of the one that keeps responses
 WAIT = 20.0  # seconds for a process that has ended to have a successor

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from planaria.errors import RequestError
+from planaria.server.admission import client_left
 from planaria.server.chat_calls import LONG_READING
 from planaria.server.common import encode_json, read
 from planaria.server.failure import failure
@@ -31,7 +32,7 @@ from planaria.server.response_shapes import event_bytes, item_of, num_events, re
 from planaria.server.response_store import Entry, ResponseStore
 from planaria.server.schema import clip
 from planaria.server.schema_responses import INCLUDABLE, ResponsesRequest
-from planaria.server.service import Service, client_left
+from planaria.server.service import Service
 from planaria.server.tokenise import LONG_TEXT
 from planaria.server.wrong import wrong
 

@@ -13,12 +13,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from planaria.errors import CapacityError, ConfigError, EngineDead, PlanariaError, UserError
+from planaria.server.admission import Admission
 from planaria.server.app import create_app
 from planaria.server.background import Background
 from planaria.server.config import ServerConfig
@@ -36,6 +38,8 @@ STUCK = 60.0  # seconds in which a client takes nothing of what is sent to it, a
 MAX_HEADER_BYTES = 16 << 10  # of a request's header that has not come whole
 LAST_ANSWERS = 2.0  # seconds aborted requests get to be told
 ENGINE_LAST_WORDS = 1.0  # seconds after an engine's death for its answers to be written
+
+S = TypeVar("S", bound=Admission)
 
 
 def address_of(config: ServerConfig) -> tuple[int, int, int, Any]:
@@ -126,10 +130,10 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-class Lifecycle:
+class Lifecycle(Generic[S]):
     """From the first signal, or the engine's death, to the exit code."""
 
-    def __init__(self, service: Service, server: _Server) -> None:
+    def __init__(self, service: S, server: _Server) -> None:
         self.service, self.server = service, server
         self.code = 0
         self._ending: asyncio.Task[None] | None = None
@@ -139,12 +143,12 @@ class Lifecycle:
         server.on_each_tick = self.look
 
     async def until_ready(
-        self, started: float, announce: Callable[[str], None] | None, begun: Callable[[Lifecycle], None]
+        self, started: float, announce: Callable[[str], None] | None, begun: Callable[[Lifecycle[S]], None]
     ) -> None:
         """Say that it is ready, when it is; `failure` keeps why it never will be."""
         service, server = self.service, self.server
         try:
-            await service.client.ready()
+            await service.ready()
             await server.accepting.wait()
         except (UserError, CapacityError, EngineDead) as e:
             self.failure = e
@@ -152,9 +156,9 @@ class Lifecycle:
             server.should_exit = True
             return
         begun(self)
-        service.responses.tasks.start(service.responses.go_on())
+        service.begin()
         url, seconds = url_of(server.sock, server.settings), time.monotonic() - started
-        line = f"Planaria serving {service.model_names[0]} at {url} (ready in {seconds:.1f} s)"
+        line = f"Planaria serving {service.title} at {url} (ready in {seconds:.1f} s)"
         if announce is not None:
             announce(line)
         else:
@@ -216,8 +220,7 @@ class Lifecycle:
 
     def _left(self) -> bool:
         """Is nothing open any more?"""
-        running = any(entry.run is not None for entry in self.service.responses.unfinished.values())
-        return not (running or self.service.requests or self.server.listener.open)
+        return not (self.service.runs or self.service.requests or self.server.listener.open)
 
     def look(self) -> None:
         self.look_at_engine()
@@ -228,10 +231,7 @@ class Lifecycle:
 
     def look_at_engine(self) -> None:
         """Note what it does; if it is dead nothing will come any more, so say it to everyone and end."""
-        service = self.service
-        if service.history.due(time.monotonic()):
-            service.sample()
-        dead = service.client.dead
+        dead = self.service.look()
         if dead is None or self.code == 1:
             return
         self.code = 1
@@ -250,33 +250,50 @@ async def serve(
     tokenizer: Tokenizer | None,
     config: ServerConfig,
     *,
+    prepare: Callable[[FastAPI], None] = lambda app: None,
+    journal: Journal | None = None,
+    begun: Callable[[Lifecycle[Service]], None] = lambda life: None,
+    **how: Any,
+) -> int:
+    """Serve one model; see `run`. `prepare`: gets the application before it runs. `journal`: what responses are kept
+    in, closed at the end."""
+    config.verify()
+    app = create_app(client, tokenizer, config)
+    prepare(app)
+    service: Service = app.state.service
+    if journal is not None:
+        service.responses.use(journal)
+    try:
+        code = await run(app, service, begun=begun, **how)
+    finally:
+        await service.responses.close()
+        service.close()
+    return code or int(client.dead is not None)  # it may have ended with the last request of a drain
+
+
+async def run(
+    app: ASGIApp,
+    service: S,
+    *,
     started: float | None = None,
     sock: socket.socket | None = None,
     announce: Callable[[str], None] | None = None,
     signals: bool = True,
     stop: asyncio.Event | None = None,
-    prepare: Callable[[FastAPI], None] = lambda app: None,
     shared: bool = False,
-    journal: Journal | None = None,
-    begun: Callable[[Lifecycle], None] = lambda life: None,
+    begun: Callable[[Lifecycle[S]], None] = lambda life: None,
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code.
 
     0 after a first SIGTERM or SIGINT, 128 + the signal's number after a second, 1 if the engine died. `started`:
     time.monotonic() of the process's start, for the line that says it is ready. `sock`: already bound (by `bind`).
     `stop`: setting it is a first SIGTERM, again a second, for those who run this inside a program of theirs.
-    `prepare`: gets the application before it runs. `shared`: other processes accept connections from `sock` too.
-    `journal`: what responses are kept in, closed at the end. `begun`: gets the life of the server once it accepts.
+    `shared`: other processes accept connections from `sock` too. `begun`: gets the life of the server once it accepts.
     Raises UserError, CapacityError or EngineDead if the engine never becomes ready, ConfigError for options.
     """
     started = time.monotonic() if started is None else started
-    config.verify()
+    config = service.config
     sock = bind(config) if sock is None else sock
-    app = create_app(client, tokenizer, config)
-    prepare(app)
-    service: Service = app.state.service
-    if journal is not None:
-        service.responses.use(journal)
     server = _Server(_settings(app, config, sock), config, sock, shared)
     life = Lifecycle(service, server)
     waiting = Background()
@@ -290,14 +307,12 @@ async def serve(
     finally:
         waiting.cancel()
         sock.close()
-        await service.responses.close()
-        service.close()
     if life.failure is not None:
         raise life.failure
-    return life.code or int(client.dead is not None)  # it may have ended with the last request of a drain
+    return life.code
 
 
-def _settings(app: FastAPI, config: ServerConfig, sock: socket.socket) -> uvicorn.Config:
+def _settings(app: ASGIApp, config: ServerConfig, sock: socket.socket) -> uvicorn.Config:
     """Raises ConfigError, with the socket closed, where certificates can't be used."""
     try:
         settings = uvicorn.Config(

@@ -1,11 +1,7 @@
-"""What all routes of one server share: the engine's client, the tokenizer, what is open, and whether it may admit.
-
-The rule kept here: from the moment of `drain` nothing new is admitted, and `idle` is set once nothing is open.
-"""
+"""What all routes of one model share: the engine's client, the tokenizer, what is open, and whether it may admit."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import logging
@@ -13,12 +9,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from starlette.types import Receive
 
 import planaria
 from planaria.errors import RequestError
+from planaria.server.admission import Admission
 from planaria.server.config import ServerConfig
 from planaria.server.dispatcher import Dispatcher
 from planaria.server.faults import FaultLog
@@ -36,8 +33,6 @@ from planaria.wire import Dead, EngineFacts, Recovery
 if TYPE_CHECKING:
     from planaria.server.fleet import Fleet
     from planaria.server.generation import Generation
-    from planaria.server.neighbours import Neighbours
-    from planaria.server.traces import Traces
 
 logger = logging.getLogger("planaria.server")
 
@@ -47,24 +42,17 @@ MAX_TEXT = 1 << 20  # characters of a text that isn't bound by the model's lengt
 MAX_CHECKING = 256  # grammars that wait to be compiled; beyond that 503
 NORMALIZER_SLACK = 4  # how much shorter a normaliser may make a text
 
-T = TypeVar("T")
 
-
-async def client_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class Service:
-    """The state of one server."""
+class Service(Admission):
+    """The state of one model's server."""
 
     def __init__(self, client: Dispatcher, tokenizer: Tokenizer | None, config: ServerConfig) -> None:
-        self.client, self.tokenizer, self.config = client, tokenizer, config
+        super().__init__(config)
+        self.client, self.tokenizer = client, tokenizer
         self.transfers = Transfers(config.transfer, config.transfer_key, config.tp, config.stages)
         self.history = History()
         self.faults = FaultLog(lambda: [engine.index for engine in client.engines() if engine.state != "ended"])
         client.on_recovery, client.on_settled = self._recovery, self.faults.settled
-        self.traces: Traces | None = None
         if config.otlp_traces_endpoint is not None:
             from planaria.server.traces import Traces
 
@@ -73,23 +61,15 @@ class Service:
         self.responses = ResponseStore(self, len(config.api_keys), lasts=not config.journal_ends)
         self.metrics.registry.register(ResponseMetrics(self.responses, lambda: self.model_names[0]))
         self.created = int(time.time())
-        self.neighbours: Neighbours | None = None  # other API processes of this server
-        self.draining = ""  # the reason, for those who are turned away
-        self.leaving = False  # another process has taken over: a connection ends with its next answer, if it is here
         self.open: dict[Generation, None] = {}
-        self.reading: dict[asyncio.Timeout, None] = {}  # of requests whose body is still coming
         self.busy_since = 0.0  # time.monotonic() when `open` last became non-empty
-        self.requests = 0  # HTTP requests being answered
         self.elsewhere: int | None = None  # of several processes, in all of them together
         self._numbers = itertools.count()
         self._longest_token: int | None = None  # characters
         self._fingerprint: str | None = None
-        self._texts = ThreadPoolExecutor(1, "planaria-text")
         self.grammars = grammar_check(tokenizer, lambda: client.facts)
         self._checks = ThreadPoolExecutor(1, "planaria-grammar")
         self._checking = 0  # grammars that wait for it
-        self.idle = asyncio.Event()
-        self.idle.set()
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -248,49 +228,42 @@ class Service:
         finally:
             self._checking -= 1
 
-    async def in_thread(
-        self, work: Callable[[], T], gone: Receive | None = None, thread: ThreadPoolExecutor | None = None
-    ) -> T:
-        """Run a long piece of text work beside the event loop.
-
-        One thread for all of it: it must not take the cores the engine computes with; `thread`: another. `gone`: the
-        request's `receive`, once its body was read; work whose client leaves before it began isn't done, and
-        RequestError is raised.
-        """
-        doing = asyncio.get_running_loop().run_in_executor(thread or self._texts, work)
-        if gone is None:
-            return await doing
-        leaving = asyncio.ensure_future(client_left(gone))
-        either: set[asyncio.Future[Any]] = {doing, leaving}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
-                raise RequestError("the client is gone", status=499, code="aborted")
-            return doing.result()
-        finally:
-            doing.cancel()
-            leaving.cancel()
-
     def _recovery(self, message: Recovery) -> None:
         self.faults.hear(message)
         if self.traces is not None:
             self.traces.hear(message)
+
+    # -- as the server's life sees it
+
+    @property
+    def title(self) -> str:
+        return self.model_names[0]
+
+    @property
+    def coming(self) -> bool:
+        return self.client.facts is None
+
+    async def ready(self) -> None:
+        await self.client.ready()
+
+    def begin(self) -> None:
+        self.responses.tasks.start(self.responses.go_on())
+
+    @property
+    def runs(self) -> bool:
+        """Does something that nobody need be connected to?"""
+        return any(entry.run is not None for entry in self.responses.unfinished.values())
+
+    def look(self) -> Dead | None:
+        if self.history.due(time.monotonic()):
+            self.sample()
+        return self.client.dead
 
     def sample(self) -> None:
         """Remember how things are now."""
         self.history.keep(time.time(), self.client.stats, self.metrics, self.faults)
 
     # -- what is open
-
-    def enter(self) -> None:
-        """An HTTP request begins to be answered."""
-        self.requests += 1
-        self.idle.clear()
-
-    def leave(self) -> None:
-        self.requests -= 1
-        if not self.requests:
-            self.idle.set()
 
     def opened(self, generation: Generation) -> None:
         if not self.open:
@@ -301,16 +274,11 @@ class Service:
         self.open.pop(generation, None)
 
     def drain(self, reason: str) -> None:
-        """Admit nothing from now on, nor wait for what has come in half."""
-        self.draining = self.draining or reason
+        super().drain(reason)
         if self.client.control is not None:
             self.client.control.drain()
-        for clock in self.reading:
-            if not clock.expired():
-                clock.reschedule(0)
 
     def end(self, dead: Dead) -> None:
-        """The last engine has ended: nothing will come any more."""
         # One that never became ready is an exception of `serve`, and its caller's to say.
         if self.client.facts is not None:
             logger.error("the engine has ended: %s", dead.message)
@@ -319,15 +287,11 @@ class Service:
         self.drain(f"the engine has ended: {dead.message}")
 
     def close(self) -> None:
-        """Let go of the threads."""
-        if self.traces is not None:
-            self.traces.close()
-        for threads in (self._texts, self._checks):
-            threads.shutdown(wait=False, cancel_futures=True)
+        super().close()
+        self._checks.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
 
     def abort_all(self, message: str, status: int = 503, code: str = "aborted") -> int:
-        """Answer everything open with an error; returns how many requests that were."""
         victims = list(self.open)
         for generation in victims:
             generation.fail(message, status, code)

@@ -46,6 +46,7 @@ from planaria.server.replace_messages import (
 from planaria.server.root import listed
 from planaria.server.root_messages import Kill, Serving, State, Stop
 from planaria.server.serve import LAST_ANSWERS, Lifecycle, address_of, heard
+from planaria.server.service import Service
 from planaria.wire import Gone
 
 logger = logging.getLogger("planaria.server")
@@ -103,7 +104,7 @@ class TakingOver:
         self._heard: asyncio.Future[ToSuccessor | None] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self._fleet: Fleet | None = None
-        self._life: Lifecycle | None = None
+        self._life: Lifecycle[Service] | None = None
         self._written: dict[str, bytes] = {}  # responses, until there is somebody to keep them
         self._running: list[str] = []
         self._idle: list[socket.socket] = []
@@ -221,7 +222,7 @@ class TakingOver:
             raise PlanariaError(f"process {self.pid}, whose place this one was to take, serves on")
         self._mine = True
 
-    def begin(self, life: Lifecycle) -> None:
+    def begin(self, life: Lifecycle[Service]) -> None:
         """It accepts connections: here is what the other has given, or gives from now on."""
         self._life = life
         for id in self._running:  # there
